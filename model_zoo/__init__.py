@@ -1,0 +1,56 @@
+"""Models as lists of Keras layers, ready for `keras.Sequential` or a pipeline.
+
+Every model is a function from hyper-parameters to a list that begins with a
+`keras.layers.InputLayer`. Nothing here imports `tf_gpipe`: a model does not know
+how it is going to be run.
+"""
+
+import inspect
+
+from model_zoo.resnet import resnet_small
+
+_MODELS = {"resnet_small": resnet_small}
+
+
+def names():
+    """Returns the names of all models, sorted."""
+    return sorted(_MODELS)
+
+
+def get(name, **hyper_parameters):
+    """Builds a model by its name.
+
+    Args:
+        name: String, one of `model_zoo.names()`.
+        **hyper_parameters: Arguments of the model's function. Those left out
+            keep their defaults.
+
+    Returns:
+        A list of Keras layers that begins with a `keras.layers.InputLayer`.
+
+    Raises:
+        ValueError: If there is no model of this name.
+        TypeError: If the model has no hyper-parameter of a given name.
+
+    Example:
+
+    ```python
+    layers = model_zoo.get("resnet_small", num_classes=100)
+    model = keras.Sequential(layers)
+    ```
+    """
+    if name not in _MODELS:
+        raise ValueError(
+            f"Unknown model. Expected one of: {', '.join(names())}. "
+            f"Received: name={name!r}"
+        )
+    model = _MODELS[name]
+    accepted = list(inspect.signature(model).parameters)
+    unknown = [key for key in hyper_parameters if key not in accepted]
+    if unknown:
+        raise TypeError(
+            f"Unknown hyper-parameters of model {name!r}. "
+            f"Expected some of: {', '.join(accepted)}. "
+            f"Received: {', '.join(unknown)}"
+        )
+    return model(**hyper_parameters)

@@ -1,0 +1,358 @@
+"""Runs a schedule: places its tasks on devices, in order, in one graph."""
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import state
+from tf_gpipe.micro_batch import Split
+from tf_gpipe.schedule import BACKWARD
+from tf_gpipe.schedule import FORWARD
+from tf_gpipe.schedule import Schedule
+from tf_gpipe.schedule import Task
+from tf_gpipe.stage import Activations
+from tf_gpipe.stage import Stage
+from tf_gpipe.stage import StageCall
+from tf_gpipe.stage import StageFunction
+
+REMAT_MODES = ("always", "except_last", "never")
+
+
+class Pipeline(NamedTuple):
+    """Stages and how a mini-batch goes through them."""
+
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+    remat: str  # one of REMAT_MODES
+
+    def recomputes(self, m: int) -> bool:
+        """Returns whether micro-batch `m` is rematerialised."""
+        if self.remat == "except_last":
+            return m < self.schedule.num_micro_batches - 1
+        return self.remat == "always"
+
+
+class MiniBatch:
+    """One mini-batch on its way through the stages of a pipeline.
+
+    The equivalent loop on one device:
+
+        for task in schedule.order:
+            if task is forward:
+                call[k, m] = stages[k](outputs[k - 1, m])
+            else:
+                gradients += call[k, m].gradient(gradient of outputs[k, m])
+
+    Walked while `tf.function` traces, the loop emits the operations of a task
+    on its stage's device, after those of that device's previous task. Values
+    travel between stages as tensors, which TensorFlow's runtime sends as soon
+    as they are there, so stages work at the same time. Run eagerly, it is just
+    the loop.
+
+    Args:
+        pipeline: A `Pipeline`.
+        inputs: Nested structure of the mini-batch's input tensors.
+        training: Boolean, or `None` for Keras's default.
+        jit_compile: Boolean, whether XLA compiles the stages' functions.
+        eager: Boolean, whether stages run without a function of their own.
+        stop_inputs: Boolean, whether no gradient by the inputs is needed.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        inputs: Any,
+        training: bool | None,
+        jit_compile: bool = False,
+        eager: bool = False,
+        stop_inputs: bool = False,
+    ):
+        self.pipeline = pipeline
+        self.split = Split(inputs, pipeline.schedule.num_micro_batches)
+        whole = Activations.of(inputs)
+        with tf.device(pipeline.stages[0].device):
+            self._inputs = [
+                Activations(*(self.split.take(x, m) for x in whole))
+                for m in range(self.split.num_micro_batches)
+            ]
+        self._versions = state.StateVersions(self.split)
+        self._initial: dict[tuple[int, int], tf.Tensor] = {}
+        self._calls: dict[tuple[int, int], StageCall] = {}
+        self._outputs: dict[tuple[int, int], Activations] = {}
+        self._losses: dict[tuple[int, int], list[tf.Tensor]] = {}
+        self._upstream: dict[tuple[int, int], list] = {}
+        self._accumulators: list[dict[int, Any]] = [{} for _ in pipeline.stages]
+        self._done: dict[str, tf.Operation] = {}
+        seed = state.global_seed()
+        self._functions = []
+        for stage in pipeline.stages:
+            # Snapshots: a recomputation must not see what has been assigned
+            # since the forward pass.
+            states = [v for v in stage.owned if not v.value.trainable]
+            self._functions.append(
+                StageFunction(
+                    stage,
+                    carried=[seed, *states, *stage.borrowed],
+                    training=training,
+                    compiled=not (eager or tf.executing_eagerly()),
+                    jit_compile=jit_compile,
+                    stop_inputs=stop_inputs and stage.index == 0,
+                )
+            )
+
+    @property
+    def _last(self) -> int:
+        return len(self.pipeline.stages) - 1
+
+    def forward(self, tape: bool) -> None:
+        """Runs all forward tasks.
+
+        Args:
+            tape: Boolean, whether a backward pass will follow.
+        """
+        for task in self.pipeline.schedule.order:
+            if task.kind == FORWARD:
+                self._forward(task, tape)
+
+    def backward(
+        self, output_gradients: list, loss_gradients: Sequence[tf.Tensor]
+    ) -> None:
+        """Runs all backward tasks.
+
+        Args:
+            output_gradients: List with a tensor or `None` for each flat tensor
+                of `outputs()`.
+            loss_gradients: List with a scalar for each of `losses()`.
+        """
+        parts = self._flat_outputs()
+        pieces = [
+            [None] * self.split.num_micro_batches
+            if gradient is None
+            else self.split.unmerge(gradient, part)
+            for gradient, part in zip(output_gradients, parts, strict=True)
+        ]
+        for task in self.pipeline.schedule.order:
+            if task.kind == BACKWARD:
+                m = task.micro_batch
+                if task.stage == self._last:
+                    self._upstream[self._last, m] = [x[m] for x in pieces]
+                self._backward(task, loss_gradients)
+
+    def interleave(
+        self,
+        output_gradients: Callable[[int, Activations], list],
+        loss_gradient: tf.Tensor,
+    ) -> None:
+        """Runs all tasks in the order of the schedule.
+
+        Args:
+            output_gradients: Function from a micro-batch's number and outputs
+                to a list with a tensor or `None` for each flat output tensor.
+                It runs on the last stage's device.
+            loss_gradient: Scalar, the gradient by each of `losses()`.
+        """
+        for task in self.pipeline.schedule.order:
+            m = task.micro_batch
+            if task.kind == FORWARD:
+                self._forward(task, tape=True)
+                continue
+            if task.stage == self._last:
+                with self._task(task):
+                    # Unfinished: the backward task itself follows.
+                    self._upstream[self._last, m] = output_gradients(
+                        m, self._outputs[self._last, m]
+                    )
+            self._backward(task, [loss_gradient] * self._num_losses())
+
+    def outputs(self) -> Any:
+        """Returns the outputs of the mini-batch, with their Keras masks."""
+        parts = [
+            self._outputs[self._last, m]
+            for m in range(self.split.num_micro_batches)
+        ]
+        with tf.device(self.pipeline.stages[-1].device):
+            return Activations(
+                self.split.merge([part.tensors for part in parts]),
+                self.split.merge([part.masks for part in parts]),
+            ).unpack()
+
+    def losses(self) -> list[tf.Tensor]:
+        """Returns the losses that layers added, for the whole mini-batch.
+
+        A scalar that a layer adds is taken for a mean over rows, as Keras's
+        activity regularisers are, so micro-batches count by their rows.
+        """
+        totals = []
+        for stage in self.pipeline.stages:
+            with tf.device(stage.device):
+                parts = [
+                    self._losses[stage.index, m]
+                    for m in range(self.split.num_micro_batches)
+                ]
+                totals += [
+                    tf.add_n(
+                        [
+                            tf.reduce_sum(x) * self._loss_weight(x, m)
+                            for m, x in enumerate(losses)
+                        ]
+                    )
+                    for losses in zip(*parts, strict=True)
+                ]
+        return totals
+
+    def _loss_weight(self, loss: tf.Tensor, m: int) -> tf.Tensor:
+        if loss.shape.rank == 0:
+            return tf.cast(self.split.weight(m), loss.dtype)
+        # One value a row, of which Keras takes the sum.
+        return tf.cast(self.split.valid(m), loss.dtype)
+
+    def commit_state(self) -> None:
+        """Assigns the state that layers have updated."""
+        self._versions.commit(
+            layer for stage in self.pipeline.stages for layer in stage.layers
+        )
+
+    def gradient(self, variable: keras.Variable) -> Any:
+        """Returns the gradient accumulated for a variable, or `None`."""
+        parts = [
+            accumulator[id(variable)]
+            for accumulator in self._accumulators
+            if id(variable) in accumulator
+        ]
+        if not parts:
+            return None
+        # Several parts: layers of several stages share the variable.
+        with tf.device(variable.value.device):
+            total = parts[0]
+            for part in parts[1:]:
+                total = _add(total, part)
+            return total
+
+    def input_gradients(self) -> list:
+        """Returns a gradient or `None` for each flat input tensor."""
+        parts = [
+            self._upstream[-1, m] for m in range(self.split.num_micro_batches)
+        ]
+        return [
+            None if any(x is None for x in xs) else self.split.merge(list(xs))
+            for xs in zip(*parts, strict=True)
+        ]
+
+    def _forward(self, task: Task, tape: bool) -> None:
+        k, m = task.stage, task.micro_batch
+        function = self._functions[k]
+        inputs = self._outputs[k - 1, m] if k else self._inputs[m]
+        carried = [self._read(v, m) for v in function.carried]
+        with self._task(task) as finish:
+            if tape:
+                call = StageCall(
+                    function, inputs, carried, self.pipeline.recomputes(m)
+                )
+                self._calls[k, m] = call
+                result = call.result
+            else:
+                result = function(inputs, carried)
+            finish(result)
+        self._outputs[k, m] = result.outputs
+        self._losses[k, m] = result.losses
+        self._versions.write(function.updated, result.updates, m)
+
+    def _backward(
+        self, task: Task, loss_gradients: Sequence[tf.Tensor]
+    ) -> None:
+        k, m = task.stage, task.micro_batch
+        call, function = self._calls.pop((k, m)), self._functions[k]
+        first = sum(len(self._losses[i, m]) for i in range(k))
+        with self._task(task) as finish:
+            inputs, carried, weights = call.gradient(
+                self._upstream.pop((k, m)),
+                [
+                    tf.ones_like(loss)
+                    * self._loss_weight(loss, m)
+                    * tf.cast(gradient, loss.dtype)
+                    for loss, gradient in zip(
+                        call.result.losses, loss_gradients[first:], strict=False
+                    )
+                ],
+            )
+            self._upstream[k - 1, m] = inputs
+            accumulator = self._accumulators[k]
+            for variable, gradient in zip(
+                function.carried + function.trainable,
+                carried + weights,
+                strict=True,
+            ):
+                if gradient is not None:
+                    total = accumulator.get(id(variable))
+                    accumulator[id(variable)] = (
+                        gradient if total is None else _add(total, gradient)
+                    )
+            finish((inputs, list(accumulator.values())))
+
+    def _read(self, variable: keras.Variable, m: int) -> tf.Tensor:
+        value = self._versions.read(variable, m)
+        if value is not None:
+            return value
+        seed = m if state.is_seed(variable) else 0
+        if (id(variable), seed) not in self._initial:
+            with tf.device(variable.value.device):
+                self._initial[id(variable), seed] = state.initial(
+                    variable, seed
+                )
+        return self._initial[id(variable), seed]
+
+    def _num_losses(self) -> int:
+        return sum(
+            len(self._losses[stage.index, 0]) for stage in self.pipeline.stages
+        )
+
+    def _flat_outputs(self) -> list[list[tf.Tensor]]:
+        """Returns, for each flat output tensor, its parts by micro-batch."""
+        parts = [
+            keras.tree.flatten(self._outputs[self._last, m].tensors)
+            for m in range(self.split.num_micro_batches)
+        ]
+        return [list(xs) for xs in zip(*parts, strict=True)]
+
+    @contextlib.contextmanager
+    def _task(self, task: Task) -> Iterator[Callable[[Any], None]]:
+        """Puts what is emitted inside on the task's device, in its turn."""
+        device = self.pipeline.stages[task.stage].device
+        previous = self._done.get(device)
+
+        def finish(results: Any) -> None:
+            if tf.executing_eagerly():
+                return
+            tensors = [
+                x
+                for x in tf.nest.flatten(results, expand_composites=True)
+                if x is not None
+            ]
+            with tf.control_dependencies(tensors):
+                self._done[device] = tf.no_op(name="done")
+
+        with (
+            tf.device(device),
+            tf.name_scope(str(task)),
+            tf.control_dependencies([previous] if previous is not None else []),
+        ):
+            yield finish
+
+
+def _add(total: Any, gradient: Any) -> Any:
+    """Adds gradients; sparse ones, of embeddings, stay sparse."""
+    if isinstance(total, tf.IndexedSlices) and isinstance(
+        gradient, tf.IndexedSlices
+    ):
+        return tf.IndexedSlices(
+            tf.concat([total.values, gradient.values], axis=0),
+            tf.concat([total.indices, gradient.indices], axis=0),
+            total.dense_shape,
+        )
+    return tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)

@@ -1,0 +1,155 @@
+"""Splits a mini-batch into micro-batches, weighs them and merges results."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+class Split:
+    """How the rows of one mini-batch are shared out among micro-batches.
+
+    B rows over M micro-batches: the first `B % M` get one row more than the
+    rest. A mini-batch with fewer rows than micro-batches leaves some without
+    a row of their own. Those run on a copy of the last row, so that no layer
+    sees an empty batch, and whatever they yield weighs nothing.
+
+        B=10, M=4: 3 3 2 2          B=3, M=4: 1 1 1 (1)
+
+    Args:
+        inputs: Nested structure of dense tensors that share the length B of
+            their first axis.
+        num_micro_batches: Integer M.
+
+    Raises:
+        TypeError: If an input is no dense tensor.
+        ValueError: If an input has no batch axis, or batch sizes differ.
+    """
+
+    def __init__(self, inputs: Any, num_micro_batches: int):
+        self.num_micro_batches = num_micro_batches
+        static = {_static_rows(x) for x in keras.tree.flatten(inputs)} - {None}
+        if len(static) > 1:
+            raise ValueError(
+                "All inputs of a pipeline must have the same batch size. "
+                f"Received batch sizes {sorted(static)}."
+            )
+        self.static_rows = static.pop() if static else None
+        self.even = (
+            self.static_rows is not None
+            and self.static_rows > 0
+            and self.static_rows % num_micro_batches == 0
+        )
+        # Whether a micro-batch may be one without rows of its own.
+        self.padded = not self.even and (
+            self.static_rows is None or self.static_rows < num_micro_batches
+        )
+        if self.static_rows is None:
+            self.rows = tf.shape(keras.tree.flatten(inputs)[0])[0]
+        elif self.even or tf.executing_eagerly():
+            self.rows = tf.constant(self.static_rows)
+        else:
+            # Sizes that differ by one would trace every stage twice. A
+            # placeholder hides them from static shapes: one trace serves both.
+            self.rows = tf.compat.v1.placeholder_with_default(
+                tf.constant(self.static_rows), ()
+            )
+
+    def size(self, m: int) -> Any:
+        """Returns the number of rows that micro-batch `m` has of its own."""
+        if self.even:
+            return self.static_rows // self.num_micro_batches
+        base = self.rows // self.num_micro_batches
+        return base + tf.cast(m < self.rows % self.num_micro_batches, tf.int32)
+
+    def weight(self, m: int) -> Any:
+        """Returns the share of micro-batch `m` in the rows, a float32."""
+        if self.even:
+            return tf.constant(1.0 / self.num_micro_batches)
+        return tf.cast(self.size(m), tf.float32) / tf.cast(
+            tf.maximum(self.rows, 1), tf.float32
+        )
+
+    def valid(self, m: int) -> Any:
+        """Returns 1 if micro-batch `m` has rows of its own, else 0 (int32)."""
+        if not self.padded:
+            return tf.constant(1)
+        return tf.cast(self.size(m) > 0, tf.int32)
+
+    def take(self, values: Any, m: int) -> Any:
+        """Returns the rows of micro-batch `m` of every tensor in `values`."""
+        if self.num_micro_batches == 1:
+            return values
+        if self.even:
+            size = self.size(m)
+            return keras.tree.map_structure(
+                lambda x: None if x is None else x[m * size : (m + 1) * size],
+                values,
+            )
+        size = self.size(m)
+        base = self.rows // self.num_micro_batches
+        start = m * base + tf.minimum(m, self.rows % self.num_micro_batches)
+        start = tf.maximum(tf.minimum(start, self.rows - 1), 0)
+        end = start + tf.maximum(size, 1)
+        return keras.tree.map_structure(
+            lambda x: None if x is None else x[start:end], values
+        )
+
+    def merge(self, parts: list[Any]) -> Any:
+        """Joins one structure a micro-batch along the first axis."""
+        if self.num_micro_batches == 1:
+            return parts[0]
+        return keras.tree.map_structure(
+            lambda *xs: None if xs[0] is None else self._concat(xs), *parts
+        )
+
+    def _concat(self, parts: tuple[tf.Tensor, ...]) -> tf.Tensor:
+        if self.padded:
+            parts = tuple(
+                x[: tf.shape(x)[0] * self.valid(m)] for m, x in enumerate(parts)
+            )
+        return tf.concat(parts, axis=0)
+
+    def unmerge(self, value: tf.Tensor, parts: list[tf.Tensor]) -> list:
+        """Cuts a tensor back into pieces shaped like the merged `parts`.
+
+        Args:
+            value: Tensor shaped like the merged `parts`, a gradient of it.
+            parts: The tensors that were merged, one a micro-batch.
+
+        Returns:
+            List of M tensors; zeros for a micro-batch without rows.
+        """
+        if self.num_micro_batches == 1:
+            return [value]
+        if self.even:
+            sizes = [x.shape[0] for x in parts]
+            if None not in sizes:
+                return tf.split(value, sizes)
+        pieces, start = [], tf.constant(0)
+        for m, part in enumerate(parts):
+            length = tf.shape(part)[0]
+            own = length * self.valid(m)
+            piece = value[start : start + own]
+            if self.padded:
+                padding = [[0, length - own]] + [[0, 0]] * (
+                    value.shape.rank - 1
+                )
+                piece = tf.pad(piece, padding)
+            pieces.append(tf.ensure_shape(piece, part.shape))
+            start += own
+        return pieces
+
+
+def _static_rows(x: Any) -> int | None:
+    if not isinstance(x, tf.Tensor):
+        raise TypeError(
+            "A pipeline splits dense tensors along their first axis. "
+            f"Received: {x} (of type {type(x).__name__})"
+        )
+    if x.shape.rank == 0:
+        raise ValueError(
+            "Every input of a pipeline needs a batch axis to be split. "
+            f"Received a scalar: {x}"
+        )
+    return None if x.shape.rank is None else x.shape[0]

@@ -1,0 +1,1 @@
+"""Which layers form which stage."""

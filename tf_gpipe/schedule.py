@@ -1,0 +1,266 @@
+"""Pipeline schedules as data: which device runs which task, in which order.
+
+A schedule is executed by the engine, drawn and tested from the same list.
+This module imports no TensorFlow.
+
+Letters: K stages (k), M micro-batches (m). `F2.0` is the forward pass of
+micro-batch 0 through stage 2, `B2.0` its backward pass.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+FORWARD = "F"
+BACKWARD = "B"
+
+
+class Task(NamedTuple):
+    """One pass of one micro-batch through one stage."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Task":
+        """Returns the task that `str` writes as `text`, such as `"F2.0"`."""
+        stage, _, micro_batch = text[1:].partition(".")
+        if text[:1] not in (FORWARD, BACKWARD) or not (
+            stage.isdecimal() and micro_batch.isdecimal()
+        ):
+            raise ValueError(
+                "A task is written as `F` or `B`, the stage, a dot and the "
+                f"micro-batch, as in 'F2.0'. Received: {text!r}"
+            )
+        return cls(text[0], int(stage), int(micro_batch))
+
+
+class Schedule:
+    """For each stage, the tasks that its device runs, in order.
+
+    Args:
+        tasks: One sequence of `Task`s (or of their texts, such as `"F2.0"`)
+            for each device that runs a part of the pipeline. Every stage
+            needs one forward and one backward task for every micro-batch, all
+            of them in the same sequence.
+        name: String, shown in summaries.
+
+    Raises:
+        ValueError: If a task is missing or there twice, if a stage is spread
+            over two sequences, or if the order can never finish because each
+            device waits for another one.
+
+    Example:
+
+    >>> print(tf_gpipe.Schedule([["F0.0", "F0.1", "B0.1", "B0.0"]]))
+    F0.0 F0.1 B0.1 B0.0
+    """
+
+    def __init__(
+        self, tasks: Sequence[Sequence[Task | str]], name: str = "custom"
+    ):
+        self.name = name
+        self.tasks = tuple(
+            tuple(
+                Task.parse(task) if isinstance(task, str) else task
+                for task in row
+            )
+            for row in tasks
+        )
+        flat = [task for row in self.tasks for task in row]
+        if not flat:
+            raise ValueError(f"Schedule '{name}' has no tasks.")
+        self.num_stages = 1 + max(task.stage for task in flat)
+        self.num_micro_batches = 1 + max(task.micro_batch for task in flat)
+        self._check_complete(flat)
+        self.order = self._linearize()
+
+    def _check_complete(self, flat: list[Task]) -> None:
+        expected = {
+            Task(kind, stage, micro_batch)
+            for kind in (FORWARD, BACKWARD)
+            for stage in range(self.num_stages)
+            for micro_batch in range(self.num_micro_batches)
+        }
+        missing = sorted(expected - set(flat))
+        twice = sorted({task for task in flat if flat.count(task) > 1})
+        unknown = sorted(set(flat) - expected)
+        for problem, tasks in (
+            ("lacks", missing),
+            ("repeats", twice),
+            ("has unknown", unknown),
+        ):
+            if tasks:
+                raise ValueError(
+                    f"Schedule '{self.name}' for {self.num_stages} stages and "
+                    f"{self.num_micro_batches} micro-batches {problem} "
+                    f"{', '.join(map(str, tasks))}. Every stage needs one "
+                    "forward and one backward task a micro-batch."
+                )
+        home: dict[int, int] = {}
+        for i, row in enumerate(self.tasks):
+            for task in row:
+                if home.setdefault(task.stage, i) != i:
+                    raise ValueError(
+                        f"Schedule '{self.name}' runs stage {task.stage} in "
+                        f"rows {home[task.stage]} and {i} (task {task}). A "
+                        "stage lives on one device."
+                    )
+
+    def _needs(self, task: Task) -> list[Task]:
+        """Returns the tasks whose results `task` uses."""
+        if task.kind == FORWARD:
+            return [task._replace(stage=task.stage - 1)] if task.stage else []
+        needs = [task._replace(kind=FORWARD)]
+        if task.stage + 1 < self.num_stages:
+            needs.append(task._replace(stage=task.stage + 1))
+        return needs
+
+    def _linearize(self) -> tuple[Task, ...]:
+        """Returns one order of all tasks that every device can follow."""
+        order: list[Task] = []
+        done: set[Task] = set()
+        position = [0] * len(self.tasks)
+        while len(done) < sum(map(len, self.tasks)):
+            progress = False
+            for i, row in enumerate(self.tasks):
+                if position[i] < len(row) and done.issuperset(
+                    self._needs(row[position[i]])
+                ):
+                    order.append(row[position[i]])
+                    done.add(row[position[i]])
+                    position[i] += 1
+                    progress = True
+            if not progress:
+                waiting = [
+                    f"{row[i]} waits for "
+                    + ", ".join(
+                        str(t) for t in self._needs(row[i]) if t not in done
+                    )
+                    for row, i in zip(self.tasks, position, strict=True)
+                    if i < len(row)
+                ]
+                raise ValueError(
+                    f"Schedule '{self.name}' can never finish: "
+                    f"{'; '.join(waiting)}."
+                )
+        return tuple(order)
+
+    @property
+    def forwards_first(self) -> bool:
+        """Whether the last stage has every output before it goes backward."""
+        last = [t for t in self.order if t.stage == self.num_stages - 1]
+        return all(t.kind == FORWARD for t in last[: self.num_micro_batches])
+
+    def get_config(self) -> dict:
+        """Returns the arguments of `Schedule`, for saving."""
+        return {
+            "tasks": [[str(task) for task in row] for row in self.tasks],
+            "name": self.name,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in self.tasks)
+
+
+def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
+    """All forward passes, then all backward passes (Huang et al., 2019).
+
+    For K=3, M=4, with a task's micro-batch in its place on the clock:
+
+        stage 0   F0 F1 F2 F3  .  .  .  . B3 B2 B1 B0
+        stage 1    . F0 F1 F2 F3  .  . B3 B2 B1 B0  .
+        stage 2    .  . F0 F1 F2 F3 B3 B2 B1 B0  .  .
+
+    Args:
+        num_stages: Integer K.
+        num_micro_batches: Integer M.
+
+    Returns:
+        A `Schedule`.
+    """
+    micro_batches = range(num_micro_batches)
+    return Schedule(
+        [
+            [Task(FORWARD, k, m) for m in micro_batches]
+            + [Task(BACKWARD, k, m) for m in reversed(micro_batches)]
+            for k in range(num_stages)
+        ],
+        name="gpipe",
+    )
+
+
+def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
+    """One forward, one backward (PipeDream-Flush, Narayanan et al., 2021).
+
+    The bubble of GPipe, but stage k holds the activations of at most K-k
+    micro-batches instead of M. For K=3, M=4:
+
+        stage 0   F0 F1 F2  .  . B0 F3 B1  . B2  . B3
+        stage 1    . F0 F1  . B0 F2 B1 F3 B2  . B3  .
+        stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
+
+    Args:
+        num_stages: Integer K.
+        num_micro_batches: Integer M.
+
+    Returns:
+        A `Schedule`.
+    """
+    rows = []
+    for k in range(num_stages):
+        warmup = min(num_stages - k - 1, num_micro_batches)
+        row = [Task(FORWARD, k, m) for m in range(warmup)]
+        for m in range(num_micro_batches):
+            if m + warmup < num_micro_batches:
+                row.append(Task(FORWARD, k, m + warmup))
+            row.append(Task(BACKWARD, k, m))
+        rows.append(row)
+    return Schedule(rows, name="1f1b")
+
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+}
+
+
+def get(
+    schedule: str | Schedule, num_stages: int, num_micro_batches: int
+) -> Schedule:
+    """Returns the schedule of a name, or checks a given one.
+
+    Args:
+        schedule: One of the names in `SCHEDULES`, or a `Schedule`.
+        num_stages: Integer K that the schedule must have.
+        num_micro_batches: Integer M that the schedule must have.
+
+    Returns:
+        A `Schedule` for `num_stages` and `num_micro_batches`.
+
+    Raises:
+        ValueError: If the name is unknown, or the `Schedule` is for other
+            numbers of stages or micro-batches.
+    """
+    if isinstance(schedule, str) and schedule in SCHEDULES:
+        return SCHEDULES[schedule](num_stages, num_micro_batches)
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"`schedule` must be one of {sorted(SCHEDULES)} or a "
+            f"`tf_gpipe.Schedule`. Received: schedule={schedule!r}"
+        )
+    if (schedule.num_stages, schedule.num_micro_batches) != (
+        num_stages,
+        num_micro_batches,
+    ):
+        raise ValueError(
+            f"Schedule '{schedule.name}' is for {schedule.num_stages} stages "
+            f"and {schedule.num_micro_batches} micro-batches, but the model "
+            f"has num_stages={num_stages} and "
+            f"num_micro_batches={num_micro_batches}."
+        )
+    return schedule

@@ -1,0 +1,393 @@
+"""`PipelinedSequential`, a `keras.Sequential` trained as a pipeline."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+
+from tf_gpipe import batch_norm
+from tf_gpipe import placement
+from tf_gpipe import schedule as schedules
+from tf_gpipe.engine import REMAT_MODES
+from tf_gpipe.engine import Pipeline
+from tf_gpipe.partition.contiguous import split
+from tf_gpipe.stage import Stage
+from tf_gpipe.summary import stage_table
+from tf_gpipe.training import PipelinedTraining
+
+
+@keras.saving.register_keras_serializable(package="tf_gpipe")
+class PipelinedSequential(PipelinedTraining, keras.Sequential):
+    """A linear stack of layers, trained as a pipeline over several devices.
+
+    GPipe (Huang et al., 2019, arXiv:1811.06965) for Keras: the layers are cut
+    into stages, each on a device of its own; a mini-batch is cut into
+    micro-batches, which follow one another through the stages; gradients are
+    accumulated over the micro-batches and applied once. What it computes is
+    what `keras.Sequential` computes. Everything that Keras offers for a model
+    works: `compile`, `fit`, `evaluate`, `predict`, callbacks, saving.
+
+    It is a layer, too: inside another Keras model, the call is pipelined
+    forward, and backward under a gradient tape.
+
+    Args:
+        layers: List of Keras layers, or a `keras.Sequential`, whose layers
+            and weights are then shared.
+        num_stages: Integer K, at most the number of layers. Defaults to one
+            stage a visible accelerator (a CPU where there is none), at most
+            one a layer.
+        num_micro_batches: Integer M. Batches need not be divisible by it.
+            Defaults to `4 * num_stages`, the paper's rule for a small bubble.
+        balance: List of K layer counts; or `"parameters"`, for stages of
+            nearly equal numbers of parameters. Defaults to `"parameters"`.
+        schedule: `"1f1b"` (one forward, one backward), `"gpipe"` (all
+            forward, then all backward), or a `tf_gpipe.Schedule`. Both need
+            the same time; `"1f1b"` holds fewer activations, `"gpipe"` accepts
+            losses that need the whole mini-batch. Defaults to `"1f1b"`.
+        remat: Which micro-batches keep only the input of each stage and
+            compute the activations again for the backward pass: `"always"`,
+            `"except_last"` (all but the last one) or `"never"`. Defaults to
+            `"always"`.
+        devices: List of TensorFlow device strings, one a stage, repeated
+            where stages share a device. Defaults to the visible accelerators
+            in order (CPUs where there are none).
+        trainable: Boolean, whether the layers are trainable.
+        name: String.
+
+    Raises:
+        ValueError: If an argument is out of range or unknown, or there are
+            too few layers or devices.
+
+    Example:
+
+    >>> model = tf_gpipe.PipelinedSequential(
+    ...     [
+    ...         keras.Input(shape=(8,)),
+    ...         keras.layers.Dense(16, activation="relu"),
+    ...         keras.layers.Dense(4),
+    ...     ],
+    ...     num_stages=2,
+    ...     num_micro_batches=4,
+    ...     devices=["CPU:0", "CPU:0"],
+    ... )
+    >>> [stage.count_params() for stage in model.stages]
+    [144, 68]
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[keras.Layer] | keras.Sequential | None = None,
+        *,
+        num_stages: int | None = None,
+        num_micro_batches: int | None = None,
+        balance: str | Sequence[int] = "parameters",
+        schedule: str | schedules.Schedule = "1f1b",
+        remat: str = "always",
+        devices: Sequence[str] | None = None,
+        trainable: bool = True,
+        name: str | None = None,
+    ):
+        super().__init__(trainable=trainable, name=name)
+        _check_count("num_stages", num_stages)
+        _check_count("num_micro_batches", num_micro_batches)
+        if remat not in REMAT_MODES:
+            raise ValueError(
+                f"`remat` must be one of {list(REMAT_MODES)}. "
+                f"Received: remat={remat!r}"
+            )
+        if isinstance(schedule, schedules.Schedule):
+            num_stages = num_stages or schedule.num_stages
+            num_micro_batches = num_micro_batches or schedule.num_micro_batches
+        elif not isinstance(balance, str):
+            num_stages = num_stages or len(balance)
+        _check_balance(balance, num_stages)
+        schedules.get(schedule, num_stages or 1, num_micro_batches or 1)
+        if devices is not None:
+            devices = tuple(devices)
+            if num_stages is not None:
+                placement.assign(devices, num_stages)
+        # XLA compiles for one device: a model with a pipeline in it spans
+        # several.
+        self.supports_jit = False
+        self._config = {
+            "num_stages": num_stages,
+            "num_micro_batches": num_micro_batches,
+            "balance": balance if isinstance(balance, str) else tuple(balance),
+            "schedule": schedule,
+            "remat": remat,
+            "devices": devices,
+        }
+        self._pipeline: Pipeline | None = None
+        if layers is None:
+            return
+        if isinstance(layers, keras.Sequential):
+            # With the input layer, which `layers.layers` leaves out.
+            layers = keras.Model.layers.fget(layers)
+        for layer in layers:
+            self.add(layer, rebuild=False)
+        if not self.layers:
+            raise ValueError(
+                "A pipeline needs layers. Received an empty list: "
+                f"layers={list(layers)}"
+            )
+        self._resolve()
+        self._maybe_rebuild()
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages: each has `index`, `device`, `layers`, `count_params()`.
+
+        Raises:
+            ValueError: If the model has not been built.
+        """
+        return self._built_pipeline().stages
+
+    def add(self, layer, rebuild=True):
+        self._pipeline = None
+        super().add(layer, rebuild=rebuild)
+
+    def pop(self, rebuild=True):
+        self._pipeline = None
+        return super().pop(rebuild=rebuild)
+
+    def build(self, input_shape=None):
+        # Abstractly: weights get their values where their stage is, and a
+        # model too large for one device is never on one.
+        with keras.StatelessScope(initialize_variables=False):
+            super().build(input_shape)
+        if self._functional is not None:
+            self._place()
+
+    def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
+        if self._pipeline is None:
+            self._build_for(inputs)
+        return super().compute_output_spec(
+            inputs, training=training, mask=mask, **kwargs
+        )
+
+    def summary(
+        self,
+        line_length=None,
+        positions=None,
+        print_fn=None,
+        expand_nested=False,
+        show_trainable=False,
+        layer_range=None,
+    ):
+        """Prints Keras's summary, then a table of the stages."""
+        super().summary(
+            line_length=line_length,
+            positions=positions,
+            print_fn=print_fn,
+            expand_nested=expand_nested,
+            show_trainable=show_trainable,
+            layer_range=layer_range,
+        )
+        if self._pipeline is not None:
+            (print_fn or print)(stage_table(self._pipeline, line_length))
+
+    def load_weights(self, filepath, skip_mismatch=False, **kwargs):
+        # Keras drops the file's optimizer state, with a warning, if the
+        # optimizer does not have its variables yet.
+        if self.optimizer is not None and self.built:
+            if not self.optimizer.built:
+                self.optimizer.build(self.trainable_variables)
+        super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+    def stateless_call(self, *args, **kwargs):
+        raise NotImplementedError(
+            "A pipeline reads its weights on their devices, so they cannot be "
+            "passed to it. Call the model itself, under a `tf.GradientTape` "
+            "for gradients."
+        )
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(self._config)
+        schedule = config["schedule"]
+        if isinstance(schedule, schedules.Schedule):
+            config["schedule"] = schedule.get_config()
+        return config
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        if isinstance(config["schedule"], dict):
+            config["schedule"] = schedules.Schedule(**config["schedule"])
+        build_input_shape = config.pop("build_input_shape", None)
+        config["layers"] = [
+            keras.saving.deserialize_keras_object(
+                layer, custom_objects=custom_objects
+            )
+            for layer in config["layers"]
+        ]
+        for key in ("dtype",):
+            config.pop(key, None)
+        model = cls(**config)
+        if build_input_shape and model._functional is None:
+            model.build(build_input_shape)
+        return model
+
+    def _resolve(self) -> dict[str, Any]:
+        """Returns the configuration with the defaults of this machine."""
+        config = dict(self._config)
+        num_layers = len(self.layers)
+        if config["num_stages"] is None:
+            available = config["devices"] or placement.accelerators()
+            config["num_stages"] = max(1, min(len(available), num_layers))
+        num_stages = config["num_stages"]
+        if num_stages > num_layers:
+            raise ValueError(
+                f"`num_stages` must be at most the number of layers. "
+                f"Received: num_stages={num_stages}, {num_layers} layers"
+            )
+        balance = config["balance"]
+        if not isinstance(balance, str) and sum(balance) != num_layers:
+            raise ValueError(
+                "`balance` must place every layer: its counts must sum to "
+                f"{num_layers}, the number of layers. Received: "
+                f"balance={list(balance)}, which sums to {sum(balance)}. "
+                "balance='parameters' finds the counts for you."
+            )
+        if config["num_micro_batches"] is None:
+            config["num_micro_batches"] = 4 * num_stages
+        config["devices"] = placement.assign(config["devices"], num_stages)
+        config["schedule"] = schedules.get(
+            config["schedule"], num_stages, config["num_micro_batches"]
+        )
+        if config["num_micro_batches"] > 1:
+            for layer in self.layers:
+                batch_norm.check(layer)
+        return config
+
+    def _maybe_rebuild(self):
+        # Layers are added one by one: wait until stages can be formed.
+        try:
+            self._resolve()
+        except ValueError:
+            self.built = False
+            self._functional = None
+            return
+        super()._maybe_rebuild()
+
+    def _place(self) -> None:
+        """Forms the stages and puts the weights on their devices."""
+        config = self._resolve()
+        layers, counts = self.layers, config["balance"]
+        if counts == "parameters":
+            counts = split(_parameter_counts(layers), config["num_stages"])
+        stages: list[Stage] = []
+        for k, device in enumerate(config["devices"]):
+            first = sum(counts[:k])
+            stages.append(
+                Stage(k, device, layers[first : first + counts[k]], stages)
+            )
+            for variable in stages[k].owned:
+                placement.place(variable, device)
+        _forget_uninitialized(
+            {id(v) for stage in stages for v in stage.variables}
+        )
+        self._pipeline = Pipeline(
+            tuple(stages), config["schedule"], config["remat"]
+        )
+
+    def _build_for(self, inputs: Any) -> None:
+        """Builds the layers for inputs of any nested structure."""
+        if not self.layers:
+            raise ValueError(
+                f"Model '{self.name}' has no layers. Call `model.add(layer)`."
+            )
+        self._resolve()
+        if isinstance(inputs, (tf.Tensor, keras.KerasTensor)):
+            shape = tuple(inputs.shape)
+            self.build((None, *shape[1:]))
+        if self._pipeline is None:
+            x = keras.tree.map_structure(
+                lambda t: keras.KerasTensor(
+                    (None, *t.shape[1:]),
+                    keras.backend.standardize_dtype(t.dtype),
+                ),
+                inputs,
+            )
+            with keras.StatelessScope(initialize_variables=False):
+                for layer in self.layers:
+                    x = layer(x)
+            self._place()
+        self.built = True
+
+    def _built_pipeline(self) -> Pipeline:
+        if self._pipeline is None:
+            self._resolve()
+            raise ValueError(
+                f"Model '{self.name}' has no stages yet, because it has not "
+                "been built. Give it an `Input` as its first layer, call "
+                "`model.build(input_shape)`, or call it on data."
+            )
+        return self._pipeline
+
+    def _pipeline_for(self, x: Any) -> tuple[Pipeline, Any]:
+        x = keras.tree.map_structure(
+            lambda t: t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t),
+            x,
+        )
+        if self._pipeline is None:
+            self._build_for(x)
+        if self._functional is not None:
+            mask = getattr(x, "_keras_mask", None)
+            x = self._functional._standardize_inputs(x)[0]
+            if mask is not None:
+                x._keras_mask = mask
+        return self._built_pipeline(), x
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is None or (
+        isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    ):
+        return
+    raise ValueError(
+        f"`{name}` must be a positive integer. Received: {name}={value!r}"
+    )
+
+
+def _check_balance(balance: Any, num_stages: int | None) -> None:
+    if isinstance(balance, str):
+        if balance != "parameters":
+            raise ValueError(
+                "`balance` must be 'parameters' or a list of layer counts. "
+                f"Received: balance={balance!r}"
+            )
+        return
+    for count in balance:
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(
+                "`balance` must be a list of positive integers, the number of "
+                f"layers of each stage. Received: balance={list(balance)}"
+            )
+    if num_stages != len(balance):
+        raise ValueError(
+            f"`balance` must have one layer count for each of the "
+            f"{num_stages} stages. Received: balance={list(balance)}"
+        )
+
+
+def _parameter_counts(layers: Sequence[keras.Layer]) -> list[int]:
+    """Returns the parameters of each layer; shared ones count where first."""
+    seen: set[int] = set()
+    counts = []
+    for layer in layers:
+        new = {id(w): w for w in layer.weights if id(w) not in seen}
+        seen.update(new)
+        counts.append(sum(int(w.shape.num_elements()) for w in new.values()))
+    return counts
+
+
+def _forget_uninitialized(ids: set[int]) -> None:
+    """Takes variables that have values from Keras's list of those without."""
+    key = "uninitialized_variables"
+    waiting = global_state.get_global_attribute(key, [])
+    global_state.set_global_attribute(
+        key, [v for v in waiting if id(v) not in ids]
+    )

@@ -1,0 +1,137 @@
+"""What a mini-batch makes of the state that layers update as they run.
+
+Each micro-batch starts from the state that the mini-batch found and takes its
+own version of it through the stages. When all micro-batches are through,
+their versions become one, as if the layers had seen the mini-batch as a whole.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+from keras.src.random.seed_generator import global_seed_generator
+
+from tf_gpipe.batch_norm import between_variance
+from tf_gpipe.micro_batch import Split
+
+# Odd and far from small integers: users number their seeds 1, 2, 3.
+_SEED_STRIDE = 1640531527
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Returns whether `variable` is the state of a `SeedGenerator`."""
+    return variable.name == "seed_generator_state"
+
+
+def global_seed() -> keras.Variable:
+    """Returns the state of Keras's seed generator for layers without one."""
+    with tf.init_scope():
+        return global_seed_generator().state
+
+
+def initial(variable: keras.Variable, m: int) -> tf.Tensor:
+    """Returns the state that micro-batch `m` starts from.
+
+    That of the mini-batch, but for random seeds: micro-batch 0 draws with the
+    plain model's seed, the others with seeds derived from it by their number
+    alone. So masks do not depend on stages, schedule or rematerialisation.
+    """
+    value = tf.convert_to_tensor(variable.value)
+    if m and is_seed(variable):
+        value += tf.constant([m * _SEED_STRIDE % (2**31 - 1), 0], value.dtype)
+    return value
+
+
+class StateVersions:
+    """The state of each micro-batch as it travels through the stages."""
+
+    def __init__(self, split: Split):
+        self._split = split
+        self._versions: list[dict[int, tf.Tensor]] = [
+            {} for _ in range(split.num_micro_batches)
+        ]
+        self._updated: dict[int, keras.Variable] = {}
+
+    def read(self, variable: keras.Variable, m: int) -> tf.Tensor | None:
+        """Returns the version of micro-batch `m`, or `None` if unchanged."""
+        return self._versions[m].get(id(variable))
+
+    def write(
+        self,
+        variables: Sequence[keras.Variable],
+        values: Iterable[tf.Tensor],
+        m: int,
+    ) -> None:
+        """Records the new version of micro-batch `m`."""
+        for variable, value in zip(variables, values, strict=True):
+            self._updated[id(variable)] = variable
+            self._versions[m][id(variable)] = value
+
+    def commit(self, layers: Iterable[keras.Layer]) -> None:
+        """Assigns to each updated variable what the mini-batch makes of it.
+
+        Args:
+            layers: The layers of the model, to find batch normalisation.
+        """
+        extra = self._between_variances(layers)
+        merged = {}
+        for key, variable in self._updated.items():
+            with tf.device(variable.value.device):
+                merged[key] = self._merge(variable, extra.get(key))
+        for key, variable in self._updated.items():
+            with tf.device(variable.value.device):
+                variable.assign(merged[key])
+
+    def _values(self, key: int) -> list[tf.Tensor]:
+        return [version[key] for version in self._versions]
+
+    def _merge(
+        self, variable: keras.Variable, extra: tf.Tensor | None
+    ) -> tf.Tensor:
+        values = self._values(id(variable))
+        if len(values) == 1:
+            return values[0]
+        split = self._split
+        if variable.aggregation == "sum":
+            old = tf.convert_to_tensor(variable.value)
+            return old + tf.add_n(
+                [
+                    (value - old) * tf.cast(split.valid(m), old.dtype)
+                    for m, value in enumerate(values)
+                ]
+            )
+        if not values[0].dtype.is_floating:
+            # Counters and seeds: each micro-batch has counted one call.
+            return values[0]
+        # The weighted mean, exact where all versions agree.
+        mean = values[0] + tf.add_n(
+            [
+                (value - values[0]) * tf.cast(split.weight(m), value.dtype)
+                for m, value in enumerate(values)
+            ]
+        )
+        return mean if extra is None else mean + tf.cast(extra, mean.dtype)
+
+    def _between_variances(
+        self, layers: Iterable[keras.Layer]
+    ) -> dict[int, tf.Tensor]:
+        """Returns what moving variances lack, by variable id."""
+        if len(self._versions) == 1:
+            return {}
+        weights = [
+            self._split.weight(m) for m in range(self._split.num_micro_batches)
+        ]
+        lacking = {}
+        for layer in layers:
+            for x in layer._flatten_layers():
+                if not isinstance(x, keras.layers.BatchNormalization):
+                    continue
+                if id(x.moving_mean) in self._updated:
+                    with tf.device(x.moving_mean.value.device):
+                        lacking[id(x.moving_variance)] = between_variance(
+                            self._values(id(x.moving_mean)),
+                            weights,
+                            x.momentum,
+                        )
+        return lacking

@@ -1,0 +1,55 @@
+"""The table of stages that `summary()` adds to Keras's own."""
+
+import io
+import shutil
+
+import rich.box
+import rich.console
+import rich.table
+
+from tf_gpipe.engine import Pipeline
+
+
+def stage_table(pipeline: Pipeline, line_length: int | None = None) -> str:
+    """Returns a table with a row a stage, for a terminal.
+
+    Args:
+        pipeline: A `Pipeline`.
+        line_length: Integer, the width in characters. Defaults to that of
+            the terminal.
+
+    Returns:
+        String of several lines.
+    """
+    stages, schedule = pipeline.stages, pipeline.schedule
+    table = rich.table.Table(box=rich.box.SQUARE)
+    table.add_column("Stage", justify="right")
+    table.add_column("Device")
+    table.add_column("Layers")
+    table.add_column("Parameters", justify="right")
+    for stage in stages:
+        names = [layer.name for layer in stage.layers]
+        if len(names) > 3:
+            names = [names[0], "...", names[-1]]
+        table.add_row(
+            str(stage.index),
+            stage.device,
+            f"{len(stage.layers)} ({', '.join(names)})",
+            f"{stage.count_params():,}",
+        )
+    num_stages = schedule.num_stages
+    num_micro_batches = schedule.num_micro_batches
+    bubble = (num_stages - 1) / (num_micro_batches + num_stages - 1)
+    with io.StringIO() as text:
+        console = rich.console.Console(
+            file=text,
+            width=line_length or shutil.get_terminal_size((80, 24)).columns,
+            highlight=False,
+        )
+        console.print(table)
+        console.print(
+            f" Schedule {schedule.name} of {num_micro_batches} micro-batches, "
+            f"remat {pipeline.remat}; bubble {bubble:.1%} of the time with "
+            "equal stages",
+        )
+        return text.getvalue()

@@ -1,0 +1,366 @@
+"""The Keras training step over a pipeline."""
+
+import contextvars
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.losses.loss import unscale_loss_for_distribution
+
+from tf_gpipe.engine import MiniBatch
+from tf_gpipe.loss import MicroBatchLoss
+from tf_gpipe.stage import Activations
+from tf_gpipe.stage import call_layer
+
+# The model whose own training step is being run, so that nobody asks for the
+# gradient by its inputs, which costs as much as that of the first layer.
+_trained_alone: contextvars.ContextVar = contextvars.ContextVar(
+    "trained_alone", default=None
+)
+
+
+class PipelinedTraining:
+    """What a Keras model needs to train through a pipeline.
+
+    Mixed into a `keras.Model` that provides `_pipeline_for(x)`, which returns
+    its `Pipeline` and `x` as the first stage takes it.
+    """
+
+    @property
+    def jit_compile(self) -> bool:
+        # Keras asks for the whole step, which spans devices, while XLA
+        # compiles for one. What `compile` was given is for the stages.
+        return False
+
+    @jit_compile.setter
+    def jit_compile(self, value: bool | str) -> None:
+        self._stage_jit_compile = value is True
+
+    def call(self, inputs, training=None, mask=None):
+        """Runs the pipeline forward; a gradient tape runs it backward.
+
+        Args:
+            inputs: Nested structure of tensors of shape `(batch_size, ...)`.
+            training: Boolean, whether to run in training mode. Gradients in
+                inference mode are right, but neither pipelined nor
+                rematerialised.
+            mask: Keras masks of the inputs, or `None`.
+
+        Returns:
+            The outputs of the last stage for the whole batch.
+        """
+        if mask is not None:
+            inputs = Activations(inputs, mask).unpack()
+        return self._run(inputs, training)
+
+    def loss_and_gradients(self, x, y=None, sample_weight=None):
+        """Runs a mini-batch forward and backward without applying gradients.
+
+        For those who override `train_step`. The losses are those given to
+        `compile`, and those that layers and regularisers add.
+
+        Args:
+            x: Nested structure of inputs of shape `(batch_size, ...)`.
+            y: Labels, as for `fit`.
+            sample_weight: Sample weights, as for `fit`, or `None`.
+
+        Returns:
+            Tuple of the loss of the mini-batch, a scalar; the list of its
+            gradients, one for each of `trainable_variables`, ready for
+            `optimizer.apply` (a loss scale that the optimizer asks for is in
+            them); and the outputs of the mini-batch.
+
+        Raises:
+            ValueError: If the schedule interleaves forward and backward
+                passes and the loss needs the whole mini-batch at once.
+
+        Example:
+
+        ```python
+        class MyModel(tf_gpipe.PipelinedSequential):
+            def train_step(self, data):
+                x, y = data
+                loss, gradients, y_pred = self.loss_and_gradients(x, y)
+                gradients = [keras.ops.sign(g) for g in gradients]
+                self.optimizer.apply(gradients, self.trainable_variables)
+                return {"loss": loss}
+        ```
+        """
+        pipeline, inputs = self._pipeline_for(x)
+        if pipeline.schedule.forwards_first:
+            return self._loss_after_all_forwards(pipeline, x, y, sample_weight)
+        for method in ("call", "compute_loss"):
+            theirs, ours = (
+                getattr(cls, method) for cls in (type(self), PipelinedTraining)
+            )
+            if theirs is not ours:
+                raise ValueError(
+                    f"{type(self).__name__} overrides `{method}`, which sees "
+                    f"whole mini-batches, but schedule "
+                    f"'{pipeline.schedule.name}' starts backward passes "
+                    "before all forward passes are done. Use "
+                    "schedule='gpipe'."
+                )
+        return self._loss_by_micro_batch(pipeline, inputs, y, sample_weight)
+
+    def train_step(self, data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        loss, gradients, y_pred = self.loss_and_gradients(x, y, sample_weight)
+        self._loss_tracker.update_state(
+            unscale_loss_for_distribution(loss),
+            sample_weight=tf.shape(keras.tree.flatten(x)[0])[0],
+        )
+        if self.trainable_variables:
+            self.optimizer.apply_gradients(
+                zip(gradients, self.trainable_variables, strict=True)
+            )
+        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    # Named here to tell whether a subclass overrides it.
+    compute_loss = keras.Model.compute_loss
+
+    def _run(self, inputs, training):
+        pipeline, inputs = self._pipeline_for(inputs)
+        stop_inputs = _trained_alone.get() is self
+        if not training:
+            run = self._mini_batch(pipeline, inputs, training)
+            run.forward(tape=False)
+            self._finish(run, run.losses())
+            return run.outputs()
+
+        flat = keras.tree.flatten(inputs)
+        masks = [getattr(x, "_keras_mask", None) for x in flat]
+        floats = [
+            i
+            for i, x in enumerate(flat)
+            if x.dtype.is_floating and not stop_inputs
+        ]
+        run, outputs = None, None
+
+        @tf.custom_gradient
+        def pipelined(*args):
+            nonlocal run, outputs
+            for i, x in zip(floats, args, strict=False):
+                flat[i] = x
+                if masks[i] is not None:
+                    flat[i]._keras_mask = masks[i]
+            run = self._mini_batch(
+                pipeline,
+                keras.tree.pack_sequence_as(inputs, flat),
+                training,
+                stop_inputs,
+            )
+            run.forward(tape=True)
+            outputs = run.outputs()
+            values = keras.tree.flatten(outputs)
+            differentiable = [x for x in values if x.dtype.is_floating]
+            losses = run.losses()
+
+            def gradient(*upstream, variables=None):
+                found = iter(upstream)
+                run.backward(
+                    [
+                        next(found) if x.dtype.is_floating else None
+                        for x in values
+                    ],
+                    list(found),
+                )
+                by_input = run.input_gradients()
+                by_input = [by_input[i] for i in floats] or [None]
+                if variables is None:
+                    return by_input
+                by_ref = {v.value.ref(): v for v in self.variables}
+                return by_input, [
+                    run.gradient(by_ref[v.ref()]) for v in variables
+                ]
+
+            return differentiable + losses, gradient
+
+        # An argument even where no input has a gradient.
+        args = [flat[i] for i in floats] or [tf.zeros(())]
+        results = iter(tf.nest.flatten(pipelined(*args)))
+        values = []
+        for x in keras.tree.flatten(outputs):
+            value = next(results) if x.dtype.is_floating else x
+            if getattr(x, "_keras_mask", None) is not None:
+                value._keras_mask = x._keras_mask
+            values.append(value)
+        self._finish(run, list(results))
+        return keras.tree.pack_sequence_as(outputs, values)
+
+    def _mini_batch(self, pipeline, inputs, training, stop_inputs=False):
+        return MiniBatch(
+            pipeline,
+            inputs,
+            training,
+            jit_compile=getattr(self, "_stage_jit_compile", False),
+            eager=bool(self.run_eagerly),
+            stop_inputs=stop_inputs,
+        )
+
+    def _finish(self, run: MiniBatch, losses: list) -> None:
+        for loss in losses:
+            self.add_loss(loss)
+        run.commit_state()
+
+    def _loss_after_all_forwards(self, pipeline, x, y, sample_weight):
+        """As Keras's own step does it: exact whatever the loss is."""
+        alone = type(self).call is PipelinedTraining.call
+        token = _trained_alone.set(self if alone else None)
+        try:
+            with tf.device(pipeline.stages[-1].device):
+                with tf.GradientTape() as tape:
+                    y_pred = self(x, training=True)
+                    loss = self._compute_loss(
+                        x=x,
+                        y=y,
+                        y_pred=y_pred,
+                        sample_weight=sample_weight,
+                        training=True,
+                    )
+                    scaled = self._scale_loss(loss)
+                gradients = tape.gradient(scaled, self.trainable_variables)
+        finally:
+            _trained_alone.reset(token)
+        return loss, gradients, y_pred
+
+    def _loss_by_micro_batch(self, pipeline, x, y, sample_weight):
+        """Loss and gradient of each micro-batch in its backward task."""
+        run = self._mini_batch(pipeline, x, training=True, stop_inputs=True)
+        scale = self._scale_loss(tf.ones(()))
+        parts: dict[int, tuple] = {}
+        loss_function: Any = None
+
+        def output_gradients(m, outputs):
+            nonlocal loss_function
+            if loss_function is None:
+                loss_function = self._micro_batch_loss(
+                    run, x, y, outputs, sample_weight, scale
+                )
+            total, values, gradients = loss_function(
+                run.split.take(y, m),
+                outputs,
+                run.split.take(sample_weight, m),
+                run.split.valid(m),
+            )
+            parts[m] = (total, *values)
+            return gradients
+
+        run.interleave(output_gradients, scale)
+        sums = [tf.add_n(list(x)) for x in zip(*parts.values(), strict=True)]
+        with tf.GradientTape() as tape:
+            penalties = self._get_regularization_losses()
+            scaled = [scale * penalty for penalty in penalties]
+        by_penalty = tape.gradient(scaled, self.trainable_variables)
+        gradients = []
+        for variable, extra in zip(
+            self.trainable_variables, by_penalty, strict=True
+        ):
+            gradient = run.gradient(variable)
+            if gradient is not None and extra is not None:
+                with tf.device(variable.value.device):
+                    gradient = tf.convert_to_tensor(gradient) + extra
+            gradients.append(extra if gradient is None else gradient)
+        loss = tf.add_n(
+            [
+                tf.cast(value, sums[0].dtype)
+                for value in [sums[0], *run.losses(), *penalties]
+            ]
+        )
+        self._update_loss_metrics(sums[1:], run.split.static_rows)
+        run.commit_state()
+        return loss, gradients, run.outputs()
+
+    def _micro_batch_loss(self, run, x, y, outputs, sample_weight, scale):
+        """Returns the loss of a micro-batch as a function traced once."""
+        whole = keras.tree.map_structure(
+            lambda t: _zeros_for(t, run.split), outputs.tensors
+        )
+        if any(mask is not None for mask in keras.tree.flatten(outputs.masks)):
+            whole = Activations(whole, self._output_masks(x)).unpack()
+        losses = MicroBatchLoss(self._compile_loss, y, whole, sample_weight)
+
+        def loss_function(y, outputs, sample_weight, valid):
+            y_pred = outputs.unpack()
+            flat = keras.tree.flatten(y_pred)
+            floats = [t for t in flat if t.dtype.is_floating]
+            with tf.GradientTape() as tape:
+                tape.watch(floats)
+                total, values = losses(y, y_pred, sample_weight, valid)
+                scaled = total * tf.cast(scale, total.dtype)
+            found = iter(
+                tape.gradient(
+                    scaled,
+                    floats,
+                    unconnected_gradients=tf.UnconnectedGradients.ZERO,
+                )
+            )
+            gradients = [
+                next(found) if t.dtype.is_floating else None for t in flat
+            ]
+            return total, values, gradients
+
+        if tf.executing_eagerly():
+            return loss_function
+        return tf.function(loss_function, autograph=False)
+
+    def _output_masks(self, x):
+        """Returns the Keras masks of the mini-batch's outputs.
+
+        Masks come from inputs as a rule. Then all else that is emitted here
+        has no use, and TensorFlow drops it from the graph.
+        """
+        with keras.StatelessScope():
+            for stage in self.stages:
+                for layer in stage.layers:
+                    x = call_layer(layer, x, True, stage)
+        return Activations.of(x).masks
+
+    def _update_loss_metrics(self, values, rows):
+        """Updates the metrics that Keras keeps of each of several losses."""
+        metrics = self._compile_loss.metrics if self._compile_loss else []
+        for metric, value in zip(metrics, values, strict=False):
+            metric.update_state(
+                unscale_loss_for_distribution(value), sample_weight=rows
+            )
+
+    def _scale_loss(self, loss):
+        if self.optimizer is None:
+            return loss
+        return self.optimizer.scale_loss(loss)
+
+    def _get_regularization_losses(self):
+        return [
+            _penalty(variable)
+            for variable in self.trainable_variables
+            if variable.regularizer is not None
+        ]
+
+
+def _penalty(variable: keras.Variable) -> tf.Tensor:
+    """Returns a regularisation loss, computed where the variable lives."""
+    device = variable.value.device
+
+    @tf.custom_gradient
+    def penalty(value):
+        with tf.device(device), tf.GradientTape() as tape:
+            tape.watch(value)
+            loss = variable.regularizer(value)
+
+        def gradient(upstream):
+            with tf.device(device):
+                return tape.gradient(loss, value, output_gradients=upstream)
+
+        return loss, gradient
+
+    with tf.device(device):
+        return penalty(tf.convert_to_tensor(variable.value))
+
+
+def _zeros_for(part: tf.Tensor, split: Any) -> tf.Tensor:
+    """Returns zeros of the shape that `part` has in the whole mini-batch."""
+    shape = tf.shape(part)
+    # A layer may make several rows of one.
+    rows = shape[0] // tf.maximum(split.size(0), 1) * split.rows
+    zeros = tf.zeros(tf.concat([[rows], shape[1:]], axis=0), part.dtype)
+    return tf.ensure_shape(zeros, [None, *part.shape[1:]])
