@@ -20,6 +20,7 @@ from tf_gpipe.stage import Activations
 from tf_gpipe.stage import Stage
 from tf_gpipe.stage import StageCall
 from tf_gpipe.stage import StageFunction
+from tf_gpipe.stage import called
 
 REMAT_MODES = ("always", "except_last", "never")
 
@@ -30,6 +31,7 @@ class Pipeline(NamedTuple):
     stages: tuple[Stage, ...]
     schedule: Schedule
     remat: str  # one of REMAT_MODES
+    seed: keras.Variable  # state of Keras's global seed generator
 
     def recomputes(self, m: int) -> bool:
         """Returns whether micro-batch `m` is rematerialised."""
@@ -89,22 +91,15 @@ class MiniBatch:
         self._upstream: dict[tuple[int, int], list] = {}
         self._accumulators: list[dict[int, Any]] = [{} for _ in pipeline.stages]
         self._done: dict[str, tf.Operation] = {}
-        seed = state.global_seed()
-        self._functions = []
-        for stage in pipeline.stages:
-            # Snapshots: a recomputation must not see what has been assigned
-            # since the forward pass.
-            states = [v for v in stage.owned if not v.value.trainable]
-            self._functions.append(
-                StageFunction(
-                    stage,
-                    carried=[seed, *states, *stage.borrowed],
-                    training=training,
-                    compiled=not (eager or tf.executing_eagerly()),
-                    jit_compile=jit_compile,
-                    stop_inputs=stop_inputs and stage.index == 0,
-                )
-            )
+        self._functions: dict[tuple[int, bool], StageFunction] = {}
+        compiled = not (eager or tf.executing_eagerly())
+        self._add = called(_add_all) if compiled else _add_all
+        self._function_arguments = {
+            "training": training,
+            "compiled": compiled,
+            "jit_compile": jit_compile,
+        }
+        self._stop_inputs = stop_inputs
 
     @property
     def _last(self) -> int:
@@ -246,14 +241,12 @@ class MiniBatch:
 
     def _forward(self, task: Task, tape: bool) -> None:
         k, m = task.stage, task.micro_batch
-        function = self._functions[k]
+        function = self._function(k, tape and self.pipeline.recomputes(m))
         inputs = self._outputs[k - 1, m] if k else self._inputs[m]
         carried = [self._read(v, m) for v in function.carried]
         with self._task(task) as finish:
             if tape:
-                call = StageCall(
-                    function, inputs, carried, self.pipeline.recomputes(m)
-                )
+                call = StageCall(function, inputs, carried)
                 self._calls[k, m] = call
                 result = call.result
             else:
@@ -267,7 +260,7 @@ class MiniBatch:
         self, task: Task, loss_gradients: Sequence[tf.Tensor]
     ) -> None:
         k, m = task.stage, task.micro_batch
-        call, function = self._calls.pop((k, m)), self._functions[k]
+        call = self._calls.pop((k, m))
         first = sum(len(self._losses[i, m]) for i in range(k))
         with self._task(task) as finish:
             inputs, carried, weights = call.gradient(
@@ -282,18 +275,39 @@ class MiniBatch:
                 ],
             )
             self._upstream[k - 1, m] = inputs
+            found = {
+                id(variable): gradient
+                for variable, gradient in zip(
+                    call.function.carried + call.function.trainable,
+                    carried + weights,
+                    strict=True,
+                )
+                if gradient is not None
+            }
             accumulator = self._accumulators[k]
-            for variable, gradient in zip(
-                function.carried + function.trainable,
-                carried + weights,
-                strict=True,
-            ):
-                if gradient is not None:
-                    total = accumulator.get(id(variable))
-                    accumulator[id(variable)] = (
-                        gradient if total is None else _add(total, gradient)
-                    )
-            finish((inputs, list(accumulator.values())))
+            # Every micro-batch has gradients for the same variables.
+            if accumulator:
+                sums = self._add(
+                    list(accumulator.values()), list(found.values())
+                )
+                found = dict(zip(accumulator, sums, strict=True))
+            self._accumulators[k] = found
+            finish((inputs, list(found.values())))
+
+    def _function(self, k: int, remat: bool) -> StageFunction:
+        if (k, remat) not in self._functions:
+            stage = self.pipeline.stages[k]
+            # Snapshots: a recomputation must not see what has been assigned
+            # since the forward pass.
+            states = [v for v in stage.owned if not v.value.trainable]
+            self._functions[k, remat] = StageFunction(
+                stage,
+                carried=[self.pipeline.seed, *states, *stage.borrowed],
+                remat=remat,
+                stop_inputs=self._stop_inputs and k == 0,
+                **self._function_arguments,
+            )
+        return self._functions[k, remat]
 
     def _read(self, variable: keras.Variable, m: int) -> tf.Tensor:
         value = self._versions.read(variable, m)
@@ -343,6 +357,10 @@ class MiniBatch:
             tf.control_dependencies([previous] if previous is not None else []),
         ):
             yield finish
+
+
+def _add_all(totals: list, gradients: list) -> list:
+    return [_add(x, y) for x, y in zip(totals, gradients, strict=True)]
 
 
 def _add(total: Any, gradient: Any) -> Any:

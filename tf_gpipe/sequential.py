@@ -10,6 +10,7 @@ from keras.src.backend.common import global_state
 from tf_gpipe import batch_norm
 from tf_gpipe import placement
 from tf_gpipe import schedule as schedules
+from tf_gpipe import state
 from tf_gpipe.engine import REMAT_MODES
 from tf_gpipe.engine import Pipeline
 from tf_gpipe.partition.contiguous import split
@@ -290,7 +291,10 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             {id(v) for stage in stages for v in stage.variables}
         )
         self._pipeline = Pipeline(
-            tuple(stages), config["schedule"], config["remat"]
+            tuple(stages),
+            config["schedule"],
+            config["remat"],
+            state.global_seed(),
         )
 
     def _build_for(self, inputs: Any) -> None:

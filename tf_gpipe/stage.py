@@ -99,18 +99,33 @@ class _Recorder(keras.StatelessScope):
         super().add_update(update)
 
 
+def called(function: Callable, jit_compile: bool = False) -> Callable:
+    """Returns a `tf.function` that stays a call in the graph.
+
+    So a graph of many micro-batches stays small: stages are traced, optimised
+    and held once.
+    """
+    return tf.function(
+        function,
+        autograph=False,
+        jit_compile=jit_compile or None,
+        experimental_attributes={"_noinline": True},
+    )
+
+
 class StageFunction:
     """The layers of a stage as a pure function: state in, state out.
 
     Nothing is assigned while it runs, so running it once more (to recompute
     what the backward pass needs) has no effect and gives the same result. It
-    reads the weights that the stage owns where they are. State that differs
-    from one micro-batch to the next and borrowed variables come in as tensors.
+    reads the weights that the stage owns where they are. State and weights
+    borrowed from another stage come in as tensors.
 
     Args:
         stage: The `Stage`.
         carried: List of variables whose values are passed in.
         training: Boolean, or `None` for Keras's default.
+        remat: Boolean, whether the backward pass recomputes activations.
         compiled: Boolean, whether to run as a `tf.function` of its own, traced
             once for all micro-batches.
         jit_compile: Boolean, whether XLA compiles that function.
@@ -122,6 +137,7 @@ class StageFunction:
         stage: Stage,
         carried: list[keras.Variable],
         training: bool | None,
+        remat: bool,
         compiled: bool,
         jit_compile: bool,
         stop_inputs: bool,
@@ -131,32 +147,38 @@ class StageFunction:
         self.training = training
         self.stop_inputs = stop_inputs
         self.updated: list[keras.Variable] = []
-        carried_ids = {id(v) for v in carried}
         self.trainable = stage.trainable(stage.owned)
-        trainable_ids = {id(v) for v in self.trainable}
+        # Which of the carried values have a gradient: weights, not state.
+        ids = {id(v) for v in stage.trainable(carried)}
+        self.borrowed = [i for i, v in enumerate(carried) if id(v) in ids]
         # Frozen weights: TensorFlow would compute gradients for them.
+        ids = {id(v) for v in [*carried, *self.trainable]}
         self._frozen = [
-            v
-            for v in stage.owned
-            if id(v) not in trainable_ids | carried_ids and v.value.trainable
+            v for v in stage.owned if id(v) not in ids and v.value.trainable
         ]
-        self._call: Callable[..., Result] = self._apply
+        self._call: Callable[..., Result] = (
+            self._recomputed if remat else self._apply
+        )
         if compiled:
-            self._call = tf.function(
-                self._apply,
-                autograph=False,
-                jit_compile=jit_compile or None,
-                experimental_attributes={"_noinline": True},
-            )
+            body = called(self._call, jit_compile)
+            # A function in a function: TensorFlow goes through the body of
+            # each function that a graph calls, several times for each call.
+            self._call = called(lambda inputs, carried: body(inputs, carried))
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
-        return self._call(inputs, carried)
+        with tf.device(self.stage.device):
+            return self._call(inputs, carried)
 
     def _apply(self, inputs: Activations, carried: list) -> Result:
         x = inputs.unpack()
         if self.stop_inputs:
             x = keras.tree.map_structure(tf.stop_gradient, x)
-        mapping = list(zip(self.carried, carried, strict=True))
+        mapping = [
+            (v, value if i in self.borrowed else tf.stop_gradient(value))
+            for i, (v, value) in enumerate(
+                zip(self.carried, carried, strict=True)
+            )
+        ]
         mapping += [(v, tf.stop_gradient(v.value)) for v in self._frozen]
         losses = []
         with (
@@ -171,22 +193,68 @@ class StageFunction:
                 losses += scope.losses
                 scope.losses.clear()
             self.updated = list(scope.updated.values())
-            updates = [scope.get_current_value(v) for v in self.updated]
+            updates = [
+                tf.stop_gradient(scope.get_current_value(v))
+                for v in self.updated
+            ]
             return Result(Activations.of(x), losses, updates)
+
+    def _recomputed(self, inputs: Activations, carried: list) -> Result:
+        """As `_apply`, but the gradient runs it once more for activations.
+
+        `tf.recompute_grad` takes and returns flat tensors. It makes the
+        arguments of the recomputation depend on the gradient that arrives, by
+        arithmetic, so they must be floating-point. Where a stage takes
+        integers, a token of zero carries the dependency.
+        """
+        tensors = keras.tree.flatten(inputs.tensors)
+        floats = [i for i, x in enumerate(tensors) if x.dtype.is_floating]
+        structure: Any = None
+
+        def run(*args):
+            nonlocal structure
+            xs, values = list(tensors), list(carried)
+            for i, x in zip(floats, args, strict=False):
+                xs[i] = x
+            if not floats:
+                xs = [
+                    x + tf.cast(args[0], x.dtype) if x.dtype.is_integer else x
+                    for x in xs
+                ]
+            weights = args[len(args) - len(self.borrowed) :]
+            for i, x in zip(self.borrowed, weights, strict=True):
+                values[i] = x
+            xs = keras.tree.pack_sequence_as(inputs.tensors, xs)
+            structure = self._apply(Activations(xs, inputs.masks), values)
+            leaves = keras.tree.flatten(structure)
+            return [leaves[i] for i in _differentiable_first(leaves)]
+
+        args = [tensors[i] for i in floats] or [tf.zeros(())]
+        args += [carried[i] for i in self.borrowed]
+        results = tf.recompute_grad(run)(*args)
+        leaves = keras.tree.flatten(structure)
+        for i, x in zip(_differentiable_first(leaves), results, strict=True):
+            leaves[i] = x
+        return keras.tree.pack_sequence_as(structure, leaves)
+
+
+def _differentiable_first(leaves: list) -> list[int]:
+    """Returns the places of the tensors in `leaves`, those of floats first."""
+    return sorted(
+        (i for i, x in enumerate(leaves) if x is not None),
+        key=lambda i: not leaves[i].dtype.is_floating,
+    )
 
 
 class StageCall:
     """One forward pass of a micro-batch, kept for its backward pass.
 
-    The tape of the pass is the store of its activations. With `remat` the
-    tape holds only the inputs, and `tf.recompute_grad` runs the function once
-    more when the gradient is asked for.
+    The tape of the pass is the store of its activations.
 
     Args:
         function: The `StageFunction`.
         inputs: `Activations` of the micro-batch.
         carried: List of values of `function.carried`.
-        remat: Boolean, whether to recompute activations.
     """
 
     def __init__(
@@ -194,63 +262,20 @@ class StageCall:
         function: StageFunction,
         inputs: Activations,
         carried: list[tf.Tensor],
-        remat: bool,
     ):
+        self.function = function
         self._inputs = keras.tree.flatten(inputs.tensors)
-        self._floats = [
-            i for i, x in enumerate(self._inputs) if x.dtype.is_floating
-        ]
-        # State has no gradient; weights borrowed from another stage do.
-        ids = {id(v) for v in function.stage.trainable(function.carried)}
-        self._borrowed = [
-            i for i, v in enumerate(function.carried) if id(v) in ids
-        ]
-        self._num_carried = len(carried)
+        self._carried = carried
         self._weights = [v.value for v in function.trainable]
-        structure: Result | None = None
-
-        def run(*args):
-            nonlocal structure
-            tensors, values = list(self._inputs), list(carried)
-            for i, x in zip(self._floats, args, strict=False):
-                tensors[i] = x
-            if not self._floats:
-                # `recompute_grad` ties the recomputation to the gradient by
-                # its floating-point arguments: the token where there is none.
-                tensors = [
-                    x + tf.cast(args[0], x.dtype) if x.dtype.is_integer else x
-                    for x in tensors
-                ]
-            weights = args[len(args) - len(self._borrowed) :]
-            for i, x in zip(self._borrowed, weights, strict=True):
-                values[i] = x
-            structure = function(
-                Activations(
-                    keras.tree.pack_sequence_as(inputs.tensors, tensors),
-                    inputs.masks,
-                ),
-                values,
-            )
-            leaves = [x for x in keras.tree.flatten(structure) if x is not None]
-            return sorted(leaves, key=lambda x: not x.dtype.is_floating)
-
-        self._args = [self._inputs[i] for i in self._floats] or [tf.zeros(())]
-        self._args += [carried[i] for i in self._borrowed]
+        self._sources = [x for x in self._inputs if x.dtype.is_floating]
+        if function.stop_inputs:
+            self._sources = []
+        self._sources += [carried[i] for i in function.borrowed]
+        self._sources += self._weights
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(self._args)
-            tape.watch(self._weights)
-            values = (tf.recompute_grad(run) if remat else run)(*self._args)
+            tape.watch(self._sources)
+            self.result = function(inputs, carried)
         self._tape = tape
-
-        # Stable sorting by dtype put the differentiable values first.
-        leaves = keras.tree.flatten(structure)
-        places = sorted(
-            (i for i, x in enumerate(leaves) if x is not None),
-            key=lambda i: not leaves[i].dtype.is_floating,
-        )
-        for i, value in zip(places, values, strict=True):
-            leaves[i] = value
-        self.result: Result = keras.tree.pack_sequence_as(structure, leaves)
 
     def gradient(
         self, output_gradients: list, loss_gradients: list
@@ -277,21 +302,23 @@ class StageCall:
             if target.dtype.is_floating and gradient is not None:
                 targets.append(target)
                 upstream.append(tf.cast(gradient, target.dtype))
-        found: list = [None] * (len(self._args) + len(self._weights))
-        if targets and (self._floats or self._borrowed or self._weights):
+        found: list = [None] * len(self._sources)
+        if targets and self._sources:
             found = self._tape.gradient(
-                targets,
-                self._args + self._weights,
-                output_gradients=upstream,
+                targets, self._sources, output_gradients=upstream
             )
-        by_input: list = [None] * len(self._inputs)
-        for i, gradient in zip(self._floats, found, strict=False):
-            by_input[i] = gradient
-        by_carried: list = [None] * self._num_carried
-        start = len(self._args) - len(self._borrowed)
-        for i, gradient in zip(self._borrowed, found[start:], strict=False):
-            by_carried[i] = gradient
-        return by_input, by_carried, found[len(self._args) :]
+        by_source = iter(found)
+        by_input = [
+            next(by_source)
+            if x.dtype.is_floating and not self.function.stop_inputs
+            else None
+            for x in self._inputs
+        ]
+        by_carried = [
+            next(by_source) if i in self.function.borrowed else None
+            for i in range(len(self._carried))
+        ]
+        return by_input, by_carried, list(by_source)
 
 
 def call_layer(

@@ -5,6 +5,7 @@ own version of it through the stages. When all micro-batches are through,
 their versions become one, as if the layers had seen the mini-batch as a whole.
 """
 
+import random
 from collections.abc import Iterable
 from collections.abc import Sequence
 
@@ -25,9 +26,17 @@ def is_seed(variable: keras.Variable) -> bool:
 
 
 def global_seed() -> keras.Variable:
-    """Returns the state of Keras's seed generator for layers without one."""
+    """Returns the state of Keras's seed generator for layers without one.
+
+    Keras makes it on first use, with a seed that Python draws. That draw is
+    taken back, or what a model is initialised with would depend on whether
+    another one is a pipeline.
+    """
+    drawn = random.getstate()
     with tf.init_scope():
-        return global_seed_generator().state
+        variable = global_seed_generator().state
+    random.setstate(drawn)
+    return variable
 
 
 def initial(variable: keras.Variable, m: int) -> tf.Tensor:

@@ -78,7 +78,14 @@ class PipelinedTraining:
 
         ```python
         class MyModel(tf_gpipe.PipelinedSequential):
-            def train_step(self, data):
+            def make_train_function(self, force=False):
+        # A first trace that creates variables is thrown away for a second.
+        if self.optimizer is not None and self.built:
+            if not self.optimizer.built:
+                self.optimizer.build(self.trainable_variables)
+        return super().make_train_function(force=force)
+
+    def train_step(self, data):
                 x, y = data
                 loss, gradients, y_pred = self.loss_and_gradients(x, y)
                 gradients = [keras.ops.sign(g) for g in gradients]
@@ -102,6 +109,13 @@ class PipelinedTraining:
                     "schedule='gpipe'."
                 )
         return self._loss_by_micro_batch(pipeline, inputs, y, sample_weight)
+
+    def make_train_function(self, force=False):
+        # A first trace that creates variables is thrown away for a second.
+        if self.optimizer is not None and self.built:
+            if not self.optimizer.built:
+                self.optimizer.build(self.trainable_variables)
+        return super().make_train_function(force=force)
 
     def train_step(self, data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)

@@ -1,0 +1,1 @@
+"""Commands around the library: benchmarks, tests, set-up."""

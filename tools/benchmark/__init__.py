@@ -1,0 +1,1 @@
+"""Benchmarks of tf_gpipe: `python -m tools.benchmark --help`."""

@@ -1,0 +1,39 @@
+"""`python -m tools.benchmark step|trace|pipeline [--json]`."""
+
+import argparse
+import os
+
+# Before TensorFlow is imported: it reports at start that there is no GPU.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+from tools.benchmark import pipeline  # noqa: E402
+from tools.benchmark import step  # noqa: E402
+from tools.benchmark import trace  # noqa: E402
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmark", description=__doc__
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for module in (step, trace, pipeline):
+        name = module.__name__.rpartition(".")[-1]
+        command = commands.add_parser(
+            name,
+            help=module.main.__doc__,
+            description=module.main.__doc__,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.add_argument(
+            "--json",
+            action="store_true",
+            help="print one JSON object on the last line",
+        )
+        command.set_defaults(main=module.main)
+    args = parser.parse_args()
+    args.main(args)
+
+
+if __name__ == "__main__":
+    main()

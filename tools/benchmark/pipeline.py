@@ -1,0 +1,99 @@
+"""`pipeline`: how much faster K workers are than one."""
+
+import statistics
+import time
+
+import tf_gpipe
+from tools.benchmark import timing
+from tools.benchmark import workers
+from tools.benchmark import workloads
+
+
+def add_arguments(parser):
+    parser.add_argument("--num_stages", type=int, default=2)
+    parser.add_argument("--num_micro_batches", type=int, default=8)
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--remat", default="never")
+    parser.add_argument(
+        "--workload", choices=workloads.WORKLOADS, default="transformer"
+    )
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--num_steps", type=int, default=3)
+    parser.add_argument("--num_repeats", type=int, default=5)
+
+
+def main(args):
+    """K worker processes of one core each against one such worker."""
+    make = workloads.WORKLOADS[args.workload]
+    x, y = workloads.data(make(), args.batch_size)
+    num_stages, num_micro_batches = args.num_stages, args.num_micro_batches
+    with workers.workers(num_stages) as processes:
+        models = {
+            "one": tf_gpipe.PipelinedSequential(
+                make(),
+                num_stages=1,
+                num_micro_batches=1,
+                remat="never",
+                devices=[workers.device(0)],
+            ),
+            "all": tf_gpipe.PipelinedSequential(
+                make(),
+                num_stages=num_stages,
+                num_micro_batches=num_micro_batches,
+                schedule=args.schedule,
+                remat=args.remat,
+                devices=[workers.device(k) for k in range(num_stages)],
+            ),
+        }
+        cores = {name: [] for name in models}
+
+        def measure(name):
+            cpu, start = workers.cpu_seconds(processes), time.perf_counter()
+            seconds = timing.step_seconds(models[name], x, y, args.num_steps)
+            cores[name].append(
+                (workers.cpu_seconds(processes) - cpu)
+                / (time.perf_counter() - start)
+            )
+            return seconds
+
+        for name, model in models.items():
+            workloads.compiled(model)
+            measure(name)
+            cores[name].clear()
+        seconds = timing.interleaved(
+            {name: lambda name=name: measure(name) for name in models},
+            args.num_repeats,
+        )
+    speedup = timing.median_ratio(seconds["one"], seconds["all"])
+    ideal = num_stages * num_micro_batches / (num_micro_batches + num_stages - 1)
+    if args.remat == "always":
+        # A backward pass costs two forward passes, the recomputation one.
+        ideal *= 3 / 4
+    rows = [
+        {
+            "workers": count,
+            "samples/s": args.batch_size / statistics.median(seconds[name]),
+            "cores used": statistics.median(cores[name]),
+            "speed-up": speed,
+        }
+        for name, count, speed in (
+            ("one", 1, 1.0),
+            ("all", num_stages, speedup),
+        )
+    ]
+    rows[0]["ideal"], rows[1]["ideal"] = 1.0, ideal
+    rows[0]["fraction"], rows[1]["fraction"] = 1.0, speedup / ideal
+    timing.report(
+        f"{args.workload}: K={num_stages}, M={num_micro_batches}, "
+        f"{args.schedule}, remat {args.remat}, one core a worker, "
+        "against K=1, M=1",
+        rows,
+        {
+            "speedup": speedup,
+            "ideal": ideal,
+            "fraction": speedup / ideal,
+            "samples_per_second": [row["samples/s"] for row in rows],
+            "cores_used": [row["cores used"] for row in rows],
+        },
+        args.json,
+    )

@@ -1,0 +1,142 @@
+"""The models that benchmarks train, and their data."""
+
+import keras
+import numpy as np
+from keras import layers as L
+
+NUM_CLASSES = 10
+
+
+@keras.saving.register_keras_serializable(package="benchmark")
+class TransformerBlock(L.Layer):
+    """Attention and feed-forward with layer normalisation in front of each.
+
+    Args:
+        num_heads: Integer.
+        ffn_dim: Integer, width of the feed-forward layer.
+        **kwargs: Arguments of `keras.layers.Layer`.
+    """
+
+    def __init__(self, num_heads=4, ffn_dim=1024, **kwargs):
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.ffn_dim = ffn_dim
+
+    def build(self, input_shape):
+        width = input_shape[-1]
+        self.norm_1 = L.LayerNormalization(epsilon=1e-5)
+        self.attention = L.MultiHeadAttention(
+            self.num_heads, width // self.num_heads
+        )
+        self.norm_2 = L.LayerNormalization(epsilon=1e-5)
+        self.inner = L.Dense(self.ffn_dim, activation="relu")
+        self.outer = L.Dense(width)
+        self.norm_1.build(input_shape)
+        self.attention.build(input_shape, input_shape)
+        self.norm_2.build(input_shape)
+        self.inner.build(input_shape)
+        self.outer.build((*input_shape[:-1], self.ffn_dim))
+
+    def call(self, x):
+        h = self.norm_1(x)
+        x = x + self.attention(h, h)
+        return x + self.outer(self.inner(self.norm_2(x)))
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def get_config(self):
+        config = super().get_config()
+        return {**config, "num_heads": self.num_heads, "ffn_dim": self.ffn_dim}
+
+
+@keras.saving.register_keras_serializable(package="benchmark")
+class ResidualBlock(L.Layer):
+    """Two convolutions with batch normalisation, added to the input."""
+
+    def build(self, input_shape):
+        filters = input_shape[-1]
+        self.body = []
+        for _ in range(2):
+            self.body += [
+                L.Conv2D(filters, 3, padding="same", use_bias=False),
+                L.BatchNormalization(momentum=0.9, epsilon=1e-5),
+                L.ReLU(),
+            ]
+        for layer in self.body:
+            layer.build(input_shape)
+
+    def call(self, x, training=None):
+        h = x
+        for layer in self.body:
+            if isinstance(layer, L.BatchNormalization):
+                h = layer(h, training=training)
+            else:
+                h = layer(h)
+        return x + h
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+def transformer(num_blocks=8, width=256, length=64):
+    """Returns a stack of Transformer blocks, a list of layers.
+
+    Args:
+        num_blocks: Integer.
+        width: Integer, size of the embedding axis.
+        length: Integer, positions.
+
+    Returns:
+        List of layers from `(B, length, width)` to `(B, length, 10)`.
+    """
+    return [
+        keras.Input((length, width)),
+        *(TransformerBlock(ffn_dim=4 * width) for _ in range(num_blocks)),
+        L.Dense(NUM_CLASSES),
+    ]
+
+
+def convolutional(num_blocks=8, filters=32, size=32):
+    """Returns a stack of residual convolution blocks, a list of layers.
+
+    Args:
+        num_blocks: Integer.
+        filters: Integer, channels.
+        size: Integer, height and width of the images.
+
+    Returns:
+        List of layers from `(B, size, size, 3)` to `(B, 10)`.
+    """
+    return [
+        keras.Input((size, size, 3)),
+        L.Conv2D(filters, 3, padding="same", use_bias=False),
+        *(ResidualBlock() for _ in range(num_blocks)),
+        L.GlobalAveragePooling2D(),
+        L.Dense(NUM_CLASSES),
+    ]
+
+
+WORKLOADS = {"transformer": transformer, "convolutional": convolutional}
+
+
+def data(layers, batch_size):
+    """Returns one batch of random inputs and labels for a list of layers."""
+    model = keras.Sequential(layers)
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal(
+        (batch_size, *model.input_shape[1:]), dtype="float32"
+    )
+    labels = generator.integers(
+        0, NUM_CLASSES, (batch_size, *model.output_shape[1:-1])
+    )
+    return x, labels.astype("int32")
+
+
+def compiled(model):
+    """Compiles a model as all benchmarks do, and returns it."""
+    model.compile(
+        keras.optimizers.SGD(1e-3),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
