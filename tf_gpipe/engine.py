@@ -1,11 +1,11 @@
 """Runs a schedule: places its tasks on devices, in order, in one graph."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -25,8 +25,12 @@ from tf_gpipe.stage import called
 REMAT_MODES = ("always", "except_last", "never")
 
 
-class Pipeline(NamedTuple):
-    """Stages and how a mini-batch goes through them."""
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Stages and how a mini-batch goes through them.
+
+    No tuple: Keras tracks what is in the tuples that a layer holds.
+    """
 
     stages: tuple[Stage, ...]
     schedule: Schedule
@@ -64,6 +68,9 @@ class MiniBatch:
         jit_compile: Boolean, whether XLA compiles the stages' functions.
         eager: Boolean, whether stages run without a function of their own.
         stop_inputs: Boolean, whether no gradient by the inputs is needed.
+        pass_weights: Boolean, whether stages get weights as tensors, which
+            hides them from tapes outside, at the price of a copy in each
+            recomputation, instead of reading them where they are.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class MiniBatch:
         jit_compile: bool = False,
         eager: bool = False,
         stop_inputs: bool = False,
+        pass_weights: bool = False,
     ):
         self.pipeline = pipeline
         self.split = Split(inputs, pipeline.schedule.num_micro_batches)
@@ -100,6 +108,7 @@ class MiniBatch:
             "jit_compile": jit_compile,
         }
         self._stop_inputs = stop_inputs
+        self._pass_weights = pass_weights
 
     @property
     def _last(self) -> int:
@@ -285,21 +294,25 @@ class MiniBatch:
                 if gradient is not None
             }
             accumulator = self._accumulators[k]
-            # Every micro-batch has gradients for the same variables.
-            if accumulator:
-                sums = self._add(
-                    list(accumulator.values()), list(found.values())
-                )
-                found = dict(zip(accumulator, sums, strict=True))
-            self._accumulators[k] = found
-            finish((inputs, list(found.values())))
+            both = [key for key in accumulator if key in found]
+            sums = both and self._add(
+                [accumulator[key] for key in both],
+                [found[key] for key in both],
+            )
+            accumulator.update(found)
+            accumulator.update(zip(both, sums, strict=True))
+            finish((inputs, list(accumulator.values())))
 
     def _function(self, k: int, remat: bool) -> StageFunction:
         if (k, remat) not in self._functions:
             stage = self.pipeline.stages[k]
             # Snapshots: a recomputation must not see what has been assigned
             # since the forward pass.
-            states = [v for v in stage.owned if not v.value.trainable]
+            states = [
+                v
+                for v in stage.owned
+                if self._pass_weights or not v.value.trainable
+            ]
             self._functions[k, remat] = StageFunction(
                 stage,
                 carried=[self.pipeline.seed, *states, *stage.borrowed],
@@ -316,8 +329,8 @@ class MiniBatch:
         seed = m if state.is_seed(variable) else 0
         if (id(variable), seed) not in self._initial:
             with tf.device(variable.value.device):
-                self._initial[id(variable), seed] = state.initial(
-                    variable, seed
+                self._initial[id(variable), seed] = tf.stop_gradient(
+                    state.initial(variable, seed)
                 )
         return self._initial[id(variable), seed]
 

@@ -147,7 +147,10 @@ class StageFunction:
         self.training = training
         self.stop_inputs = stop_inputs
         self.updated: list[keras.Variable] = []
-        self.trainable = stage.trainable(stage.owned)
+        ids = {id(v) for v in carried}
+        self.trainable = [
+            v for v in stage.trainable(stage.owned) if id(v) not in ids
+        ]
         # Which of the carried values have a gradient: weights, not state.
         ids = {id(v) for v in stage.trainable(carried)}
         self.borrowed = [i for i, v in enumerate(carried) if id(v) in ids]

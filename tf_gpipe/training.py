@@ -1,6 +1,5 @@
 """The Keras training step over a pipeline."""
 
-import contextvars
 from typing import Any
 
 import keras
@@ -11,12 +10,6 @@ from tf_gpipe.engine import MiniBatch
 from tf_gpipe.loss import MicroBatchLoss
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import call_layer
-
-# The model whose own training step is being run, so that nobody asks for the
-# gradient by its inputs, which costs as much as that of the first layer.
-_trained_alone: contextvars.ContextVar = contextvars.ContextVar(
-    "trained_alone", default=None
-)
 
 
 class PipelinedTraining:
@@ -94,20 +87,25 @@ class PipelinedTraining:
         ```
         """
         pipeline, inputs = self._pipeline_for(x)
+        overridden = [
+            method
+            for method in ("call", "compute_loss")
+            if getattr(type(self), method)
+            is not getattr(PipelinedTraining, method)
+        ]
         if pipeline.schedule.forwards_first:
-            return self._loss_after_all_forwards(pipeline, x, y, sample_weight)
-        for method in ("call", "compute_loss"):
-            theirs, ours = (
-                getattr(cls, method) for cls in (type(self), PipelinedTraining)
+            if "call" in overridden:
+                return self._loss_of_call(x, y, sample_weight)
+            return self._loss_after_all_forwards(
+                pipeline, inputs, x, y, sample_weight
             )
-            if theirs is not ours:
-                raise ValueError(
-                    f"{type(self).__name__} overrides `{method}`, which sees "
-                    f"whole mini-batches, but schedule "
-                    f"'{pipeline.schedule.name}' starts backward passes "
-                    "before all forward passes are done. Use "
-                    "schedule='gpipe'."
-                )
+        if overridden:
+            raise ValueError(
+                f"{type(self).__name__} overrides `{overridden[0]}`, which "
+                f"sees whole mini-batches, but schedule "
+                f"'{pipeline.schedule.name}' starts backward passes before "
+                "all forward passes are done. Use schedule='gpipe'."
+            )
         return self._loss_by_micro_batch(pipeline, inputs, y, sample_weight)
 
     def make_train_function(self, force=False):
@@ -135,7 +133,6 @@ class PipelinedTraining:
 
     def _run(self, inputs, training):
         pipeline, inputs = self._pipeline_for(inputs)
-        stop_inputs = _trained_alone.get() is self
         if not training:
             run = self._mini_batch(pipeline, inputs, training)
             run.forward(tape=False)
@@ -144,25 +141,23 @@ class PipelinedTraining:
 
         flat = keras.tree.flatten(inputs)
         masks = [getattr(x, "_keras_mask", None) for x in flat]
-        floats = [
-            i
-            for i, x in enumerate(flat)
-            if x.dtype.is_floating and not stop_inputs
-        ]
+        floats = [i for i, x in enumerate(flat) if x.dtype.is_floating]
         run, outputs = None, None
 
         @tf.custom_gradient
         def pipelined(*args):
             nonlocal run, outputs
+            # Out of sight of the tapes around the call, which else would
+            # differentiate the backward pass as well.
             for i, x in zip(floats, args, strict=False):
-                flat[i] = x
+                flat[i] = tf.stop_gradient(x)
                 if masks[i] is not None:
                     flat[i]._keras_mask = masks[i]
             run = self._mini_batch(
                 pipeline,
                 keras.tree.pack_sequence_as(inputs, flat),
                 training,
-                stop_inputs,
+                pass_weights=True,
             )
             run.forward(tape=True)
             outputs = run.outputs()
@@ -202,14 +197,14 @@ class PipelinedTraining:
         self._finish(run, list(results))
         return keras.tree.pack_sequence_as(outputs, values)
 
-    def _mini_batch(self, pipeline, inputs, training, stop_inputs=False):
+    def _mini_batch(self, pipeline, inputs, training, **kwargs):
         return MiniBatch(
             pipeline,
             inputs,
             training,
             jit_compile=getattr(self, "_stage_jit_compile", False),
             eager=bool(self.run_eagerly),
-            stop_inputs=stop_inputs,
+            **kwargs,
         )
 
     def _finish(self, run: MiniBatch, losses: list) -> None:
@@ -217,14 +212,36 @@ class PipelinedTraining:
             self.add_loss(loss)
         run.commit_state()
 
-    def _loss_after_all_forwards(self, pipeline, x, y, sample_weight):
-        """As Keras's own step does it: exact whatever the loss is."""
-        alone = type(self).call is PipelinedTraining.call
-        token = _trained_alone.set(self if alone else None)
-        try:
-            with tf.device(pipeline.stages[-1].device):
-                with tf.GradientTape() as tape:
-                    y_pred = self(x, training=True)
+    def _loss_of_call(self, x, y, sample_weight):
+        """As Keras's own step: whatever `call` does around the pipeline."""
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self._compute_loss(
+                x=x,
+                y=y,
+                y_pred=y_pred,
+                sample_weight=sample_weight,
+                training=True,
+            )
+            scaled = self._scale_loss(loss)
+        return loss, tape.gradient(scaled, self.trainable_variables), y_pred
+
+    def _loss_after_all_forwards(self, pipeline, inputs, x, y, sample_weight):
+        """Loss of the whole mini-batch: exact whatever the loss is."""
+        run = self._mini_batch(pipeline, inputs, training=True, stop_inputs=True)
+        run.forward(tape=True)
+        y_pred, added = run.outputs(), run.losses()
+        flat = keras.tree.flatten(y_pred)
+        floats = [t for t in flat if t.dtype.is_floating]
+        with tf.device(pipeline.stages[-1].device):
+            with tf.GradientTape() as tape:
+                tape.watch(floats + added)
+                # What `self.losses` returns meanwhile, to Keras or to an
+                # override of `compute_loss`.
+                self._losses_override = (
+                    added + self._get_regularization_losses()
+                )
+                try:
                     loss = self._compute_loss(
                         x=x,
                         y=y,
@@ -232,11 +249,37 @@ class PipelinedTraining:
                         sample_weight=sample_weight,
                         training=True,
                     )
-                    scaled = self._scale_loss(loss)
-                gradients = tape.gradient(scaled, self.trainable_variables)
-        finally:
-            _trained_alone.reset(token)
-        return loss, gradients, y_pred
+                finally:
+                    self._losses_override = []
+                scaled = self._scale_loss(loss)
+            by_output, by_added, by_variable = tape.gradient(
+                scaled, (floats, added, self.trainable_variables)
+            )
+        found = iter(by_output)
+        run.backward(
+            [next(found) if t.dtype.is_floating else None for t in flat],
+            [
+                tf.zeros_like(a) if gradient is None else gradient
+                for a, gradient in zip(added, by_added, strict=True)
+            ],
+        )
+        run.commit_state()
+        return loss, self._gradients(run, by_variable), y_pred
+
+    def _gradients(self, run, by_variable):
+        """Adds gradients that did not come through the pipeline."""
+        gradients = []
+        for variable, direct in zip(
+            self.trainable_variables, by_variable, strict=True
+        ):
+            gradient = run.gradient(variable)
+            if gradient is None:
+                gradient = direct
+            elif direct is not None:
+                with tf.device(variable.value.device):
+                    gradient = tf.convert_to_tensor(gradient) + direct
+            gradients.append(gradient)
+        return gradients
 
     def _loss_by_micro_batch(self, pipeline, x, y, sample_weight):
         """Loss and gradient of each micro-batch in its backward task."""
@@ -265,16 +308,7 @@ class PipelinedTraining:
         with tf.GradientTape() as tape:
             penalties = self._get_regularization_losses()
             scaled = [scale * penalty for penalty in penalties]
-        by_penalty = tape.gradient(scaled, self.trainable_variables)
-        gradients = []
-        for variable, extra in zip(
-            self.trainable_variables, by_penalty, strict=True
-        ):
-            gradient = run.gradient(variable)
-            if gradient is not None and extra is not None:
-                with tf.device(variable.value.device):
-                    gradient = tf.convert_to_tensor(gradient) + extra
-            gradients.append(extra if gradient is None else gradient)
+        by_variable = tape.gradient(scaled, self.trainable_variables)
         loss = tf.add_n(
             [
                 tf.cast(value, sums[0].dtype)
@@ -283,7 +317,7 @@ class PipelinedTraining:
         )
         self._update_loss_metrics(sums[1:], run.split.static_rows)
         run.commit_state()
-        return loss, gradients, run.outputs()
+        return loss, self._gradients(run, by_variable), run.outputs()
 
     def _micro_batch_loss(self, run, x, y, outputs, sample_weight, scale):
         """Returns the loss of a micro-batch as a function traced once."""
