@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import placement
 from tf_gpipe import state
 from tf_gpipe.micro_batch import Split
 from tf_gpipe.schedule import BACKWARD
@@ -101,14 +102,20 @@ class MiniBatch:
         self._done: dict[str, tf.Operation] = {}
         self._functions: dict[tuple[int, bool], StageFunction] = {}
         compiled = not (eager or tf.executing_eagerly())
-        self._add = called(_add_all) if compiled else _add_all
+        # Stages on other hosts must overlap; see `called`.
+        inline = not all(map(placement.is_local, self._devices()))
+        self._add = called(_add_all, inline) if compiled else _add_all
         self._function_arguments = {
             "training": training,
             "compiled": compiled,
+            "inline": inline,
             "jit_compile": jit_compile,
         }
         self._stop_inputs = stop_inputs
         self._pass_weights = pass_weights
+
+    def _devices(self) -> list[str]:
+        return [stage.device for stage in self.pipeline.stages]
 
     @property
     def _last(self) -> int:
@@ -298,6 +305,7 @@ class MiniBatch:
             sums = both and self._add(
                 [accumulator[key] for key in both],
                 [found[key] for key in both],
+                self.pipeline.stages[k].device,
             )
             accumulator.update(found)
             accumulator.update(zip(both, sums, strict=True))
@@ -372,8 +380,9 @@ class MiniBatch:
             yield finish
 
 
-def _add_all(totals: list, gradients: list) -> list:
-    return [_add(x, y) for x, y in zip(totals, gradients, strict=True)]
+def _add_all(totals: list, gradients: list, device: str) -> list:
+    with tf.device(device):
+        return [_add(x, y) for x, y in zip(totals, gradients, strict=True)]
 
 
 def _add(total: Any, gradient: Any) -> Any:

@@ -66,17 +66,22 @@ def find(device: str) -> str:
     existing = [x.name for x in tf.config.list_logical_devices()]
     try:
         text = device if device.startswith("/") else f"/device:{device}"
-        wanted = tf.DeviceSpec.from_string(text)
+        wanted = _spec(text)
     except (AttributeError, ValueError):
         wanted = None
     for name in existing:
         if wanted is not None and wanted.device_type is not None:
             # What the string leaves open is that of the first match.
-            if _compatible(wanted, tf.DeviceSpec.from_string(name)):
+            if _compatible(wanted, _LOCAL.make_merged_spec(_spec(name))):
                 return name
     raise ValueError(
         f"Unknown device {device!r}. Visible devices: {', '.join(existing)}."
     )
+
+
+def is_local(device: str) -> bool:
+    """Returns whether a device belongs to this process."""
+    return _compatible(_spec(device), _LOCAL)
 
 
 def place(variable: keras.Variable, device: str) -> None:
@@ -93,8 +98,8 @@ def place(variable: keras.Variable, device: str) -> None:
         if variable._value is None:
             variable._deferred_initialize()
         elif not _compatible(
-            tf.DeviceSpec.from_string(variable._value.device),
-            tf.DeviceSpec.from_string(device),
+            _spec(variable._value.device),
+            _LOCAL.make_merged_spec(_spec(device)),
         ):
             old = variable._value
             variable._value = tf.Variable(
@@ -105,6 +110,14 @@ def place(variable: keras.Variable, device: str) -> None:
                 aggregation=old.aggregation,
                 synchronization=old.synchronization,
             )
+
+
+# What TensorFlow leaves out of the names of this process's devices.
+_LOCAL = tf.DeviceSpec(job="localhost", replica=0, task=0)
+
+
+def _spec(name: str) -> tf.DeviceSpec:
+    return tf.DeviceSpec.from_string(name)
 
 
 def _compatible(a: tf.DeviceSpec, b: tf.DeviceSpec) -> bool:

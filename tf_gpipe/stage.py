@@ -99,12 +99,23 @@ class _Recorder(keras.StatelessScope):
         super().add_update(update)
 
 
-def called(function: Callable, jit_compile: bool = False) -> Callable:
-    """Returns a `tf.function` that stays a call in the graph.
+def called(
+    function: Callable, inline: bool, jit_compile: bool = False
+) -> Callable:
+    """Returns a `tf.function` that is traced once for all its calls.
 
-    So a graph of many micro-batches stays small: stages are traced, optimised
-    and held once.
+    Args:
+        function: Function from nested structures of tensors to another one.
+        inline: Boolean, whether TensorFlow puts its operations in place of
+            each call. If not, the graph stays small. But workers do not
+            overlap: a call on a remote worker hands on what it has made only
+            when the worker has nothing more to do.
+        jit_compile: Boolean, whether XLA compiles it.
     """
+    if inline:
+        return tf.function(
+            function, autograph=False, jit_compile=jit_compile or None
+        )
     return tf.function(
         function,
         autograph=False,
@@ -128,6 +139,7 @@ class StageFunction:
         remat: Boolean, whether the backward pass recomputes activations.
         compiled: Boolean, whether to run as a `tf.function` of its own, traced
             once for all micro-batches.
+        inline: Boolean, see `called`.
         jit_compile: Boolean, whether XLA compiles that function.
         stop_inputs: Boolean, whether the inputs need no gradient.
     """
@@ -139,6 +151,7 @@ class StageFunction:
         training: bool | None,
         remat: bool,
         compiled: bool,
+        inline: bool,
         jit_compile: bool,
         stop_inputs: bool,
     ):
@@ -159,14 +172,16 @@ class StageFunction:
         self._frozen = [
             v for v in stage.owned if id(v) not in ids and v.value.trainable
         ]
-        self._call: Callable[..., Result] = (
-            self._recomputed if remat else self._apply
-        )
+        self._remat = remat
+        self._call: Callable[..., Result] = self._differentiable
         if compiled:
-            body = called(self._call, jit_compile)
-            # A function in a function: TensorFlow goes through the body of
-            # each function that a graph calls, several times for each call.
-            self._call = called(lambda inputs, carried: body(inputs, carried))
+            body = self._call = called(self._call, inline, jit_compile)
+            if not inline:
+                # A function in a function: TensorFlow goes through the body
+                # of each function that a graph calls, several times a call.
+                self._call = called(
+                    lambda inputs, carried: body(inputs, carried), inline
+                )
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
         with tf.device(self.stage.device):
@@ -202,13 +217,14 @@ class StageFunction:
             ]
             return Result(Activations.of(x), losses, updates)
 
-    def _recomputed(self, inputs: Activations, carried: list) -> Result:
-        """As `_apply`, but the gradient runs it once more for activations.
+    def _differentiable(self, inputs: Activations, carried: list) -> Result:
+        """As `_apply`, with a gradient that runs on the stage's device.
 
-        `tf.recompute_grad` takes and returns flat tensors. It makes the
-        arguments of the recomputation depend on the gradient that arrives, by
-        arithmetic, so they must be floating-point. Where a stage takes
-        integers, a token of zero carries the dependency.
+        With `remat`, the gradient runs `_apply` once more for activations.
+        `tf.recompute_grad` makes the arguments of the recomputation depend on
+        the gradient that arrives, by arithmetic, so they must be
+        floating-point. Where a stage takes integers, a token of zero carries
+        the dependency.
         """
         tensors = keras.tree.flatten(inputs.tensors)
         floats = [i for i, x in enumerate(tensors) if x.dtype.is_floating]
@@ -234,11 +250,45 @@ class StageFunction:
 
         args = [tensors[i] for i in floats] or [tf.zeros(())]
         args += [carried[i] for i in self.borrowed]
-        results = tf.recompute_grad(run)(*args)
+        if self._remat:
+            run = tf.recompute_grad(run)
+        results = _placed(run, self.stage.device)(*args)
         leaves = keras.tree.flatten(structure)
         for i, x in zip(_differentiable_first(leaves), results, strict=True):
             leaves[i] = x
         return keras.tree.pack_sequence_as(structure, leaves)
+
+
+def _placed(function: Callable, device: str) -> Callable:
+    """Returns `function`, with a gradient that runs on `device`.
+
+    TensorFlow builds gradients of functions without the device scopes around
+    or inside them. Where such a gradient is inlined, it would run on the
+    client instead of the worker that has the activations.
+    """
+
+    @tf.custom_gradient
+    def placed(*args):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(args)
+            results = function(*args)
+        targets = [x for x in results if x.dtype.is_floating]
+
+        def gradient(*upstream, variables=None):
+            with tf.device(device):
+                found = tape.gradient(
+                    targets,
+                    [*args, *(variables or [])],
+                    output_gradients=list(upstream[: len(targets)]),
+                    unconnected_gradients=tf.UnconnectedGradients.ZERO,
+                )
+            if variables is None:
+                return found
+            return found[: len(args)], found[len(args) :]
+
+        return results, gradient
+
+    return placed
 
 
 def _differentiable_first(leaves: list) -> list[int]:

@@ -49,42 +49,42 @@ class PipelinedTraining:
     def loss_and_gradients(self, x, y=None, sample_weight=None):
         """Runs a mini-batch forward and backward without applying gradients.
 
-        For those who override `train_step`. The losses are those given to
-        `compile`, and those that layers and regularisers add.
+            For those who override `train_step`. The losses are those given to
+            `compile`, and those that layers and regularisers add.
 
-        Args:
-            x: Nested structure of inputs of shape `(batch_size, ...)`.
-            y: Labels, as for `fit`.
-            sample_weight: Sample weights, as for `fit`, or `None`.
+            Args:
+                x: Nested structure of inputs of shape `(batch_size, ...)`.
+                y: Labels, as for `fit`.
+                sample_weight: Sample weights, as for `fit`, or `None`.
 
-        Returns:
-            Tuple of the loss of the mini-batch, a scalar; the list of its
-            gradients, one for each of `trainable_variables`, ready for
-            `optimizer.apply` (a loss scale that the optimizer asks for is in
-            them); and the outputs of the mini-batch.
+            Returns:
+                Tuple of the loss of the mini-batch, a scalar; the list of its
+                gradients, one for each of `trainable_variables`, ready for
+                `optimizer.apply` (a loss scale that the optimizer asks for is in
+                them); and the outputs of the mini-batch.
 
-        Raises:
-            ValueError: If the schedule interleaves forward and backward
-                passes and the loss needs the whole mini-batch at once.
+            Raises:
+                ValueError: If the schedule interleaves forward and backward
+                    passes and the loss needs the whole mini-batch at once.
 
-        Example:
+            Example:
 
-        ```python
-        class MyModel(tf_gpipe.PipelinedSequential):
-            def make_train_function(self, force=False):
-        # A first trace that creates variables is thrown away for a second.
-        if self.optimizer is not None and self.built:
-            if not self.optimizer.built:
-                self.optimizer.build(self.trainable_variables)
-        return super().make_train_function(force=force)
+            ```python
+            class MyModel(tf_gpipe.PipelinedSequential):
+                def make_train_function(self, force=False):
+            # A first trace that creates variables is thrown away for a second.
+            if self.optimizer is not None and self.built:
+                if not self.optimizer.built:
+                    self.optimizer.build(self.trainable_variables)
+            return super().make_train_function(force=force)
 
-    def train_step(self, data):
-                x, y = data
-                loss, gradients, y_pred = self.loss_and_gradients(x, y)
-                gradients = [keras.ops.sign(g) for g in gradients]
-                self.optimizer.apply(gradients, self.trainable_variables)
-                return {"loss": loss}
-        ```
+        def train_step(self, data):
+                    x, y = data
+                    loss, gradients, y_pred = self.loss_and_gradients(x, y)
+                    gradients = [keras.ops.sign(g) for g in gradients]
+                    self.optimizer.apply(gradients, self.trainable_variables)
+                    return {"loss": loss}
+            ```
         """
         pipeline, inputs = self._pipeline_for(x)
         overridden = [
@@ -228,7 +228,9 @@ class PipelinedTraining:
 
     def _loss_after_all_forwards(self, pipeline, inputs, x, y, sample_weight):
         """Loss of the whole mini-batch: exact whatever the loss is."""
-        run = self._mini_batch(pipeline, inputs, training=True, stop_inputs=True)
+        run = self._mini_batch(
+            pipeline, inputs, training=True, stop_inputs=True
+        )
         run.forward(tape=True)
         y_pred, added = run.outputs(), run.losses()
         flat = keras.tree.flatten(y_pred)
@@ -350,7 +352,13 @@ class PipelinedTraining:
 
         if tf.executing_eagerly():
             return loss_function
-        return tf.function(loss_function, autograph=False)
+        device = run.pipeline.stages[-1].device
+
+        def placed(*args):
+            with tf.device(device):
+                return loss_function(*args)
+
+        return tf.function(placed, autograph=False)
 
     def _output_masks(self, x):
         """Returns the Keras masks of the mini-batch's outputs.

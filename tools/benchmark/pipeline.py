@@ -46,26 +46,31 @@ def main(args):
             ),
         }
         cores = {name: [] for name in models}
+        client = {name: [] for name in models}
 
         def measure(name):
-            cpu, start = workers.cpu_seconds(processes), time.perf_counter()
+            cpu = workers.cpu_seconds(processes), time.process_time()
             seconds = timing.step_seconds(models[name], x, y, args.num_steps)
+            total = seconds * args.num_steps
             cores[name].append(
-                (workers.cpu_seconds(processes) - cpu)
-                / (time.perf_counter() - start)
+                (workers.cpu_seconds(processes) - cpu[0]) / total
             )
+            client[name].append((time.process_time() - cpu[1]) / total)
             return seconds
 
         for name, model in models.items():
             workloads.compiled(model)
             measure(name)
             cores[name].clear()
+            client[name].clear()
         seconds = timing.interleaved(
             {name: lambda name=name: measure(name) for name in models},
             args.num_repeats,
         )
     speedup = timing.median_ratio(seconds["one"], seconds["all"])
-    ideal = num_stages * num_micro_batches / (num_micro_batches + num_stages - 1)
+    ideal = (
+        num_stages * num_micro_batches / (num_micro_batches + num_stages - 1)
+    )
     if args.remat == "always":
         # A backward pass costs two forward passes, the recomputation one.
         ideal *= 3 / 4
@@ -73,7 +78,8 @@ def main(args):
         {
             "workers": count,
             "samples/s": args.batch_size / statistics.median(seconds[name]),
-            "cores used": statistics.median(cores[name]),
+            "workers' cores": statistics.median(cores[name]),
+            "client's cores": statistics.median(client[name]),
             "speed-up": speed,
         }
         for name, count, speed in (
@@ -93,7 +99,7 @@ def main(args):
             "ideal": ideal,
             "fraction": speedup / ideal,
             "samples_per_second": [row["samples/s"] for row in rows],
-            "cores_used": [row["cores used"] for row in rows],
+            "cores_used": [row["workers' cores"] for row in rows],
         },
         args.json,
     )

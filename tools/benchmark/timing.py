@@ -30,7 +30,7 @@ def step_seconds(model, x, y, num_steps):
     """Returns the seconds that a step of `fit` takes, over `num_steps`."""
     clock = _Clock()
     dataset = tf.data.Dataset.from_tensors((x, y)).repeat(num_steps)
-    model.fit(dataset, verbose=0, callbacks=[clock])
+    model.fit(dataset, shuffle=False, verbose=0, callbacks=[clock])
     return clock.seconds / num_steps
 
 
@@ -84,7 +84,10 @@ def report(title, rows, result, as_json):
         table.add_column(name)
     for row in rows:
         table.add_row(
-            *(f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values())
+            *(
+                f"{x:.3f}" if isinstance(x, float) else str(x)
+                for x in row.values()
+            )
         )
     console = rich.console.Console(highlight=False)
     console.print(table)
