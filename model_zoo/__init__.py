@@ -1,8 +1,8 @@
 """Models as lists of Keras layers, ready for `keras.Sequential` or a pipeline.
 
 Every model is a function from hyper-parameters to a list that begins with a
-`keras.layers.InputLayer`. Nothing here imports `tf_gpipe`: a model does not know
-how it is going to be run.
+`keras.layers.InputLayer`. Nothing here imports `tf_gpipe`: a model does not
+know how it is going to be run.
 """
 
 import inspect

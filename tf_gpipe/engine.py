@@ -105,7 +105,7 @@ class MiniBatch:
         # Stages on other hosts must overlap; see `called`.
         inline = not all(map(placement.is_local, self._devices()))
         self._add = called(_add_all, inline) if compiled else _add_all
-        self._function_arguments = {
+        self._function_arguments: dict[str, Any] = {
             "training": training,
             "compiled": compiled,
             "inline": inline,

@@ -28,13 +28,17 @@ class Split:
 
     def __init__(self, inputs: Any, num_micro_batches: int):
         self.num_micro_batches = num_micro_batches
-        static = {_static_rows(x) for x in keras.tree.flatten(inputs)} - {None}
+        static = {
+            rows
+            for rows in map(_static_rows, keras.tree.flatten(inputs))
+            if rows is not None
+        }
         if len(static) > 1:
             raise ValueError(
                 "All inputs of a pipeline must have the same batch size. "
                 f"Received batch sizes {sorted(static)}."
             )
-        self.static_rows = static.pop() if static else None
+        self.static_rows: Any = static.pop() if static else None
         self.even = (
             self.static_rows is not None
             and self.static_rows > 0

@@ -112,7 +112,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
         # XLA compiles for one device: a model with a pipeline in it spans
         # several.
         self.supports_jit = False
-        self._config = {
+        self._config: dict[str, Any] = {
             "num_stages": num_stages,
             "num_micro_batches": num_micro_batches,
             "balance": balance if isinstance(balance, str) else tuple(balance),

@@ -12,7 +12,11 @@ from tf_gpipe.stage import Activations
 from tf_gpipe.stage import call_layer
 
 
-class PipelinedTraining:
+# A `keras.Model` supplies the rest, of which no types are known.
+_Mixin: Any = object
+
+
+class PipelinedTraining(_Mixin):
     """What a Keras model needs to train through a pipeline.
 
     Mixed into a `keras.Model` that provides `_pipeline_for(x)`, which returns
@@ -60,7 +64,7 @@ class PipelinedTraining:
             Returns:
                 Tuple of the loss of the mini-batch, a scalar; the list of its
                 gradients, one for each of `trainable_variables`, ready for
-                `optimizer.apply` (a loss scale that the optimizer asks for is in
+                `optimizer.apply` (any loss scale of the optimizer is in
                 them); and the outputs of the mini-batch.
 
             Raises:
@@ -133,6 +137,8 @@ class PipelinedTraining:
 
     def _run(self, inputs, training):
         pipeline, inputs = self._pipeline_for(inputs)
+        run: Any = None
+        outputs: Any = None
         if not training:
             run = self._mini_batch(pipeline, inputs, training)
             run.forward(tape=False)
@@ -142,7 +148,6 @@ class PipelinedTraining:
         flat = keras.tree.flatten(inputs)
         masks = [getattr(x, "_keras_mask", None) for x in flat]
         floats = [i for i, x in enumerate(flat) if x.dtype.is_floating]
-        run, outputs = None, None
 
         @tf.custom_gradient
         def pipelined(*args):

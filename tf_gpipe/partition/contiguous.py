@@ -60,7 +60,7 @@ class _programme:
             best = following
             choices.append(choice)
         self.value = best[n]
-        self.sizes = []
+        self.sizes: list[int] = []
         end = n
         for choice in reversed(choices):
             self.sizes.insert(0, end - int(choice[end]))

@@ -1,0 +1,66 @@
+"""Trains a pipeline and the plain model alike, and compares everything."""
+
+import keras
+import numpy as np
+
+import tf_gpipe
+
+
+def train(make, data, *, loss, optimizer=None, metrics=(), epochs=2, **kwargs):
+    """Builds and trains a model; with `num_stages`, a pipeline.
+
+    Args:
+        make: Function that returns a list of new layers.
+        data: List of batches for `train_on_batch`, each a tuple.
+        loss: Loss, or a function that makes one.
+        optimizer: Function that makes an optimizer.
+        metrics: List of metrics.
+        epochs: Integer, how often to go through `data`.
+        **kwargs: Arguments of `PipelinedSequential`.
+
+    Returns:
+        Tuple of the model and the list of logs, one a step.
+    """
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    if kwargs:
+        model = tf_gpipe.PipelinedSequential(make(), **kwargs)
+    else:
+        model = keras.Sequential(make())
+    optimizer = optimizer() if optimizer else keras.optimizers.Adam(0.01)
+    model.compile(optimizer, loss, weighted_metrics=list(metrics))
+    logs = []
+    for _ in range(epochs):
+        for x, y, *weight in data:
+            logs.append(model.train_on_batch(x, y, *weight, return_dict=True))
+    return model, logs
+
+
+def assert_same(test, plain, pipelined, rtol=2e-5, atol=2e-6):
+    """Compares models and logs as `train` returns them, per variable."""
+    (model, logs), (other, other_logs) = plain, pipelined
+    for step, (expected, received) in enumerate(
+        zip(logs, other_logs, strict=True)
+    ):
+        test.assertEqual(set(expected), set(received))
+        for name in expected:
+            np.testing.assert_allclose(
+                received[name],
+                expected[name],
+                rtol=rtol,
+                atol=atol,
+                err_msg=f"{name} of step {step}",
+            )
+    for kind, ours, theirs in (
+        ("variable", other.variables, model.variables),
+        ("slot", other.optimizer.variables, model.optimizer.variables),
+    ):
+        test.assertLen(ours, len(theirs))
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(a, dtype="float64"),
+                np.asarray(b, dtype="float64"),
+                rtol=rtol,
+                atol=atol,
+                err_msg=f"{kind} {b.path}",
+            )

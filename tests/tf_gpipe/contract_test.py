@@ -1,0 +1,329 @@
+"""The numerical contract: what the plain model computes, per variable."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L
+
+from tests.tf_gpipe import comparison
+
+SOFTMAX = keras.losses.SparseCategoricalCrossentropy
+
+
+def batches(sizes, features=6, seed=0):
+    generator = np.random.default_rng(seed)
+    return [
+        (
+            generator.standard_normal((size, features), dtype="float32"),
+            generator.integers(0, 3, (size,)),
+            generator.uniform(0, 2, (size,)).astype("float32"),
+        )
+        for size in sizes
+    ]
+
+
+def tokens(sizes, length=5, seed=0):
+    generator = np.random.default_rng(seed)
+    result = []
+    for size in sizes:
+        x = generator.integers(1, 9, (size, length))
+        for row, padding in zip(x, range(size), strict=True):
+            row[length - padding % length :] = 0
+        result.append((x, generator.integers(0, 3, (size, length))))
+    return result
+
+
+def dense():
+    return [
+        keras.Input((6,)),
+        L.Dense(8, activation="relu", kernel_regularizer="l2"),
+        L.Dense(8, activity_regularizer="l2"),
+        L.LayerNormalization(),
+        L.ReLU(),
+        L.Dense(3),
+    ]
+
+
+@keras.saving.register_keras_serializable(package="contract_test")
+class SelfAttention(L.Layer):
+    def build(self, input_shape):
+        self.attention = L.MultiHeadAttention(2, 4)
+        self.attention.build(input_shape, input_shape)
+        self.supports_masking = True
+
+    def call(self, x):
+        return x + self.attention(x, x)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+class ContractTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(
+        num_stages=(1, 2, 3, 4),
+        num_micro_batches=(1, 2, 4, 7),
+        schedule=("gpipe", "1f1b"),
+        remat=("always", "except_last", "never"),
+    )
+    def test_grid(self, **kwargs):
+        data = batches([8])
+        arguments = {
+            "loss": SOFTMAX(from_logits=True),
+            "metrics": ["accuracy"],
+        }
+        plain = comparison.train(dense, data, **arguments)
+        pipelined = comparison.train(dense, data, **arguments, **kwargs)
+        comparison.assert_same(self, plain, pipelined)
+
+    @parameterized.product(
+        schedule=("gpipe", "1f1b"), remat=("always", "except_last")
+    )
+    def test_uneven_batches(self, **kwargs):
+        data = batches([8, 7, 5, 3])
+        arguments = {"loss": SOFTMAX(from_logits=True), "metrics": ["accuracy"]}
+        plain = comparison.train(dense, data, **arguments)
+        pipelined = comparison.train(
+            dense,
+            data,
+            **arguments,
+            **kwargs,
+            num_stages=3,
+            num_micro_batches=4,
+        )
+        comparison.assert_same(self, plain, pipelined)
+
+    @parameterized.product(
+        reduction=("sum", "mean", "mean_with_sample_weight"),
+        schedule=("gpipe", "1f1b"),
+        num_rows=(7, 2),
+    )
+    def test_reductions(self, reduction, schedule, num_rows):
+        data = batches([num_rows])
+        loss = SOFTMAX(from_logits=True, reduction=reduction)
+        plain = comparison.train(dense, data, loss=loss)
+        pipelined = comparison.train(
+            dense,
+            data,
+            loss=loss,
+            num_stages=2,
+            num_micro_batches=3,
+            schedule=schedule,
+        )
+        comparison.assert_same(self, plain, pipelined)
+
+    @parameterized.product(
+        case=("masked", "unmasked", "ignore_class"),
+        reduction=("sum_over_batch_size", "mean_with_sample_weight"),
+        schedule=("gpipe", "1f1b"),
+    )
+    def test_embeddings_and_attention(self, case, reduction, schedule):
+        def make():
+            return [
+                keras.Input((5,), dtype="int32"),
+                L.Embedding(9, 8, mask_zero=case == "masked"),
+                SelfAttention(),
+                SelfAttention(),
+                L.Dense(3),
+            ]
+
+        loss = SOFTMAX(
+            from_logits=True,
+            reduction=reduction,
+            ignore_class=0 if case == "ignore_class" else None,
+        )
+        data = tokens([7])
+        plain = comparison.train(make, data, loss=loss)
+        pipelined = comparison.train(
+            make,
+            data,
+            loss=loss,
+            num_stages=3,
+            num_micro_batches=3,
+            schedule=schedule,
+        )
+        comparison.assert_same(self, plain, pipelined, rtol=1e-4, atol=1e-5)
+
+    @parameterized.parameters("gpipe", "1f1b")
+    def test_shared_and_frozen_layers(self, schedule):
+        def make():
+            shared = L.Dense(6)
+            frozen = L.Dense(6)
+            frozen.trainable = False
+            return [
+                keras.Input((6,)),
+                shared,
+                L.ReLU(),
+                frozen,
+                shared,
+                L.Activation("tanh"),
+                L.Dense(3),
+            ]
+
+        data = batches([8])
+        loss = SOFTMAX(from_logits=True)
+        plain = comparison.train(make, data, loss=loss)
+        # The activation in the middle is a stage without weights.
+        pipelined = comparison.train(
+            make,
+            data,
+            loss=loss,
+            balance=[1, 1, 2, 2],
+            num_micro_batches=2,
+            schedule=schedule,
+        )
+        comparison.assert_same(self, plain, pipelined)
+
+    @parameterized.parameters("mixed_bfloat16", "mixed_float16")
+    def test_mixed_precision(self, policy):
+        self.addCleanup(keras.config.set_dtype_policy, "float32")
+        keras.config.set_dtype_policy(policy)
+        data = batches([8])
+        for schedule in ("gpipe", "1f1b"):
+            loss = SOFTMAX(from_logits=True)
+            plain = comparison.train(dense, data, loss=loss)
+            pipelined = comparison.train(
+                dense,
+                data,
+                loss=loss,
+                num_stages=2,
+                num_micro_batches=4,
+                schedule=schedule,
+            )
+            self.assertEqual(
+                isinstance(
+                    pipelined[0].optimizer, keras.optimizers.LossScaleOptimizer
+                ),
+                policy == "mixed_float16",
+            )
+            comparison.assert_same(self, plain, pipelined, rtol=0.1, atol=0.03)
+
+    def test_dropout_depends_on_the_seed_alone(self):
+        def make():
+            return [
+                keras.Input((6,)),
+                L.Dense(8),
+                L.Dropout(0.5, seed=1),
+                L.Dense(8),
+                L.Dropout(0.5, seed=2),
+                L.Dense(3),
+            ]
+
+        data = batches([8])
+        loss = SOFTMAX(from_logits=True)
+        plain = comparison.train(make, data, loss=loss)
+        one = comparison.train(
+            make, data, loss=loss, num_stages=3, num_micro_batches=1
+        )
+        comparison.assert_same(self, plain, one)
+        first = comparison.train(
+            make, data, loss=loss, num_stages=1, num_micro_batches=4
+        )
+        for kwargs in (
+            {"num_stages": 4},
+            {"num_stages": 3, "schedule": "gpipe"},
+            {"num_stages": 2, "remat": "never"},
+            {"num_stages": 1},
+        ):
+            other = comparison.train(
+                make, data, loss=loss, num_micro_batches=4, **kwargs
+            )
+            comparison.assert_same(self, first, other)
+
+    def test_micro_batches_draw_different_masks(self):
+        model, _ = comparison.train(
+            lambda: [keras.Input((50,)), L.Dropout(0.5, seed=1), L.Dense(3)],
+            [],
+            loss="mse",
+            num_stages=1,
+            num_micro_batches=2,
+        )
+        model.pop()
+        mask = model(np.ones((2, 50), "float32"), training=True).numpy() > 0
+        self.assertNotAllEqual(mask[0], mask[1])
+
+    @parameterized.product(
+        schedule=("gpipe", "1f1b"), remat=("always", "never"), rows=(8, 7)
+    )
+    def test_batch_normalization(self, schedule, remat, rows):
+        def make():
+            return [
+                keras.Input((6,)),
+                L.BatchNormalization(momentum=0.8),
+                L.Dense(3),
+            ]
+
+        data = batches([rows])
+        loss = SOFTMAX(from_logits=True)
+        plain, _ = comparison.train(make, data, loss=loss, epochs=3)
+        pipelined, _ = comparison.train(
+            make,
+            data,
+            loss=loss,
+            epochs=3,
+            num_stages=2,
+            num_micro_batches=3,
+            schedule=schedule,
+            remat=remat,
+        )
+        # The layer comes first, so what it sees does not depend on training.
+        for name in ("moving_mean", "moving_variance"):
+            self.assertAllClose(
+                getattr(pipelined.layers[0], name),
+                getattr(plain.layers[0], name),
+                rtol=1e-5,
+                atol=1e-6,
+            )
+
+    def test_batch_normalization_with_one_micro_batch(self):
+        def make():
+            return [
+                keras.Input((6,)),
+                L.Dense(4),
+                L.BatchNormalization(),
+                L.Dense(3),
+            ]
+
+        data = batches([8, 7])
+        loss = SOFTMAX(from_logits=True)
+        plain = comparison.train(make, data, loss=loss)
+        pipelined = comparison.train(
+            make, data, loss=loss, num_stages=3, num_micro_batches=1
+        )
+        comparison.assert_same(self, plain, pipelined)
+
+    @parameterized.parameters("always", "never")
+    def test_recomputes_as_often_as_asked(self, remat):
+        calls = []
+
+        def count(x):
+            calls.append(1)
+            return x
+
+        @tf.custom_gradient
+        def counted(x):
+            # Stateless, so graph optimisation may merge two of them.
+            y = tf.numpy_function(count, [x], tf.float32, stateful=False)
+            y = tf.ensure_shape(y, x.shape)
+            return y, lambda upstream: upstream * tf.sign(tf.abs(y) + 1)
+
+        data = batches([8])
+        comparison.train(
+            lambda: [
+                keras.Input((6,)),
+                L.Dense(4),
+                L.Lambda(counted),
+                L.Dense(3),
+            ],
+            data,
+            loss=SOFTMAX(from_logits=True),
+            epochs=1,
+            num_stages=1,
+            num_micro_batches=4,
+            remat=remat,
+        )
+        self.assertLen(calls, 8 if remat == "always" else 4)
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,127 @@
+"""Schedules, compared with pictures of them."""
+
+import subprocess
+import sys
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tf_gpipe import schedule
+
+
+def clock(plan):
+    """Draws a schedule: a row a stage, a column a unit of time."""
+    rows = [[] for _ in range(plan.num_stages)]
+    ends = {}
+    for task in plan.order:
+        needs = [ends[need] for need in plan._needs(task)]
+        start = max([len(rows[task.stage]), *needs])
+        row = rows[task.stage]
+        row += [" ."] * (start - len(row)) + [f"{task.kind}{task.micro_batch}"]
+        ends[task] = start + 1
+    width = max(map(len, rows))
+    return [" ".join(row + [" ."] * (width - len(row))) for row in rows]
+
+
+class ScheduleTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (1, 1, ["F0 B0"]),
+        (1, 3, ["F0 F1 F2 B2 B1 B0"]),
+        (
+            3,
+            1,
+            [
+                "F0  .  .  .  . B0",
+                " . F0  .  . B0  .",
+                " .  . F0 B0  .  .",
+            ],
+        ),
+        (
+            3,
+            4,
+            [
+                "F0 F1 F2 F3  .  .  .  . B3 B2 B1 B0",
+                " . F0 F1 F2 F3  .  . B3 B2 B1 B0  .",
+                " .  . F0 F1 F2 F3 B3 B2 B1 B0  .  .",
+            ],
+        ),
+    )
+    def test_gpipe(self, num_stages, num_micro_batches, picture):
+        plan = schedule.gpipe(num_stages, num_micro_batches)
+        self.assertEqual(clock(plan), picture)
+        self.assertTrue(plan.forwards_first)
+
+    @parameterized.parameters(
+        (1, 1, ["F0 B0"]),
+        (1, 3, ["F0 B0 F1 B1 F2 B2"]),
+        (2, 2, ["F0 F1  . B0  . B1", " . F0 B0 F1 B1  ."]),
+        (
+            3,
+            4,
+            [
+                "F0 F1 F2  .  . B0 F3 B1  . B2  . B3",
+                " . F0 F1  . B0 F2 B1 F3 B2  . B3  .",
+                " .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .",
+            ],
+        ),
+    )
+    def test_one_f_one_b(self, num_stages, num_micro_batches, picture):
+        plan = schedule.one_f_one_b(num_stages, num_micro_batches)
+        self.assertEqual(clock(plan), picture)
+        self.assertEqual(plan.forwards_first, num_micro_batches == 1)
+
+    @parameterized.product(
+        name=("gpipe", "1f1b"),
+        num_stages=(1, 2, 3, 5, 8),
+        num_micro_batches=(1, 2, 3, 7, 16),
+    )
+    def test_takes_the_least_time(self, name, num_stages, num_micro_batches):
+        plan = schedule.get(name, num_stages, num_micro_batches)
+        columns = {len(row.split()) for row in clock(plan)}
+        self.assertEqual(columns, {2 * (num_micro_batches + num_stages - 1)})
+
+    def test_one_f_one_b_holds_few_micro_batches(self):
+        plan = schedule.one_f_one_b(4, 7)
+        for k, row in enumerate(plan.tasks):
+            held = most = 0
+            for task in row:
+                held += 1 if task.kind == "F" else -1
+                most = max(most, held)
+            self.assertEqual(most, min(4 - k, 7))
+
+    @parameterized.parameters(
+        ([["F0.0"]], "lacks B0.0"),
+        ([["F0.0", "F0.0", "B0.0"]], "repeats F0.0"),
+        ([["F0.0"], ["B0.0"]], "rows 0 and 1"),
+        ([["B0.0", "F0.0"]], "B0.0 waits for F0.0"),
+        (
+            [["F0.0", "B0.0"], ["B1.0", "F1.0"]],
+            "B0.0 waits for B1.0; B1.0 waits for F1.0",
+        ),
+        ([["X0.0"]], "'X0.0'"),
+        ([[]], "has no tasks"),
+    )
+    def test_refuses(self, tasks, message):
+        with self.assertRaisesRegex(ValueError, message):
+            schedule.Schedule(tasks)
+
+    def test_config_round_trip(self):
+        plan = schedule.one_f_one_b(2, 3)
+        copy = schedule.Schedule(**plan.get_config())
+        self.assertEqual(copy.tasks, plan.tasks)
+        self.assertEqual(str(copy), str(plan))
+
+    def test_imports_no_tensorflow(self):
+        code = (
+            "import importlib.util, sys\n"
+            f"for path in {[schedule.__file__]!r}:\n"
+            "    spec = importlib.util.spec_from_file_location('x', path)\n"
+            "    module = importlib.util.module_from_spec(spec)\n"
+            "    spec.loader.exec_module(module)\n"
+            "assert 'tensorflow' not in sys.modules\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+if __name__ == "__main__":
+    absltest.main()

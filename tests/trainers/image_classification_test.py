@@ -1,0 +1,372 @@
+import collections
+import contextlib
+import functools
+import io
+import pathlib
+import subprocess
+import sys
+import tempfile
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from absl.testing import absltest
+from absl.testing import flagsaver
+from absl.testing import parameterized
+
+import model_zoo
+from model_zoo import resnet
+from trainers import checkpoints
+from trainers import command_line
+from trainers import devices
+from trainers import image_classification
+from trainers import images
+from trainers.command_line import UserError
+from trainers.datasets import digits
+from trainers.loss_log import LossLog
+
+
+class TinyImages(tfds.core.GeneratorBasedBuilder):
+    """24 colour images to train on, and 7 in a split of another name."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    SHAPE = (6, 5, 3)
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(
+                {
+                    "image": tfds.features.Image(shape=self.SHAPE),
+                    "label": tfds.features.ClassLabel(num_classes=3),
+                }
+            ),
+            supervised_keys=("image", "label"),
+        )
+
+    def _split_generators(self, dl_manager):
+        return {
+            "train": self._generate_examples(0, 24),
+            "validation": self._generate_examples(24, 31),
+        }
+
+    def _generate_examples(self, start, stop):
+        for index in range(start, stop):
+            image = np.random.default_rng(index).integers(0, 256, (6, 5, 3))
+            yield index, {"image": image.astype("uint8"), "label": index % 3}
+
+
+class TinyImagesOfAnyShape(TinyImages):
+    SHAPE = (None, None, 3)
+
+
+class TestCase(tf.test.TestCase, parameterized.TestCase):
+    """Has a directory for datasets, which are prepared once."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        directory = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(directory.cleanup)
+        cls.data_dir = directory.name
+
+    def make_directory(self):
+        return pathlib.Path(tempfile.mkdtemp(dir=self.get_temp_dir()))
+
+
+class DigitsTest(TestCase):
+    def test_splits(self):
+        data = tfds.load("digits", data_dir=self.data_dir, as_supervised=True)
+        self.assertLen(data["train"], 1442)
+        self.assertLen(data["test"], 355)
+        pixels, labels = {}, {}
+        for split, examples in data.items():
+            examples = list(tfds.as_numpy(examples))
+            pixels[split] = {image.tobytes() for image, _ in examples}
+            labels[split] = collections.Counter(int(y) for _, y in examples)
+            for image, _ in examples:
+                self.assertEqual(image.shape, (8, 8, 1))
+                self.assertEqual(image.dtype, np.uint8)
+            self.assertEqual(max(image.max() for image, _ in examples), 255)
+        self.assertEmpty(pixels["train"] & pixels["test"])
+        for label in range(10):
+            num_test = labels["test"][label]
+            num_images = num_test + labels["train"][label]
+            self.assertEqual(num_test, num_images // 5)
+
+    def test_without_scikit_learn(self):
+        with mock.patch.dict(sys.modules, {"sklearn": None}):
+            with self.assertRaisesRegex(ImportError, r"pip install .*trainers"):
+                digits._load()
+            with self.assertRaisesRegex(UserError, "pip install"):
+                images.load("digits", self.make_directory())
+
+
+class ImagesTest(TestCase):
+    def test_load(self):
+        data = images.load("tiny_images", self.data_dir)
+        self.assertEqual(data.num_classes, 3)
+        self.assertEqual(data.shape, (6, 5, 3))
+        self.assertLen(data.train, 24)
+        x = np.stack([image for image, _ in data.train.as_numpy_iterator()])
+        self.assertEqual(x.dtype, np.float32)
+        self.assertAllInRange(x, 0.0, 1.0)
+        self.assertGreater(x.max(), 0.9)
+        sizes = [len(y) for _, y in data.test_batches(4)]
+        self.assertEqual(sizes, [4, 3])
+
+    def test_order_follows_from_seed_and_epoch(self):
+        data = images.load("tiny_images", self.data_dir)
+
+        def epochs(first, last, seed=0):
+            batches = data.train_batches(10, first, last, seed)
+            x = np.stack([x for x, _ in batches.as_numpy_iterator()])
+            return x.reshape(last - first, 20, *x.shape[2:])
+
+        whole = epochs(0, 3)
+        self.assertAllEqual(whole, epochs(0, 3))
+        self.assertAllEqual(whole[1:], epochs(1, 3))
+        self.assertNotAllEqual(whole[0], whole[1])
+        self.assertNotAllEqual(whole, epochs(0, 3, seed=1))
+
+    @parameterized.parameters(
+        ("nonsuch", "no dataset 'nonsuch'"),
+        ("tiny_images_of_any_shape", "images of one shape"),
+    )
+    def test_unusable(self, name, message):
+        with self.assertRaisesRegex(UserError, message):
+            images.load(name, self.data_dir)
+
+
+class TrainTest(TestCase):
+    def setUp(self):
+        super().setUp()
+        # Quick to trace.
+        tiny = functools.partial(
+            resnet.resnet_small, num_filters=4, num_blocks=2
+        )
+        models = mock.patch.dict(model_zoo._MODELS, {"tiny": tiny})
+        self.enterContext(models)
+
+    def train(self, **kwargs):
+        """Returns the model and what was printed."""
+        arguments = {
+            "model": "tiny",
+            "dataset": "tiny_images",
+            "num_stages": 2,
+            "num_micro_batches": 2,
+            "balance": "parameters",
+            "schedule": "1f1b",
+            "remat": "always",
+            "batch_size": 6,
+            "num_epochs": 2,
+            "learning_rate": 0.01,
+            "weight_decay": 0.1,
+            "seed": 0,
+            "data_dir": self.data_dir,
+            "verbose": 0,
+        }
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            model, accuracy = image_classification.train_and_evaluate(
+                **{**arguments, **kwargs}
+            )
+        self.assertBetween(accuracy, 0.0, 1.0)
+        return model, printed.getvalue()
+
+    def losses(self, workdir):
+        table = np.loadtxt(workdir / "losses.csv", delimiter=",", skiprows=1)
+        self.assertAllEqual(table[:, 0], np.arange(len(table)))
+        return table[:, 1]
+
+    def test_train_and_evaluate(self):
+        workdir = self.make_directory()
+        model, printed = self.train(num_epochs=1, workdir=workdir)
+        self.assertLen(model.stages, 2)
+        self.assertIn("2 stages on CPU:0, CPU:1", printed)
+        self.assertIn("2 micro-batches of up to 3, bubble 33.3%", printed)
+        self.assertRegex(
+            printed.splitlines()[-1], r"^test accuracy: [01]\.\d{4} \(7 images"
+        )
+        self.assertLen(self.losses(workdir), 4)
+        self.assertNotEmpty(list(workdir.glob("logs/train/*")))
+
+    def test_number_of_stages_does_not_matter(self):
+        curves = []
+        for num_stages in (1, 2):
+            workdir = self.make_directory()
+            self.train(num_stages=num_stages, num_epochs=5, workdir=workdir)
+            curves.append(self.losses(workdir))
+        self.assertLen(curves[0], 20)
+        self.assertNotAllClose(curves[0][0], curves[0][-1])
+        self.assertAllClose(curves[0], curves[1], rtol=0, atol=1e-4)
+
+    def test_resumption(self):
+        whole_dir, parts_dir = self.make_directory(), self.make_directory()
+        # Whether the dataset has been prepared before must not matter.
+        images.load("tiny_images", self.data_dir)
+        whole, _ = self.train(workdir=whole_dir, data_dir=self.make_directory())
+
+        save = checkpoints.Checkpoints.on_epoch_end
+
+        def save_and_die(self, epoch, logs=None):
+            save(self, epoch, logs)
+            raise KeyboardInterrupt
+
+        with mock.patch.object(
+            checkpoints.Checkpoints, "on_epoch_end", save_and_die
+        ):
+            with self.assertRaises(KeyboardInterrupt):
+                self.train(workdir=parts_dir)
+        # What a run killed while saving leaves behind does no harm.
+        (parts_dir / "checkpoints" / "partial.weights.h5").write_bytes(b"x")
+        parts, printed = self.train(workdir=parts_dir)
+        self.assertIn("Resuming: 1 of 2 epochs are done.", printed)
+        self.assert_same_state(whole, parts)
+        self.assertAllEqual(self.losses(whole_dir), self.losses(parts_dir))
+
+        again, printed = self.train(workdir=parts_dir)
+        self.assertIn("Only testing.", printed)
+        self.assert_same_state(whole, again)
+        saved = [p.name for p in (parts_dir / "checkpoints").iterdir()]
+        self.assertEqual(saved, ["epoch_00002.weights.h5"])
+
+    def assert_same_state(self, a, b):
+        for x, y in (
+            (a.variables, b.variables),
+            (a.optimizer.variables, b.optimizer.variables),
+        ):
+            x, y = [v.numpy() for v in x], [v.numpy() for v in y]
+            self.assertAllClose(x, y, rtol=0, atol=1e-6)
+
+    def test_checkpoint_of_another_model(self):
+        workdir = self.make_directory()
+        saved = checkpoints.Checkpoints(workdir / "checkpoints")
+        saved.set_model(keras.Sequential([keras.Input((2,)), _dense()]))
+        saved.on_epoch_end(0)
+        with self.assertRaisesRegex(UserError, "not one of this model"):
+            self.train(workdir=workdir)
+
+    @parameterized.parameters(
+        ({"num_stages": 3, "balance": [3, 3]}, "balance"),
+        ({"batch_size": 25}, "24 training images. Received: batch_size=25"),
+        ({"num_stages": 1000}, "1000 stages need 1000 devices"),
+    )
+    def test_unfitting_arguments(self, arguments, message):
+        with self.assertRaisesRegex(UserError, message):
+            self.train(**arguments)
+
+
+class LossLogTest(TestCase):
+    def test_loss_of_each_step(self):
+        path = self.make_directory() / "losses.csv"
+        model = keras.Sequential([keras.Input((1,)), _dense()])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        x, y = np.zeros((6, 1)), np.array([1.0, 1, 3, 3, 2, 2])[:, None]
+        arguments = {
+            "batch_size": 2,
+            "shuffle": False,
+            "verbose": 0,
+            "callbacks": [LossLog(path, 3)],
+        }
+        model.fit(x, y, epochs=2, **arguments)
+        # A resumed run drops what came after the epochs that are done.
+        model.fit(x, y * 2, initial_epoch=1, epochs=2, **arguments)
+        table = np.loadtxt(path, delimiter=",", skiprows=1)
+        self.assertAllClose(
+            table, np.transpose([range(6), [1, 9, 4, 4, 36, 16]])
+        )
+
+
+class DevicesTest(TestCase):
+    def test_enough(self):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            devices.ensure(2)
+        if not tf.config.list_physical_devices("GPU"):
+            self.assertIn("2 logical CPU devices", printed.getvalue())
+
+
+class CommandLineTest(TestCase):
+    def run_main(self, *arguments):
+        """Returns what a run ends with, having trained nothing."""
+        argv = ["image_classification", f"--data_dir={self.data_dir}"]
+        with (
+            flagsaver.flagsaver(),
+            mock.patch.object(sys, "argv", [*argv, *arguments]),
+            mock.patch.object(keras.Model, "fit") as fit,
+            self.assertRaises(SystemExit) as caught,
+        ):
+            command_line.run(image_classification.main)
+        fit.assert_not_called()
+        return caught.exception.code
+
+    @parameterized.parameters(
+        "--model=nonsuch",
+        "--dataset=nonsuch",
+        "--batch_size=0",
+        "--batch_size=5000",
+        "--num_epochs=-1",
+        "--learning_rate=0",
+        "--learning_rate=nan",
+        "--num_stages=0",
+        "--num_micro_batches=0",
+        "--num_micro_batches=x",
+        "--balance=3,3",
+        "--balance=3,x",
+        "--schedule=nonsuch",
+        "--remat=nonsuch",
+        "--workdir=/dev/null/nonsuch",
+        "--nonsuch",
+        "nonsuch",
+    )
+    def test_bad_flag(self, argument):
+        message = self.run_main(argument)
+        self.assertStartsWith(message, "Error: ")
+        self.assertNotIn("\n", message)
+        name, _, value = argument.lstrip("-").partition("=")
+        self.assertIn(value.split(",")[0] or name, message)
+
+    def test_process(self):
+        result = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "trainers.image_classification",
+                f"--data_dir={self.data_dir}",
+                "--num_stages=10",
+            ],
+            cwd=pathlib.Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(result.returncode, 1)
+        self.assertNotIn("Traceback", result.stderr)
+        self.assertRegex(
+            result.stderr.splitlines()[-1], "^Error: .*num_stages=10, 9 layers"
+        )
+
+    def test_flags_are_used_and_kept(self):
+        workdir = self.make_directory()
+        with (
+            flagsaver.flagsaver(
+                balance="4,5", seed=3, remat="never", workdir=str(workdir)
+            ),
+            mock.patch.object(
+                image_classification, "train_and_evaluate"
+            ) as train,
+        ):
+            image_classification.main()
+        arguments = train.call_args.kwargs
+        self.assertEqual(arguments["balance"], [4, 5])
+        self.assertEqual(arguments["seed"], 3)
+        self.assertEqual(arguments["remat"], "never")
+        self.assertIn("--seed=3", (workdir / "flags.txt").read_text())
+
+
+def _dense():
+    return keras.layers.Dense(1, kernel_initializer="zeros")
+
+
+if __name__ == "__main__":
+    absltest.main()

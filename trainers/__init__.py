@@ -1,0 +1,1 @@
+"""Programs that train models from `model_zoo` with `tf_gpipe`."""

@@ -1,0 +1,51 @@
+"""Programs whose users see their own mistakes as one line."""
+
+import sys
+
+from absl import app
+from absl import flags
+from absl import logging
+
+
+class UserError(Exception):
+    """A mistake in what was asked for, found before anything is trained.
+
+    Args:
+        error: The exception or string to tell, on one line.
+    """
+
+    def __init__(self, error):
+        super().__init__(" ".join(str(error).split()))
+
+
+def run(main):
+    """Parses the flags, calls `main()`, and exits.
+
+    A bad flag and a `UserError` end the program with one line on standard
+    error and exit status 1. Other exceptions keep their traceback: they are
+    not the user's mistakes.
+
+    Args:
+        main: Function without arguments.
+    """
+
+    def guarded_main(argv):
+        if len(argv) > 1:
+            sys.exit(f"Error: unexpected arguments: {' '.join(argv[1:])}")
+        try:
+            main()
+        except UserError as error:
+            sys.exit(f"Error: {error}")
+
+    app.run(guarded_main, flags_parser=_parse)
+
+
+def _parse(argv):
+    try:
+        arguments = flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(f"Error: {UserError(error)}")
+    # Else `app.run` would choose INFO, at which TFDS reports what it reads.
+    if flags.FLAGS["verbosity"].using_default_value:
+        flags.FLAGS.verbosity = logging.WARNING
+    return arguments
