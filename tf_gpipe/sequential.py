@@ -192,9 +192,9 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
     def load_weights(self, filepath, skip_mismatch=False, **kwargs):
         # Keras drops the file's optimizer state, with a warning, if the
         # optimizer does not have its variables yet.
-        if self.optimizer is not None and self.built:
-            if not self.optimizer.built:
-                self.optimizer.build(self.trainable_variables)
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and self.built and not optimizer.built:
+            optimizer.build(self.trainable_variables)
         super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     def stateless_call(self, *args, **kwargs):

@@ -386,7 +386,7 @@ class PipelinedTraining(_Mixin):
             )
 
     def _scale_loss(self, loss):
-        if self.optimizer is None:
+        if getattr(self, "optimizer", None) is None:
             return loss
         return self.optimizer.scale_loss(loss)
 

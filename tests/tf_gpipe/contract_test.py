@@ -133,11 +133,18 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
             ignore_class=0 if case == "ignore_class" else None,
         )
         data = tokens([7])
-        plain = comparison.train(make, data, loss=loss)
+
+        # Not Adam: attention has biases whose gradient is all rounding, which
+        # Adam would blow up to a full step.
+        def optimizer():
+            return keras.optimizers.SGD(0.1, momentum=0.9)
+
+        plain = comparison.train(make, data, loss=loss, optimizer=optimizer)
         pipelined = comparison.train(
             make,
             data,
             loss=loss,
+            optimizer=optimizer,
             num_stages=3,
             num_micro_batches=3,
             schedule=schedule,

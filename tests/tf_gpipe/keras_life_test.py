@@ -275,9 +275,7 @@ class FitTest(LifeTest):
         model.compile("sgd", "mse", jit_compile=False)
         model.train_on_batch(x, y)
         model.compile("sgd", "mse", jit_compile=True)
-        with self.assertRaises(
-            (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError)
-        ):
+        with self.assertRaises(tf.errors.OpError):
             model.train_on_batch(x, y)
 
     @parameterized.named_parameters(
