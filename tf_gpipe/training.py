@@ -11,7 +11,6 @@ from tf_gpipe.loss import MicroBatchLoss
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import call_layer
 
-
 # A `keras.Model` supplies the rest, of which no types are known.
 _Mixin: Any = object
 

@@ -21,7 +21,6 @@ def train(make, data, *, loss, optimizer=None, metrics=(), epochs=2, **kwargs):
     Returns:
         Tuple of the model and the list of logs, one a step.
     """
-    keras.backend.clear_session()
     keras.utils.set_random_seed(1)
     if kwargs:
         model = tf_gpipe.PipelinedSequential(make(), **kwargs)
