@@ -74,20 +74,13 @@ class PipelinedTraining(_Mixin):
 
             ```python
             class MyModel(tf_gpipe.PipelinedSequential):
-                def make_train_function(self, force=False):
-            # A first trace that creates variables is thrown away for a second.
-            if self.optimizer is not None and self.built:
-                if not self.optimizer.built:
-                    self.optimizer.build(self.trainable_variables)
-            return super().make_train_function(force=force)
-
-        def train_step(self, data):
-                    x, y = data
-                    loss, gradients, y_pred = self.loss_and_gradients(x, y)
-                    gradients = [keras.ops.sign(g) for g in gradients]
-                    self.optimizer.apply(gradients, self.trainable_variables)
-                    return {"loss": loss}
-            ```
+            def train_step(self, data):
+                x, y = data
+                loss, gradients, y_pred = self.loss_and_gradients(x, y)
+                gradients = [keras.ops.sign(g) for g in gradients]
+                self.optimizer.apply(gradients, self.trainable_variables)
+                return {"sign_loss": loss}
+        ```
         """
         pipeline, inputs = self._pipeline_for(x)
         overridden = [
