@@ -224,8 +224,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             )
             for layer in config["layers"]
         ]
-        for key in ("dtype",):
-            config.pop(key, None)
+        config.pop("dtype", None)
         model = cls(**config)
         if build_input_shape and model._functional is None:
             model.build(build_input_shape)

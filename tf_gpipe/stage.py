@@ -107,20 +107,15 @@ def called(
     Args:
         function: Function from nested structures of tensors to another one.
         inline: Boolean, whether TensorFlow puts its operations in place of
-            each call. If not, the graph stays small. But workers do not
-            overlap: a call on a remote worker hands on what it has made only
-            when the worker has nothing more to do.
+            each call. If not, the graph stays small, but worker processes
+            do not overlap (measured with two; the cause is not known).
         jit_compile: Boolean, whether XLA compiles it.
     """
-    if inline:
-        return tf.function(
-            function, autograph=False, jit_compile=jit_compile or None
-        )
     return tf.function(
         function,
         autograph=False,
         jit_compile=jit_compile or None,
-        experimental_attributes={"_noinline": True},
+        experimental_attributes=None if inline else {"_noinline": True},
     )
 
 
