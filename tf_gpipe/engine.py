@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from tf_gpipe import placement
 from tf_gpipe import state
+from tf_gpipe.gradients import GradientSum
+from tf_gpipe.gradients import add
 from tf_gpipe.micro_batch import Split
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
@@ -19,9 +21,8 @@ from tf_gpipe.schedule import Schedule
 from tf_gpipe.schedule import Task
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import Stage
-from tf_gpipe.stage import StageCall
-from tf_gpipe.stage import StageFunction
-from tf_gpipe.stage import called
+from tf_gpipe.stage_function import StageCall
+from tf_gpipe.stage_function import StageFunction
 
 REMAT_MODES = ("always", "except_last", "never")
 
@@ -72,6 +73,8 @@ class MiniBatch:
         pass_weights: Boolean, whether stages get weights as tensors, which
             hides them from tapes outside, at the price of a copy in each
             recomputation, instead of reading them where they are.
+        repeatable: Boolean, whether `backward` may run more than once, as
+            under a persistent tape.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class MiniBatch:
         eager: bool = False,
         stop_inputs: bool = False,
         pass_weights: bool = False,
+        repeatable: bool = False,
     ):
         self.pipeline = pipeline
         self.split = Split(inputs, pipeline.schedule.num_micro_batches)
@@ -98,24 +102,22 @@ class MiniBatch:
         self._outputs: dict[tuple[int, int], Activations] = {}
         self._losses: dict[tuple[int, int], list[tf.Tensor]] = {}
         self._upstream: dict[tuple[int, int], list] = {}
-        self._accumulators: list[dict[int, Any]] = [{} for _ in pipeline.stages]
+        self._sums: list[GradientSum] = []
         self._done: dict[str, tf.Operation] = {}
         self._functions: dict[tuple[int, bool], StageFunction] = {}
-        compiled = not (eager or tf.executing_eagerly())
-        # Stages on other hosts must overlap; see `called`.
-        inline = not all(map(placement.is_local, self._devices()))
-        self._add = called(_add_all, inline) if compiled else _add_all
         self._function_arguments: dict[str, Any] = {
             "training": training,
-            "compiled": compiled,
-            "inline": inline,
+            "compiled": not (eager or tf.executing_eagerly()),
+            # Stages on other hosts must overlap.
+            "inline": not all(
+                placement.is_local(stage.device) for stage in pipeline.stages
+            ),
             "jit_compile": jit_compile,
+            "repeatable": repeatable,
         }
         self._stop_inputs = stop_inputs
         self._pass_weights = pass_weights
-
-    def _devices(self) -> list[str]:
-        return [stage.device for stage in self.pipeline.stages]
+        self._repeatable = repeatable
 
     @property
     def _last(self) -> int:
@@ -141,6 +143,7 @@ class MiniBatch:
                 of `outputs()`.
             loss_gradients: List with a scalar for each of `losses()`.
         """
+        self._sums = [GradientSum() for _ in self.pipeline.stages]
         parts = self._flat_outputs()
         pieces = [
             [None] * self.split.num_micro_batches
@@ -168,6 +171,7 @@ class MiniBatch:
                 It runs on the last stage's device.
             loss_gradient: Scalar, the gradient by each of `losses()`.
         """
+        self._sums = [GradientSum() for _ in self.pipeline.stages]
         for task in self.pipeline.schedule.order:
             m = task.micro_batch
             if task.kind == FORWARD:
@@ -229,21 +233,22 @@ class MiniBatch:
             layer for stage in self.pipeline.stages for layer in stage.layers
         )
 
-    def gradient(self, variable: keras.Variable) -> Any:
-        """Returns the gradient accumulated for a variable, or `None`."""
-        parts = [
-            accumulator[id(variable)]
-            for accumulator in self._accumulators
-            if id(variable) in accumulator
-        ]
-        if not parts:
-            return None
-        # Several parts: layers of several stages share the variable.
-        with tf.device(variable.value.device):
-            total = parts[0]
-            for part in parts[1:]:
-                total = _add(total, part)
-            return total
+    def gradients(self) -> dict[int, Any]:
+        """Returns the accumulated gradients by the ids of their variables."""
+        totals: dict[int, Any] = {}
+        for stage, gradient_sum in zip(
+            self.pipeline.stages, self._sums, strict=True
+        ):
+            with tf.device(stage.device):
+                found = gradient_sum.by_variable()
+            for variable in stage.variables:
+                gradient = found.get(id(variable))
+                # Layers of several stages may share the variable.
+                with tf.device(variable.value.device):
+                    total = add(totals.get(id(variable)), gradient)
+                if total is not None:
+                    totals[id(variable)] = total
+        return totals
 
     def input_gradients(self) -> list:
         """Returns a gradient or `None` for each flat input tensor."""
@@ -262,7 +267,7 @@ class MiniBatch:
         carried = [self._read(v, m) for v in function.carried]
         with self._task(task) as finish:
             if tape:
-                call = StageCall(function, inputs, carried)
+                call = function.start(inputs, carried)
                 self._calls[k, m] = call
                 result = call.result
             else:
@@ -276,10 +281,13 @@ class MiniBatch:
         self, task: Task, loss_gradients: Sequence[tf.Tensor]
     ) -> None:
         k, m = task.stage, task.micro_batch
-        call = self._calls.pop((k, m))
+        call = self._calls[k, m]
+        if not self._repeatable:
+            del self._calls[k, m]
         first = sum(len(self._losses[i, m]) for i in range(k))
+        function = self._function(k, self.pipeline.recomputes(m))
         with self._task(task) as finish:
-            inputs, carried, weights = call.gradient(
+            inputs, gradients = call.gradient(
                 self._upstream.pop((k, m)),
                 [
                     tf.ones_like(loss)
@@ -291,25 +299,8 @@ class MiniBatch:
                 ],
             )
             self._upstream[k - 1, m] = inputs
-            found = {
-                id(variable): gradient
-                for variable, gradient in zip(
-                    call.function.carried + call.function.trainable,
-                    carried + weights,
-                    strict=True,
-                )
-                if gradient is not None
-            }
-            accumulator = self._accumulators[k]
-            both = [key for key in accumulator if key in found]
-            sums = both and self._add(
-                [accumulator[key] for key in both],
-                [found[key] for key in both],
-                self.pipeline.stages[k].device,
-            )
-            accumulator.update(found)
-            accumulator.update(zip(both, sums, strict=True))
-            finish((inputs, list(accumulator.values())))
+            self._sums[k].add(gradients, function.dense, function.sparse)
+            finish((inputs, self._sums[k].tensors))
 
     def _function(self, k: int, remat: bool) -> StageFunction:
         if (k, remat) not in self._functions:
@@ -378,21 +369,3 @@ class MiniBatch:
             tf.control_dependencies([previous] if previous is not None else []),
         ):
             yield finish
-
-
-def _add_all(totals: list, gradients: list, device: str) -> list:
-    with tf.device(device):
-        return [_add(x, y) for x, y in zip(totals, gradients, strict=True)]
-
-
-def _add(total: Any, gradient: Any) -> Any:
-    """Adds gradients; sparse ones, of embeddings, stay sparse."""
-    if isinstance(total, tf.IndexedSlices) and isinstance(
-        gradient, tf.IndexedSlices
-    ):
-        return tf.IndexedSlices(
-            tf.concat([total.values, gradient.values], axis=0),
-            tf.concat([total.indices, gradient.indices], axis=0),
-            total.dense_shape,
-        )
-    return tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)

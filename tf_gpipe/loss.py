@@ -31,15 +31,22 @@ class MicroBatchLoss:
         outputs: Nested structure like the mini-batch's outputs, with their
             Keras masks; the values don't matter.
         sample_weight: Nested structure of sample weights, or `None`.
+        scale: Scalar, by which gradients are multiplied.
 
     Raises:
         ValueError: If a loss can only be computed on the whole mini-batch.
     """
 
     def __init__(
-        self, compile_loss: Any, y: Any, outputs: Any, sample_weight: Any
+        self,
+        compile_loss: Any,
+        y: Any,
+        outputs: Any,
+        sample_weight: Any,
+        scale: tf.Tensor,
     ):
         self._compile_loss = compile_loss
+        self._scale = scale
         counts: dict[int, tf.Tensor] = {}
 
         def probe(i, loss, y_true, y_pred, weight):
@@ -53,6 +60,41 @@ class MicroBatchLoss:
             with keras.StatelessScope(), self._replaced(probe):
                 compile_loss(y, outputs, sample_weight)
         self._counts = counts
+
+    def function(self, device: str) -> Callable:
+        """Returns a function that computes losses and gradients.
+
+        Traced once for all micro-batches. It takes the labels, `Activations`,
+        sample weights and validity of a micro-batch. It returns what
+        `__call__` does, and a list with the gradient or `None` for each flat
+        output.
+
+        Args:
+            device: String, where it runs.
+        """
+
+        def differentiate(y, outputs, sample_weight, valid):
+            y_pred = outputs.unpack()
+            flat = keras.tree.flatten(y_pred)
+            floats = [i for i, t in enumerate(flat) if t.dtype.is_floating]
+            with tf.device(device):
+                with tf.GradientTape() as tape:
+                    tape.watch([flat[i] for i in floats])
+                    total, values = self(y, y_pred, sample_weight, valid)
+                    scaled = total * tf.cast(self._scale, total.dtype)
+                found = tape.gradient(
+                    scaled,
+                    [flat[i] for i in floats],
+                    unconnected_gradients=tf.UnconnectedGradients.ZERO,
+                )
+            gradients: list = [None] * len(flat)
+            for i, gradient in zip(floats, found, strict=True):
+                gradients[i] = gradient
+            return total, values, gradients
+
+        if tf.executing_eagerly():
+            return differentiate
+        return tf.function(differentiate, autograph=False)
 
     def __call__(
         self, y: Any, outputs: Any, sample_weight: Any, valid: tf.Tensor

@@ -144,6 +144,14 @@ class Split:
             start += own
         return pieces
 
+    def zeros_like_whole(self, part: tf.Tensor) -> tf.Tensor:
+        """Returns zeros shaped as the merged parts, one of which is `part`."""
+        shape = tf.shape(part)
+        # A layer may make several rows of one.
+        rows = shape[0] // tf.maximum(self.size(0), 1) * self.rows
+        zeros = tf.zeros(tf.concat([[rows], shape[1:]], axis=0), part.dtype)
+        return tf.ensure_shape(zeros, [None, *part.shape[1:]])
+
 
 def _static_rows(x: Any) -> int | None:
     if not isinstance(x, tf.Tensor):

@@ -7,14 +7,13 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
-from tf_gpipe import batch_norm
 from tf_gpipe import placement
-from tf_gpipe import schedule as schedules
 from tf_gpipe import state
-from tf_gpipe.engine import REMAT_MODES
 from tf_gpipe.engine import Pipeline
-from tf_gpipe.partition.contiguous import split
+from tf_gpipe.pipeline_config import PipelineConfig
+from tf_gpipe.schedule import Schedule
 from tf_gpipe.stage import Stage
+from tf_gpipe.stage import name_layer
 from tf_gpipe.summary import stage_table
 from tf_gpipe.training import PipelinedTraining
 
@@ -84,42 +83,24 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
         num_stages: int | None = None,
         num_micro_batches: int | None = None,
         balance: str | Sequence[int] = "parameters",
-        schedule: str | schedules.Schedule = "1f1b",
+        schedule: str | Schedule = "1f1b",
         remat: str = "always",
         devices: Sequence[str] | None = None,
         trainable: bool = True,
         name: str | None = None,
     ):
         super().__init__(trainable=trainable, name=name)
-        _check_count("num_stages", num_stages)
-        _check_count("num_micro_batches", num_micro_batches)
-        if remat not in REMAT_MODES:
-            raise ValueError(
-                f"`remat` must be one of {list(REMAT_MODES)}. "
-                f"Received: remat={remat!r}"
-            )
-        if isinstance(schedule, schedules.Schedule):
-            num_stages = num_stages or schedule.num_stages
-            num_micro_batches = num_micro_batches or schedule.num_micro_batches
-        elif not isinstance(balance, str):
-            num_stages = num_stages or len(balance)
-        _check_balance(balance, num_stages)
-        schedules.get(schedule, num_stages or 1, num_micro_batches or 1)
-        if devices is not None:
-            devices = tuple(devices)
-            if num_stages is not None:
-                placement.assign(devices, num_stages)
         # XLA compiles for one device: a model with a pipeline in it spans
         # several.
         self.supports_jit = False
-        self._config: dict[str, Any] = {
-            "num_stages": num_stages,
-            "num_micro_batches": num_micro_batches,
-            "balance": balance if isinstance(balance, str) else tuple(balance),
-            "schedule": schedule,
-            "remat": remat,
-            "devices": devices,
-        }
+        self._config = PipelineConfig(
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            balance=balance,
+            schedule=schedule,
+            remat=remat,
+            devices=devices,
+        )
         self._pipeline: Pipeline | None = None
         if layers is None:
             return
@@ -133,7 +114,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
                 "A pipeline needs layers. Received an empty list: "
                 f"layers={list(layers)}"
             )
-        self._resolve()
+        self._config.resolve(self.layers)
         self._maybe_rebuild()
 
     @property
@@ -153,11 +134,29 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
         self._pipeline = None
         return super().pop(rebuild=rebuild)
 
+    def __call__(self, inputs, *args, **kwargs):
+        # Before Keras builds the layers for the shape of a ragged tensor.
+        for x in keras.tree.flatten(inputs):
+            if isinstance(x, tf.RaggedTensor):
+                raise TypeError(
+                    "A pipeline splits dense tensors along their first axis. "
+                    f"Received: {x} (of type {type(x).__name__})"
+                )
+        return super().__call__(inputs, *args, **kwargs)
+
     def build(self, input_shape=None):
+        if self.layers:
+            self._config.resolve(self.layers)
         # Abstractly: weights get their values where their stage is, and a
         # model too large for one device is never on one.
         with keras.StatelessScope(initialize_variables=False):
-            super().build(input_shape)
+            try:
+                super().build(input_shape)
+            except Exception as e:
+                first = self._layers[0] if self._layers else None
+                if isinstance(first, keras.layers.InputLayer):
+                    self._name_layer(e, first.output)
+                raise
         if self._functional is not None:
             self._place()
 
@@ -206,17 +205,14 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
 
     def get_config(self):
         config = super().get_config()
-        config.update(self._config)
-        schedule = config["schedule"]
-        if isinstance(schedule, schedules.Schedule):
-            config["schedule"] = schedule.get_config()
+        config.update(self._config.to_dict())
         return config
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
         config = dict(config)
         if isinstance(config["schedule"], dict):
-            config["schedule"] = schedules.Schedule(**config["schedule"])
+            config["schedule"] = Schedule(**config["schedule"])
         build_input_shape = config.pop("build_input_shape", None)
         config["layers"] = [
             keras.saving.deserialize_keras_object(
@@ -230,42 +226,10 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             model.build(build_input_shape)
         return model
 
-    def _resolve(self) -> dict[str, Any]:
-        """Returns the configuration with the defaults of this machine."""
-        config = dict(self._config)
-        num_layers = len(self.layers)
-        if config["num_stages"] is None:
-            available = config["devices"] or placement.accelerators()
-            config["num_stages"] = max(1, min(len(available), num_layers))
-        num_stages = config["num_stages"]
-        if num_stages > num_layers:
-            raise ValueError(
-                f"`num_stages` must be at most the number of layers. "
-                f"Received: num_stages={num_stages}, {num_layers} layers"
-            )
-        balance = config["balance"]
-        if not isinstance(balance, str) and sum(balance) != num_layers:
-            raise ValueError(
-                "`balance` must place every layer: its counts must sum to "
-                f"{num_layers}, the number of layers. Received: "
-                f"balance={list(balance)}, which sums to {sum(balance)}. "
-                "balance='parameters' finds the counts for you."
-            )
-        if config["num_micro_batches"] is None:
-            config["num_micro_batches"] = 4 * num_stages
-        config["devices"] = placement.assign(config["devices"], num_stages)
-        config["schedule"] = schedules.get(
-            config["schedule"], num_stages, config["num_micro_batches"]
-        )
-        if config["num_micro_batches"] > 1:
-            for layer in self.layers:
-                batch_norm.check(layer)
-        return config
-
     def _maybe_rebuild(self):
         # Layers are added one by one: wait until stages can be formed.
         try:
-            self._resolve()
+            self._config.resolve(self.layers)
         except ValueError:
             self.built = False
             self._functional = None
@@ -274,12 +238,11 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
 
     def _place(self) -> None:
         """Forms the stages and puts the weights on their devices."""
-        config = self._resolve()
-        layers, counts = self.layers, config["balance"]
-        if counts == "parameters":
-            counts = split(_parameter_counts(layers), config["num_stages"])
+        layers = self.layers
+        config = self._config.resolve(layers)
+        counts = config.layer_counts(layers)
         stages: list[Stage] = []
-        for k, device in enumerate(config["devices"]):
+        for k, device in enumerate(config.devices):
             first = sum(counts[:k])
             stages.append(
                 Stage(k, device, layers[first : first + counts[k]], stages)
@@ -291,8 +254,8 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
         )
         self._pipeline = Pipeline(
             tuple(stages),
-            config["schedule"],
-            config["remat"],
+            config.schedule,
+            config.remat,
             state.global_seed(),
         )
 
@@ -302,7 +265,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             raise ValueError(
                 f"Model '{self.name}' has no layers. Call `model.add(layer)`."
             )
-        self._resolve()
+        self._config.resolve(self.layers)
         if isinstance(inputs, (tf.Tensor, keras.KerasTensor)):
             shape = tuple(inputs.shape)
             self.build((None, *shape[1:]))
@@ -315,14 +278,40 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
                 inputs,
             )
             with keras.StatelessScope(initialize_variables=False):
-                for layer in self.layers:
-                    x = layer(x)
+                first = x
+                try:
+                    for layer in self.layers:
+                        x = layer(x)
+                except Exception as e:
+                    self._name_layer(e, first)
+                    raise
             self._place()
         self.built = True
 
+    def _name_layer(self, error: Exception, x: Any) -> None:
+        """Adds to an error of the build which layer and stage raised it.
+
+        Found by going through the layers once more.
+        """
+        config = self._config.resolve(self.layers)
+        # Before it is built, balance="parameters" leaves the stage open.
+        stages = [
+            f"stage {k} on {device}"
+            for k, device in enumerate(config.devices)
+            if not isinstance(config.balance, str)
+            for _ in range(config.balance[k])
+        ] or ["a stage not yet known"] * len(self.layers)
+        for layer, stage in zip(self.layers, stages, strict=True):
+            inputs = x
+            try:
+                x = layer(inputs)
+            except Exception:
+                name_layer(error, layer, stage, inputs)
+                return
+
     def _built_pipeline(self) -> Pipeline:
         if self._pipeline is None:
-            self._resolve()
+            self._config.resolve(self.layers)
             raise ValueError(
                 f"Model '{self.name}' has no stages yet, because it has not "
                 "been built. Give it an `Input` as its first layer, call "
@@ -343,48 +332,6 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             if mask is not None:
                 x._keras_mask = mask
         return self._built_pipeline(), x
-
-
-def _check_count(name: str, value: Any) -> None:
-    if value is None or (
-        isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    ):
-        return
-    raise ValueError(
-        f"`{name}` must be a positive integer. Received: {name}={value!r}"
-    )
-
-
-def _check_balance(balance: Any, num_stages: int | None) -> None:
-    if isinstance(balance, str):
-        if balance != "parameters":
-            raise ValueError(
-                "`balance` must be 'parameters' or a list of layer counts. "
-                f"Received: balance={balance!r}"
-            )
-        return
-    for count in balance:
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(
-                "`balance` must be a list of positive integers, the number of "
-                f"layers of each stage. Received: balance={list(balance)}"
-            )
-    if num_stages != len(balance):
-        raise ValueError(
-            f"`balance` must have one layer count for each of the "
-            f"{num_stages} stages. Received: balance={list(balance)}"
-        )
-
-
-def _parameter_counts(layers: Sequence[keras.Layer]) -> list[int]:
-    """Returns the parameters of each layer; shared ones count where first."""
-    seen: set[int] = set()
-    counts = []
-    for layer in layers:
-        new = {id(w): w for w in layer.weights if id(w) not in seen}
-        seen.update(new)
-        counts.append(sum(int(w.shape.num_elements()) for w in new.values()))
-    return counts
 
 
 def _forget_uninitialized(ids: set[int]) -> None:

@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras.src.losses.loss import unscale_loss_for_distribution
 
 from tf_gpipe.engine import MiniBatch
+from tf_gpipe.gradients import add
 from tf_gpipe.loss import MicroBatchLoss
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import call_layer
@@ -52,28 +53,28 @@ class PipelinedTraining(_Mixin):
     def loss_and_gradients(self, x, y=None, sample_weight=None):
         """Runs a mini-batch forward and backward without applying gradients.
 
-            For those who override `train_step`. The losses are those given to
-            `compile`, and those that layers and regularisers add.
+        For those who override `train_step`. The losses are those given to
+        `compile`, and those that layers and regularisers add.
 
-            Args:
-                x: Nested structure of inputs of shape `(batch_size, ...)`.
-                y: Labels, as for `fit`.
-                sample_weight: Sample weights, as for `fit`, or `None`.
+        Args:
+            x: Nested structure of inputs of shape `(batch_size, ...)`.
+            y: Labels, as for `fit`.
+            sample_weight: Sample weights, as for `fit`, or `None`.
 
-            Returns:
-                Tuple of the loss of the mini-batch, a scalar; the list of its
-                gradients, one for each of `trainable_variables`, ready for
-                `optimizer.apply` (any loss scale of the optimizer is in
-                them); and the outputs of the mini-batch.
+        Returns:
+            Tuple of the loss of the mini-batch, a scalar; the list of its
+            gradients, one for each of `trainable_variables`, ready for
+            `optimizer.apply` (any loss scale of the optimizer is in them);
+            and the outputs of the mini-batch.
 
-            Raises:
-                ValueError: If the schedule interleaves forward and backward
-                    passes and the loss needs the whole mini-batch at once.
+        Raises:
+            ValueError: If the schedule interleaves forward and backward
+                passes and the loss needs the whole mini-batch at once.
 
-            Example:
+        Example:
 
-            ```python
-            class MyModel(tf_gpipe.PipelinedSequential):
+        ```python
+        class MyModel(tf_gpipe.PipelinedSequential):
             def train_step(self, data):
                 x, y = data
                 loss, gradients, y_pred = self.loss_and_gradients(x, y)
@@ -155,6 +156,7 @@ class PipelinedTraining(_Mixin):
                 keras.tree.pack_sequence_as(inputs, flat),
                 training,
                 pass_weights=True,
+                repeatable=True,
             )
             run.forward(tape=True)
             outputs = run.outputs()
@@ -175,9 +177,10 @@ class PipelinedTraining(_Mixin):
                 by_input = [by_input[i] for i in floats] or [None]
                 if variables is None:
                     return by_input
-                by_ref = {v.value.ref(): v for v in self.variables}
+                ids = {v.value.ref(): id(v) for v in self.variables}
+                found_by_id = run.gradients()
                 return by_input, [
-                    run.gradient(by_ref[v.ref()]) for v in variables
+                    found_by_id.get(ids[v.ref()]) for v in variables
                 ]
 
             return differentiable + losses, gradient
@@ -213,14 +216,7 @@ class PipelinedTraining(_Mixin):
         """As Keras's own step: whatever `call` does around the pipeline."""
         with tf.GradientTape() as tape:
             y_pred = self(x, training=True)
-            loss = self._compute_loss(
-                x=x,
-                y=y,
-                y_pred=y_pred,
-                sample_weight=sample_weight,
-                training=True,
-            )
-            scaled = self._scale_loss(loss)
+            loss, scaled = self._whole_loss(x, y, y_pred, sample_weight)
         return loss, tape.gradient(scaled, self.trainable_variables), y_pred
 
     def _loss_after_all_forwards(self, pipeline, inputs, x, y, sample_weight):
@@ -231,32 +227,28 @@ class PipelinedTraining(_Mixin):
         run.forward(tape=True)
         y_pred, added = run.outputs(), run.losses()
         flat = keras.tree.flatten(y_pred)
-        floats = [t for t in flat if t.dtype.is_floating]
+        floats = [i for i, t in enumerate(flat) if t.dtype.is_floating]
         with tf.device(pipeline.stages[-1].device):
             with tf.GradientTape() as tape:
-                tape.watch(floats + added)
+                sources = [flat[i] for i in floats]
+                tape.watch(sources + added)
                 # What `self.losses` returns meanwhile, to Keras or to an
                 # override of `compute_loss`.
                 self._losses_override = (
                     added + self._get_regularization_losses()
                 )
                 try:
-                    loss = self._compute_loss(
-                        x=x,
-                        y=y,
-                        y_pred=y_pred,
-                        sample_weight=sample_weight,
-                        training=True,
-                    )
+                    loss, scaled = self._whole_loss(x, y, y_pred, sample_weight)
                 finally:
                     self._losses_override = []
-                scaled = self._scale_loss(loss)
             by_output, by_added, by_variable = tape.gradient(
-                scaled, (floats, added, self.trainable_variables)
+                scaled, (sources, added, self.trainable_variables)
             )
-        found = iter(by_output)
+        output_gradients: list = [None] * len(flat)
+        for i, gradient in zip(floats, by_output, strict=True):
+            output_gradients[i] = gradient
         run.backward(
-            [next(found) if t.dtype.is_floating else None for t in flat],
+            output_gradients,
             [
                 tf.zeros_like(a) if gradient is None else gradient
                 for a, gradient in zip(added, by_added, strict=True)
@@ -265,24 +257,32 @@ class PipelinedTraining(_Mixin):
         run.commit_state()
         return loss, self._gradients(run, by_variable), y_pred
 
+    def _whole_loss(self, x, y, y_pred, sample_weight):
+        """Returns the loss, and that which the gradients are taken of."""
+        loss = self._compute_loss(
+            x=x,
+            y=y,
+            y_pred=y_pred,
+            sample_weight=sample_weight,
+            training=True,
+        )
+        return loss, self._scale_loss(loss)
+
     def _gradients(self, run, by_variable):
         """Adds gradients that did not come through the pipeline."""
+        accumulated = run.gradients()
         gradients = []
         for variable, direct in zip(
             self.trainable_variables, by_variable, strict=True
         ):
-            gradient = run.gradient(variable)
-            if gradient is None:
-                gradient = direct
-            elif direct is not None:
-                with tf.device(variable.value.device):
-                    gradient = tf.convert_to_tensor(gradient) + direct
-            gradients.append(gradient)
+            with tf.device(variable.value.device):
+                gradients.append(add(accumulated.get(id(variable)), direct))
         return gradients
 
     def _loss_by_micro_batch(self, pipeline, x, y, sample_weight):
         """Loss and gradient of each micro-batch in its backward task."""
         run = self._mini_batch(pipeline, x, training=True, stop_inputs=True)
+        split = run.split
         scale = self._scale_loss(tf.ones(()))
         parts: dict[int, tuple] = {}
         loss_function: Any = None
@@ -290,14 +290,18 @@ class PipelinedTraining(_Mixin):
         def output_gradients(m, outputs):
             nonlocal loss_function
             if loss_function is None:
-                loss_function = self._micro_batch_loss(
-                    run, x, y, outputs, sample_weight, scale
-                )
+                loss_function = MicroBatchLoss(
+                    self._compile_loss,
+                    y,
+                    self._like_outputs(x, outputs, split),
+                    sample_weight,
+                    scale,
+                ).function(pipeline.stages[-1].device)
             total, values, gradients = loss_function(
-                run.split.take(y, m),
+                split.take(y, m),
                 outputs,
-                run.split.take(sample_weight, m),
-                run.split.valid(m),
+                split.take(sample_weight, m),
+                split.valid(m),
             )
             parts[m] = (total, *values)
             return gradients
@@ -314,60 +318,24 @@ class PipelinedTraining(_Mixin):
                 for value in [sums[0], *run.losses(), *penalties]
             ]
         )
-        self._update_loss_metrics(sums[1:], run.split.static_rows)
+        self._update_loss_metrics(sums[1:], split.static_rows)
         run.commit_state()
         return loss, self._gradients(run, by_variable), run.outputs()
 
-    def _micro_batch_loss(self, run, x, y, outputs, sample_weight, scale):
-        """Returns the loss of a micro-batch as a function traced once."""
+    def _like_outputs(self, x, outputs, split):
+        """Returns zeros like the outputs of the mini-batch, with its masks."""
         whole = keras.tree.map_structure(
-            lambda t: _zeros_for(t, run.split), outputs.tensors
+            split.zeros_like_whole, outputs.tensors
         )
-        if any(mask is not None for mask in keras.tree.flatten(outputs.masks)):
-            whole = Activations(whole, self._output_masks(x)).unpack()
-        losses = MicroBatchLoss(self._compile_loss, y, whole, sample_weight)
-
-        def loss_function(y, outputs, sample_weight, valid):
-            y_pred = outputs.unpack()
-            flat = keras.tree.flatten(y_pred)
-            floats = [t for t in flat if t.dtype.is_floating]
-            with tf.GradientTape() as tape:
-                tape.watch(floats)
-                total, values = losses(y, y_pred, sample_weight, valid)
-                scaled = total * tf.cast(scale, total.dtype)
-            found = iter(
-                tape.gradient(
-                    scaled,
-                    floats,
-                    unconnected_gradients=tf.UnconnectedGradients.ZERO,
-                )
-            )
-            gradients = [
-                next(found) if t.dtype.is_floating else None for t in flat
-            ]
-            return total, values, gradients
-
-        if tf.executing_eagerly():
-            return loss_function
-        device = run.pipeline.stages[-1].device
-
-        def placed(*args):
-            with tf.device(device):
-                return loss_function(*args)
-
-        return tf.function(placed, autograph=False)
-
-    def _output_masks(self, x):
-        """Returns the Keras masks of the mini-batch's outputs.
-
-        Masks come from inputs as a rule. Then all else that is emitted here
-        has no use, and TensorFlow drops it from the graph.
-        """
+        if all(mask is None for mask in keras.tree.flatten(outputs.masks)):
+            return whole
+        # Masks come from inputs as a rule. Then all else that is emitted here
+        # has no use, and TensorFlow drops it from the graph.
         with keras.StatelessScope():
             for stage in self.stages:
                 for layer in stage.layers:
                     x = call_layer(layer, x, True, stage)
-        return Activations.of(x).masks
+        return Activations(whole, Activations.of(x).masks).unpack()
 
     def _update_loss_metrics(self, values, rows):
         """Updates the metrics that Keras keeps of each of several losses."""
@@ -408,12 +376,3 @@ def _penalty(variable: keras.Variable) -> tf.Tensor:
 
     with tf.device(device):
         return penalty(tf.convert_to_tensor(variable.value))
-
-
-def _zeros_for(part: tf.Tensor, split: Any) -> tf.Tensor:
-    """Returns zeros of the shape that `part` has in the whole mini-batch."""
-    shape = tf.shape(part)
-    # A layer may make several rows of one.
-    rows = shape[0] // tf.maximum(split.size(0), 1) * split.rows
-    zeros = tf.zeros(tf.concat([[rows], shape[1:]], axis=0), part.dtype)
-    return tf.ensure_shape(zeros, [None, *part.shape[1:]])

@@ -1,0 +1,182 @@
+"""The arguments of a pipeline: checked, then resolved for this machine."""
+
+import dataclasses
+import numbers
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tf_gpipe import batch_norm
+from tf_gpipe import placement
+from tf_gpipe import schedule as schedules
+from tf_gpipe.engine import REMAT_MODES
+from tf_gpipe.partition.contiguous import split
+from tf_gpipe.schedule import Schedule
+
+
+@dataclasses.dataclass
+class PipelineConfig:
+    """The arguments that pipelined models share; see `PipelinedSequential`.
+
+    What is `None` depends on the layers and on the machine; see `resolve`.
+
+    Raises:
+        ValueError: If an argument is out of range or unknown.
+    """
+
+    num_stages: int | None
+    num_micro_batches: int | None
+    balance: str | Sequence[int]
+    schedule: str | Schedule
+    remat: str
+    devices: Sequence[str] | None
+
+    def __post_init__(self):
+        self.num_stages = _count("num_stages", self.num_stages)
+        self.num_micro_batches = _count(
+            "num_micro_batches", self.num_micro_batches
+        )
+        if self.remat not in REMAT_MODES:
+            raise ValueError(
+                f"`remat` must be one of {list(REMAT_MODES)}. "
+                f"Received: remat={self.remat!r}"
+            )
+        if isinstance(self.schedule, Schedule):
+            self.num_stages = self.num_stages or self.schedule.num_stages
+            self.num_micro_batches = (
+                self.num_micro_batches or self.schedule.num_micro_batches
+            )
+        if self.balance != "parameters":
+            self.balance = _counts(self.balance)
+            self.num_stages = self.num_stages or len(self.balance)
+            if self.num_stages != len(self.balance):
+                raise ValueError(
+                    f"`balance` must have one layer count for each of the "
+                    f"{self.num_stages} stages. Received: "
+                    f"balance={self.balance}"
+                )
+        schedules.get(
+            self.schedule, self.num_stages or 1, self.num_micro_batches or 1
+        )
+        if self.devices is not None:
+            if isinstance(self.devices, str):
+                raise ValueError(
+                    "`devices` must be a list of device strings, one a stage. "
+                    f"Received: devices={self.devices!r}"
+                )
+            self.devices = list(self.devices)
+            if self.num_stages is not None:
+                placement.assign(self.devices, self.num_stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the arguments, such that JSON can hold them."""
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+        }
+        if isinstance(self.schedule, Schedule):
+            values["schedule"] = self.schedule.get_config()
+        return values
+
+    def resolve(self, layers: Sequence[keras.Layer]) -> "ResolvedConfig":
+        """Returns what the arguments mean for these layers, here.
+
+        Args:
+            layers: List of the layers to be cut into stages.
+
+        Returns:
+            A `ResolvedConfig`.
+
+        Raises:
+            ValueError: If the layers or the devices are too few, or a layer
+                cannot work on micro-batches.
+        """
+        num_stages = self.num_stages
+        if num_stages is None:
+            available = self.devices or placement.accelerators()
+            num_stages = max(1, min(len(available), len(layers)))
+        if num_stages > len(layers):
+            raise ValueError(
+                f"`num_stages` must be at most the number of layers. "
+                f"Received: num_stages={num_stages}, {len(layers)} layers"
+            )
+        balance = self.balance
+        if not isinstance(balance, str) and sum(balance) != len(layers):
+            raise ValueError(
+                "`balance` must place every layer: its counts must sum to "
+                f"{len(layers)}, the number of layers. Received: "
+                f"balance={balance}, which sums to {sum(balance)}. "
+                "balance='parameters' finds the counts for you."
+            )
+        num_micro_batches = self.num_micro_batches or 4 * num_stages
+        if num_micro_batches > 1:
+            for layer in layers:
+                batch_norm.check(layer)
+        return ResolvedConfig(
+            schedules.get(self.schedule, num_stages, num_micro_batches),
+            balance,
+            self.remat,
+            placement.assign(self.devices, num_stages),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedConfig:
+    """The arguments of a pipeline, with nothing left open."""
+
+    schedule: Schedule
+    balance: str | Sequence[int]
+    remat: str
+    devices: list[str]
+
+    def layer_counts(self, layers: Sequence[keras.Layer]) -> Sequence[int]:
+        """Returns the number of layers of each stage, for built layers."""
+        if not isinstance(self.balance, str):
+            return self.balance
+        return split(_parameter_counts(layers), self.schedule.num_stages)
+
+
+def _count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if not _is_positive_integer(value):
+        raise ValueError(
+            f"`{name}` must be a positive integer. Received: {name}={value!r}"
+        )
+    return int(value)
+
+
+def _counts(balance: Any) -> list[int]:
+    if isinstance(balance, str) or not isinstance(balance, Iterable):
+        raise ValueError(
+            "`balance` must be 'parameters' or a list of layer counts. "
+            f"Received: balance={balance!r}"
+        )
+    counts = list(balance)
+    if not all(map(_is_positive_integer, counts)):
+        raise ValueError(
+            "`balance` must be a list of positive integers, the number of "
+            f"layers of each stage. Received: balance={counts}"
+        )
+    return [int(count) for count in counts]
+
+
+def _is_positive_integer(value: Any) -> bool:
+    return (
+        isinstance(value, numbers.Integral)
+        and not isinstance(value, bool)
+        and int(value) >= 1
+    )
+
+
+def _parameter_counts(layers: Sequence[keras.Layer]) -> list[int]:
+    """Returns the parameters of each layer; shared ones count where first."""
+    seen: set[int] = set()
+    counts = []
+    for layer in layers:
+        new = {id(w): w for w in layer.weights if id(w) not in seen}
+        seen.update(new)
+        counts.append(sum(int(w.shape.num_elements()) for w in new.values()))
+    return counts

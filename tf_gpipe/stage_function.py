@@ -1,0 +1,344 @@
+"""The layers of a stage as a pure function, forward and backward."""
+
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe.function_call import FunctionCall
+from tf_gpipe.gradients import Gradients
+from tf_gpipe.stage import Activations
+from tf_gpipe.stage import Stage
+from tf_gpipe.stage import call_layer
+
+
+class Result(NamedTuple):
+    """What a stage makes of one micro-batch."""
+
+    outputs: Activations
+    losses: list[tf.Tensor]  # of `add_loss` and activity regularisers
+    updates: list[tf.Tensor]  # new values of `StageFunction.updated`
+
+
+class StageCall(NamedTuple):
+    """One forward pass of a micro-batch, kept for its backward pass.
+
+    `gradient(output_gradients, loss_gradients)` takes a tensor or `None` for
+    each flat output tensor and a scalar for each loss. It returns a list with
+    a gradient or `None` for each flat input, and the `Gradients`.
+    """
+
+    result: Result
+    gradient: Callable[[list, list], tuple[list, Gradients]]
+
+
+class StageFunction:
+    """The layers of a stage as a pure function: state in, state out.
+
+    Nothing is assigned while it runs, so running it once more (to recompute
+    what the backward pass needs) has no effect and gives the same result. It
+    reads the weights that the stage owns where they are. State and weights
+    borrowed from another stage come in as tensors.
+
+    Args:
+        stage: The `Stage`.
+        carried: List of variables whose values are passed in.
+        training: Boolean, or `None` for Keras's default.
+        remat: Boolean, whether backward passes recompute activations.
+        compiled: Boolean, whether passes run as a `tf.function` of their own,
+            traced once for all micro-batches.
+        inline: Boolean, whether TensorFlow puts the operations of these
+            functions in place of each call. If not, the graph stays small,
+            but worker processes do not overlap (measured with two; the cause
+            is not known).
+        jit_compile: Boolean, whether XLA compiles these functions.
+        stop_inputs: Boolean, whether the inputs need no gradient.
+        repeatable: Boolean, whether a call's gradient may be asked for more
+            than once.
+
+    Attributes:
+        updated: List of the variables whose new values `Result.updates` holds.
+        dense: List of the variables of `Gradients.dense`.
+        sparse: List of the variables of `Gradients.sparse`. All three are
+            known after the first pass.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        carried: list[keras.Variable],
+        training: bool | None,
+        remat: bool,
+        compiled: bool,
+        inline: bool,
+        jit_compile: bool,
+        stop_inputs: bool,
+        repeatable: bool,
+    ):
+        self.stage = stage
+        self.carried = carried
+        self.updated: list[keras.Variable] = []
+        self.dense: list[keras.Variable] = []
+        self.sparse: list[keras.Variable] = []
+        self._training = training
+        self._stop_inputs = stop_inputs
+        self._repeatable = repeatable
+        self._weights = [
+            v
+            for v in stage.trainable(stage.owned)
+            if not any(v is other for other in carried)
+        ]
+        # Which of the carried values have a gradient: weights, not state.
+        ids = {id(v) for v in stage.trainable(carried)}
+        self._borrowed = [i for i, v in enumerate(carried) if id(v) in ids]
+        # Frozen weights: TensorFlow would compute gradients for them.
+        ids = {id(v) for v in [*carried, *self._weights]}
+        self._frozen = [
+            v for v in stage.owned if id(v) not in ids and v.value.trainable
+        ]
+        self._remat = remat
+        self._apart = compiled and not inline
+        self._plain: Callable = self._apply
+        self._on_tape: Callable = self._differentiable
+        if compiled:
+            make = tf.function(
+                autograph=False,
+                jit_compile=jit_compile or None,
+                experimental_attributes={"_noinline": True}
+                if self._apart
+                else None,
+            )
+            self._plain = make(self._plain)
+            self._on_tape = make(self._on_tape)
+        if self._apart:
+            self._on_tape = self._plain
+            self._forward = FunctionCall(self._apply, jit_compile)
+            self._backward = FunctionCall(
+                self._recompute, jit_compile, finish=_packed
+            )
+
+    def __call__(self, inputs: Activations, carried: list) -> Result:
+        """Runs the stage, for no backward pass of the pipeline."""
+        with tf.device(self.stage.device):
+            return self._plain(inputs, carried)
+
+    def start(self, inputs: Activations, carried: list) -> StageCall:
+        """Runs the stage and keeps what its backward pass needs."""
+        with tf.device(self.stage.device):
+            if self._apart and self._remat:
+                return StageCall(
+                    self._forward(inputs, carried),
+                    lambda *grads: self._backward(inputs, carried, *grads),
+                )
+            call = self._taped(self._on_tape, inputs, carried)
+            if self._apart:
+                gradient = call.gradient
+                call = StageCall(
+                    call.result, lambda *grads: _packed(gradient(*grads))
+                )
+            return call
+
+    def _taped(
+        self, run: Callable, inputs: Activations, carried: list
+    ) -> StageCall:
+        """Runs the stage under a tape, which is the store of activations."""
+        flat = keras.tree.flatten(inputs.tensors)
+        by_input = [
+            i
+            for i, x in enumerate(flat)
+            if x.dtype.is_floating and not self._stop_inputs
+        ]
+        variables = [self.carried[i] for i in self._borrowed] + self._weights
+        sources = [flat[i] for i in by_input]
+        sources += [carried[i] for i in self._borrowed]
+        sources += [v.value for v in self._weights]
+        with tf.GradientTape(
+            persistent=self._repeatable, watch_accessed_variables=False
+        ) as tape:
+            tape.watch(sources)
+            result = run(inputs, carried)
+
+        def gradient(output_gradients: list, loss_gradients: list):
+            targets, upstream = [], []
+            for target, arrived in zip(
+                keras.tree.flatten(result.outputs.tensors) + result.losses,
+                output_gradients + loss_gradients,
+                strict=True,
+            ):
+                if target.dtype.is_floating and arrived is not None:
+                    targets.append(target)
+                    upstream.append(tf.cast(arrived, target.dtype))
+            found: list = [None] * len(sources)
+            if targets and sources:
+                found = tape.gradient(
+                    targets, sources, output_gradients=upstream
+                )
+            input_gradients: list = [None] * len(flat)
+            for i, x in zip(by_input, found, strict=False):
+                input_gradients[i] = x
+            return input_gradients, self._sort(
+                variables, found[len(by_input) :]
+            )
+
+        return StageCall(result, gradient)
+
+    def _recompute(
+        self,
+        inputs: Activations,
+        carried: list,
+        output_gradients: list,
+        loss_gradients: list,
+    ) -> tuple[list, Gradients]:
+        """As the gradient of a call, from the inputs on.
+
+        A function is its own barrier: it starts when the gradient has arrived,
+        and nothing in it is merged with the forward pass.
+        """
+        with tf.device(self.stage.device):
+            call = self._taped(self._apply, inputs, carried)
+            return call.gradient(output_gradients, loss_gradients)
+
+    def _sort(self, variables: list, found: list) -> Gradients:
+        """Returns gradients apart by kind, and notes whose they are."""
+        pairs = [
+            (v, x)
+            for v, x in zip(variables, found, strict=True)
+            if x is not None
+        ]
+        dense = [p for p in pairs if not isinstance(p[1], tf.IndexedSlices)]
+        sparse = [p for p in pairs if isinstance(p[1], tf.IndexedSlices)]
+        self.dense = [v for v, _ in dense]
+        self.sparse = [v for v, _ in sparse]
+        return Gradients([x for _, x in dense], [x for _, x in sparse])
+
+    def _apply(self, inputs: Activations, carried: list) -> Result:
+        x = inputs.unpack()
+        if self._stop_inputs:
+            x = keras.tree.map_structure(tf.stop_gradient, x)
+        mapping = [
+            (v, value if i in self._borrowed else tf.stop_gradient(value))
+            for i, (v, value) in enumerate(
+                zip(self.carried, carried, strict=True)
+            )
+        ]
+        mapping += [(v, tf.stop_gradient(v.value)) for v in self._frozen]
+        losses = []
+        with (
+            tf.device(self.stage.device),
+            tf.name_scope(f"stage_{self.stage.index}"),
+            _Recorder(mapping) as scope,
+        ):
+            for layer in self.stage.layers:
+                x = call_layer(layer, x, self._training, self.stage)
+                # Taken layer by layer: a layer that is called again clears
+                # what it has added to the scope before.
+                losses += scope.losses
+                scope.losses.clear()
+            self.updated = list(scope.updated.values())
+            updates = [
+                tf.stop_gradient(scope.get_current_value(v))
+                for v in self.updated
+            ]
+            return Result(Activations.of(x), losses, updates)
+
+    def _differentiable(self, inputs: Activations, carried: list) -> Result:
+        """As `_apply`, with a gradient that runs on the stage's device.
+
+        With `remat`, the gradient runs `_apply` once more for activations.
+        `tf.recompute_grad` makes the arguments of the recomputation depend on
+        the gradient that arrives, by arithmetic, so they must be
+        floating-point. Where a stage takes integers, a token of zero carries
+        the dependency.
+        """
+        tensors = keras.tree.flatten(inputs.tensors)
+        floats = [i for i, x in enumerate(tensors) if x.dtype.is_floating]
+        structure: Any = None
+
+        def run(*args):
+            nonlocal structure
+            xs, values = list(tensors), list(carried)
+            for i, x in zip(floats, args, strict=False):
+                xs[i] = x
+            if not floats:
+                xs = [
+                    x + tf.cast(args[0], x.dtype) if x.dtype.is_integer else x
+                    for x in xs
+                ]
+            weights = args[len(args) - len(self._borrowed) :]
+            for i, x in zip(self._borrowed, weights, strict=True):
+                values[i] = x
+            xs = keras.tree.pack_sequence_as(inputs.tensors, xs)
+            structure = self._apply(Activations(xs, inputs.masks), values)
+            leaves = keras.tree.flatten(structure)
+            return [leaves[i] for i in _differentiable_first(leaves)]
+
+        args = [tensors[i] for i in floats] or [tf.zeros(())]
+        args += [carried[i] for i in self._borrowed]
+        if self._remat:
+            run = tf.recompute_grad(run)
+        else:
+            run = _placed(run, self.stage.device)
+        results = run(*args)
+        leaves = keras.tree.flatten(structure)
+        for i, x in zip(_differentiable_first(leaves), results, strict=True):
+            leaves[i] = x
+        return keras.tree.pack_sequence_as(structure, leaves)
+
+
+def _packed(results: tuple[list, Gradients]) -> tuple[list, Gradients]:
+    input_gradients, gradients = results
+    return input_gradients, gradients.packed()
+
+
+def _placed(function: Callable, device: str) -> Callable:
+    """Returns `function`, with a gradient that runs on `device`.
+
+    TensorFlow builds gradients of functions without the device scopes around
+    or inside them. Where such a gradient is inlined, it would run on the
+    client instead of the worker that has the activations.
+    """
+
+    @tf.custom_gradient
+    def placed(*args):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(args)
+            results = function(*args)
+        targets = [x for x in results if x.dtype.is_floating]
+
+        def gradient(*upstream, variables=None):
+            with tf.device(device):
+                found = tape.gradient(
+                    targets,
+                    [*args, *(variables or [])],
+                    output_gradients=list(upstream[: len(targets)]),
+                    unconnected_gradients=tf.UnconnectedGradients.ZERO,
+                )
+            if variables is None:
+                return found
+            return found[: len(args)], found[len(args) :]
+
+        return results, gradient
+
+    return placed
+
+
+def _differentiable_first(leaves: list) -> list[int]:
+    """Returns the places of the tensors in `leaves`, those of floats first."""
+    return sorted(
+        (i for i, x in enumerate(leaves) if x is not None),
+        key=lambda i: not leaves[i].dtype.is_floating,
+    )
+
+
+class _Recorder(keras.StatelessScope):
+    """A stateless scope that knows which variables were assigned to."""
+
+    def __init__(self, state_mapping):
+        super().__init__(state_mapping, collect_losses=True)
+        self.updated: dict[int, keras.Variable] = {}
+
+    def add_update(self, update):
+        self.updated[id(update[0])] = update[0]
+        super().add_update(update)
