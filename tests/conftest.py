@@ -25,7 +25,7 @@ def pytest_report_header():
 
 @pytest.fixture(autouse=True)
 def _fresh_keras():
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
 
 

@@ -15,6 +15,7 @@ from tf_gpipe import state
 from tf_gpipe.gradients import GradientSum
 from tf_gpipe.gradients import add
 from tf_gpipe.micro_batch import Split
+from tf_gpipe.remat import recomputes
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import Schedule
@@ -23,8 +24,6 @@ from tf_gpipe.stage import Activations
 from tf_gpipe.stage import Stage
 from tf_gpipe.stage_function import StageCall
 from tf_gpipe.stage_function import StageFunction
-
-REMAT_MODES = ("always", "except_last", "never")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +35,8 @@ class Pipeline:
 
     stages: tuple[Stage, ...]
     schedule: Schedule
-    remat: str  # one of REMAT_MODES
+    remat: str  # one of `remat.MODES`
     seed: keras.Variable  # state of Keras's global seed generator
-
-    def recomputes(self, m: int) -> bool:
-        """Returns whether micro-batch `m` is rematerialised."""
-        if self.remat == "except_last":
-            return m < self.schedule.num_micro_batches - 1
-        return self.remat == "always"
 
 
 class MiniBatch:
@@ -262,7 +255,7 @@ class MiniBatch:
 
     def _forward(self, task: Task, tape: bool) -> None:
         k, m = task.stage, task.micro_batch
-        function = self._function(k, tape and self.pipeline.recomputes(m))
+        function = self._function(k, tape and self._recomputes(m))
         inputs = self._outputs[k - 1, m] if k else self._inputs[m]
         carried = [self._read(v, m) for v in function.carried]
         with self._task(task) as finish:
@@ -285,7 +278,7 @@ class MiniBatch:
         if not self._repeatable:
             del self._calls[k, m]
         first = sum(len(self._losses[i, m]) for i in range(k))
-        function = self._function(k, self.pipeline.recomputes(m))
+        function = self._function(k, self._recomputes(m))
         with self._task(task) as finish:
             inputs, gradients = call.gradient(
                 self._upstream.pop((k, m)),
@@ -301,6 +294,9 @@ class MiniBatch:
             self._upstream[k - 1, m] = inputs
             self._sums[k].add(gradients, function.dense, function.sparse)
             finish((inputs, self._sums[k].tensors))
+
+    def _recomputes(self, m: int) -> bool:
+        return recomputes(self.pipeline.remat, m, self.split.num_micro_batches)
 
     def _function(self, k: int, remat: bool) -> StageFunction:
         if (k, remat) not in self._functions:

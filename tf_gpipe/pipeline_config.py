@@ -10,8 +10,8 @@ import keras
 
 from tf_gpipe import batch_norm
 from tf_gpipe import placement
+from tf_gpipe import remat
 from tf_gpipe import schedule as schedules
-from tf_gpipe.engine import REMAT_MODES
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.schedule import Schedule
 
@@ -38,16 +38,17 @@ class PipelineConfig:
         self.num_micro_batches = _count(
             "num_micro_batches", self.num_micro_batches
         )
-        if self.remat not in REMAT_MODES:
-            raise ValueError(
-                f"`remat` must be one of {list(REMAT_MODES)}. "
-                f"Received: remat={self.remat!r}"
-            )
+        remat.check(self.remat)
         if isinstance(self.schedule, Schedule):
             self.num_stages = self.num_stages or self.schedule.num_stages
             self.num_micro_batches = (
                 self.num_micro_batches or self.schedule.num_micro_batches
             )
+            schedules.get(
+                self.schedule, self.num_stages, self.num_micro_batches
+            )
+        else:
+            schedules.get(self.schedule, 1, 1)
         if self.balance != "parameters":
             self.balance = _counts(self.balance)
             self.num_stages = self.num_stages or len(self.balance)
@@ -57,18 +58,14 @@ class PipelineConfig:
                     f"{self.num_stages} stages. Received: "
                     f"balance={self.balance}"
                 )
-        schedules.get(
-            self.schedule, self.num_stages or 1, self.num_micro_batches or 1
-        )
+        if isinstance(self.devices, str):
+            raise ValueError(
+                "`devices` must be a list of device strings, one a stage. "
+                f"Received: devices={self.devices!r}"
+            )
         if self.devices is not None:
-            if isinstance(self.devices, str):
-                raise ValueError(
-                    "`devices` must be a list of device strings, one a stage. "
-                    f"Received: devices={self.devices!r}"
-                )
             self.devices = list(self.devices)
-            if self.num_stages is not None:
-                placement.assign(self.devices, self.num_stages)
+            placement.assign(self.devices, len(self.devices))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the arguments, such that JSON can hold them."""
@@ -93,10 +90,11 @@ class PipelineConfig:
             ValueError: If the layers or the devices are too few, or a layer
                 cannot work on micro-batches.
         """
+        num_devices = len(self.devices or placement.accelerators())
         num_stages = self.num_stages
         if num_stages is None:
-            available = self.devices or placement.accelerators()
-            num_stages = max(1, min(len(available), len(layers)))
+            each = 2 if self.schedule == "interleaved" else 1
+            num_stages = max(1, min(each * num_devices, len(layers)))
         if num_stages > len(layers):
             raise ValueError(
                 f"`num_stages` must be at most the number of layers. "
@@ -110,15 +108,22 @@ class PipelineConfig:
                 f"balance={balance}, which sums to {sum(balance)}. "
                 "balance='parameters' finds the counts for you."
             )
-        num_micro_batches = self.num_micro_batches or 4 * num_stages
+        num_devices = min(num_devices, num_stages)
+        if self.schedule != "interleaved":
+            num_devices = num_stages
+        num_micro_batches = self.num_micro_batches or 4 * num_devices
+        schedule = schedules.get(
+            self.schedule, num_stages, num_micro_batches, num_devices
+        )
         if num_micro_batches > 1:
             for layer in layers:
                 batch_norm.check(layer)
+        devices = placement.assign(self.devices, len(schedule.tasks))
         return ResolvedConfig(
-            schedules.get(self.schedule, num_stages, num_micro_batches),
+            schedule,
             balance,
             self.remat,
-            placement.assign(self.devices, num_stages),
+            [devices[i] for i in schedule.devices],
         )
 
 

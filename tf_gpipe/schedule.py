@@ -7,7 +7,6 @@ Letters: K stages (k), M micro-batches (m). `F2.0` is the forward pass of
 micro-batch 0 through stage 2, `B2.0` its backward pass.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -111,7 +110,7 @@ class Schedule:
                         "stage lives on one device."
                     )
 
-    def _needs(self, task: Task) -> list[Task]:
+    def needs(self, task: Task) -> list[Task]:
         """Returns the tasks whose results `task` uses."""
         if task.kind == FORWARD:
             return [task._replace(stage=task.stage - 1)] if task.stage else []
@@ -129,7 +128,7 @@ class Schedule:
             progress = False
             for i, row in enumerate(self.tasks):
                 if position[i] < len(row) and done.issuperset(
-                    self._needs(row[position[i]])
+                    self.needs(row[position[i]])
                 ):
                     order.append(row[position[i]])
                     done.add(row[position[i]])
@@ -139,7 +138,7 @@ class Schedule:
                 waiting = [
                     f"{row[i]} waits for "
                     + ", ".join(
-                        str(t) for t in self._needs(row[i]) if t not in done
+                        str(t) for t in self.needs(row[i]) if t not in done
                     )
                     for row, i in zip(self.tasks, position, strict=True)
                     if i < len(row)
@@ -149,6 +148,12 @@ class Schedule:
                     f"{'; '.join(waiting)}."
                 )
         return tuple(order)
+
+    @property
+    def devices(self) -> list[int]:
+        """The number of the device (the row in `tasks`) of each stage."""
+        devices = {t.stage: i for i, row in enumerate(self.tasks) for t in row}
+        return [devices[stage] for stage in range(self.num_stages)]
 
     @property
     def forwards_first(self) -> bool:
@@ -223,34 +228,115 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     return Schedule(rows, name="1f1b")
 
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-}
+def interleaved(
+    num_stages: int, num_micro_batches: int, num_devices: int
+) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al., 2021, section 2.2).
+
+    Each device has V = `num_stages / num_devices` stages: stage s is on device
+    s modulo D, the number of devices. A device then waits for a smaller part
+    of the model at a time, so the bubble is (D-1)/(V M + D-1); activations
+    travel V times as often. For D=2, V=2, M=2, with a task's stage and
+    micro-batch in its place on the clock:
+
+        device 0   F0.0 F0.1 F2.0 F2.1  .   B2.0  .   B2.1 B0.0 B0.1
+        device 1    .   F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1  .
+
+    Args:
+        num_stages: Integer, the stages of all devices.
+        num_micro_batches: Integer M, a multiple of `num_devices`.
+        num_devices: Integer D, of which `num_stages` is a multiple.
+
+    Returns:
+        A `Schedule`.
+
+    Raises:
+        ValueError: If a number is not a multiple of `num_devices`.
+    """
+    for name, value in (
+        ("num_stages", num_stages),
+        ("num_micro_batches", num_micro_batches),
+    ):
+        if value % num_devices:
+            raise ValueError(
+                f"Schedule 'interleaved' needs `{name}` to be a multiple of "
+                f"the number of devices. Received: {name}={value}, "
+                f"{num_devices} devices"
+            )
+    chunks = num_stages // num_devices
+    total = num_micro_batches * chunks
+
+    def place(i: int) -> tuple[int, int]:
+        """Returns the chunk and the micro-batch of a device's i-th pass.
+
+        Micro-batches go through a chunk in groups of D.
+        """
+        group, rest = divmod(i, num_devices * chunks)
+        chunk, m = divmod(rest, num_devices)
+        return chunk, group * num_devices + m
+
+    rows = []
+    for device in range(num_devices):
+
+        def forward(i: int, device=device) -> Task:
+            chunk, m = place(i)
+            return Task(FORWARD, chunk * num_devices + device, m)
+
+        def backward(i: int, device=device) -> Task:
+            chunk, m = place(i)
+            chunk = chunks - 1 - chunk
+            return Task(BACKWARD, chunk * num_devices + device, m)
+
+        if chunks == 1:
+            warmup = num_devices - device - 1
+        else:
+            warmup = (chunks - 1) * num_devices + 2 * (num_devices - device - 1)
+        warmup = min(warmup, total)
+        row = [forward(i) for i in range(warmup)]
+        for i in range(total):
+            if i + warmup < total:
+                row.append(forward(i + warmup))
+            row.append(backward(i))
+        rows.append(row)
+    return Schedule(rows, name="interleaved")
+
+
+NAMES = ("1f1b", "gpipe", "interleaved")
 
 
 def get(
-    schedule: str | Schedule, num_stages: int, num_micro_batches: int
+    schedule: str | Schedule,
+    num_stages: int,
+    num_micro_batches: int,
+    num_devices: int | None = None,
 ) -> Schedule:
     """Returns the schedule of a name, or checks a given one.
 
     Args:
-        schedule: One of the names in `SCHEDULES`, or a `Schedule`.
-        num_stages: Integer K that the schedule must have.
+        schedule: One of `NAMES`, or a `Schedule`.
+        num_stages: Integer, the stages that the schedule must have.
         num_micro_batches: Integer M that the schedule must have.
+        num_devices: Integer, over which `"interleaved"` spreads the stages.
+            Defaults to one a stage.
 
     Returns:
         A `Schedule` for `num_stages` and `num_micro_batches`.
 
     Raises:
-        ValueError: If the name is unknown, or the `Schedule` is for other
-            numbers of stages or micro-batches.
+        ValueError: If the name is unknown, or the schedule is not possible
+            with these numbers.
     """
-    if isinstance(schedule, str) and schedule in SCHEDULES:
-        return SCHEDULES[schedule](num_stages, num_micro_batches)
+    if schedule == "gpipe":
+        return gpipe(num_stages, num_micro_batches)
+    if schedule == "1f1b":
+        return one_f_one_b(num_stages, num_micro_batches)
+    if schedule == "interleaved":
+        return interleaved(
+            num_stages, num_micro_batches, num_devices or num_stages
+        )
     if not isinstance(schedule, Schedule):
         raise ValueError(
-            f"`schedule` must be one of {sorted(SCHEDULES)} or a "
+            f"`schedule` must be one of {list(NAMES)} or a "
             f"`tf_gpipe.Schedule`. Received: schedule={schedule!r}"
         )
     if (schedule.num_stages, schedule.num_micro_batches) != (

@@ -8,6 +8,7 @@ import rich.console
 import rich.table
 
 from tf_gpipe.engine import Pipeline
+from tf_gpipe.simulate import simulate
 
 
 def stage_table(pipeline: Pipeline, line_length: int | None = None) -> str:
@@ -37,9 +38,6 @@ def stage_table(pipeline: Pipeline, line_length: int | None = None) -> str:
             f"{len(stage.layers)} ({', '.join(names)})",
             f"{stage.count_params():,}",
         )
-    num_stages = schedule.num_stages
-    num_micro_batches = schedule.num_micro_batches
-    bubble = (num_stages - 1) / (num_micro_batches + num_stages - 1)
     with io.StringIO() as text:
         console = rich.console.Console(
             file=text,
@@ -48,8 +46,8 @@ def stage_table(pipeline: Pipeline, line_length: int | None = None) -> str:
         )
         console.print(table)
         console.print(
-            f" Schedule {schedule.name} of {num_micro_batches} micro-batches, "
-            f"remat {pipeline.remat}; bubble {bubble:.1%} of the time with "
-            "equal stages",
+            f" Schedule {schedule.name} of {schedule.num_micro_batches} "
+            f"micro-batches, remat {pipeline.remat}; bubble "
+            f"{simulate(schedule).bubble:.1%} of the time with equal stages",
         )
         return text.getvalue()

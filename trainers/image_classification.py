@@ -229,13 +229,10 @@ def _optimizer(learning_rate, weight_decay, num_steps):
 
 def _what_runs_where(network, num_micro_batches, batch_size, schedule):
     names = [stage.device.rpartition("device:")[2] for stage in network.stages]
-    num_stages = len(names)
-    bubble = (num_stages - 1) / (num_micro_batches + num_stages - 1)
     return (
-        f"Training {num_stages} stages on {', '.join(names)}, schedule "
+        f"Training {len(names)} stages on {', '.join(names)}, schedule "
         f"{schedule}: batches of {batch_size} images in {num_micro_batches} "
-        f"micro-batches of up to {math.ceil(batch_size / num_micro_batches)}, "
-        f"bubble {bubble:.1%}."
+        f"micro-batches of up to {math.ceil(batch_size / num_micro_batches)}."
     )
 
 

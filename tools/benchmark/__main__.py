@@ -1,4 +1,4 @@
-"""`python -m tools.benchmark step|trace|pipeline [--json]`."""
+"""`python -m tools.benchmark step|trace|pipeline|memory [--json]`."""
 
 import argparse
 import os
@@ -6,6 +6,7 @@ import os
 # Before TensorFlow is imported: it reports at start that there is no GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+from tools.benchmark import memory  # noqa: E402
 from tools.benchmark import pipeline  # noqa: E402
 from tools.benchmark import step  # noqa: E402
 from tools.benchmark import trace  # noqa: E402
@@ -16,7 +17,7 @@ def main():
         prog="python -m tools.benchmark", description=__doc__
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (step, trace, pipeline):
+    for module in (step, trace, pipeline, memory):
         name = module.__name__.rpartition(".")[-1]
         command = commands.add_parser(
             name,

@@ -1,0 +1,172 @@
+"""Runs a schedule on paper: when each task starts, and what is kept.
+
+This module imports no TensorFlow.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tf_gpipe.remat import check
+from tf_gpipe.remat import recomputes
+from tf_gpipe.schedule import BACKWARD
+from tf_gpipe.schedule import FORWARD
+from tf_gpipe.schedule import Schedule
+from tf_gpipe.schedule import Task
+
+Costs = float | Sequence[float]
+
+
+class Span(NamedTuple):
+    """When a device runs a task, in seconds or in any other unit."""
+
+    device: int
+    task: Task
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What `simulate` returns.
+
+    Attributes:
+        spans: List of `Span`s by start, those of recomputation apart (kind
+            `"R"`).
+        makespan: Float, from the first task's start to the last one's end.
+        busy: List with the time that each device works.
+        bubble: Float, the share of the time that devices are idle.
+        peak_micro_batches: List with the largest number of micro-batches of
+            which each stage keeps something at a time.
+    """
+
+    spans: list[Span]
+    makespan: float
+    busy: list[float]
+    bubble: float
+    peak_micro_batches: list[int]
+
+    @property
+    def idle(self) -> list[float]:
+        """The time that each device waits."""
+        return [self.makespan - busy for busy in self.busy]
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Costs = 1.0,
+    backward: Costs = 2.0,
+    recompute: Costs = 0.0,
+    transfer: Costs = 0.0,
+    remat: str = "always",
+) -> Simulation:
+    """Returns when each task of a schedule runs, given what it costs.
+
+    A device runs its tasks in the schedule's order, each as soon as the tasks
+    that it needs are done and their results have arrived. Transfers take
+    time, but nobody's. With equal stages and no transfers the bubble of
+    `gpipe` and `1f1b` is `(K - 1) / (M + K - 1)` (Huang et al., 2019).
+
+    Args:
+        schedule: A `Schedule`.
+        forward: Time of a micro-batch's forward pass; one for all stages, or
+            a list with one a stage.
+        backward: As `forward`, of the backward pass without recomputation.
+        recompute: As `forward`, of the recomputation before a backward pass.
+        transfer: Time from a stage to the next one, and back; one for all, or
+            a list with one for each of the K - 1 boundaries. None is spent
+            between stages of the same device.
+        remat: Which micro-batches are recomputed: `"always"`,
+            `"except_last"` or `"never"`.
+
+    Returns:
+        A `Simulation`.
+
+    Raises:
+        ValueError: If there is a wrong number of costs, or one is negative,
+            or `remat` is unknown.
+
+    Example:
+
+    >>> from tf_gpipe.schedule import gpipe
+    >>> simulate(gpipe(4, 12)).bubble
+    0.2
+    """
+    check(remat)
+    num_stages = schedule.num_stages
+    forwards = _costs("forward", forward, num_stages)
+    backwards = _costs("backward", backward, num_stages)
+    recomputations = _costs("recompute", recompute, num_stages)
+    transfers = _costs("transfer", transfer, num_stages - 1)
+    device_of = schedule.devices
+    free = [0.0] * len(schedule.tasks)
+    busy = [0.0] * len(schedule.tasks)
+    ends: dict[Task, float] = {}
+    spans = []
+    for task in schedule.order:
+        device = device_of[task.stage]
+        start = free[device]
+        for other in schedule.needs(task):
+            arrived = ends[other]
+            if device_of[other.stage] != device:
+                arrived += transfers[min(task.stage, other.stage)]
+            start = max(start, arrived)
+        end = start
+        if task.kind == BACKWARD and recomputes(
+            remat, task.micro_batch, schedule.num_micro_batches
+        ):
+            end += recomputations[task.stage]
+            if end > start:
+                spans.append(Span(device, task._replace(kind="R"), start, end))
+        begin = end
+        durations = forwards if task.kind == FORWARD else backwards
+        end += durations[task.stage]
+        spans.append(Span(device, task, begin, end))
+        busy[device] += end - start
+        free[device] = ends[task] = end
+    makespan = max(free)
+    return Simulation(
+        spans=sorted(spans, key=lambda span: (span.start, span.device)),
+        makespan=makespan,
+        busy=busy,
+        bubble=bubble(busy, makespan),
+        peak_micro_batches=_peaks(schedule),
+    )
+
+
+def bubble(busy: Sequence[float], makespan: float) -> float:
+    """Returns the share of the time that devices are idle."""
+    if not makespan:
+        return 0.0
+    # Rounded, so that round shares look it.
+    return round(1.0 - sum(busy) / (len(busy) * makespan), 12)
+
+
+def _peaks(schedule: Schedule) -> list[int]:
+    """Returns the most micro-batches that each stage keeps at a time.
+
+    The order of a stage's tasks decides, whatever they cost.
+    """
+    kept = [0] * schedule.num_stages
+    peaks = [0] * schedule.num_stages
+    for task in schedule.order:
+        kept[task.stage] += 1 if task.kind == FORWARD else -1
+        peaks[task.stage] = max(peaks[task.stage], kept[task.stage])
+    return peaks
+
+
+def _costs(name: str, value: Costs, count: int) -> list[float]:
+    if isinstance(value, (int, float)):
+        values = [float(value)] * count
+    else:
+        values = [float(x) for x in value]
+    if len(values) != count:
+        raise ValueError(
+            f"`{name}` must be a number or a list of {count} numbers. "
+            f"Received: {name}={value}"
+        )
+    if not all(x >= 0 for x in values):
+        raise ValueError(
+            f"`{name}` must not be negative. Received: {name}={value}"
+        )
+    return values
