@@ -136,7 +136,9 @@ class MiniBatch:
                 of `outputs()`.
             loss_gradients: List with a scalar for each of `losses()`.
         """
-        self._sums = [GradientSum() for _ in self.pipeline.stages]
+        self._sums = [
+            GradientSum(stage.device) for stage in self.pipeline.stages
+        ]
         parts = self._flat_outputs()
         pieces = [
             [None] * self.split.num_micro_batches
@@ -164,7 +166,9 @@ class MiniBatch:
                 It runs on the last stage's device.
             loss_gradient: Scalar, the gradient by each of `losses()`.
         """
-        self._sums = [GradientSum() for _ in self.pipeline.stages]
+        self._sums = [
+            GradientSum(stage.device) for stage in self.pipeline.stages
+        ]
         for task in self.pipeline.schedule.order:
             m = task.micro_batch
             if task.kind == FORWARD:

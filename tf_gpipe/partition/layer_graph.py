@@ -89,9 +89,7 @@ def _trace(layer: keras.Layer, inputs: Any) -> LayerGraph:
         nonlocal outputs, forward_ops
         graph = tf.compat.v1.get_default_graph()
         before = set(graph.get_operations())
-        sources = [
-            x for x in keras.tree.flatten(xs) if x.dtype.is_floating
-        ] + [
+        sources = [x for x in keras.tree.flatten(xs) if x.dtype.is_floating] + [
             value
             for v, value in zip(variables, values, strict=True)
             if id(v) in trainable
@@ -132,9 +130,7 @@ def _trace(layer: keras.Layer, inputs: Any) -> LayerGraph:
         {x.name for x in graph.inputs[len(given) :]},
     )
     done = set(forward_ops)
-    backward_ops = [
-        x for x in _needed(graph, forward_ops) if x not in done
-    ]
+    backward_ops = [x for x in _needed(graph, forward_ops) if x not in done]
     return LayerGraph(
         outputs=keras.tree.map_structure(
             lambda x: keras.KerasTensor(
@@ -224,9 +220,7 @@ def _key(layer: keras.Layer, inputs: Any) -> str:
 
 def _without_names(config: Any) -> Any:
     if isinstance(config, dict):
-        return {
-            k: _without_names(v) for k, v in config.items() if k != "name"
-        }
+        return {k: _without_names(v) for k, v in config.items() if k != "name"}
     if isinstance(config, (list, tuple)):
         return [_without_names(x) for x in config]
     return config

@@ -1,0 +1,81 @@
+"""The engine runs the tasks of a device in the schedule's order."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_gpipe
+
+NUM_MICRO_BATCHES = 4
+
+
+class Logged(keras.layers.Layer):
+    """Passes its inputs on, times one, and logs when it does so.
+
+    The value of the inputs tells the micro-batch.
+    """
+
+    def __init__(self, log, stage):
+        super().__init__()
+        self.append = log.append
+        self.stage = stage
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        @tf.custom_gradient
+        def logged(x):
+            def gradient(upstream):
+                with tf.control_dependencies([self._log("B", x)]):
+                    return tf.identity(upstream)
+
+            with tf.control_dependencies([self._log("F", x)]):
+                return tf.identity(x), gradient
+
+        return logged(x * self.scale)
+
+    def _log(self, kind, x):
+        def log(value):
+            self.append(f"{kind}{self.stage}.{int(value)}")
+            return value
+
+        return tf.numpy_function(log, [x[0, 0]], x.dtype)
+
+
+class OrderTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.product(
+        schedule=("1f1b", "gpipe", "interleaved"),
+        devices=(["CPU:0", "CPU:1"], ["CPU:0"] * 4),
+    )
+    def test_order(self, schedule, devices):
+        if schedule != "interleaved" and len(devices) == 2:
+            devices = [*devices, "CPU:2", "CPU:3"]
+        log = []
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((1,)), *(Logged(log, k) for k in range(4))],
+            num_stages=4,
+            num_micro_batches=NUM_MICRO_BATCHES,
+            balance=[1] * 4,
+            schedule=schedule,
+            remat="never",
+            devices=devices,
+        )
+        model.compile("sgd", "mse")
+        x = np.arange(NUM_MICRO_BATCHES, dtype="float32")[:, None]
+        step = tf.function(model.loss_and_gradients)
+        step(tf.constant(x), tf.constant(x))
+        log.clear()
+        step(tf.constant(x), tf.constant(x))
+        order = model._pipeline.schedule.order
+        for device in sorted(set(devices)):
+            stages = {
+                stage.index
+                for stage in model.stages
+                if stage.device.endswith(device)
+            }
+            self.assertEqual(
+                [str(task) for task in order if task.stage in stages],
+                [text for text in log if int(text[1]) in stages],
+            )
