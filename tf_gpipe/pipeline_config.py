@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from tf_gpipe import batch_norm
 from tf_gpipe import placement
 from tf_gpipe import remat
 from tf_gpipe import schedule as schedules
+from tf_gpipe.partition import costs
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.schedule import Schedule
 
@@ -28,7 +30,7 @@ class PipelineConfig:
 
     num_stages: int | None
     num_micro_batches: int | None
-    balance: str | Sequence[int]
+    balance: str | Callable | Sequence[int]
     schedule: str | Schedule
     remat: str
     devices: Sequence[str] | None
@@ -49,7 +51,11 @@ class PipelineConfig:
             )
         else:
             schedules.get(self.schedule, 1, 1)
-        if self.balance != "parameters":
+        if isinstance(self.balance, str) or not isinstance(
+            self.balance, Iterable
+        ):
+            costs.check(self.balance)
+        else:
             self.balance = _counts(self.balance)
             self.num_stages = self.num_stages or len(self.balance)
             if self.num_stages != len(self.balance):
@@ -101,7 +107,7 @@ class PipelineConfig:
                 f"Received: num_stages={num_stages}, {len(layers)} layers"
             )
         balance = self.balance
-        if not isinstance(balance, str) and sum(balance) != len(layers):
+        if isinstance(balance, list) and sum(balance) != len(layers):
             raise ValueError(
                 "`balance` must place every layer: its counts must sum to "
                 f"{len(layers)}, the number of layers. Received: "
@@ -132,15 +138,28 @@ class ResolvedConfig:
     """The arguments of a pipeline, with nothing left open."""
 
     schedule: Schedule
-    balance: str | Sequence[int]
+    balance: Any
     remat: str
     devices: list[str]
 
-    def layer_counts(self, layers: Sequence[keras.Layer]) -> Sequence[int]:
-        """Returns the number of layers of each stage, for built layers."""
-        if not isinstance(self.balance, str):
+    def layer_counts(
+        self, layers: Sequence[keras.Layer], inputs: Any
+    ) -> list[int]:
+        """Returns the number of layers of each stage.
+
+        Args:
+            layers: List of built layers.
+            inputs: Nested structure of `KerasTensor`s, what the first layer
+                is called on.
+        """
+        if isinstance(self.balance, list):
             return self.balance
-        return split(_parameter_counts(layers), self.schedule.num_stages)
+        return split(
+            costs.of_layers(
+                self.balance, layers, inputs, self.devices[0], self.remat
+            ),
+            self.schedule.num_stages,
+        )
 
 
 def _count(name: str, value: Any) -> int | None:
@@ -153,12 +172,7 @@ def _count(name: str, value: Any) -> int | None:
     return int(value)
 
 
-def _counts(balance: Any) -> list[int]:
-    if isinstance(balance, str) or not isinstance(balance, Iterable):
-        raise ValueError(
-            "`balance` must be 'parameters' or a list of layer counts. "
-            f"Received: balance={balance!r}"
-        )
+def _counts(balance: Iterable) -> list[int]:
     counts = list(balance)
     if not all(map(_is_positive_integer, counts)):
         raise ValueError(
@@ -174,14 +188,3 @@ def _is_positive_integer(value: Any) -> bool:
         and not isinstance(value, bool)
         and int(value) >= 1
     )
-
-
-def _parameter_counts(layers: Sequence[keras.Layer]) -> list[int]:
-    """Returns the parameters of each layer; shared ones count where first."""
-    seen: set[int] = set()
-    counts = []
-    for layer in layers:
-        new = {id(w): w for w in layer.weights if id(w) not in seen}
-        seen.update(new)
-        counts.append(sum(int(w.shape.num_elements()) for w in new.values()))
-    return counts

@@ -1,13 +1,16 @@
 """`PipelinedSequential`, a `keras.Sequential` trained as a pipeline."""
 
+import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
 
+from tf_gpipe import abstract
 from tf_gpipe import placement
+from tf_gpipe import slots
 from tf_gpipe import state
 from tf_gpipe.engine import Pipeline
 from tf_gpipe.pipeline_config import PipelineConfig
@@ -40,19 +43,28 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             one a layer.
         num_micro_batches: Integer M. Batches need not be divisible by it.
             Defaults to `4 * num_stages`, the paper's rule for a small bubble.
-        balance: List of K layer counts; or `"parameters"`, for stages of
-            nearly equal numbers of parameters. Defaults to `"parameters"`.
+        balance: List of K layer counts; or what stages shall have in nearly
+            equal parts: `"parameters"`; `"flops"`, operations of the forward
+            pass; `"time"`, measured on the first device when the model is
+            built; `"memory"`, for weights and for what is kept for the
+            backward pass; or a function `cost(layer, input_shape)` that
+            returns a number. Costs are those of a batch of one row, if the
+            `Input` gives no batch size. Defaults to `"parameters"`.
         schedule: `"1f1b"` (one forward, one backward), `"gpipe"` (all
-            forward, then all backward), or a `tf_gpipe.Schedule`. Both need
-            the same time; `"1f1b"` holds fewer activations, `"gpipe"` accepts
-            losses that need the whole mini-batch. Defaults to `"1f1b"`.
+            forward, then all backward), `"interleaved"` (as 1F1B, stage s on
+            device s modulo the number of `devices`, so that `num_stages` is a
+            multiple of it), or a `tf_gpipe.Schedule`. `"1f1b"` holds fewer
+            activations than `"gpipe"`, which accepts losses that need the
+            whole mini-batch; `"interleaved"` has the smallest bubble.
+            Defaults to `"1f1b"`.
         remat: Which micro-batches keep only the input of each stage and
             compute the activations again for the backward pass: `"always"`,
             `"except_last"` (all but the last one) or `"never"`. Defaults to
             `"always"`.
         devices: List of TensorFlow device strings, one a stage, repeated
-            where stages share a device. Defaults to the visible accelerators
-            in order (CPUs where there are none).
+            where stages share a device; with `"interleaved"` and schedules of
+            your own, one for each of the schedule's devices. Defaults to the
+            visible accelerators in order (CPUs where there are none).
         trainable: Boolean, whether the layers are trainable.
         name: String.
 
@@ -82,7 +94,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
         *,
         num_stages: int | None = None,
         num_micro_batches: int | None = None,
-        balance: str | Sequence[int] = "parameters",
+        balance: str | Callable | Sequence[int] = "parameters",
         schedule: str | Schedule = "1f1b",
         remat: str = "always",
         devices: Sequence[str] | None = None,
@@ -149,7 +161,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             self._config.resolve(self.layers)
         # Abstractly: weights get their values where their stage is, and a
         # model too large for one device is never on one.
-        with keras.StatelessScope(initialize_variables=False):
+        with abstract.no_values():
             try:
                 super().build(input_shape)
             except Exception as e:
@@ -158,7 +170,42 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
                     self._name_layer(e, first.output)
                 raise
         if self._functional is not None:
-            self._place()
+            self._place(self._functional.input)
+
+    def rebalance(self, balance: Any = "time") -> None:
+        """Cuts a built model into stages anew.
+
+        Weights and optimizer state move to the devices of their new stages,
+        with the values that they have. Functions that `fit`, `evaluate` and
+        `predict` have traced are traced again; a `tf.function` of your own
+        that calls the model must be made again.
+
+        Args:
+            balance: As the argument of the class.
+
+        Raises:
+            ValueError: If `balance` is not valid, or the model has not been
+                built.
+        """
+        pipeline = self._built_pipeline()
+        num_stages = pipeline.schedule.num_stages
+        config = dataclasses.replace(
+            self._config, balance=balance, num_stages=num_stages
+        )
+        config.resolve(self.layers)
+        self._config = config
+        self._place(self._inputs)
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and optimizer.built:
+            weights = self.trainable_variables
+            for weight, own in zip(
+                weights, slots.of_optimizer(optimizer, weights), strict=True
+            ):
+                for slot in own:
+                    placement.place(slot, weight.value.device)
+        self.train_function = None
+        self.test_function = None
+        self.predict_function = None
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
         if self._pipeline is None:
@@ -206,6 +253,13 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
     def get_config(self):
         config = super().get_config()
         config.update(self._config.to_dict())
+        if callable(config["balance"]):
+            # A function need not be there when the model is loaded.
+            config["balance"] = (
+                [len(stage.layers) for stage in self._pipeline.stages]
+                if self._pipeline is not None
+                else "parameters"
+            )
         return config
 
     @classmethod
@@ -236,11 +290,12 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             return
         super()._maybe_rebuild()
 
-    def _place(self) -> None:
+    def _place(self, inputs: Any) -> None:
         """Forms the stages and puts the weights on their devices."""
         layers = self.layers
+        self._inputs = inputs
         config = self._config.resolve(layers)
-        counts = config.layer_counts(layers)
+        counts = config.layer_counts(layers, inputs)
         stages: list[Stage] = []
         for k, device in enumerate(config.devices):
             first = sum(counts[:k])
@@ -249,9 +304,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             )
             for variable in stages[k].owned:
                 placement.place(variable, device)
-        _forget_uninitialized(
-            {id(v) for stage in stages for v in stage.variables}
-        )
+        abstract.forget(v for stage in stages for v in stage.variables)
         self._pipeline = Pipeline(
             tuple(stages),
             config.schedule,
@@ -277,15 +330,13 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
                 ),
                 inputs,
             )
-            with keras.StatelessScope(initialize_variables=False):
-                first = x
+            with abstract.no_values():
                 try:
-                    for layer in self.layers:
-                        x = layer(x)
+                    abstract.call(self.layers, x)
                 except Exception as e:
-                    self._name_layer(e, first)
+                    self._name_layer(e, x)
                     raise
-            self._place()
+            self._place(x)
         self.built = True
 
     def _name_layer(self, error: Exception, x: Any) -> None:
@@ -294,13 +345,13 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
         Found by going through the layers once more.
         """
         config = self._config.resolve(self.layers)
-        # Before it is built, balance="parameters" leaves the stage open.
-        stages = [
-            f"stage {k} on {device}"
-            for k, device in enumerate(config.devices)
-            if not isinstance(config.balance, str)
-            for _ in range(config.balance[k])
-        ] or ["a stage not yet known"] * len(self.layers)
+        stages = ["a stage not yet known"] * len(self.layers)
+        if isinstance(config.balance, list):
+            stages = [
+                f"stage {k} on {device}"
+                for k, device in enumerate(config.devices)
+                for _ in range(config.balance[k])
+            ]
         for layer, stage in zip(self.layers, stages, strict=True):
             inputs = x
             try:
@@ -332,12 +383,3 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             if mask is not None:
                 x._keras_mask = mask
         return self._built_pipeline(), x
-
-
-def _forget_uninitialized(ids: set[int]) -> None:
-    """Takes variables that have values from Keras's list of those without."""
-    key = "uninitialized_variables"
-    waiting = global_state.get_global_attribute(key, [])
-    global_state.set_global_attribute(
-        key, [v for v in waiting if id(v) not in ids]
-    )

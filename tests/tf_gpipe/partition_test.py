@@ -1,6 +1,7 @@
 """The contiguous split, compared with trying every split."""
 
 import itertools
+import time
 
 import numpy as np
 from absl.testing import absltest
@@ -22,6 +23,21 @@ def brute_force(costs, num_parts):
     return best
 
 
+def parts_of(costs, sizes):
+    bounds = np.cumsum([0, *sizes])
+    return [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def histogram_split(costs, num_parts):
+    """Cuts as Lingvo does: where the running total passes k / K."""
+    totals = np.cumsum(costs)
+    cuts = [
+        int(np.argmax(totals >= totals[-1] * k / num_parts)) + 1
+        for k in range(1, num_parts)
+    ]
+    return np.diff([0, *cuts, len(costs)]).tolist()
+
+
 class ContiguousTest(parameterized.TestCase):
     def test_examples(self):
         self.assertEqual(contiguous.split([1, 2, 3, 4, 5, 6], 2), [4, 2])
@@ -35,14 +51,37 @@ class ContiguousTest(parameterized.TestCase):
         self.assertLen(sizes, num_parts)
         self.assertEqual(sum(sizes), len(costs))
         self.assertGreater(min(sizes), 0)
-        bounds = np.cumsum([0, *sizes])
-        parts = [
-            sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)
-        ]
+        parts = parts_of(costs, sizes)
         self.assertEqual(
             (max(parts), sum(part * part for part in parts)),
             brute_force(costs, num_parts),
         )
+
+    @parameterized.parameters(
+        (size, num_parts) for size in range(1, 10) for num_parts in range(1, 5)
+    )
+    def test_is_optimal_for_any_size(self, size, num_parts):
+        num_parts = min(num_parts, size)
+        random = np.random.default_rng([size, num_parts])
+        for costs in (random.uniform(0, 1, size), random.pareto(1, size)):
+            parts = parts_of(costs, contiguous.split(costs, num_parts))
+            np.testing.assert_allclose(
+                (max(parts), sum(part * part for part in parts)),
+                brute_force(costs, num_parts),
+                rtol=1e-9,
+            )
+
+    def test_beats_the_histogram(self):
+        costs = [2, 2, 5, 1]
+        self.assertEqual(parts_of(costs, histogram_split(costs, 2)), [9, 1])
+        self.assertEqual(parts_of(costs, contiguous.split(costs, 2)), [4, 6])
+
+    def test_is_fast(self):
+        costs = np.random.default_rng(0).uniform(0, 1, 2000).tolist()
+        start = time.perf_counter()
+        sizes = contiguous.split(costs, 128)
+        self.assertLess(time.perf_counter() - start, 1)
+        self.assertEqual((len(sizes), sum(sizes)), (128, 2000))
 
 
 if __name__ == "__main__":

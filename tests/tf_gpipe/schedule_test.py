@@ -14,7 +14,7 @@ def clock(plan):
     rows = [[] for _ in range(plan.num_stages)]
     ends = {}
     for task in plan.order:
-        needs = [ends[need] for need in plan._needs(task)]
+        needs = [ends[need] for need in plan.needs(task)]
         start = max([len(rows[task.stage]), *needs])
         row = rows[task.stage]
         row += [" ."] * (start - len(row)) + [f"{task.kind}{task.micro_batch}"]
@@ -88,6 +88,69 @@ class ScheduleTest(parameterized.TestCase):
                 held += 1 if task.kind == "F" else -1
                 most = max(most, held)
             self.assertEqual(most, min(4 - k, 7))
+
+    @parameterized.parameters(
+        (
+            2,
+            "F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1",
+            "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1",
+        ),
+        (
+            4,
+            "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 "
+            "F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
+            "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 "
+            "F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
+        ),
+    )
+    def test_interleaved(self, num_micro_batches, *rows):
+        plan = schedule.interleaved(4, num_micro_batches, num_devices=2)
+        self.assertEqual(str(plan).splitlines(), list(rows))
+
+    @parameterized.product(
+        num_devices=(1, 2, 3, 4), chunks=(2, 3), groups=(1, 2, 4)
+    )
+    def test_interleaved_warm_up(self, num_devices, chunks, groups):
+        plan = schedule.interleaved(
+            chunks * num_devices, groups * num_devices, num_devices
+        )
+        for rank, row in enumerate(plan.tasks):
+            # As in Megatron-LM, whose steady state starts with one more
+            # forward pass where one is left.
+            warm_up = (chunks - 1) * num_devices + 2 * (num_devices - rank - 1)
+            forwards = [task.kind for task in row].index("B")
+            self.assertEqual(forwards, min(warm_up + 1, len(row) // 2))
+
+    @parameterized.parameters(
+        (5, 4, 2, "`num_stages` .*num_stages=5, 2 devices"),
+        (4, 3, 2, "`num_micro_batches` .*num_micro_batches=3, 2 devices"),
+    )
+    def test_interleaved_refuses(
+        self, num_stages, num_micro_batches, num_devices, message
+    ):
+        for make in (
+            schedule.interleaved,
+            lambda *args: schedule.get("interleaved", *args),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                make(num_stages, num_micro_batches, num_devices)
+
+    def test_devices(self):
+        self.assertEqual(schedule.gpipe(3, 2).devices, [0, 1, 2])
+        plan = schedule.interleaved(6, 2, num_devices=2)
+        self.assertEqual(plan.devices, [0, 1, 0, 1, 0, 1])
+        plan = schedule.Schedule([["F1.0", "B1.0"], ["F0.0", "B0.0"]])
+        self.assertEqual(plan.devices, [1, 0])
+
+    def test_get_with_devices(self):
+        plan = schedule.get("interleaved", 4, 4, num_devices=2)
+        self.assertEqual(plan.tasks, schedule.interleaved(4, 4, 2).tasks)
+        self.assertEqual(plan.name, "interleaved")
+        plan = schedule.get("interleaved", 4, 4)
+        self.assertEqual(plan.tasks, schedule.one_f_one_b(4, 4).tasks)
+        for name in ("1f1b", "gpipe"):
+            plan = schedule.get(name, 4, 4, num_devices=2)
+            self.assertEqual(plan.devices, [0, 1, 2, 3])
 
     @parameterized.parameters(
         ([["F0.0"]], "lacks B0.0"),

@@ -13,8 +13,8 @@ def split(costs: Sequence[float], num_parts: int) -> list[int]:
 
     Of all cuts into non-empty parts, one whose largest part is smallest and,
     among those, whose parts vary least (the sum of squares is smallest, which
-    is the paper's smallest variance, since the mean is fixed). Two dynamic
-    programmes over prefixes, O(n^2 K) in NumPy.
+    is the paper's smallest variance, since the mean is fixed). Bisection
+    finds the largest part, a dynamic programme over prefixes the rest.
 
     Args:
         costs: Sequence of n non-negative numbers.
@@ -28,40 +28,57 @@ def split(costs: Sequence[float], num_parts: int) -> list[int]:
     >>> split([1, 2, 3, 4, 5, 6], 2)
     [4, 2]
     """
-    largest = _programme(costs, num_parts, np.maximum, lambda cost: cost)
+    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
+    n = len(costs)
     # Rounding in the sums must not forbid the very split that attains it.
-    limit = largest.value * (1 + 1e-9)
-    squares = _programme(
-        costs,
-        num_parts,
-        np.add,
-        lambda cost: np.where(cost <= limit, cost * cost, np.inf),
-    )
-    return squares.sizes
+    limit = _smallest_limit(prefix, num_parts) * (1 + 1e-9)
+    # A part that ends before item i starts at item first[i] or later.
+    first = np.searchsorted(prefix, prefix - limit)
+    ends = np.arange(n + 1)
+    width = int(np.max(ends - first))
+    starts = ends[:, None] - np.arange(width, 0, -1)
+    allowed = starts >= first[:, None]
+    starts = np.maximum(starts, 0)
+    squares = np.where(allowed, (prefix[:, None] - prefix[starts]) ** 2, np.inf)
+    best = np.full(n + 1, np.inf)
+    best[0] = 0.0
+    choices = []
+    for _ in range(num_parts):
+        values = best[starts] + squares
+        column = np.argmin(values, axis=1)
+        best = values[ends, column]
+        choices.append(starts[ends, column])
+    sizes: list[int] = []
+    end = n
+    for choice in reversed(choices):
+        sizes.insert(0, end - int(choice[end]))
+        end = int(choice[end])
+    return sizes
 
 
-class _programme:
-    """Minimises `combine` of `measure(part cost)` over contiguous parts."""
+def _smallest_limit(prefix: np.ndarray, num_parts: int) -> float:
+    """Returns the smallest largest part of any split."""
+    n = len(prefix) - 1
 
-    def __init__(self, costs, num_parts, combine, measure):
-        prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
-        n = len(costs)
-        # best[i]: the best value for the first i items in the parts so far.
-        best = np.full(n + 1, np.inf)
-        best[0] = 0.0
-        choices = []
+    def largest(limit: float) -> float | None:
+        """Returns the largest part where each is as full as `limit` lets."""
+        start, most = 0, 0.0
         for _ in range(num_parts):
-            following = np.full(n + 1, np.inf)
-            choice = np.zeros(n + 1, int)
-            for i in range(1, n + 1):
-                value = combine(best[:i], measure(prefix[i] - prefix[:i]))
-                choice[i] = int(np.argmin(value))
-                following[i] = value[choice[i]]
-            best = following
-            choices.append(choice)
-        self.value = best[n]
-        self.sizes: list[int] = []
-        end = n
-        for choice in reversed(choices):
-            self.sizes.insert(0, end - int(choice[end]))
-            end = int(choice[end])
+            end = int(np.searchsorted(prefix, prefix[start] + limit, "right"))
+            end = max(end - 1, start)
+            most = max(most, float(prefix[end] - prefix[start]))
+            start = end
+            if start == n:
+                return most
+        return None
+
+    low = max(float(np.max(np.diff(prefix))), float(prefix[-1]) / num_parts)
+    low, high = low * (1 - 1e-12), float(prefix[-1])
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        found = largest(middle)
+        if found is None:
+            low = middle
+        else:
+            high = min(found, middle)
+    return high

@@ -32,6 +32,11 @@ _FREE = frozenset(
 _REDUCTIONS = frozenset("Sum Mean Prod Max Min All Any L2Loss".split())
 
 
+_POOL_GRADIENTS = frozenset(
+    "MaxPoolGrad AvgPoolGrad MaxPool3DGrad AvgPool3DGrad".split()
+)
+
+
 class UncountableError(ValueError):
     """A graph whose operations cannot be counted before it runs."""
 
@@ -72,9 +77,9 @@ def _count(op: tf.Operation) -> int:
     if kind.startswith("FusedBatchNorm"):
         # Mean 1, variance 3 (subtract, square, add), normalisation 4.
         return (8 if op.get_attr("is_training") else 4) * _size(op.outputs[0])
-    if kind in ("MaxPool", "AvgPool"):
+    if kind in ("MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D"):
         return _size(op.outputs[0]) * math.prod(op.get_attr("ksize"))
-    if kind in ("MaxPoolGrad", "AvgPoolGrad"):
+    if kind in _POOL_GRADIENTS:
         return _size(op.inputs[-1]) * math.prod(op.get_attr("ksize"))
     if kind in ("Softmax", "LogSoftmax"):
         # Maximum, subtraction, exponential, sum, division.
@@ -140,6 +145,11 @@ def _filter_shape(op: tf.Operation, i: int) -> list[int]:
 
 
 def _loop(op: tf.Operation) -> int:
+    return iterations(op) * _count_function(op, op.get_attr("body").name)
+
+
+def iterations(op: tf.Operation) -> int:
+    """Returns how often a loop runs."""
     # TensorFlow's while loops count in their first variable, and carry the
     # most that they may run in the second.
     limit = op.inputs[1]
@@ -150,7 +160,7 @@ def _loop(op: tf.Operation) -> int:
         raise UncountableError(
             f"how often the loop '{op.name}' runs is not known"
         )
-    return int(limit) * _count_function(op, op.get_attr("body").name)
+    return int(limit)
 
 
 def _count_function(op: tf.Operation, name: str) -> int:

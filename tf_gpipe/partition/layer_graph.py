@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,14 @@ _ALIASES = frozenset(
     """Identity IdentityN Reshape Squeeze ExpandDims StopGradient
     PreventGradient EnsureShape""".split()
 )
+_BODIES = {
+    "PartitionedCall": "f",
+    "StatefulPartitionedCall": "f",
+    "StatelessWhile": "body",
+    "While": "body",
+}
+# Which need no more of their inputs.
+_SHAPES = frozenset("Shape ShapeN Size Rank".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +36,11 @@ class LayerGraph:
         forward_flops: Integer, floating-point operations of the forward pass.
         backward_flops: Integer, those of the gradient by inputs and weights.
         stored_bytes: Integer, what the forward pass keeps for the backward
-            pass beside the layer's inputs and weights.
+            pass beside the layer's inputs, outputs and weights.
         keeps_inputs: Boolean, whether the backward pass needs the inputs.
+        keeps_outputs: Boolean, whether it needs the outputs.
         output_bytes: Integer, the size of the outputs.
+        largest_bytes: Integer, the size of the largest tensor in between.
     """
 
     outputs: Any
@@ -36,7 +48,9 @@ class LayerGraph:
     backward_flops: int
     stored_bytes: int
     keeps_inputs: bool
+    keeps_outputs: bool
     output_bytes: int
+    largest_bytes: int
 
 
 def trace(layers: Sequence[keras.Layer], inputs: Any) -> list[LayerGraph]:
@@ -76,61 +90,70 @@ def trace(layers: Sequence[keras.Layer], inputs: Any) -> list[LayerGraph]:
 
 def size_in_bytes(tensors: Any) -> int:
     """Returns the size of the tensors in a nested structure."""
-    return sum(_bytes(x) for x in keras.tree.flatten(tensors) if x is not None)
+    return sum(
+        math.prod(n or 1 for n in x.shape) * tf.as_dtype(x.dtype).size
+        for x in keras.tree.flatten(tensors)
+        if x is not None
+    )
 
 
-def _trace(layer: keras.Layer, inputs: Any) -> LayerGraph:
+def forward_and_backward(layer: keras.Layer) -> Callable:
+    """Returns a function that runs a layer on given values of its variables.
+
+    It takes a nested structure of inputs and a list of values for
+    `layer.variables`, and returns the outputs, and the gradients of their sum
+    by the inputs and the weights. The layer's own variables stay as they are.
+    """
     variables = layer.variables
     trainable = {id(v) for v in layer.trainable_variables}
-    outputs: Any = None
-    forward_ops: list[tf.Operation] = []
 
-    def run(xs, values):
-        nonlocal outputs, forward_ops
-        graph = tf.compat.v1.get_default_graph()
-        before = set(graph.get_operations())
-        sources = [x for x in keras.tree.flatten(xs) if x.dtype.is_floating] + [
-            value
-            for v, value in zip(variables, values, strict=True)
-            if id(v) in trainable
-        ]
+    def run(inputs: Any, values: list) -> tuple[Any, list]:
         mapping = list(zip(variables, values, strict=True))
+        sources = [x for x in keras.tree.flatten(inputs) if x.dtype.is_floating]
+        sources += [x for v, x in mapping if id(v) in trainable]
         with tf.GradientTape() as tape:
             tape.watch(sources)
-            with keras.StatelessScope(mapping, collect_losses=True):
+            with keras.StatelessScope(
+                mapping, collect_losses=True, initialize_variables=False
+            ):
                 if layer._call_has_training_arg:
-                    outputs = layer(xs, training=True)
+                    outputs = layer(inputs, training=True)
                 else:
-                    outputs = layer(xs)
+                    outputs = layer(inputs)
             targets = [
                 x for x in keras.tree.flatten(outputs) if x.dtype.is_floating
             ]
-        forward_ops = [x for x in graph.get_operations() if x not in before]
-        return tape.gradient(
-            targets,
-            sources,
-            output_gradients=[
-                tf.compat.v1.placeholder(x.dtype, x.shape) for x in targets
-            ],
-        )
+        return outputs, tape.gradient(targets, sources)
+
+    return run
+
+
+def _trace(layer: keras.Layer, inputs: Any) -> LayerGraph:
+    outputs: Any = None
+    run = forward_and_backward(layer)
+
+    def gradients(*args):
+        nonlocal outputs
+        outputs, found = run(*args)
+        return found
 
     specs = keras.tree.map_structure(
         lambda x: tf.TensorSpec(x.shape, x.dtype), inputs
     )
-    values = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
-    concrete = tf.function(run, autograph=False).get_concrete_function(
-        specs, values
+    values = [tf.TensorSpec(v.shape, v.dtype) for v in layer.variables]
+    graph = (
+        tf.function(gradients, autograph=False)
+        .get_concrete_function(specs, values)
+        .graph
     )
-    graph = concrete.graph
-    given = keras.tree.flatten(inputs)
-    stored, kept_inputs = _stored(
-        forward_ops,
-        _needed(graph, forward_ops),
-        {x.name for x in graph.inputs[: len(given)]},
-        {x.name for x in graph.inputs[len(given) :]},
-    )
+    forward_ops = _before([x.op for x in keras.tree.flatten(outputs)])
     done = set(forward_ops)
-    backward_ops = [x for x in _needed(graph, forward_ops) if x not in done]
+    needed = _before([x.op for x in graph.outputs])
+    kept = _kept(needed, done)
+    num_inputs = len(keras.tree.flatten(inputs))
+    of_inputs = {x.name for x in graph.inputs[:num_inputs]}
+    of_weights = {x.name for x in graph.inputs[num_inputs:]}
+    of_outputs = {_root(x).name for x in keras.tree.flatten(outputs)}
     return LayerGraph(
         outputs=keras.tree.map_structure(
             lambda x: keras.KerasTensor(
@@ -139,83 +162,110 @@ def _trace(layer: keras.Layer, inputs: Any) -> LayerGraph:
             outputs,
         ),
         forward_flops=flops.count(forward_ops),
-        backward_flops=flops.count(backward_ops),
-        stored_bytes=stored,
-        keeps_inputs=kept_inputs,
+        backward_flops=flops.count(x for x in needed if x not in done),
+        stored_bytes=sum(
+            _kept_bytes(x)
+            for name, x in kept.items()
+            if name not in of_inputs | of_outputs | of_weights
+        ),
+        keeps_inputs=not of_inputs.isdisjoint(kept),
+        keeps_outputs=not of_outputs.isdisjoint(kept),
         output_bytes=size_in_bytes(outputs),
+        largest_bytes=max(
+            (
+                size_in_bytes(x)
+                for op in forward_ops
+                for x in op.outputs
+                if x.dtype.is_floating and None not in x.shape.as_list()
+            ),
+            default=0,
+        ),
     )
 
 
-def _needed(
-    graph: tf.Graph, forward_ops: Sequence[tf.Operation]
-) -> list[tf.Operation]:
-    """Returns the operations that the gradients need, of all that is traced.
+def _before(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Returns operations with all that they need.
 
-    TensorFlow drops the rest from the graph.
+    Whatever else is in the graph, TensorFlow drops.
     """
-    waiting = [x.op for x in graph.outputs]
+    waiting = list(operations)
     found: dict[tf.Operation, None] = {}
     while waiting:
         op = waiting.pop()
-        if op in found:
-            continue
-        found[op] = None
-        waiting += [x.op for x in op.inputs]
-        waiting += op.control_inputs
+        if op not in found:
+            found[op] = None
+            waiting += [x.op for x in op.inputs]
+            waiting += op.control_inputs
     return list(found)
 
 
-def _stored(
-    forward_ops: Sequence[tf.Operation],
-    needed: Sequence[tf.Operation],
-    inputs: set[str],
-    weights: set[str],
-) -> tuple[int, bool]:
-    """Returns the bytes that wait for the backward pass, and if inputs do."""
-    forward = set(forward_ops)
+def _kept(
+    needed: Sequence[tf.Operation], forward_ops: set[tf.Operation]
+) -> dict[str, tf.Tensor]:
+    """Returns what the backward pass takes from the forward pass, by name."""
     kept: dict[str, tf.Tensor] = {}
     for op in needed:
-        if op in forward:
-            continue
-        if op.type in ("Shape", "ShapeN", "Size", "Rank"):
-            continue
-        for x in op.inputs:
-            if x.op in forward or x.name in inputs:
-                root = _root(x)
-                kept[root.name] = root
-    keeps_inputs = any(name in inputs for name in kept)
-    return (
-        sum(
-            _bytes(x)
-            for name, x in kept.items()
-            if name not in inputs and name not in weights
-        ),
-        keeps_inputs,
-    )
+        if op not in forward_ops and op.type not in _SHAPES:
+            for x in op.inputs:
+                if x.op in forward_ops or x.op.type == "Placeholder":
+                    root = _root(x)
+                    kept[root.name] = root
+    return kept
 
 
 def _root(x: tf.Tensor) -> tf.Tensor:
     """Returns the tensor whose memory `x` shares."""
-    while x.op.type in _ALIASES:
-        x = x.op.inputs[x.value_index if x.op.type == "IdentityN" else 0]
+    while (source := _source(x)) is not None:
+        x = source
     return x
 
 
-def _bytes(x: Any) -> int:
-    dtype = tf.as_dtype(x.dtype)
-    count = 1
-    for n in x.shape:
-        count *= n if n is not None else 1
-    return count * dtype.size
+def _source(x: tf.Tensor) -> tf.Tensor | None:
+    """Returns the input of `x`'s operation that is `x`, if one is."""
+    op = x.op
+    if op.type in _ALIASES:
+        return op.inputs[x.value_index if op.type == "IdentityN" else 0]
+    # Functions return what their gradients need, even what they are given.
+    attribute = _BODIES.get(op.type)
+    if attribute is None:
+        return None
+    name = op.get_attr(attribute).name
+    body = op.graph._get_function(name).graph
+    root = _root(body.outputs[x.value_index])
+    for i, given in enumerate(body.inputs):
+        # A loop's variable is its start only if no step changes it.
+        if root is given and (attribute == "f" or i == x.value_index):
+            return op.inputs[i]
+    return None
+
+
+def _kept_bytes(x: tf.Tensor) -> int:
+    """Returns the size of a tensor, or of a loop's list with one a step."""
+    if x.dtype != tf.variant or x.op.type not in ("While", "StatelessWhile"):
+        return size_in_bytes(x)
+    start = x.op.inputs[x.value_index]
+    if start.op.type not in ("EmptyTensorList", "TensorListReserve"):
+        return 0
+    body = x.op.graph._get_function(x.op.get_attr("body").name).graph
+    push = body.outputs[x.value_index].op
+    if push.type == "Identity":
+        push = push.inputs[0].op
+    element = push.inputs[-1]
+    return flops.iterations(x.op) * size_in_bytes(element)
 
 
 def _key(layer: keras.Layer, inputs: Any) -> str:
     """Returns what decides a layer's costs: all but its names."""
-    config = keras.saving.serialize_keras_object(layer)
+    try:
+        config = keras.saving.serialize_keras_object(layer)
+    except Exception:  # whatever a layer's `get_config` raises
+        config = id(layer)
     structure = keras.tree.map_structure(
         lambda x: f"{x.dtype}{tuple(x.shape)}", inputs
     )
-    return json.dumps([_without_names(config), structure], default=str)
+    return json.dumps(
+        [id(type(layer)), _without_names(config), structure], default=str
+    )
 
 
 def _without_names(config: Any) -> Any:

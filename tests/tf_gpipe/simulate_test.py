@@ -1,0 +1,202 @@
+"""Simulated schedules, compared with formulas and with work on paper."""
+
+import subprocess
+import sys
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+import tf_gpipe
+from tf_gpipe import schedule
+from tf_gpipe.simulate import simulate
+
+
+def written(simulation):
+    """Writes the spans of each device as `task start-end`."""
+    rows = [[] for _ in simulation.busy]
+    for span in simulation.spans:
+        rows[span.device].append(f"{span.task} {span.start:g}-{span.end:g}")
+    return rows
+
+
+def recomputed(simulation):
+    return [str(s.task) for s in simulation.spans if s.task.kind == "R"]
+
+
+class SimulateTest(parameterized.TestCase):
+    @parameterized.product(
+        name=("gpipe", "1f1b"),
+        num_stages=(1, 2, 3, 4, 8),
+        num_micro_batches=(1, 2, 4, 7, 32),
+        recompute=(0, 1),
+    )
+    def test_bubble(self, name, num_stages, num_micro_batches, recompute):
+        result = simulate(
+            schedule.get(name, num_stages, num_micro_batches),
+            recompute=recompute,
+        )
+        slots = num_micro_batches + num_stages - 1
+        self.assertEqual(result.makespan, (3 + recompute) * slots)
+        # Whole numbers: a product is exact where a quotient is rounded.
+        self.assertEqual(
+            sum(result.idle) * slots,
+            (num_stages - 1) * num_stages * result.makespan,
+        )
+        self.assertEqual(result.bubble, round((num_stages - 1) / slots, 12))
+
+    @parameterized.product(
+        num_stages=(1, 2, 3, 4, 8), num_micro_batches=(1, 2, 4, 7, 32)
+    )
+    def test_peak_micro_batches(self, num_stages, num_micro_batches):
+        gpipe = schedule.gpipe(num_stages, num_micro_batches)
+        self.assertEqual(
+            simulate(gpipe).peak_micro_batches,
+            [num_micro_batches] * num_stages,
+        )
+        one_f_one_b = schedule.one_f_one_b(num_stages, num_micro_batches)
+        self.assertEqual(
+            simulate(one_f_one_b).peak_micro_batches,
+            [min(num_stages - k, num_micro_batches) for k in range(num_stages)],
+        )
+
+    @parameterized.product(
+        num_devices=(1, 2, 3, 4), chunks=(1, 2, 3), groups=(1, 2, 5)
+    )
+    def test_interleaved(self, num_devices, chunks, groups):
+        num_micro_batches = groups * num_devices
+        plan = schedule.interleaved(
+            chunks * num_devices, num_micro_batches, num_devices
+        )
+        result = simulate(plan)
+        slots = chunks * num_micro_batches + num_devices - 1
+        self.assertEqual(result.makespan, 3 * slots)
+        self.assertEqual(result.bubble, round((num_devices - 1) / slots, 12))
+        if chunks == 1:
+            same = schedule.one_f_one_b(num_devices, num_micro_batches)
+            self.assertEqual(plan.tasks, same.tasks)
+
+    def test_example(self):
+        result = simulate(
+            schedule.gpipe(2, 2),
+            forward=[1, 2],
+            backward=[2, 3],
+            recompute=[0.5, 1],
+            transfer=0.25,
+        )
+        self.assertEqual(
+            written(result),
+            [
+                [
+                    "F0.0 0-1",
+                    "F0.1 1-2",
+                    "R0.1 9.5-10",
+                    "B0.1 10-12",
+                    "R0.0 13.5-14",
+                    "B0.0 14-16",
+                ],
+                [
+                    "F1.0 1.25-3.25",
+                    "F1.1 3.25-5.25",
+                    "R1.1 5.25-6.25",
+                    "B1.1 6.25-9.25",
+                    "R1.0 9.25-10.25",
+                    "B1.0 10.25-13.25",
+                ],
+            ],
+        )
+        self.assertEqual(result.makespan, 16)
+        self.assertEqual(result.busy, [7, 12])
+        self.assertEqual(result.idle, [9, 4])
+        self.assertEqual(result.bubble, 13 / 32)
+
+    def test_each_boundary_has_its_transfer(self):
+        result = simulate(
+            schedule.one_f_one_b(3, 1), forward=1, backward=1, transfer=[1, 4]
+        )
+        self.assertEqual(
+            written(result),
+            [
+                ["F0.0 0-1", "B0.0 15-16"],
+                ["F1.0 2-3", "B1.0 13-14"],
+                ["F2.0 7-8", "B2.0 8-9"],
+            ],
+        )
+
+    def test_no_transfer_within_a_device(self):
+        plan = schedule.interleaved(4, 2, 1)
+        self.assertEqual(simulate(plan, transfer=9).makespan, 24)
+        self.assertEqual(simulate(plan, transfer=9).bubble, 0)
+
+    @parameterized.parameters(
+        ("always", ["R0.0", "R0.1", "R0.2"], 12),
+        ("except_last", ["R0.0", "R0.1"], 11),
+        ("never", [], 9),
+    )
+    def test_remat(self, remat, tasks, busy):
+        result = simulate(schedule.one_f_one_b(1, 3), recompute=1, remat=remat)
+        self.assertEqual(recomputed(result), tasks)
+        self.assertEqual(result.busy, [busy])
+
+    def test_no_span_without_recomputation(self):
+        self.assertEmpty(recomputed(simulate(schedule.gpipe(2, 2))))
+
+    @parameterized.parameters("gpipe", "1f1b", "interleaved")
+    def test_busy_and_idle(self, name):
+        plan = schedule.get(name, 4, 4, num_devices=2)
+        result = simulate(
+            plan,
+            forward=[1, 2, 3, 4],
+            backward=[4, 1, 2, 3],
+            recompute=[1, 0, 2, 1],
+            transfer=[1, 2, 3],
+            remat="except_last",
+        )
+        for device, busy in enumerate(result.busy):
+            spans = [s for s in result.spans if s.device == device]
+            self.assertEqual(busy, sum(s.end - s.start for s in spans))
+            self.assertEqual(result.idle[device], result.makespan - busy)
+            for before, after in zip(spans, spans[1:], strict=False):
+                self.assertLessEqual(before.end, after.start)
+            self.assertEqual(
+                [s.task for s in spans if s.task.kind != "R"],
+                list(plan.tasks[device]),
+            )
+        self.assertEqual(result.makespan, max(s.end for s in result.spans))
+        # 4 forward and backward passes and 3 recomputations a stage.
+        self.assertEqual(sum(result.busy), 4 * (10 + 10) + 3 * 4)
+
+    def test_free_tasks_leave_no_bubble(self):
+        result = simulate(schedule.gpipe(2, 2), forward=0, backward=0)
+        self.assertEqual((result.makespan, result.bubble), (0, 0))
+
+    @parameterized.parameters(
+        ({"forward": [1]}, "`forward` must be .* list of 2 numbers"),
+        ({"backward": [1, 2, 3]}, "`backward` must be .* list of 2 numbers"),
+        ({"recompute": []}, "`recompute` must be .* list of 2 numbers"),
+        ({"transfer": [1, 1]}, "`transfer` must be .* list of 1 numbers"),
+        ({"forward": -1}, "`forward` must not be negative.*forward=-1"),
+        ({"backward": [1, -2]}, r"`backward` must not .*backward=\[1, -2\]"),
+        ({"recompute": float("nan")}, "`recompute` must not .*recompute=nan"),
+        ({"transfer": [float("nan")]}, "`transfer` must not"),
+        ({"remat": "sometimes"}, "`remat` must be one of .*remat='sometimes'"),
+    )
+    def test_refuses(self, arguments, message):
+        with self.assertRaisesRegex(ValueError, message):
+            simulate(schedule.gpipe(2, 2), **arguments)
+
+    @parameterized.parameters("simulate", "schedule", "partition.contiguous")
+    def test_imports_no_tensorflow(self, module):
+        # The package itself imports TensorFlow, hence the one without code.
+        code = (
+            "import importlib, sys, types\n"
+            "package = types.ModuleType('tf_gpipe')\n"
+            f"package.__path__ = {list(tf_gpipe.__path__)!r}\n"
+            "sys.modules['tf_gpipe'] = package\n"
+            f"importlib.import_module('tf_gpipe.{module}')\n"
+            "assert not {'tensorflow', 'keras'} & set(sys.modules)\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,114 @@
+"""The command shows what the library draws."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tools import timeline as command
+
+
+def timeline(*args):
+    return subprocess.run(
+        [sys.executable, "-m", "tools.timeline", *args],
+        capture_output=True,
+        text=True,
+    )
+
+
+class TimelineTest(parameterized.TestCase):
+    def test_chart_and_files(self):
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        trace = os.path.join(folder, "a.json")
+        picture = os.path.join(folder, "a.png")
+        result = timeline(
+            "--num_stages=2",
+            "--num_micro_batches=2",
+            "--schedule=gpipe",
+            "--width=46",
+            f"--trace={trace}",
+            f"--picture={picture}",
+            "--json",
+        )
+        self.assertEqual(result.returncode, 0, result.stderr)
+        *lines, last = result.stdout.splitlines()
+        self.assertEqual(
+            lines,
+            [
+                "device 0  F0-F1-............R1-B1----R0-B0----",
+                "device 1  ...F0-F1-R1-B1----R0-B0----.........",
+                "makespan 12, bubble 33.3%",
+                "most micro-batches kept, by stage: 2, 2",
+            ],
+        )
+        self.assertEqual(
+            json.loads(last),
+            {
+                "makespan": 12.0,
+                "busy": [8.0, 8.0],
+                "bubble": 0.333333333333,
+                "peak_micro_batches": [2, 2],
+            },
+        )
+        with open(trace) as f:
+            events = json.load(f)["traceEvents"]
+        # Two names; each device has two of each kind.
+        self.assertLen(events, 2 + 2 * 3 * 2)
+        with open(picture, "rb") as f:
+            self.assertEqual(f.read(4), b"\x89PNG")
+
+    def test_costs_of_each_stage(self):
+        result = timeline(
+            "--num_stages=4",
+            "--num_micro_batches=2",
+            "--schedule=interleaved",
+            "--num_devices=2",
+            "--remat=never",
+            "--forward=1,2,3,4",
+            "--backward=2",
+            "--transfer=0,0.5,0",
+            "--json",
+        )
+        self.assertEqual(result.returncode, 0, result.stderr)
+        found = json.loads(result.stdout.splitlines()[-1])
+        self.assertEqual(found["busy"], [16.0, 20.0])
+        self.assertEqual(found["peak_micro_batches"], [2, 2, 2, 1])
+
+    @parameterized.parameters(
+        (["--num_stages=0"], "--num_stages: not a positive integer: '0'"),
+        (["--schedule=x"], "--schedule: invalid choice: 'x'"),
+        (["--num_devices=2"], "--num_devices is for --schedule=interleaved"),
+        (
+            ["--schedule=interleaved", "--num_devices=3"],
+            "`num_stages` to be a multiple",
+        ),
+        (["--forward=1,2"], "`forward` must be a number or a list of 4"),
+        (["--backward=1,,2"], "--backward: not a number"),
+        (["--transfer=inf"], "--transfer: not a number"),
+        (["--picture=a.unknown"], "Format 'unknown' is not supported"),
+        (["--trace=/no/such/folder/a.json"], "No such file or directory"),
+    )
+    def test_refuses(self, args, message):
+        # In this process: another one would need seconds to import TensorFlow.
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            with self.assertRaises(SystemExit) as raised:
+                command.main(args)
+        self.assertEqual(raised.exception.code, 2)
+        self.assertIn(message, stderr.getvalue().splitlines()[-1])
+
+    def test_refuses_in_one_line(self):
+        result = timeline("--num_devices=2")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("error: --num_devices", result.stderr.splitlines()[-1])
+        self.assertNotIn("Traceback", result.stderr)
+        self.assertEmpty(result.stdout)
+
+
+if __name__ == "__main__":
+    absltest.main()

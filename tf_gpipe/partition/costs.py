@@ -1,0 +1,152 @@
+"""What layers cost, by the measures that `balance` names."""
+
+import math
+import numbers
+import statistics
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe.partition import layer_graph
+
+NAMES = ("parameters", "flops", "time", "memory")
+
+_NUM_TIMINGS = 5
+
+
+def check(balance: Any) -> None:
+    """Raises a ValueError if `balance` neither names nor computes a cost."""
+    if not callable(balance) and balance not in NAMES:
+        raise ValueError(
+            f"`balance` must be one of {list(NAMES)}, a function "
+            "`cost(layer, input_shape)`, or a list of layer counts. "
+            f"Received: balance={balance!r}"
+        )
+
+
+def of_layers(
+    balance: str | Callable,
+    layers: Sequence[keras.Layer],
+    inputs: Any,
+    device: str,
+    remat: str,
+) -> list[float]:
+    """Returns the cost of each layer.
+
+    Args:
+        balance: `"parameters"`; `"flops"`, the floating-point operations of
+            the forward pass; `"time"`, the measured seconds of a forward and
+            a backward pass; `"memory"`, the bytes of a layer's weights and
+            their gradients and of what it keeps for the backward pass; or a
+            function `cost(layer, input_shape)` that returns a number.
+        layers: List of built layers; their variables need no values.
+        inputs: Nested structure of `KerasTensor`s, what the first layer is
+            called on. Where the batch size is unknown, it is taken for 1.
+        device: String, where `"time"` measures.
+        remat: The remat mode. What is recomputed is not kept for long, so
+            with rematerialisation `"memory"` counts a layer's output alone.
+
+    Returns:
+        List of non-negative numbers.
+
+    Raises:
+        ValueError: If a cost is negative or no number, or cannot be found.
+    """
+    if balance == "parameters":
+        return list(_parameter_counts(layers))
+    inputs = with_rows(inputs, 1)
+    graphs = layer_graph.trace(layers, inputs)
+    if balance == "flops":
+        return [graph.forward_flops for graph in graphs]
+    if balance == "memory":
+        weights = _parameter_counts(layers, in_bytes=True)
+        return [
+            2 * size
+            + graph.output_bytes
+            + (0 if remat == "always" else graph.stored_bytes)
+            for size, graph in zip(weights, graphs, strict=True)
+        ]
+    given = [inputs, *(graph.outputs for graph in graphs)]
+    if balance == "time":
+        with tf.device(device):
+            return [
+                _seconds(layer, x)
+                for layer, x in zip(layers, given, strict=False)
+            ]
+    assert callable(balance)
+    costs = []
+    for layer, x in zip(layers, given, strict=False):
+        shape = keras.tree.map_structure(lambda t: tuple(t.shape), x)
+        cost = balance(layer, shape)
+        if not isinstance(cost, numbers.Real) or not (
+            0 <= float(cost) < math.inf
+        ):
+            raise ValueError(
+                "The cost function given as `balance` must return a "
+                f"non-negative number. Received: {cost!r} for layer "
+                f"'{layer.name}'"
+            )
+        costs.append(float(cost))
+    return costs
+
+
+def with_rows(inputs: Any, rows: int) -> Any:
+    """Returns `KerasTensor`s with a batch size where there was none."""
+    return keras.tree.map_structure(
+        lambda x: keras.KerasTensor(
+            (x.shape[0] or rows, *x.shape[1:]), x.dtype
+        ),
+        inputs,
+    )
+
+
+def _parameter_counts(
+    layers: Sequence[keras.Layer], in_bytes: bool = False
+) -> list[int]:
+    """Returns the parameters of each layer; shared ones count where first."""
+    seen: set[int] = set()
+    counts = []
+    for layer in layers:
+        new = {id(w): w for w in layer.weights if id(w) not in seen}
+        seen.update(new)
+        counts.append(
+            sum(
+                math.prod(w.shape)
+                * (tf.as_dtype(w.dtype).size if in_bytes else 1)
+                for w in new.values()
+            )
+        )
+    return counts
+
+
+def _seconds(layer: keras.Layer, inputs: Any) -> float:
+    """Returns the seconds of a forward and a backward pass.
+
+    On made-up inputs and weights, so that nothing of the layer changes.
+    """
+    run = layer_graph.forward_and_backward(layer)
+    function = tf.function(lambda *args: run(*args)[1], autograph=False)
+    args = (
+        keras.tree.map_structure(_made_up, inputs),
+        [_made_up(v) for v in layer.variables],
+    )
+    function(*args)
+    seconds = []
+    for _ in range(_NUM_TIMINGS):
+        start = time.perf_counter()
+        for x in tf.nest.flatten(function(*args)):
+            if x is not None:
+                tf.convert_to_tensor(x).numpy()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _made_up(like: Any) -> tf.Tensor:
+    dtype = tf.as_dtype(like.dtype)
+    if dtype.is_floating:
+        return tf.cast(tf.random.stateless_normal(like.shape, (0, 1)), dtype)
+    return tf.zeros(like.shape, dtype)

@@ -1,0 +1,57 @@
+"""The variables that an optimizer keeps for each weight."""
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import abstract
+
+
+def of_optimizer(
+    optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]
+) -> list[list[keras.Variable]]:
+    """Returns the slots of each weight: momenta, moving averages and so on.
+
+    Args:
+        optimizer: A built Keras optimizer.
+        weights: List of the weights that it has been built for.
+
+    Returns:
+        List with a list of variables for each weight.
+    """
+    slots: list[list[keras.Variable]] = [[] for _ in weights]
+    for name, attribute in vars(optimizer).items():
+        found: Sequence = []
+        if isinstance(attribute, keras.optimizers.Optimizer):
+            # The one in a LossScaleOptimizer.
+            found = of_optimizer(attribute, weights)
+        elif (
+            isinstance(attribute, list)
+            and len(attribute) == len(weights)
+            and name not in ("_variables", "_trainable_variables")
+        ):
+            found = [[x] for x in attribute]
+        for own, new in zip(slots, found, strict=False):
+            own += [x for x in new if isinstance(x, keras.Variable)]
+    return slots
+
+
+def planned(
+    optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]
+) -> list[list[keras.Variable]]:
+    """As `of_optimizer`, of a copy that is built for weights without values.
+
+    Nothing is allocated.
+    """
+    optimizer = type(optimizer).from_config(optimizer.get_config())
+    for x in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if x is not None:
+            # Keras's asks for the value of each weight.
+            x._var_key = id
+    # In a graph, the values that Keras asks for are only symbols.
+    with tf.Graph().as_default(), abstract.no_values():
+        optimizer.build(weights)
+    found = of_optimizer(optimizer, weights)
+    abstract.forget(optimizer.variables)
+    return found

@@ -1,0 +1,154 @@
+"""Shows when each device of a pipeline runs what, and what it waits for.
+
+Example:
+
+    python -m tools.timeline --num_stages=4 --num_micro_batches=8
+"""
+
+import argparse
+import json
+import math
+import os
+
+# Before TensorFlow is imported: it reports at start that there is no GPU.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+from tf_gpipe import remat  # noqa: E402
+from tf_gpipe import schedule  # noqa: E402
+from tf_gpipe import simulate  # noqa: E402
+from tf_gpipe import timeline  # noqa: E402
+
+
+class _Formatter(
+    argparse.ArgumentDefaultsHelpFormatter,
+    argparse.RawDescriptionHelpFormatter,
+):
+    pass
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.timeline",
+        description=__doc__,
+        formatter_class=_Formatter,
+    )
+    parser.add_argument(
+        "--num_stages", type=_positive, default=4, help="stages K"
+    )
+    parser.add_argument(
+        "--num_micro_batches", type=_positive, default=8, help="micro-batches M"
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=schedule.NAMES,
+        default="1f1b",
+        help="the order of the tasks",
+    )
+    parser.add_argument(
+        "--num_devices",
+        type=_positive,
+        help="devices that --schedule=interleaved spreads the stages over; "
+        "one a stage if not given",
+    )
+    parser.add_argument(
+        "--remat",
+        choices=remat.MODES,
+        default="always",
+        help="which micro-batches are recomputed",
+    )
+    for name, default, what in (
+        ("forward", 1.0, "a micro-batch's forward pass through a stage"),
+        ("backward", 2.0, "its backward pass, without recomputation"),
+        ("recompute", 1.0, "its recomputation"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=_costs,
+            default=default,
+            help=f"time of {what}; one number, or one a stage with commas",
+        )
+    parser.add_argument(
+        "--transfer",
+        type=_costs,
+        default=0.0,
+        help="time from a stage to the next one, and back; one number, or "
+        "one for each of the K-1 boundaries with commas",
+    )
+    parser.add_argument(
+        "--width", type=_positive, default=80, help="characters of a line"
+    )
+    parser.add_argument(
+        "--picture", metavar="PATH", help="save an image here (.png, .svg)"
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="PATH",
+        help="save a trace for Perfetto or chrome://tracing here (.json)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object on the last line",
+    )
+    return parser
+
+
+def main(argv=None):
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.num_devices and args.schedule != "interleaved":
+        parser.error("--num_devices is for --schedule=interleaved only")
+    try:
+        spans, devices = simulated(args)
+        if args.picture:
+            timeline.picture({"simulated": (spans, devices)}, args.picture)
+        if args.trace:
+            with open(args.trace, "w") as f:
+                json.dump(timeline.chrome_trace(spans, devices), f)
+    except (ImportError, OSError, ValueError) as e:
+        parser.error(str(e))
+    totals = timeline.totals(spans, devices)
+    print(timeline.text_chart(spans, args.width, devices))
+    peaks = ", ".join(map(str, totals["peak_micro_batches"]))
+    print(f"most micro-batches kept, by stage: {peaks}")
+    if args.json:
+        print(json.dumps(totals))
+
+
+def simulated(args):
+    """Returns the spans of the schedule on paper, and the devices' names."""
+    plan = schedule.get(
+        args.schedule, args.num_stages, args.num_micro_batches, args.num_devices
+    )
+    spans = simulate.simulate(
+        plan,
+        forward=args.forward,
+        backward=args.backward,
+        recompute=args.recompute,
+        transfer=args.transfer,
+        remat=args.remat,
+    ).spans
+    return spans, [f"device {i}" for i in range(len(plan.tasks))]
+
+
+def _positive(text):
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+    return value
+
+
+def _costs(text):
+    try:
+        values = [float(x) for x in text.split(",")]
+    except ValueError:
+        values = [math.nan]
+    if not all(math.isfinite(x) and x >= 0 for x in values):
+        raise argparse.ArgumentTypeError(
+            f"not a number, or numbers with commas, of 0 or more: {text!r}"
+        )
+    return values if "," in text else values[0]
+
+
+if __name__ == "__main__":
+    main()
