@@ -35,13 +35,3 @@ def forget(variables: Iterable[keras.Variable]) -> None:
     global_state.set_global_attribute(
         key, [v for v in waiting if id(v) not in ids]
     )
-
-
-def copies(layers: Iterable[keras.Layer]) -> list[keras.Layer]:
-    """Returns unbuilt copies of layers; one that comes twice stays one."""
-    layers = list(layers)
-    made: dict[int, keras.Layer] = {}
-    for layer in layers:
-        if id(layer) not in made:
-            made[id(layer)] = type(layer).from_config(layer.get_config())
-    return [made[id(layer)] for layer in layers]

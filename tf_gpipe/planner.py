@@ -11,7 +11,6 @@ import keras
 import rich.box
 import rich.console
 import rich.table
-import tensorflow as tf
 
 from tf_gpipe import abstract
 from tf_gpipe import schedule as schedules
@@ -232,37 +231,58 @@ def plan(
 
 
 class _Planner:
-    """Layers copied without values, and what is known of them."""
+    """Layers copied without values, and what is known of them.
+
+    Of layers with the same configuration and inputs there is one copy, so
+    that a thousand of them take no longer than one.
+    """
 
     def __init__(self, layers, input_spec, optimizer):
         if isinstance(layers, keras.Sequential):
             layers = layers.layers
-        self.layers = abstract.copies(
+        layers = [
             x
             for x in layers
             if not isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
-        )
-        if not self.layers:
+        ]
+        if not layers:
             raise ValueError("A plan needs layers. Received none.")
+        self.names = [layer.name for layer in layers]
         self.inputs = _standardize(input_spec)
         self.rows = keras.tree.flatten(self.inputs)[0].shape[0]
+        self.layers = []
+        self.weights = []
         optimizer = keras.optimizers.get(optimizer)
-        with abstract.no_values():
-            abstract.call(self.layers, self.inputs)
-            weights = list(
-                {
-                    id(w): w
-                    for layer in self.layers
-                    for w in layer.trainable_variables
-                }.values()
-            )
-        slots_of = slots.planned(optimizer, weights)
-        abstract.forget(v for layer in self.layers for v in layer.variables)
-        self.bytes_of = {
-            id(weight): sum(map(_variable_bytes, [weight, weight, *own]))
-            for weight, own in zip(weights, slots_of, strict=True)
-        }
+        known: dict[str, tuple[keras.Layer, Any]] = {}
+        self.bytes_of: dict[int, int] = {}
+        seen: set[int] = set()
+        x = self.inputs
+        for layer in layers:
+            key = layer_graph.key(layer, x)
+            if key not in known:
+                known[key] = self._copy(layer, x, optimizer)
+            copy, x = known[key]
+            self.layers.append(copy)
+            # A layer that comes again brings no weights of its own.
+            self.weights.append([] if id(layer) in seen else copy.weights)
+            seen.add(id(layer))
         self.graphs: dict[int, list[layer_graph.LayerGraph]] = {}
+
+    def _copy(self, layer, inputs, optimizer):
+        """Returns a copy of a layer, built without values, and its outputs."""
+        copy = type(layer).from_config(layer.get_config())
+        with abstract.no_values():
+            outputs = copy(inputs)
+        abstract.forget(copy.variables)
+        weights = copy.trainable_weights
+        for weight, own in zip(
+            weights, slots.planned(optimizer, weights), strict=True
+        ):
+            # The weight, the sum of its gradients, and its slots.
+            self.bytes_of[id(weight)] = layer_graph.size_in_bytes(
+                [weight, weight, *own]
+            )
+        return copy, outputs
 
     def traced(self, rows):
         """Returns the graphs of the layers for micro-batches of `rows`."""
@@ -296,11 +316,10 @@ class _Planner:
         graphs = self.traced(math.ceil(self.rows / num_micro_batches))
         counts = self._counts(balance, num_stages, remat)
         peaks = simulate(schedule).peak_micro_batches
-        seen: set[int] = set()
         stages, first = [], 0
         for k, count in enumerate(counts):
             part = slice(first, first + count)
-            stages.append(self._stage(part, graphs, remat, peaks[k], seen))
+            stages.append(self._stage(part, graphs, remat, peaks[k]))
             first += count
         forward = [stage.flops for stage in stages]
         backward = [stage.backward_flops for stage in stages]
@@ -370,30 +389,25 @@ class _Planner:
                 "`PipelinedSequential`. Use 'flops'."
             )
         return split(
-            costs.of_layers(balance, self.layers, self.inputs, "", remat),
+            costs.of_layers(
+                balance, self.layers, self.inputs, "", remat, self.weights
+            ),
             num_stages,
         )
 
-    def _stage(self, part, graphs, remat, peak, seen):
-        layers, own = self.layers[part], graphs[part]
-        weights = {
-            id(w): w
-            for layer in layers
-            for w in layer.weights
-            if id(w) not in seen
-        }
-        seen.update(weights)
-        inputs = (
-            graphs[part.start - 1].output_bytes
-            if part.start
-            else _bytes_of_rows(self.inputs, own, self.rows)
-        )
+    def _stage(self, part, graphs, remat, peak):
+        own = graphs[part]
+        weights = [w for ws in self.weights[part] for w in ws]
+        if part.start:
+            inputs = graphs[part.start - 1].output_bytes
+        else:
+            inputs = own[0].input_bytes
         return StagePlan(
-            layers=[layer.name for layer in layers],
-            parameters=sum(math.prod(w.shape) for w in weights.values()),
+            layers=self.names[part],
+            parameters=sum(math.prod(w.shape) for w in weights),
             parameter_bytes=sum(
-                self.bytes_of.get(key, _variable_bytes(w))
-                for key, w in weights.items()
+                self.bytes_of.get(id(w), layer_graph.size_in_bytes(w))
+                for w in weights
             ),
             activation_bytes=_activations(own, inputs, remat, peak),
             flops=sum(graph.forward_flops for graph in own),
@@ -432,15 +446,6 @@ def _activations(
     else:
         kept = (peak - 1) * inputs + stored
     return kept + passing
-
-
-def _bytes_of_rows(inputs: Any, graphs: Any, rows: int) -> int:
-    micro = keras.tree.flatten(graphs[0].outputs)[0].shape[0] or 1
-    return layer_graph.size_in_bytes(inputs) * micro // max(rows, 1)
-
-
-def _variable_bytes(variable: keras.Variable) -> int:
-    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
 def _standardize(spec: Any) -> Any:

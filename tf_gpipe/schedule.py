@@ -7,6 +7,7 @@ Letters: K stages (k), M micro-batches (m). `F2.0` is the forward pass of
 micro-batch 0 through stage 2, `B2.0` its backward pass.
 """
 
+import collections
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -86,7 +87,8 @@ class Schedule:
             for micro_batch in range(self.num_micro_batches)
         }
         missing = sorted(expected - set(flat))
-        twice = sorted({task for task in flat if flat.count(task) > 1})
+        counts = collections.Counter(flat)
+        twice = sorted(task for task, n in counts.items() if n > 1)
         unknown = sorted(set(flat) - expected)
         for problem, tasks in (
             ("lacks", missing),

@@ -4,7 +4,7 @@ This module imports no TensorFlow.
 """
 
 import dataclasses
-import numbers
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -157,7 +157,7 @@ def _peaks(schedule: Schedule) -> list[int]:
 
 
 def _costs(name: str, value: Costs, count: int) -> list[float]:
-    if isinstance(value, numbers.Real):
+    if not isinstance(value, Iterable):
         values = [float(value)] * count
     else:
         values = [float(x) for x in value]

@@ -34,6 +34,7 @@ def of_layers(
     inputs: Any,
     device: str,
     remat: str,
+    weights: Sequence[Sequence[keras.Variable]] | None = None,
 ) -> list[float]:
     """Returns the cost of each layer.
 
@@ -49,6 +50,8 @@ def of_layers(
         device: String, where `"time"` measures.
         remat: The remat mode. What is recomputed is not kept for long, so
             with rematerialisation `"memory"` counts a layer's output alone.
+        weights: List of the weights of each layer that no earlier layer has.
+            Defaults to what the layers tell.
 
     Returns:
         List of non-negative numbers.
@@ -56,19 +59,19 @@ def of_layers(
     Raises:
         ValueError: If a cost is negative or no number, or cannot be found.
     """
+    weights = own_weights(layers) if weights is None else weights
     if balance == "parameters":
-        return list(_parameter_counts(layers))
+        return [sum(math.prod(w.shape) for w in own) for own in weights]
     inputs = with_rows(inputs, 1)
     graphs = layer_graph.trace(layers, inputs)
     if balance == "flops":
         return [graph.forward_flops for graph in graphs]
     if balance == "memory":
-        weights = _parameter_counts(layers, in_bytes=True)
         return [
-            2 * size
+            2 * layer_graph.size_in_bytes(own)
             + graph.output_bytes
             + (0 if remat == "always" else graph.stored_bytes)
-            for size, graph in zip(weights, graphs, strict=True)
+            for own, graph in zip(weights, graphs, strict=True)
         ]
     given = [inputs, *(graph.outputs for graph in graphs)]
     if balance == "time":
@@ -104,23 +107,17 @@ def with_rows(inputs: Any, rows: int) -> Any:
     )
 
 
-def _parameter_counts(
-    layers: Sequence[keras.Layer], in_bytes: bool = False
-) -> list[int]:
-    """Returns the parameters of each layer; shared ones count where first."""
+def own_weights(
+    layers: Sequence[keras.Layer],
+) -> list[list[keras.Variable]]:
+    """Returns the weights of each layer that no earlier layer has."""
     seen: set[int] = set()
-    counts = []
+    found = []
     for layer in layers:
-        new = {id(w): w for w in layer.weights if id(w) not in seen}
-        seen.update(new)
-        counts.append(
-            sum(
-                math.prod(w.shape)
-                * (tf.as_dtype(w.dtype).size if in_bytes else 1)
-                for w in new.values()
-            )
-        )
-    return counts
+        own = {id(w): w for w in layer.weights if id(w) not in seen}
+        seen.update(own)
+        found.append(list(own.values()))
+    return found
 
 
 def _seconds(layer: keras.Layer, inputs: Any) -> float:

@@ -39,6 +39,7 @@ class LayerGraph:
             pass beside the layer's inputs, outputs and weights.
         keeps_inputs: Boolean, whether the backward pass needs the inputs.
         keeps_outputs: Boolean, whether it needs the outputs.
+        input_bytes: Integer, the size of the inputs.
         output_bytes: Integer, the size of the outputs.
         largest_bytes: Integer, the size of the largest tensor in between.
     """
@@ -49,6 +50,7 @@ class LayerGraph:
     stored_bytes: int
     keeps_inputs: bool
     keeps_outputs: bool
+    input_bytes: int
     output_bytes: int
     largest_bytes: int
 
@@ -72,10 +74,10 @@ def trace(layers: Sequence[keras.Layer], inputs: Any) -> list[LayerGraph]:
     known: dict[str, LayerGraph] = {}
     graphs = []
     for layer in layers:
-        key = _key(layer, inputs)
-        if key not in known:
+        which = key(layer, inputs)
+        if which not in known:
             try:
-                known[key] = _trace(layer, inputs)
+                known[which] = _trace(layer, inputs)
             except Exception as e:
                 raise ValueError(
                     f"The cost of layer '{layer.name}' (of type "
@@ -83,8 +85,8 @@ def trace(layers: Sequence[keras.Layer], inputs: Any) -> list[LayerGraph]:
                     "costs with a function `cost(layer, input_shape)`, or "
                     "the split as a list of layer counts."
                 ) from e
-        graphs.append(known[key])
-        inputs = known[key].outputs
+        graphs.append(known[which])
+        inputs = known[which].outputs
     return graphs
 
 
@@ -170,6 +172,7 @@ def _trace(layer: keras.Layer, inputs: Any) -> LayerGraph:
         ),
         keeps_inputs=not of_inputs.isdisjoint(kept),
         keeps_outputs=not of_outputs.isdisjoint(kept),
+        input_bytes=size_in_bytes(inputs),
         output_bytes=size_in_bytes(outputs),
         largest_bytes=max(
             (
@@ -254,7 +257,7 @@ def _kept_bytes(x: tf.Tensor) -> int:
     return flops.iterations(x.op) * size_in_bytes(element)
 
 
-def _key(layer: keras.Layer, inputs: Any) -> str:
+def key(layer: keras.Layer, inputs: Any) -> str:
     """Returns what decides a layer's costs: all but its names."""
     try:
         config = keras.saving.serialize_keras_object(layer)
