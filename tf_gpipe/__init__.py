@@ -1,9 +1,17 @@
 """Pipeline parallelism with rematerialisation (GPipe) for Keras."""
 
+from tf_gpipe import callbacks
 from tf_gpipe._version import __version__
 from tf_gpipe.planner import Plan
 from tf_gpipe.planner import plan
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.sequential import PipelinedSequential
 
-__all__ = ["Plan", "PipelinedSequential", "Schedule", "__version__", "plan"]
+__all__ = [
+    "Plan",
+    "PipelinedSequential",
+    "Schedule",
+    "__version__",
+    "callbacks",
+    "plan",
+]

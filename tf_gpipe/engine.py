@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_gpipe import placement
 from tf_gpipe import state
+from tf_gpipe.clock import Clock
 from tf_gpipe.gradients import GradientSum
 from tf_gpipe.gradients import add
 from tf_gpipe.micro_batch import Split
@@ -68,6 +69,7 @@ class MiniBatch:
             recomputation, instead of reading them where they are.
         repeatable: Boolean, whether `backward` may run more than once, as
             under a persistent tape.
+        timed: Boolean, whether to take the time of each task.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class MiniBatch:
         stop_inputs: bool = False,
         pass_weights: bool = False,
         repeatable: bool = False,
+        timed: bool = False,
     ):
         self.pipeline = pipeline
         self.split = Split(inputs, pipeline.schedule.num_micro_batches)
@@ -108,6 +111,11 @@ class MiniBatch:
             "jit_compile": jit_compile,
             "repeatable": repeatable,
         }
+        self._clock = None
+        if timed and self._function_arguments["compiled"]:
+            self._clock = Clock()
+        self._function_arguments["clock"] = self._clock
+        self._times: dict[Task, list[tf.Tensor]] = {}
         self._stop_inputs = stop_inputs
         self._pass_weights = pass_weights
         self._repeatable = repeatable
@@ -262,7 +270,7 @@ class MiniBatch:
         function = self._function(k, tape and self._recomputes(m))
         inputs = self._outputs[k - 1, m] if k else self._inputs[m]
         carried = [self._read(v, m) for v in function.carried]
-        with self._task(task) as finish:
+        with self._task(task, inputs) as finish:
             if tape:
                 call = function.start(inputs, carried)
                 self._calls[k, m] = call
@@ -283,9 +291,10 @@ class MiniBatch:
             del self._calls[k, m]
         first = sum(len(self._losses[i, m]) for i in range(k))
         function = self._function(k, self._recomputes(m))
-        with self._task(task) as finish:
-            inputs, gradients = call.gradient(
-                self._upstream.pop((k, m)),
+        upstream = self._upstream.pop((k, m))
+        with self._task(task, upstream) as finish:
+            inputs, gradients, times = call.gradient(
+                upstream,
                 [
                     tf.ones_like(loss)
                     * self._loss_weight(loss, m)
@@ -297,7 +306,7 @@ class MiniBatch:
             )
             self._upstream[k - 1, m] = inputs
             self._sums[k].add(gradients, function.dense, function.sparse)
-            finish((inputs, self._sums[k].tensors))
+            finish((inputs, self._sums[k].tensors), times)
 
     def _recomputes(self, m: int) -> bool:
         return recomputes(self.pipeline.remat, m, self.split.num_micro_batches)
@@ -346,26 +355,62 @@ class MiniBatch:
         ]
         return [list(xs) for xs in zip(*parts, strict=True)]
 
-    @contextlib.contextmanager
-    def _task(self, task: Task) -> Iterator[Callable[[Any], None]]:
-        """Puts what is emitted inside on the task's device, in its turn."""
-        device = self.pipeline.stages[task.stage].device
-        previous = self._done.get(device)
+    def times(self) -> tf.Tensor | None:
+        """Returns when tasks ran, or `None` if that was not asked for.
 
-        def finish(results: Any) -> None:
+        Float64 tensor of shape `(tasks, 3)`, a row a task in the order of the
+        schedule: its start, the end of its recomputation (its start, where
+        that is not known) and its end, in seconds, by the clock of the host
+        of its stage.
+        """
+        if not self._times:
+            return None
+        rows = [
+            tf.stack([times[0], times[-2], times[-1]])
+            for times in (
+                self._times[task] for task in self.pipeline.schedule.order
+            )
+        ]
+        return tf.stack(rows)
+
+    @contextlib.contextmanager
+    def _task(
+        self, task: Task, needs: Any = ()
+    ) -> Iterator[Callable[..., None]]:
+        """Puts what is emitted inside on the task's device, in its turn.
+
+        Args:
+            task: `Task`.
+            needs: Nested structure of what other devices send for it.
+
+        Yields:
+            Function to call with a nested structure of the results, and with
+            a list of times within the task.
+        """
+        device = self.pipeline.stages[task.stage].device
+        before: list = [self._done[device]] if device in self._done else []
+
+        def finish(results: Any, times: Sequence[tf.Tensor] = ()) -> None:
             if tf.executing_eagerly():
                 return
-            tensors = [
-                x
-                for x in tf.nest.flatten(results, expand_composites=True)
-                if x is not None
-            ]
-            with tf.control_dependencies(tensors):
+            after = _tensors(results)
+            if self._clock is not None:
+                after = [self._clock.stamp(after)]
+                self._times[task] += [*times, *after]
+            with tf.control_dependencies(after):
                 self._done[device] = tf.no_op(name="done")
 
-        with (
-            tf.device(device),
-            tf.name_scope(str(task)),
-            tf.control_dependencies([previous] if previous is not None else []),
-        ):
-            yield finish
+        with tf.device(device), tf.name_scope(str(task)):
+            if self._clock is not None and task not in self._times:
+                self._times[task] = [
+                    self._clock.stamp([*before, *_tensors(needs)])
+                ]
+            if self._clock is not None:
+                before = [self._times[task][0]]
+            with tf.control_dependencies(before):
+                yield finish
+
+
+def _tensors(structure: Any) -> list[tf.Tensor]:
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [x for x in leaves if x is not None]

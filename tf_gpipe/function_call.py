@@ -24,14 +24,20 @@ class FunctionCall:
         function: Function from nested structures of tensors to another one.
         jit_compile: Boolean, whether XLA compiles it.
         finish: Function, applied to its results; XLA does not compile it.
+        stateless: Boolean, whether the call tells TensorFlow that it has no
+            side effects, true or not.
     """
 
     def __init__(
         self,
         function: Callable,
-        jit_compile: bool,
+        jit_compile: bool = False,
         finish: Callable = lambda results: results,
+        stateless: bool = False,
     ):
+        self._type = "StatefulPartitionedCall"
+        if stateless:
+            self._type = "PartitionedCall"
         attributes = {"_noinline": True}
         body = tf.function(
             function,
@@ -53,7 +59,7 @@ class FunctionCall:
         inputs += concrete.captured_inputs
         outputs = concrete.outputs
         call = graph.create_op(
-            "StatefulPartitionedCall",
+            self._type,
             inputs,
             [x.dtype for x in outputs],
             attrs={

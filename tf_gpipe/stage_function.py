@@ -7,6 +7,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tf_gpipe.clock import Clock
 from tf_gpipe.function_call import FunctionCall
 from tf_gpipe.gradients import Gradients
 from tf_gpipe.stage import Activations
@@ -27,11 +28,12 @@ class StageCall(NamedTuple):
 
     `gradient(output_gradients, loss_gradients)` takes a tensor or `None` for
     each flat output tensor and a scalar for each loss. It returns a list with
-    a gradient or `None` for each flat input, and the `Gradients`.
+    a gradient or `None` for each flat input; the `Gradients`; and a list with
+    the time when the recomputation was done, where that is known.
     """
 
     result: Result
-    gradient: Callable[[list, list], tuple[list, Gradients]]
+    gradient: Callable[[list, list], tuple[list, Gradients, list]]
 
 
 class StageFunction:
@@ -57,6 +59,7 @@ class StageFunction:
         stop_inputs: Boolean, whether the inputs need no gradient.
         repeatable: Boolean, whether a call's gradient may be asked for more
             than once.
+        clock: `Clock` that takes the time of recomputations, or `None`.
 
     Attributes:
         updated: List of the variables whose new values `Result.updates` holds.
@@ -76,6 +79,7 @@ class StageFunction:
         jit_compile: bool,
         stop_inputs: bool,
         repeatable: bool,
+        clock: Clock | None,
     ):
         self.stage = stage
         self.carried = carried
@@ -85,6 +89,8 @@ class StageFunction:
         self._training = training
         self._stop_inputs = stop_inputs
         self._repeatable = repeatable
+        # XLA knows no clock.
+        self._clock = None if jit_compile else clock
         self._weights = [
             v
             for v in stage.trainable(stage.owned)
@@ -178,9 +184,8 @@ class StageFunction:
             input_gradients: list = [None] * len(flat)
             for i, x in zip(by_input, found, strict=False):
                 input_gradients[i] = x
-            return input_gradients, self._sort(
-                variables, found[len(by_input) :]
-            )
+            gradients = self._sort(variables, found[len(by_input) :])
+            return input_gradients, gradients, []
 
         return StageCall(result, gradient)
 
@@ -190,7 +195,7 @@ class StageFunction:
         carried: list,
         output_gradients: list,
         loss_gradients: list,
-    ) -> tuple[list, Gradients]:
+    ) -> tuple[list, Gradients, list]:
         """As the gradient of a call, from the inputs on.
 
         A function is its own barrier: it starts when the gradient has arrived,
@@ -198,7 +203,11 @@ class StageFunction:
         """
         with tf.device(self.stage.device):
             call = self._taped(self._apply, inputs, carried)
-            return call.gradient(output_gradients, loss_gradients)
+            found = call.gradient(output_gradients, loss_gradients)
+            if self._clock is None:
+                return found
+            outputs = keras.tree.flatten(call.result.outputs.tensors)
+            return *found[:2], [self._clock.stamp(outputs)]
 
     def _sort(self, variables: list, found: list) -> Gradients:
         """Returns gradients apart by kind, and notes whose they are."""
@@ -287,9 +296,9 @@ class StageFunction:
         return keras.tree.pack_sequence_as(structure, leaves)
 
 
-def _packed(results: tuple[list, Gradients]) -> tuple[list, Gradients]:
-    input_gradients, gradients = results
-    return input_gradients, gradients.packed()
+def _packed(results: tuple[list, Gradients, list]) -> tuple:
+    input_gradients, gradients, times = results
+    return input_gradients, gradients.packed(), times
 
 
 def _placed(function: Callable, device: str) -> Callable:

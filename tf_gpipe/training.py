@@ -207,6 +207,9 @@ class PipelinedTraining(_Mixin):
             **kwargs,
         )
 
+    # Given by `callbacks.Timeline`: a function of the tasks' times.
+    _record_times: Any = None
+
     def _finish(self, run: MiniBatch, losses: list) -> None:
         for loss in losses:
             self.add_loss(loss)
@@ -222,7 +225,11 @@ class PipelinedTraining(_Mixin):
     def _loss_after_all_forwards(self, pipeline, inputs, x, y, sample_weight):
         """Loss of the whole mini-batch: exact whatever the loss is."""
         run = self._mini_batch(
-            pipeline, inputs, training=True, stop_inputs=True
+            pipeline,
+            inputs,
+            training=True,
+            stop_inputs=True,
+            timed=self._record_times is not None,
         )
         run.forward(tape=True)
         y_pred, added = run.outputs(), run.losses()
@@ -271,6 +278,9 @@ class PipelinedTraining(_Mixin):
     def _gradients(self, run, by_variable):
         """Adds gradients that did not come through the pipeline."""
         accumulated = run.gradients()
+        times = run.times()
+        if times is not None:
+            self._record_times(times)
         gradients = []
         for variable, direct in zip(
             self.trainable_variables, by_variable, strict=True
@@ -281,7 +291,13 @@ class PipelinedTraining(_Mixin):
 
     def _loss_by_micro_batch(self, pipeline, x, y, sample_weight):
         """Loss and gradient of each micro-batch in its backward task."""
-        run = self._mini_batch(pipeline, x, training=True, stop_inputs=True)
+        run = self._mini_batch(
+            pipeline,
+            x,
+            training=True,
+            stop_inputs=True,
+            timed=self._record_times is not None,
+        )
         split = run.split
         scale = self._scale_loss(tf.ones(()))
         parts: dict[int, tuple] = {}

@@ -1,0 +1,175 @@
+"""Keras callbacks that show what a pipeline did."""
+
+import json
+import statistics
+from collections.abc import Collection
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import timeline
+from tf_gpipe.schedule import BACKWARD
+from tf_gpipe.schedule import FORWARD
+from tf_gpipe.simulate import Simulation
+from tf_gpipe.simulate import Span
+from tf_gpipe.simulate import simulate
+from tf_gpipe.training import PipelinedTraining
+
+
+class Timeline(keras.callbacks.Callback):
+    """Records when each task of a training step ran, on each device.
+
+    Adds `bubble` to the logs of an epoch: the share of the time that devices
+    were idle, the mean of the epoch's recorded steps. The time of a task is
+    taken on its device, by its host's clock, so that clocks of several hosts
+    must agree. Recomputation is told apart where all stages are in this
+    process and XLA does not compile them; elsewhere it is a part of the
+    backward pass.
+
+    Args:
+        steps: Collection of the numbers of the steps to record, from 0, the
+            first step of `fit`. Defaults to all but the first one, in which
+            TensorFlow prepares the stages. With `steps_per_execution` above 1
+            the last step of each execution can be recorded.
+        trace: Path of a Chrome trace (JSON, for Perfetto) of the last
+            recorded step, written when training ends.
+        picture: Path of an image of it (png or svg; needs matplotlib), below
+            the same step simulated with the mean times of each stage.
+        chart: Boolean, whether to print it as text when training ends.
+
+    Attributes:
+        spans: List of the `Span`s of the last recorded step, in seconds.
+        devices: List of the names of the devices.
+
+    Example:
+
+    ```python
+    model.fit(x, y, callbacks=[tf_gpipe.callbacks.Timeline(chart=True)])
+    ```
+    """
+
+    def __init__(
+        self,
+        steps: Collection[int] | None = None,
+        trace: str | None = None,
+        picture: str | None = None,
+        chart: bool = False,
+    ):
+        super().__init__()
+        self.spans: list[Span] = []
+        self.devices: list[str] = []
+        self._steps = steps
+        self._trace = trace
+        self._picture = picture
+        self._chart = chart
+        self._step = 0
+        self._bubbles: list[float] = []
+        with tf.device("CPU:0"):
+            # How many tasks there are is known when the model is built.
+            self._times = tf.Variable(
+                tf.zeros((0, 3), tf.float64),
+                trainable=False,
+                shape=(None, 3),
+            )
+
+    def set_model(self, model):
+        if not isinstance(model, PipelinedTraining):
+            raise ValueError(
+                "The Timeline callback records models of tf_gpipe, such as "
+                f"`PipelinedSequential`. Received: {model}"
+            )
+        super().set_model(model)
+        # What has been traced takes no times.
+        model._record_times = self._record
+        model.train_function = None
+
+    def on_train_begin(self, logs=None):
+        self._step = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._bubbles = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._steps is None:
+            chosen = self._step > 0
+        else:
+            chosen = self._step in self._steps
+        self._step += 1
+        if chosen:
+            self.spans = self._read()
+            self._bubbles.append(
+                timeline.totals(self.spans, self.devices)["bubble"]
+            )
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self._bubbles and logs is not None:
+            logs["bubble"] = statistics.mean(self._bubbles)
+
+    def on_train_end(self, logs=None):
+        self.model._record_times = None
+        self.model.train_function = None
+        if not self.spans:
+            return
+        if self._trace:
+            with open(self._trace, "w") as f:
+                json.dump(timeline.chrome_trace(self.spans, self.devices), f)
+        if self._picture:
+            timeline.picture(
+                {
+                    "simulated": (self.simulated().spans, self.devices),
+                    "measured": (self.spans, self.devices),
+                },
+                self._picture,
+            )
+        if self._chart:
+            print(timeline.text_chart(self.spans, devices=self.devices))
+
+    def simulated(self) -> Simulation:
+        """Returns the step simulated with the mean times of each stage."""
+        schedule = self.model._pipeline.schedule
+
+        def mean(kind):
+            return [
+                statistics.mean(
+                    [
+                        span.end - span.start
+                        for span in self.spans
+                        if (span.task.kind, span.task.stage) == (kind, k)
+                    ]
+                    or [0.0]
+                )
+                for k in range(schedule.num_stages)
+            ]
+
+        return simulate(
+            schedule,
+            mean(FORWARD),
+            mean(BACKWARD),
+            mean("R"),
+            remat=self.model._pipeline.remat,
+        )
+
+    def _record(self, times: tf.Tensor) -> None:
+        """Keeps the times of a step, while it is being traced."""
+        with tf.device("CPU:0"):
+            self._times.assign(times)
+
+    def _read(self) -> list[Span]:
+        pipeline = self.model._pipeline
+        schedule = pipeline.schedule
+        self.devices = [
+            pipeline.stages[schedule.devices.index(i)].device
+            for i in range(len(schedule.tasks))
+        ]
+        times = self._times.numpy()
+        times -= times.min()
+        spans = []
+        for task, (start, middle, end) in zip(
+            schedule.order, times.tolist(), strict=True
+        ):
+            device = schedule.devices[task.stage]
+            if middle > start:
+                recompute = task._replace(kind="R")
+                spans.append(Span(device, recompute, start, middle))
+            spans.append(Span(device, task, max(start, middle), end))
+        return sorted(spans, key=lambda span: span.start)

@@ -1,0 +1,248 @@
+"""Shows what a pipeline will need, before anything of it is allocated.
+
+Example:
+
+    python -m tools.plan --model=resnet_small --num_stages=2 \\
+        --num_micro_batches=8 --batch_size=64 --device_memory=512MB \\
+        --find_largest=num_blocks
+"""
+
+import argparse
+import ast
+import dataclasses
+import json
+import os
+import re
+
+# Before TensorFlow is imported: it reports at start that there is no GPU.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras  # noqa: E402
+
+import model_zoo  # noqa: E402
+from tf_gpipe import planner  # noqa: E402
+from tf_gpipe import remat  # noqa: E402
+from tf_gpipe import schedule  # noqa: E402
+
+# Where `--find_largest` gives up: no memory is used by what grows.
+_LIMIT = 2**24
+
+
+class _Formatter(
+    argparse.ArgumentDefaultsHelpFormatter,
+    argparse.RawDescriptionHelpFormatter,
+):
+    pass
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan",
+        description=__doc__,
+        formatter_class=_Formatter,
+    )
+    parser.add_argument(
+        "--model",
+        choices=model_zoo.names(),
+        default="resnet_small",
+        help="a model of the model zoo",
+    )
+    parser.add_argument(
+        "--model_args",
+        type=_model_args,
+        default={},
+        metavar="NAME=VALUE,...",
+        help="hyper-parameters of the model, such as "
+        "num_blocks=3,input_shape=(32,32,3)",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=_positive,
+        default=64,
+        help="rows of a mini-batch",
+    )
+    parser.add_argument(
+        "--num_stages", type=_positive, default=2, help="stages K"
+    )
+    parser.add_argument(
+        "--num_micro_batches",
+        type=_positive,
+        help="micro-batches M; 4 a device if not given",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=schedule.NAMES,
+        default="1f1b",
+        help="the order of the tasks",
+    )
+    parser.add_argument(
+        "--num_devices",
+        type=_positive,
+        help="devices that --schedule=interleaved spreads the stages over; "
+        "one a stage if not given",
+    )
+    parser.add_argument(
+        "--balance",
+        type=_balance,
+        default="parameters",
+        help="what stages have in nearly equal parts: parameters, flops or "
+        "memory; or the layer counts of the stages with commas",
+    )
+    parser.add_argument(
+        "--remat",
+        choices=remat.MODES,
+        default="always",
+        help="which micro-batches are recomputed",
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="adam",
+        help="name of a Keras optimizer, whose slots are counted",
+    )
+    parser.add_argument(
+        "--dtype_policy",
+        default="float32",
+        help="Keras dtype policy, such as mixed_float16",
+    )
+    parser.add_argument(
+        "--device_memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="what a device has for weights and activations: bytes, or a "
+        "number with KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB "
+        "(powers of 1024)",
+    )
+    parser.add_argument(
+        "--find_largest",
+        metavar="NAME",
+        help="find the largest value of this integer hyper-parameter with "
+        "which the model fits in --device_memory, starting from that in "
+        "--model_args or else from 1",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object on the last line",
+    )
+    return parser
+
+
+def main(argv=None):
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.num_devices and args.schedule != "interleaved":
+        parser.error("--num_devices is for --schedule=interleaved only")
+    if args.find_largest and args.device_memory is None:
+        parser.error("--find_largest needs --device_memory")
+    before = keras.config.dtype_policy()
+    largest = {}
+    try:
+        keras.config.set_dtype_policy(args.dtype_policy)
+        if args.find_largest:
+            largest = {args.find_largest: _find_largest(args)}
+        found = _plan(args, largest, args.device_memory)
+    except (TypeError, ValueError) as e:
+        # Keras's messages have several lines.
+        parser.error(" ".join(str(e).split()))
+    finally:
+        keras.config.set_dtype_policy(before)
+    print(found)
+    for name, value in largest.items():
+        print(f"the largest that fits: {name}={value}")
+    if args.json:
+        print(json.dumps({**found.to_dict(), **largest}))
+
+
+def _plan(args, changed, device_memory):
+    first, *layers = model_zoo.get(
+        args.model, **{**args.model_args, **changed}
+    )
+    spec = keras.tree.map_structure(
+        lambda x: keras.KerasTensor((args.batch_size, *x.shape[1:]), x.dtype),
+        first.output,
+    )
+    return planner.plan(
+        layers,
+        spec,
+        num_stages=args.num_stages,
+        num_micro_batches=args.num_micro_batches,
+        schedule=args.schedule,
+        num_devices=args.num_devices,
+        balance=args.balance,
+        remat=args.remat,
+        optimizer=args.optimizer,
+        device_memory=device_memory,
+    )
+
+
+def _find_largest(args):
+    """Returns the largest value of a hyper-parameter that fits."""
+    name = args.find_largest
+
+    def fits(value):
+        # Without the device's memory the planner looks for no advice.
+        found = _plan(args, {name: value}, None)
+        return dataclasses.replace(
+            found, device_memory=args.device_memory
+        ).fits
+
+    low, high = 0, args.model_args.get(name, 1)
+    if isinstance(high, bool) or not isinstance(high, int) or high < 1:
+        raise ValueError(
+            f"--find_largest needs a positive integer: {name}={high!r}"
+        )
+    while fits(high):
+        low, high = high, 2 * high
+        if high > _LIMIT:
+            raise ValueError(f"--find_largest: {name}={low} fits, as all do")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if not low:
+        raise ValueError(f"--find_largest: not even {name}=1 fits")
+    return low
+
+
+def _positive(text):
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+    return value
+
+
+def _balance(text):
+    if not text[:1].isdecimal():
+        return text
+    return [_positive(count) for count in text.split(",")]
+
+
+def _bytes(text):
+    match = re.fullmatch(r"(\d+\.?\d*)(?:([KMGT])(I?))?B?", text.upper())
+    size = 0
+    if match:
+        number, prefix, binary = match.groups()
+        power = "KMGT".index(prefix) + 1 if prefix else 0
+        size = int(float(number) * (1024 if binary else 1000) ** power)
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"not a size such as 8GB, 512MB, 16GiB or a count of bytes: "
+            f"{text!r}"
+        )
+    return size
+
+
+def _model_args(text):
+    """Returns what stands between the brackets of a call, as a dict."""
+    try:
+        call = ast.parse(f"_({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError(text)
+        return {x.arg: ast.literal_eval(x.value) for x in call.keywords}
+    except (SyntaxError, ValueError) as e:
+        raise argparse.ArgumentTypeError(
+            f"not of the form name=value,name=value: {text!r}"
+        ) from e
+
+
+if __name__ == "__main__":
+    main()
