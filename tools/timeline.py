@@ -1,22 +1,35 @@
 """Shows when each device of a pipeline runs what, and what it waits for.
 
-Example:
+Simulates a schedule; or, with --model, trains a model of the zoo for a few
+steps on random data, over logical CPU devices where there is no accelerator,
+and shows the last step below its simulation from the measured times.
+
+Examples:
 
     python -m tools.timeline --num_stages=4 --num_micro_batches=8
+    python -m tools.timeline --model=resnet_small --num_stages=2
 """
 
 import argparse
 import json
 import math
 import os
+import statistics
+import time
 
 # Before TensorFlow is imported: it reports at start that there is no GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+
+import model_zoo  # noqa: E402
+import tf_gpipe  # noqa: E402
 from tf_gpipe import remat  # noqa: E402
 from tf_gpipe import schedule  # noqa: E402
 from tf_gpipe import simulate  # noqa: E402
 from tf_gpipe import timeline  # noqa: E402
+from trainers import devices as host_devices  # noqa: E402
 
 
 class _Formatter(
@@ -75,6 +88,21 @@ def make_parser():
         "one for each of the K-1 boundaries with commas",
     )
     parser.add_argument(
+        "--model", choices=model_zoo.names(), help="measure this model"
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=_positive,
+        default=256,
+        help="rows of a mini-batch of --model",
+    )
+    parser.add_argument(
+        "--num_steps",
+        type=_positive,
+        default=10,
+        help="steps of --model, with the recorder and without it by turns",
+    )
+    parser.add_argument(
         "--width", type=_positive, default=80, help="characters of a line"
     )
     parser.add_argument(
@@ -99,9 +127,10 @@ def main(argv=None):
     if args.num_devices and args.schedule != "interleaved":
         parser.error("--num_devices is for --schedule=interleaved only")
     try:
-        spans, devices = simulated(args)
+        rows, ratio = measured(args) if args.model else (simulated(args), None)
+        spans, devices = list(rows.values())[-1]
         if args.picture:
-            timeline.picture({"simulated": (spans, devices)}, args.picture)
+            timeline.picture(rows, args.picture)
         if args.trace:
             with open(args.trace, "w") as f:
                 json.dump(timeline.chrome_trace(spans, devices), f)
@@ -111,12 +140,15 @@ def main(argv=None):
     print(timeline.text_chart(spans, args.width, devices))
     peaks = ", ".join(map(str, totals["peak_micro_batches"]))
     print(f"most micro-batches kept, by stage: {peaks}")
+    if ratio is not None:
+        print(f"a step with the recorder takes {ratio:.3f} of one without")
+        totals["recorder_ratio"] = ratio
     if args.json:
         print(json.dumps(totals))
 
 
 def simulated(args):
-    """Returns the spans of the schedule on paper, and the devices' names."""
+    """Returns a dict with the spans on paper, and the devices' names."""
     plan = schedule.get(
         args.schedule, args.num_stages, args.num_micro_batches, args.num_devices
     )
@@ -128,7 +160,66 @@ def simulated(args):
         transfer=args.transfer,
         remat=args.remat,
     ).spans
-    return spans, [f"device {i}" for i in range(len(plan.tasks))]
+    names = [f"device {i}" for i in range(len(plan.tasks))]
+    return {"simulated": (spans, names)}
+
+
+def measured(args):
+    """Returns as `simulated`, of a real step, and what recording costs."""
+    host_devices.ensure(args.num_devices or args.num_stages)
+    model = tf_gpipe.PipelinedSequential(
+        model_zoo.get(args.model),
+        num_stages=args.num_stages,
+        num_micro_batches=args.num_micro_batches,
+        balance="flops",
+        schedule=args.schedule,
+        remat=args.remat,
+    )
+    model.compile("sgd", "mse")
+    generator = np.random.default_rng(0)
+    shapes = [
+        (args.batch_size * args.num_steps, *shape[1:])
+        for shape in (model.input_shape, model.output_shape)
+    ]
+    x, y = (generator.standard_normal(s, dtype="float32") for s in shapes)
+    recorder = tf_gpipe.callbacks.Timeline()
+    seconds = {False: [], True: []}
+    for _ in range(3):
+        for recorded in seconds:
+            clock = _Clock()
+            model.fit(
+                x,
+                y,
+                batch_size=args.batch_size,
+                verbose=0,
+                callbacks=[clock, *([recorder] if recorded else [])],
+            )
+            seconds[recorded].append(clock.seconds())
+    ratio = statistics.median(
+        a / b for a, b in zip(seconds[True], seconds[False], strict=True)
+    )
+    rows = {
+        "simulated": (recorder.simulated().spans, recorder.devices),
+        "measured": (recorder.spans, recorder.devices),
+    }
+    return rows, ratio
+
+
+class _Clock(keras.callbacks.Callback):
+    """Takes the time from step to step."""
+
+    def on_train_begin(self, logs=None):
+        self.times = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.times.append(time.perf_counter())
+
+    def seconds(self):
+        # Without the first step, which is traced.
+        times = self.times[1:]
+        return statistics.median(
+            b - a for a, b in zip(times, times[1:], strict=False)
+        )
 
 
 def _positive(text):

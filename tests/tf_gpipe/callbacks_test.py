@@ -1,0 +1,115 @@
+"""The Timeline callback records what ran, and changes nothing."""
+
+import json
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_gpipe
+from tests.tf_gpipe.comparison import assert_same
+
+
+def make_model(**kwargs):
+    keras.utils.set_random_seed(0)
+    layers = [
+        keras.Input((4,)),
+        *(keras.layers.Dense(8, "tanh") for _ in range(4)),
+    ]
+    model = tf_gpipe.PipelinedSequential(
+        layers,
+        **{"num_stages": 2, "num_micro_batches": 4, **kwargs},
+    )
+    model.compile("adam", "mse")
+    return model
+
+
+def make_data(rows=24):
+    x = np.random.default_rng(0).normal(size=(rows, 4)).astype("float32")
+    return x, np.repeat(x, 2, axis=1)
+
+
+class TimelineTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(
+        schedule=("1f1b", "gpipe"), remat=("always", "except_last", "never")
+    )
+    def test_records_all_tasks_in_order(self, schedule, remat):
+        model = make_model(schedule=schedule, remat=remat)
+        recorder = tf_gpipe.callbacks.Timeline()
+        history = model.fit(
+            *make_data(), batch_size=8, verbose=0, callbacks=[recorder]
+        )
+        for device, row in enumerate(model._pipeline.schedule.tasks):
+            spans = [s for s in recorder.spans if s.device == device]
+            self.assertEqual(
+                list(row), [s.task for s in spans if s.task.kind != "R"]
+            )
+            for a, b in zip(spans, spans[1:], strict=False):
+                self.assertLessEqual(a.end, b.start)
+        recomputed = sum(s.task.kind == "R" for s in recorder.spans)
+        expected = {"always": 8, "except_last": 6, "never": 0}[remat]
+        self.assertEqual(recomputed, expected)
+        (bubble,) = history.history["bubble"]
+        self.assertBetween(bubble, 0.0, 1.0)
+
+    def test_same_numbers(self):
+        x, y = make_data()
+        models = [make_model(), make_model()]
+        for model, callbacks in zip(
+            models, ([], [tf_gpipe.callbacks.Timeline()]), strict=True
+        ):
+            model.fit(
+                x,
+                y,
+                batch_size=8,
+                epochs=2,
+                shuffle=False,
+                verbose=0,
+                callbacks=callbacks,
+            )
+        assert_same(self, *((model, []) for model in models))
+
+    def test_chosen_steps(self):
+        model = make_model()
+        recorder = tf_gpipe.callbacks.Timeline(steps=[4])
+        history = model.fit(
+            *make_data(),
+            batch_size=8,
+            epochs=2,
+            verbose=0,
+            callbacks=[recorder],
+        )
+        # Step 4 is in the second epoch: the first one has no bubble.
+        self.assertLen(history.history["bubble"], 1)
+
+    def test_files(self):
+        folder = self.get_temp_dir()
+        trace = os.path.join(folder, "trace.json")
+        picture = os.path.join(folder, "picture.png")
+        model = make_model()
+        model.fit(
+            *make_data(),
+            batch_size=8,
+            verbose=0,
+            callbacks=[
+                tf_gpipe.callbacks.Timeline(trace=trace, picture=picture)
+            ],
+        )
+        with open(trace) as f:
+            events = json.load(f)["traceEvents"]
+        names = [event["name"] for event in events if event["ph"] == "X"]
+        self.assertIn("B1.3", names)
+        self.assertGreater(os.path.getsize(picture), 1000)
+        self.assertIsNone(model._record_times)
+
+    def test_plain_model(self):
+        model = keras.Sequential([keras.layers.Dense(8)])
+        model.compile("sgd", "mse")
+        with self.assertRaisesRegex(ValueError, "models of tf_gpipe"):
+            model.fit(*make_data(), callbacks=[tf_gpipe.callbacks.Timeline()])
+
+
+if __name__ == "__main__":
+    tf.test.main()
