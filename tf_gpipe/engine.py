@@ -1,7 +1,6 @@
 """Runs a schedule: places its tasks on devices, in order, in one graph."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -16,28 +15,14 @@ from tf_gpipe.clock import Clock
 from tf_gpipe.gradients import GradientSum
 from tf_gpipe.gradients import add
 from tf_gpipe.micro_batch import Split
+from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.remat import recomputes
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
-from tf_gpipe.schedule import Schedule
 from tf_gpipe.schedule import Task
 from tf_gpipe.stage import Activations
-from tf_gpipe.stage import Stage
 from tf_gpipe.stage_function import StageCall
 from tf_gpipe.stage_function import StageFunction
-
-
-@dataclasses.dataclass(frozen=True)
-class Pipeline:
-    """Stages and how a mini-batch goes through them.
-
-    No tuple: Keras tracks what is in the tuples that a layer holds.
-    """
-
-    stages: tuple[Stage, ...]
-    schedule: Schedule
-    remat: str  # one of `remat.MODES`
-    seed: keras.Variable  # state of Keras's global seed generator
 
 
 class MiniBatch:

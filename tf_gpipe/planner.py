@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+import random
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +19,8 @@ from tf_gpipe import slots
 from tf_gpipe.partition import costs
 from tf_gpipe.partition import layer_graph
 from tf_gpipe.partition.contiguous import split
+from tf_gpipe.pipeline_config import PipelineConfig
 from tf_gpipe.remat import MODES
-from tf_gpipe.remat import check
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.simulate import simulate
 
@@ -158,7 +159,7 @@ class Plan:
             )
             console.print(table)
             for line in lines:
-                console.print(f" {line}")
+                console.print(f" {line}", soft_wrap=True)
             return text.getvalue()
 
 
@@ -212,14 +213,19 @@ def plan(
     >>> [stage.parameters for stage in found.stages]
     [16640, 16640]
     """
-    check(remat)
+    config = PipelineConfig(
+        num_stages, num_micro_batches, balance, schedule, remat, devices=None
+    )
+    # Copies of layers draw seeds that they do not need.
+    drawn = random.getstate()
     planner = _Planner(layers, input_spec, optimizer)
+    random.setstate(drawn)
     options = {
-        "num_stages": num_stages,
-        "num_micro_batches": num_micro_batches,
+        "num_stages": config.num_stages,
+        "num_micro_batches": config.num_micro_batches,
         "schedule": schedule,
         "num_devices": num_devices,
-        "balance": balance,
+        "balance": config.balance,
         "remat": remat,
     }
     found = dataclasses.replace(
@@ -341,16 +347,15 @@ class _Planner:
         """Returns the smallest change with which a plan would fit."""
         changes = []
         m = found.num_micro_batches
+        own_schedule = isinstance(options["schedule"], Schedule)
         step = options["num_devices"] or 1
-        while m * 2 <= self.rows and m * 2 % step == 0:
+        while not own_schedule and m * 2 <= self.rows and m * 2 % step == 0:
             m *= 2
             changes.append({"num_micro_batches": m})
         if found.remat != "always":
             changes.append({"remat": "always"})
             changes += [{**x, "remat": "always"} for x in changes[:-1]]
-        if not isinstance(options["schedule"], Schedule) and isinstance(
-            options["balance"], str
-        ):
+        if not own_schedule and not isinstance(options["balance"], list):
             changes += [
                 {"num_stages": k, "num_devices": None, "remat": "always"}
                 for k in range(len(found.stages) + 1, len(self.layers) + 1)
@@ -374,15 +379,13 @@ class _Planner:
         )
 
     def _counts(self, balance, num_stages, remat):
-        if not isinstance(balance, str) and not callable(balance):
-            counts = list(balance)
-            if sum(counts) != len(self.layers) or len(counts) != num_stages:
+        if isinstance(balance, list):
+            if sum(balance) != len(self.layers):
                 raise ValueError(
                     f"`balance` must have {num_stages} layer counts that sum "
-                    f"to {len(self.layers)}. Received: balance={counts}"
+                    f"to {len(self.layers)}. Received: balance={balance}"
                 )
-            return counts
-        costs.check(balance)
+            return balance
         if balance == "time":
             raise ValueError(
                 "A plan measures nothing: balance='time' is for a "

@@ -12,7 +12,7 @@ from tf_gpipe import abstract
 from tf_gpipe import placement
 from tf_gpipe import slots
 from tf_gpipe import state
-from tf_gpipe.engine import Pipeline
+from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.pipeline_config import PipelineConfig
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.stage import Stage
@@ -193,16 +193,22 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             self._config, balance=balance, num_stages=num_stages
         )
         config.resolve(self.layers)
-        self._config = config
-        self._place(self._inputs)
+        previous, self._config = self._config, config
+        try:
+            self._place(self._inputs)
+        except Exception:
+            self._config = previous
+            raise
         optimizer = getattr(self, "optimizer", None)
         if optimizer is not None and optimizer.built:
-            weights = self.trainable_variables
+            # Of those too that have been frozen since it was built.
+            weights = optimizer._trainable_variables
             for weight, own in zip(
                 weights, slots.of_optimizer(optimizer, weights), strict=True
             ):
                 for slot in own:
                     placement.place(slot, weight.value.device)
+            slots.find_again(optimizer)
         self.train_function = None
         self.test_function = None
         self.predict_function = None

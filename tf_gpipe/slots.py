@@ -1,8 +1,11 @@
 """The variables that an optimizer keeps for each weight."""
 
+import contextlib
+from collections.abc import Iterator
 from collections.abc import Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import abstract
@@ -37,6 +40,19 @@ def of_optimizer(
     return slots
 
 
+def find_again(optimizer: keras.optimizers.Optimizer) -> None:
+    """Tells an optimizer that its weights have moved to other devices.
+
+    It finds the slots of a weight by the TensorFlow variable in it.
+    """
+    for x in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if x is not None:
+            x._trainable_variables_indices = {
+                x._var_key(weight): i
+                for i, weight in enumerate(x._trainable_variables)
+            }
+
+
 def planned(
     optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]
 ) -> list[list[keras.Variable]]:
@@ -51,7 +67,29 @@ def planned(
             x._var_key = id
     # In a graph, the values that Keras asks for are only symbols.
     with tf.Graph().as_default(), abstract.no_values():
-        optimizer.build(weights)
+        with _values_deferred():
+            optimizer.build(weights)
     found = of_optimizer(optimizer, weights)
     abstract.forget(optimizer.variables)
     return found
+
+
+@contextlib.contextmanager
+def _values_deferred() -> Iterator[None]:
+    """Variables may be made from a value where Keras asks for a function.
+
+    As those of some of its optimizers are, such as Adafactor and Nadam.
+    """
+    init = keras.Variable.__init__
+
+    def deferred(self, initializer, shape=None, dtype=None, **kwargs):
+        if not callable(initializer) and not isinstance(initializer, str):
+            value = np.asarray(initializer)
+            initializer, shape = lambda *_, **__: value, value.shape
+        init(self, initializer, shape=shape, dtype=dtype, **kwargs)
+
+    keras.Variable.__init__ = deferred
+    try:
+        yield
+    finally:
+        keras.Variable.__init__ = init

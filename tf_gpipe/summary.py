@@ -7,7 +7,7 @@ import rich.box
 import rich.console
 import rich.table
 
-from tf_gpipe.engine import Pipeline
+from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.simulate import simulate
 
 

@@ -146,7 +146,7 @@ def main(argv=None):
         parser.error(" ".join(str(e).split()))
     finally:
         keras.config.set_dtype_policy(before)
-    print(found)
+    print(found, end="")
     for name, value in largest.items():
         print(f"the largest that fits: {name}={value}")
     if args.json:
@@ -154,9 +154,7 @@ def main(argv=None):
 
 
 def _plan(args, changed, device_memory):
-    first, *layers = model_zoo.get(
-        args.model, **{**args.model_args, **changed}
-    )
+    first, *layers = model_zoo.get(args.model, **{**args.model_args, **changed})
     spec = keras.tree.map_structure(
         lambda x: keras.KerasTensor((args.batch_size, *x.shape[1:]), x.dtype),
         first.output,
@@ -182,9 +180,7 @@ def _find_largest(args):
     def fits(value):
         # Without the device's memory the planner looks for no advice.
         found = _plan(args, {name: value}, None)
-        return dataclasses.replace(
-            found, device_memory=args.device_memory
-        ).fits
+        return dataclasses.replace(found, device_memory=args.device_memory).fits
 
     low, high = 0, args.model_args.get(name, 1)
     if isinstance(high, bool) or not isinstance(high, int) or high < 1:

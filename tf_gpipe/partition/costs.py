@@ -63,7 +63,8 @@ def of_layers(
     if balance == "parameters":
         return [sum(math.prod(w.shape) for w in own) for own in weights]
     inputs = with_rows(inputs, 1)
-    graphs = layer_graph.trace(layers, inputs)
+    if balance in ("flops", "memory"):
+        graphs = layer_graph.trace(layers, inputs)
     if balance == "flops":
         return [graph.forward_flops for graph in graphs]
     if balance == "memory":
@@ -73,16 +74,21 @@ def of_layers(
             + (0 if remat == "always" else graph.stored_bytes)
             for own, graph in zip(weights, graphs, strict=True)
         ]
-    given = [inputs, *(graph.outputs for graph in graphs)]
+    # Without counting operations: these costs are for layers too whose
+    # operations cannot be counted.
+    given = []
+    for layer in layers:
+        given.append(inputs)
+        inputs = layer.compute_output_spec(inputs)
     if balance == "time":
         with tf.device(device):
             return [
                 _seconds(layer, x)
-                for layer, x in zip(layers, given, strict=False)
+                for layer, x in zip(layers, given, strict=True)
             ]
     assert callable(balance)
     costs = []
-    for layer, x in zip(layers, given, strict=False):
+    for layer, x in zip(layers, given, strict=True):
         shape = keras.tree.map_structure(lambda t: tuple(t.shape), x)
         cost = balance(layer, shape)
         if not isinstance(cost, numbers.Real) or not (

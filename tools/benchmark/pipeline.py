@@ -3,7 +3,13 @@
 import statistics
 import time
 
+import keras
+import tensorflow as tf
+
 import tf_gpipe
+from tf_gpipe import abstract
+from tf_gpipe.partition import costs
+from tf_gpipe.simulate import simulate
 from tools.benchmark import timing
 from tools.benchmark import workers
 from tools.benchmark import workloads
@@ -74,6 +80,7 @@ def main(args):
     if args.remat == "always":
         # A backward pass costs two forward passes, the recomputation one.
         ideal *= 3 / 4
+    predicted = _predicted(models["all"], make()[1:], x, args)
     rows = [
         {
             "workers": count,
@@ -92,14 +99,40 @@ def main(args):
     timing.report(
         f"{args.workload}: K={num_stages}, M={num_micro_batches}, "
         f"{args.schedule}, remat {args.remat}, one core a worker, "
-        "against K=1, M=1",
+        f"against K=1, M=1; predicted speed-up {predicted:.2f}",
         rows,
         {
             "speedup": speedup,
             "ideal": ideal,
             "fraction": speedup / ideal,
+            "predicted": predicted,
             "samples_per_second": [row["samples/s"] for row in rows],
             "cores_used": [row["workers' cores"] for row in rows],
         },
         args.json,
     )
+
+
+def _predicted(model, layers, x, args):
+    """Returns the speed-up by the simulator, from the layers' own times."""
+    rows = args.batch_size // args.num_micro_batches
+    inputs = keras.KerasTensor((rows, *x.shape[1:]), "float32")
+    with abstract.no_values():
+        abstract.call(layers, inputs)
+    abstract.forget(v for layer in layers for v in layer.variables)
+    with tf.device("CPU:0"):
+        seconds = iter(
+            costs.of_layers("time", layers, inputs, "CPU:0", args.remat)
+        )
+    stages = [
+        sum(next(seconds) for _ in stage.layers) for stage in model.stages
+    ]
+    # Of a layer's time, a third is its forward pass.
+    found = simulate(
+        model._pipeline.schedule,
+        forward=[t / 3 for t in stages],
+        backward=[2 * t / 3 for t in stages],
+        recompute=[t / 3 for t in stages],
+        remat=args.remat,
+    )
+    return args.num_micro_batches * sum(stages) / found.makespan
