@@ -203,11 +203,14 @@ class StageFunction:
         """
         with tf.device(self.stage.device):
             call = self._taped(self._apply, inputs, carried)
-            found = call.gradient(output_gradients, loss_gradients)
             if self._clock is None:
-                return found
+                return call.gradient(output_gradients, loss_gradients)
             outputs = keras.tree.flatten(call.result.outputs.tensors)
-            return *found[:2], [self._clock.stamp(outputs)]
+            recomputed = self._clock.stamp(outputs)
+            # Or the stamp would wait for a thread while those work.
+            with tf.control_dependencies([recomputed]):
+                found = call.gradient(output_gradients, loss_gradients)
+            return *found[:2], [recomputed]
 
     def _sort(self, variables: list, found: list) -> Gradients:
         """Returns gradients apart by kind, and notes whose they are."""
