@@ -77,6 +77,26 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         comparison.assert_same(self, plain, pipelined)
 
     @parameterized.product(
+        num_stages=(2, 4),
+        num_micro_batches=(2, 4),
+        remat=("always", "except_last", "never"),
+        rows=(8, 7),
+    )
+    def test_interleaved(self, rows, **kwargs):
+        data = batches([rows])
+        arguments = {"loss": SOFTMAX(from_logits=True), "metrics": ["accuracy"]}
+        plain = comparison.train(dense, data, **arguments)
+        pipelined = comparison.train(
+            dense,
+            data,
+            **arguments,
+            **kwargs,
+            schedule="interleaved",
+            devices=["CPU:0", "CPU:1"],
+        )
+        comparison.assert_same(self, plain, pipelined)
+
+    @parameterized.product(
         schedule=("gpipe", "1f1b"), remat=("always", "except_last")
     )
     def test_uneven_batches(self, **kwargs):
