@@ -386,12 +386,11 @@ class MiniBatch:
                 self._done[device] = tf.no_op(name="done")
 
         with tf.device(device), tf.name_scope(str(task)):
-            if self._clock is not None and task not in self._times:
-                self._times[task] = [
-                    self._clock.stamp([*before, *_tensors(needs)])
-                ]
             if self._clock is not None:
-                before = [self._times[task][0]]
+                if task not in self._times:
+                    after = [*before, *_tensors(needs)]
+                    self._times[task] = [self._clock.stamp(after)]
+                before = self._times[task][:1]
             with tf.control_dependencies(before):
                 yield finish
 

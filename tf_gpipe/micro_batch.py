@@ -153,12 +153,17 @@ class Split:
         return tf.ensure_shape(zeros, [None, *part.shape[1:]])
 
 
+def not_dense(x: Any) -> TypeError:
+    """Returns the error for an input that is no dense tensor."""
+    return TypeError(
+        "A pipeline splits dense tensors along their first axis. "
+        f"Received: {x} (of type {type(x).__name__})"
+    )
+
+
 def _static_rows(x: Any) -> int | None:
     if not isinstance(x, tf.Tensor):
-        raise TypeError(
-            "A pipeline splits dense tensors along their first axis. "
-            f"Received: {x} (of type {type(x).__name__})"
-        )
+        raise not_dense(x)
     if x.shape.rank == 0:
         raise ValueError(
             "Every input of a pipeline needs a batch axis to be split. "

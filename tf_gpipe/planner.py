@@ -20,8 +20,8 @@ from tf_gpipe.partition import costs
 from tf_gpipe.partition import layer_graph
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.pipeline_config import PipelineConfig
-from tf_gpipe.remat import MODES
 from tf_gpipe.schedule import Schedule
+from tf_gpipe.simulate import peaks
 from tf_gpipe.simulate import simulate
 
 Balance = str | Callable | Sequence[int]
@@ -321,11 +321,11 @@ class _Planner:
         )
         graphs = self.traced(math.ceil(self.rows / num_micro_batches))
         counts = self._counts(balance, num_stages, remat)
-        peaks = simulate(schedule).peak_micro_batches
+        kept = peaks(schedule.order)
         stages, first = [], 0
         for k, count in enumerate(counts):
             part = slice(first, first + count)
-            stages.append(self._stage(part, graphs, remat, peaks[k]))
+            stages.append(self._stage(part, graphs, remat, kept[k]))
             first += count
         forward = [stage.flops for stage in stages]
         backward = [stage.backward_flops for stage in stages]
@@ -444,7 +444,7 @@ def _activations(
     passing = max(
         2 * graph.largest_bytes + graph.output_bytes for graph in graphs
     )
-    if remat == MODES[-1]:
+    if remat == "never":
         kept = peak * stored
     else:
         kept = (peak - 1) * inputs + stored

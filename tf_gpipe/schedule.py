@@ -8,6 +8,7 @@ micro-batch 0 through stage 2, `B2.0` its backward pass.
 """
 
 import collections
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -174,6 +175,7 @@ class Schedule:
         return "\n".join(" ".join(map(str, row)) for row in self.tasks)
 
 
+@functools.lru_cache(maxsize=8)
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     """All forward passes, then all backward passes (Huang et al., 2019).
 
@@ -201,6 +203,7 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     )
 
 
+@functools.lru_cache(maxsize=8)
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """One forward, one backward (PipeDream-Flush, Narayanan et al., 2021).
 
@@ -230,6 +233,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     return Schedule(rows, name="1f1b")
 
 
+@functools.lru_cache(maxsize=8)
 def interleaved(
     num_stages: int, num_micro_batches: int, num_devices: int
 ) -> Schedule:

@@ -12,6 +12,7 @@ from tf_gpipe import abstract
 from tf_gpipe import placement
 from tf_gpipe import slots
 from tf_gpipe import state
+from tf_gpipe.micro_batch import not_dense
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.pipeline_config import PipelineConfig
 from tf_gpipe.schedule import Schedule
@@ -150,10 +151,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
         # Before Keras builds the layers for the shape of a ragged tensor.
         for x in keras.tree.flatten(inputs):
             if isinstance(x, tf.RaggedTensor):
-                raise TypeError(
-                    "A pipeline splits dense tensors along their first axis. "
-                    f"Received: {x} (of type {type(x).__name__})"
-                )
+                raise not_dense(x)
         return super().__call__(inputs, *args, **kwargs)
 
     def build(self, input_shape=None):

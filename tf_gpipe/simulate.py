@@ -3,6 +3,7 @@
 This module imports no TensorFlow.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -131,7 +132,7 @@ def simulate(
         makespan=makespan,
         busy=busy,
         bubble=bubble(busy, makespan),
-        peak_micro_batches=_peaks(schedule),
+        peak_micro_batches=peaks(schedule.order),
     )
 
 
@@ -143,17 +144,19 @@ def bubble(busy: Sequence[float], makespan: float) -> float:
     return round(1.0 - sum(busy) / (len(busy) * makespan), 12)
 
 
-def _peaks(schedule: Schedule) -> list[int]:
+def peaks(tasks: Iterable[Task]) -> list[int]:
     """Returns the most micro-batches that each stage keeps at a time.
 
-    The order of a stage's tasks decides, whatever they cost.
+    Args:
+        tasks: Tasks of all stages, those of a stage in their order.
     """
-    kept = [0] * schedule.num_stages
-    peaks = [0] * schedule.num_stages
-    for task in schedule.order:
-        kept[task.stage] += 1 if task.kind == FORWARD else -1
-        peaks[task.stage] = max(peaks[task.stage], kept[task.stage])
-    return peaks
+    kept: collections.Counter[int] = collections.Counter()
+    most: collections.Counter[int] = collections.Counter()
+    for task in tasks:
+        if task.kind in (FORWARD, BACKWARD):
+            kept[task.stage] += 1 if task.kind == FORWARD else -1
+        most[task.stage] = max(most[task.stage], kept[task.stage])
+    return [most[stage] for stage in range(1 + max(most))]
 
 
 def _costs(name: str, value: Costs, count: int) -> list[float]:

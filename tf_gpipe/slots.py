@@ -45,12 +45,11 @@ def find_again(optimizer: keras.optimizers.Optimizer) -> None:
 
     It finds the slots of a weight by the TensorFlow variable in it.
     """
-    for x in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if x is not None:
-            x._trainable_variables_indices = {
-                x._var_key(weight): i
-                for i, weight in enumerate(x._trainable_variables)
-            }
+    for x in _with_inner(optimizer):
+        x._trainable_variables_indices = {
+            x._var_key(weight): i
+            for i, weight in enumerate(x._trainable_variables)
+        }
 
 
 def planned(
@@ -61,10 +60,9 @@ def planned(
     Nothing is allocated.
     """
     optimizer = type(optimizer).from_config(optimizer.get_config())
-    for x in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if x is not None:
-            # Keras's asks for the value of each weight.
-            x._var_key = id
+    for x in _with_inner(optimizer):
+        # Keras's asks for the value of each weight.
+        x._var_key = id
     # In a graph, the values that Keras asks for are only symbols.
     with tf.Graph().as_default(), abstract.no_values():
         with _values_deferred():
@@ -72,6 +70,12 @@ def planned(
     found = of_optimizer(optimizer, weights)
     abstract.forget(optimizer.variables)
     return found
+
+
+def _with_inner(optimizer: keras.optimizers.Optimizer) -> list:
+    """Returns an optimizer, and the one in a LossScaleOptimizer."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [optimizer] if inner is None else [optimizer, inner]
 
 
 @contextlib.contextmanager

@@ -91,10 +91,9 @@ class StageFunction:
         self._repeatable = repeatable
         # XLA knows no clock.
         self._clock = None if jit_compile else clock
+        ids = {id(v) for v in carried}
         self._weights = [
-            v
-            for v in stage.trainable(stage.owned)
-            if not any(v is other for other in carried)
+            v for v in stage.trainable(stage.owned) if id(v) not in ids
         ]
         # Which of the carried values have a gradient: weights, not state.
         ids = {id(v) for v in stage.trainable(carried)}
@@ -117,9 +116,8 @@ class StageFunction:
                 else None,
             )
             self._plain = make(self._plain)
-            self._on_tape = make(self._on_tape)
+            self._on_tape = self._plain if self._apart else make(self._on_tape)
         if self._apart:
-            self._on_tape = self._plain
             self._forward = FunctionCall(self._apply, jit_compile)
             self._backward = FunctionCall(
                 self._recompute, jit_compile, finish=_packed

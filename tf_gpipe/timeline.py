@@ -12,6 +12,7 @@ from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
 from tf_gpipe.simulate import Span
 from tf_gpipe.simulate import bubble
+from tf_gpipe.simulate import peaks
 
 KINDS = {FORWARD: "forward", "R": "recompute", BACKWARD: "backward"}
 # Of Okabe and Ito's palette for the colour-blind; also unlike in lightness,
@@ -43,20 +44,15 @@ def totals(spans: Sequence[Span], devices: Sequence[str] | None = None) -> dict:
     busy = [0.0] * len(names)
     # Measured spans of a device may overlap: what is busy counts once.
     until = [first] * len(names)
-    num_stages = 1 + max(span.task.stage for span in spans)
-    kept = [0] * num_stages
-    peaks = [0] * num_stages
-    for device, task, start, end in sorted(spans, key=lambda x: x.start):
+    spans = sorted(spans, key=lambda x: x.start)
+    for device, _, start, end in spans:
         busy[device] += max(end - max(start, until[device]), 0.0)
         until[device] = max(end, until[device])
-        if task.kind in (FORWARD, BACKWARD):
-            kept[task.stage] += 1 if task.kind == FORWARD else -1
-            peaks[task.stage] = max(peaks[task.stage], kept[task.stage])
     return {
         "makespan": makespan,
         "busy": busy,
         "bubble": bubble(busy, makespan),
-        "peak_micro_batches": peaks,
+        "peak_micro_batches": peaks(span.task for span in spans),
     }
 
 

@@ -21,26 +21,14 @@ import keras  # noqa: E402
 
 import model_zoo  # noqa: E402
 from tf_gpipe import planner  # noqa: E402
-from tf_gpipe import remat  # noqa: E402
-from tf_gpipe import schedule  # noqa: E402
+from tools import command_line  # noqa: E402
 
 # Where `--find_largest` gives up: no memory is used by what grows.
 _LIMIT = 2**24
 
 
-class _Formatter(
-    argparse.ArgumentDefaultsHelpFormatter,
-    argparse.RawDescriptionHelpFormatter,
-):
-    pass
-
-
 def make_parser():
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.plan",
-        description=__doc__,
-        formatter_class=_Formatter,
-    )
+    parser = command_line.make_parser("plan", __doc__)
     parser.add_argument(
         "--model",
         choices=model_zoo.names(),
@@ -57,29 +45,17 @@ def make_parser():
     )
     parser.add_argument(
         "--batch_size",
-        type=_positive,
+        type=command_line.positive,
         default=64,
         help="rows of a mini-batch",
     )
     parser.add_argument(
-        "--num_stages", type=_positive, default=2, help="stages K"
+        "--num_stages", type=command_line.positive, default=2, help="stages K"
     )
     parser.add_argument(
         "--num_micro_batches",
-        type=_positive,
+        type=command_line.positive,
         help="micro-batches M; 4 a device if not given",
-    )
-    parser.add_argument(
-        "--schedule",
-        choices=schedule.NAMES,
-        default="1f1b",
-        help="the order of the tasks",
-    )
-    parser.add_argument(
-        "--num_devices",
-        type=_positive,
-        help="devices that --schedule=interleaved spreads the stages over; "
-        "one a stage if not given",
     )
     parser.add_argument(
         "--balance",
@@ -87,12 +63,6 @@ def make_parser():
         default="parameters",
         help="what stages have in nearly equal parts: parameters, flops or "
         "memory; or the layer counts of the stages with commas",
-    )
-    parser.add_argument(
-        "--remat",
-        choices=remat.MODES,
-        default="always",
-        help="which micro-batches are recomputed",
     )
     parser.add_argument(
         "--optimizer",
@@ -119,19 +89,12 @@ def make_parser():
         "which the model fits in --device_memory, starting from that in "
         "--model_args or else from 1",
     )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object on the last line",
-    )
     return parser
 
 
 def main(argv=None):
     parser = make_parser()
-    args = parser.parse_args(argv)
-    if args.num_devices and args.schedule != "interleaved":
-        parser.error("--num_devices is for --schedule=interleaved only")
+    args = command_line.parse(parser, argv)
     if args.find_largest and args.device_memory is None:
         parser.error("--find_largest needs --device_memory")
     before = keras.config.dtype_policy()
@@ -199,17 +162,10 @@ def _find_largest(args):
     return low
 
 
-def _positive(text):
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
-    return value
-
-
 def _balance(text):
     if not text[:1].isdecimal():
         return text
-    return [_positive(count) for count in text.split(",")]
+    return [command_line.positive(count) for count in text.split(",")]
 
 
 def _bytes(text):

@@ -25,49 +25,23 @@ import numpy as np  # noqa: E402
 
 import model_zoo  # noqa: E402
 import tf_gpipe  # noqa: E402
-from tf_gpipe import remat  # noqa: E402
 from tf_gpipe import schedule  # noqa: E402
 from tf_gpipe import simulate  # noqa: E402
 from tf_gpipe import timeline  # noqa: E402
+from tools import command_line  # noqa: E402
 from trainers import devices as host_devices  # noqa: E402
 
 
-class _Formatter(
-    argparse.ArgumentDefaultsHelpFormatter,
-    argparse.RawDescriptionHelpFormatter,
-):
-    pass
-
-
 def make_parser():
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.timeline",
-        description=__doc__,
-        formatter_class=_Formatter,
+    parser = command_line.make_parser("timeline", __doc__)
+    parser.add_argument(
+        "--num_stages", type=command_line.positive, default=4, help="stages K"
     )
     parser.add_argument(
-        "--num_stages", type=_positive, default=4, help="stages K"
-    )
-    parser.add_argument(
-        "--num_micro_batches", type=_positive, default=8, help="micro-batches M"
-    )
-    parser.add_argument(
-        "--schedule",
-        choices=schedule.NAMES,
-        default="1f1b",
-        help="the order of the tasks",
-    )
-    parser.add_argument(
-        "--num_devices",
-        type=_positive,
-        help="devices that --schedule=interleaved spreads the stages over; "
-        "one a stage if not given",
-    )
-    parser.add_argument(
-        "--remat",
-        choices=remat.MODES,
-        default="always",
-        help="which micro-batches are recomputed",
+        "--num_micro_batches",
+        type=command_line.positive,
+        default=8,
+        help="micro-batches M",
     )
     for name, default, what in (
         ("forward", 1.0, "a micro-batch's forward pass through a stage"),
@@ -92,18 +66,21 @@ def make_parser():
     )
     parser.add_argument(
         "--batch_size",
-        type=_positive,
+        type=command_line.positive,
         default=256,
         help="rows of a mini-batch of --model",
     )
     parser.add_argument(
         "--num_steps",
-        type=_positive,
+        type=command_line.positive,
         default=10,
         help="steps of --model, with the recorder and without it by turns",
     )
     parser.add_argument(
-        "--width", type=_positive, default=80, help="characters of a line"
+        "--width",
+        type=command_line.positive,
+        default=80,
+        help="characters of a line",
     )
     parser.add_argument(
         "--picture", metavar="PATH", help="save an image here (.png, .svg)"
@@ -113,19 +90,12 @@ def make_parser():
         metavar="PATH",
         help="save a trace for Perfetto or chrome://tracing here (.json)",
     )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object on the last line",
-    )
     return parser
 
 
 def main(argv=None):
     parser = make_parser()
-    args = parser.parse_args(argv)
-    if args.num_devices and args.schedule != "interleaved":
-        parser.error("--num_devices is for --schedule=interleaved only")
+    args = command_line.parse(parser, argv)
     try:
         rows, ratio = measured(args) if args.model else (simulated(args), None)
         spans, devices = list(rows.values())[-1]
@@ -220,13 +190,6 @@ class _Clock(keras.callbacks.Callback):
         return statistics.median(
             b - a for a, b in zip(times, times[1:], strict=False)
         )
-
-
-def _positive(text):
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
-    return value
 
 
 def _costs(text):

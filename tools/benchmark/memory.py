@@ -4,9 +4,8 @@ import json
 import subprocess
 import sys
 
+from tf_gpipe.remat import MODES
 from tools.benchmark import timing
-
-MODES = ("never", "except_last", "always")
 
 
 def add_arguments(parser):
@@ -23,7 +22,7 @@ def main(args):
     if args.mode:
         print(json.dumps(_measure(args)))
         return
-    peaks = {mode: _in_process(args, mode) for mode in MODES}
+    peaks = {mode: _in_process(args, mode) for mode in reversed(MODES)}
     timing.report(
         f"Peak MiB above the model's own: {args.num_layers} layers of width "
         f"{args.width}, batch of {args.batch_size}, K=1, "

@@ -1,0 +1,67 @@
+"""Flags that commands about a schedule share."""
+
+import argparse
+
+from tf_gpipe import remat
+from tf_gpipe import schedule
+
+
+class _Formatter(
+    argparse.ArgumentDefaultsHelpFormatter,
+    argparse.RawDescriptionHelpFormatter,
+):
+    pass
+
+
+def make_parser(name, description):
+    """Returns a parser with the flags that tell of a schedule.
+
+    Args:
+        name: String, the name of the module in `tools`.
+        description: String, its docstring.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tools.{name}",
+        description=description,
+        formatter_class=_Formatter,
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=schedule.NAMES,
+        default="1f1b",
+        help="the order of the tasks",
+    )
+    parser.add_argument(
+        "--num_devices",
+        type=positive,
+        help="devices that --schedule=interleaved spreads the stages over; "
+        "one a stage if not given",
+    )
+    parser.add_argument(
+        "--remat",
+        choices=remat.MODES,
+        default="always",
+        help="which micro-batches are recomputed",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object on the last line",
+    )
+    return parser
+
+
+def parse(parser, argv):
+    """Returns the arguments, after the checks that all commands need."""
+    args = parser.parse_args(argv)
+    if args.num_devices and args.schedule != "interleaved":
+        parser.error("--num_devices is for --schedule=interleaved only")
+    return args
+
+
+def positive(text):
+    """Returns a positive integer, as the type of a flag."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+    return value
