@@ -21,8 +21,11 @@ from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import Task
 from tf_gpipe.stage import Activations
+from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageCall
 from tf_gpipe.stage_function import StageFunction
+
+LossFunction = Callable[..., tuple[list[tf.Tensor], list]]
 
 
 class MiniBatch:
@@ -85,6 +88,9 @@ class MiniBatch:
         self._upstream: dict[tuple[int, int], list] = {}
         self._sums: list[GradientSum] = []
         self._done: dict[str, tf.Operation] = {}
+        self._direct: frozenset[Task] = frozenset()
+        self._loss: Any = None
+        self._loss_gradient: Any = None
         self._functions: dict[tuple[int, bool], StageFunction] = {}
         self._function_arguments: dict[str, Any] = {
             "training": training,
@@ -100,6 +106,7 @@ class MiniBatch:
         if timed and self._function_arguments["compiled"]:
             self._clock = Clock()
         self._function_arguments["clock"] = self._clock
+        self._function_arguments["turn"] = self._turn
         self._times: dict[Task, list[tf.Tensor]] = {}
         self._stop_inputs = stop_inputs
         self._pass_weights = pass_weights
@@ -148,32 +155,55 @@ class MiniBatch:
 
     def interleave(
         self,
-        output_gradients: Callable[[int, Activations], list],
+        make_loss: Callable[[Activations], LossFunction],
+        loss_inputs: Callable[[int], tuple],
         loss_gradient: tf.Tensor,
-    ) -> None:
+    ) -> list[list[tf.Tensor]]:
         """Runs all tasks in the order of the schedule.
 
         Args:
-            output_gradients: Function from a micro-batch's number and outputs
-                to a list with a tensor or `None` for each flat output tensor.
-                It runs on the last stage's device.
+            make_loss: Function from `Activations` shaped like the outputs of
+                micro-batch 0 to a function of the outputs of a micro-batch
+                and of what `loss_inputs` returns for it. That one returns a
+                list of scalars, and a list with a gradient or `None` for each
+                flat output tensor. It runs on the last stage's device.
+            loss_inputs: Function from the number of a micro-batch to a tuple
+                of nested structures of tensors.
             loss_gradient: Scalar, the gradient by each of `losses()`.
+
+        Returns:
+            List with the list of scalars of each micro-batch.
         """
         self._sums = [
             GradientSum(stage.device) for stage in self.pipeline.stages
         ]
+        self._direct = self.pipeline.schedule.direct
+        last = self._last
+        losses: dict[int, list[tf.Tensor]] = {}
         for task in self.pipeline.schedule.order:
             m = task.micro_batch
             if task.kind == FORWARD:
-                self._forward(task, tape=True)
+                like = None
+                if task._replace(kind=BACKWARD) in self._direct:
+                    like = self._outputs_like(m)
+                if like is None:
+                    self._forward(task, tape=True)
+                else:
+                    self._set_loss(make_loss, like, loss_gradient)
+                    losses[m] = self._at_once(task, loss_inputs(m))
                 continue
-            if task.stage == self._last:
+            if task.stage == last:
+                if m in losses:
+                    continue
+                outputs = self._outputs[last, m]
                 with self._task(task):
                     # Unfinished: the backward task itself follows.
-                    self._upstream[self._last, m] = output_gradients(
-                        m, self._outputs[self._last, m]
+                    self._set_loss(make_loss, outputs, loss_gradient)
+                    losses[m], self._upstream[last, m] = self._loss(
+                        outputs, *loss_inputs(m)
                     )
             self._backward(task, [loss_gradient] * self._num_losses())
+        return [losses[m] for m in range(self.split.num_micro_batches)]
 
     def outputs(self) -> Any:
         """Returns the outputs of the mini-batch, with their Keras masks."""
@@ -203,7 +233,7 @@ class MiniBatch:
                 totals += [
                     tf.add_n(
                         [
-                            tf.reduce_sum(x) * self._loss_weight(x, m)
+                            tf.reduce_sum(x) * _share(x, *self._shares(m))
                             for m, x in enumerate(losses)
                         ]
                     )
@@ -211,11 +241,8 @@ class MiniBatch:
                 ]
         return totals
 
-    def _loss_weight(self, loss: tf.Tensor, m: int) -> tf.Tensor:
-        if loss.shape.rank == 0:
-            return tf.cast(self.split.weight(m), loss.dtype)
-        # One value a row, of which Keras takes the sum.
-        return tf.cast(self.split.valid(m), loss.dtype)
+    def _shares(self, m: int) -> tuple[tf.Tensor, tf.Tensor]:
+        return self.split.weight(m), self.split.valid(m)
 
     def commit_state(self) -> None:
         """Assigns the state that layers have updated."""
@@ -252,9 +279,8 @@ class MiniBatch:
 
     def _forward(self, task: Task, tape: bool) -> None:
         k, m = task.stage, task.micro_batch
-        function = self._function(k, tape and self._recomputes(m))
-        inputs = self._outputs[k - 1, m] if k else self._inputs[m]
-        carried = [self._read(v, m) for v in function.carried]
+        function = self._function(k, tape and self._recomputes(k, m))
+        inputs, carried = self._arguments(function, m)
         with self._task(task, inputs) as finish:
             if tape:
                 call = function.start(inputs, carried)
@@ -263,9 +289,7 @@ class MiniBatch:
             else:
                 result = function(inputs, carried)
             finish(result)
-        self._outputs[k, m] = result.outputs
-        self._losses[k, m] = result.losses
-        self._versions.write(function.updated, result.updates, m)
+        self._keep(function, result, m)
 
     def _backward(
         self, task: Task, loss_gradients: Sequence[tf.Tensor]
@@ -275,15 +299,13 @@ class MiniBatch:
         if not self._repeatable:
             del self._calls[k, m]
         first = sum(len(self._losses[i, m]) for i in range(k))
-        function = self._function(k, self._recomputes(m))
+        function = self._function(k, self._recomputes(k, m))
         upstream = self._upstream.pop((k, m))
         with self._task(task, upstream) as finish:
             inputs, gradients, times = call.gradient(
                 upstream,
                 [
-                    tf.ones_like(loss)
-                    * self._loss_weight(loss, m)
-                    * tf.cast(gradient, loss.dtype)
+                    _gradient(loss, gradient, *self._shares(m))
                     for loss, gradient in zip(
                         call.result.losses, loss_gradients[first:], strict=False
                     )
@@ -293,8 +315,76 @@ class MiniBatch:
             self._sums[k].add(gradients, function.dense, function.sparse)
             finish((inputs, self._sums[k].tensors), times)
 
-    def _recomputes(self, m: int) -> bool:
-        return recomputes(self.pipeline.remat, m, self.split.num_micro_batches)
+    def _at_once(self, task: Task, loss_inputs: tuple) -> list[tf.Tensor]:
+        """Runs a task of the last stage and the backward task after it."""
+        k, m = task.stage, task.micro_batch
+        function = self._function(k, remat=False)
+        inputs, carried = self._arguments(function, m)
+        with self._task(task, inputs) as finish:
+            found, gradients, times, result, losses = function.at_once(
+                inputs, carried, (loss_inputs, self._shares(m))
+            )
+            self._upstream[k - 1, m] = found
+            self._sums[k].add(gradients, function.dense, function.sparse)
+            finish((losses, found, self._sums[k].tensors), times)
+        if self._clock is not None:
+            start, *turn, end = self._times[task]
+            self._times[task] = [start, *(turn or [end])]
+            self._times[task._replace(kind=BACKWARD)] = [*(turn or [end]), end]
+        self._keep(function, result, m)
+        return losses
+
+    def _turn(
+        self, result: Result, arguments: tuple
+    ) -> tuple[list, list, list[tf.Tensor]]:
+        """Returns the gradients for the way back from the last stage."""
+        loss_inputs, shares = arguments
+        losses, gradients = self._loss(result.outputs, *loss_inputs)
+        added = [
+            _gradient(loss, self._loss_gradient, *shares)
+            for loss in result.losses
+        ]
+        return gradients, added, losses
+
+    def _set_loss(self, make_loss: Callable, like: Activations, gradient):
+        if self._loss is not None:
+            return
+        loss, device = make_loss(like), self.pipeline.stages[-1].device
+
+        def on_device(*args):
+            with tf.device(device):
+                return loss(*args)
+
+        self._loss_gradient = gradient
+        self._loss = on_device
+        if self._function_arguments["compiled"]:
+            self._loss = tf.function(on_device, autograph=False)
+
+    def _outputs_like(self, m: int) -> Activations | None:
+        """Returns zeros shaped like what the last stage will make.
+
+        `None` where its shape is not known before it runs.
+        """
+        function = self._function(self._last, remat=False)
+        return function.outputs_like(*self._arguments(function, m))
+
+    def _arguments(
+        self, function: StageFunction, m: int
+    ) -> tuple[Activations, list]:
+        k = function.stage.index
+        inputs = self._outputs[k - 1, m] if k else self._inputs[m]
+        return inputs, [self._read(v, m) for v in function.carried]
+
+    def _keep(self, function: StageFunction, result: Result, m: int) -> None:
+        k = function.stage.index
+        self._outputs[k, m] = result.outputs
+        self._losses[k, m] = result.losses
+        self._versions.write(function.updated, result.updates, m)
+
+    def _recomputes(self, k: int, m: int) -> bool:
+        return Task(BACKWARD, k, m) not in self._direct and recomputes(
+            self.pipeline.remat, m, self.split.num_micro_batches
+        )
 
     def _function(self, k: int, remat: bool) -> StageFunction:
         if (k, remat) not in self._functions:
@@ -393,6 +483,19 @@ class MiniBatch:
                 before = self._times[task][:1]
             with tf.control_dependencies(before):
                 yield finish
+
+
+def _share(loss: tf.Tensor, weight: tf.Tensor, valid: tf.Tensor) -> tf.Tensor:
+    """Returns how much a loss that a layer added counts in the mini-batch."""
+    # One value a row, of which Keras takes the sum, unless it is a scalar.
+    return tf.cast(weight if loss.shape.rank == 0 else valid, loss.dtype)
+
+
+def _gradient(
+    loss: tf.Tensor, gradient: tf.Tensor, *shares: tf.Tensor
+) -> tf.Tensor:
+    share = _share(loss, *shares)
+    return tf.ones_like(loss) * share * tf.cast(gradient, loss.dtype)
 
 
 def _tensors(structure: Any) -> list[tf.Tensor]:

@@ -55,7 +55,7 @@ class FunctionCall:
         concrete = self._function.get_concrete_function(*args)
         graph = tf.compat.v1.get_default_graph()
         concrete.add_to_graph(graph)
-        inputs = [x for x in _flatten(args) if x is not None]
+        inputs = [x for x in _flatten(args) if isinstance(x, tf.Tensor)]
         inputs += concrete.captured_inputs
         outputs = concrete.outputs
         call = graph.create_op(

@@ -19,6 +19,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe.stage import Activations
+
 Wrapper = Callable[[int, keras.Loss, Any, Any, Any], tf.Tensor]
 
 
@@ -61,40 +63,38 @@ class MicroBatchLoss:
                 compile_loss(y, outputs, sample_weight)
         self._counts = counts
 
-    def function(self, device: str) -> Callable:
-        """Returns a function that computes losses and gradients.
-
-        Traced once for all micro-batches. It takes the labels, `Activations`,
-        sample weights and validity of a micro-batch. It returns what
-        `__call__` does, and a list with the gradient or `None` for each flat
-        output.
+    def differentiate(
+        self, outputs: Activations, y: Any, sample_weight: Any, valid: tf.Tensor
+    ) -> tuple[list, list]:
+        """Returns the parts of a micro-batch in the losses, and gradients.
 
         Args:
-            device: String, where it runs.
+            outputs: `Activations` of the micro-batch.
+            y: As for `__call__`.
+            sample_weight: As for `__call__`.
+            valid: As for `__call__`.
+
+        Returns:
+            Tuple of a list of scalars, the part in the total and the parts in
+            each loss; and a list with the gradient or `None` for each flat
+            output.
         """
-
-        def differentiate(y, outputs, sample_weight, valid):
-            y_pred = outputs.unpack()
-            flat = keras.tree.flatten(y_pred)
-            floats = [i for i, t in enumerate(flat) if t.dtype.is_floating]
-            with tf.device(device):
-                with tf.GradientTape() as tape:
-                    tape.watch([flat[i] for i in floats])
-                    total, values = self(y, y_pred, sample_weight, valid)
-                    scaled = total * tf.cast(self._scale, total.dtype)
-                found = tape.gradient(
-                    scaled,
-                    [flat[i] for i in floats],
-                    unconnected_gradients=tf.UnconnectedGradients.ZERO,
-                )
-            gradients: list = [None] * len(flat)
-            for i, gradient in zip(floats, found, strict=True):
-                gradients[i] = gradient
-            return total, values, gradients
-
-        if tf.executing_eagerly():
-            return differentiate
-        return tf.function(differentiate, autograph=False)
+        y_pred = outputs.unpack()
+        flat = keras.tree.flatten(y_pred)
+        floats = [i for i, t in enumerate(flat) if t.dtype.is_floating]
+        with tf.GradientTape() as tape:
+            tape.watch([flat[i] for i in floats])
+            total, values = self(y, y_pred, sample_weight, valid)
+            scaled = total * tf.cast(self._scale, total.dtype)
+        found = tape.gradient(
+            scaled,
+            [flat[i] for i in floats],
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )
+        gradients: list = [None] * len(flat)
+        for i, gradient in zip(floats, found, strict=True):
+            gradients[i] = gradient
+        return [total, *values], gradients
 
     def __call__(
         self, y: Any, outputs: Any, sample_weight: Any, valid: tf.Tensor

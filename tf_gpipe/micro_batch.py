@@ -69,7 +69,7 @@ class Split:
     def weight(self, m: int) -> Any:
         """Returns the share of micro-batch `m` in the rows, a float32."""
         if self.even:
-            return tf.constant(1.0 / self.num_micro_batches)
+            return 1.0 / self.num_micro_batches
         return tf.cast(self.size(m), tf.float32) / tf.cast(
             tf.maximum(self.rows, 1), tf.float32
         )
@@ -77,7 +77,7 @@ class Split:
     def valid(self, m: int) -> Any:
         """Returns 1 if micro-batch `m` has rows of its own, else 0 (int32)."""
         if not self.padded:
-            return tf.constant(1)
+            return 1
         return tf.cast(self.size(m) > 0, tf.int32)
 
     def take(self, values: Any, m: int) -> Any:

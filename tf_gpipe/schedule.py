@@ -9,6 +9,7 @@ micro-batch 0 through stage 2, `B2.0` its backward pass.
 
 import collections
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -163,6 +164,23 @@ class Schedule:
         """Whether the last stage has every output before it goes backward."""
         last = [t for t in self.order if t.stage == self.num_stages - 1]
         return all(t.kind == FORWARD for t in last[: self.num_micro_batches])
+
+    @functools.cached_property
+    def direct(self) -> frozenset[Task]:
+        """The backward tasks of the last stage right after their forward task.
+
+        What the forward pass has computed is still there: nothing needs to be
+        recomputed. None, where the loss of the whole mini-batch comes between.
+        """
+        last = self.num_stages - 1
+        row = self.tasks[self.devices[last]]
+        if self.forwards_first:
+            return frozenset()
+        return frozenset(
+            following
+            for task, following in itertools.pairwise(row)
+            if task.stage == last and following == task._replace(kind=BACKWARD)
+        )
 
     def get_config(self) -> dict:
         """Returns the arguments of `Schedule`, for saving."""

@@ -74,7 +74,8 @@ def simulate(
         forward: Time of a micro-batch's forward pass; one for all stages, or
             a list with one a stage.
         backward: As `forward`, of the backward pass without recomputation.
-        recompute: As `forward`, of the recomputation before a backward pass.
+        recompute: As `forward`, of the recomputation before a backward pass;
+            none is before one that is in `Schedule.direct`.
         transfer: Time from a stage to the next one, and back; one for all, or
             a list with one for each of the K - 1 boundaries. None is spent
             between stages of the same device.
@@ -114,8 +115,10 @@ def simulate(
                 arrived += transfers[min(task.stage, other.stage)]
             start = max(start, arrived)
         end = start
-        if task.kind == BACKWARD and recomputes(
-            remat, task.micro_batch, schedule.num_micro_batches
+        if (
+            task.kind == BACKWARD
+            and task not in schedule.direct
+            and recomputes(remat, task.micro_batch, schedule.num_micro_batches)
         ):
             end += recomputations[task.stage]
             if end > start:

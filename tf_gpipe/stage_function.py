@@ -59,7 +59,10 @@ class StageFunction:
         stop_inputs: Boolean, whether the inputs need no gradient.
         repeatable: Boolean, whether a call's gradient may be asked for more
             than once.
-        clock: `Clock` that takes the time of recomputations, or `None`.
+        clock: `Clock` that takes times within functions, or `None`.
+        turn: Function that `at_once` calls between the passes: from a
+            `Result` and a nested structure of tensors to the gradients that
+            `StageCall.gradient` takes, and a nested structure of tensors.
 
     Attributes:
         updated: List of the variables whose new values `Result.updates` holds.
@@ -80,6 +83,7 @@ class StageFunction:
         stop_inputs: bool,
         repeatable: bool,
         clock: Clock | None,
+        turn: Callable[[Result, Any], tuple[list, list, Any]],
     ):
         self.stage = stage
         self.carried = carried
@@ -89,6 +93,7 @@ class StageFunction:
         self._training = training
         self._stop_inputs = stop_inputs
         self._repeatable = repeatable
+        self._turn = turn
         # XLA knows no clock.
         self._clock = None if jit_compile else clock
         ids = {id(v) for v in carried}
@@ -104,9 +109,11 @@ class StageFunction:
             v for v in stage.owned if id(v) not in ids and v.value.trainable
         ]
         self._remat = remat
+        self._compiled = compiled
         self._apart = compiled and not inline
-        self._plain: Callable = self._apply
+        self._plain: Any = self._apply
         self._on_tape: Callable = self._differentiable
+        self._at_once: Callable = self._forward_backward
         if compiled:
             make = tf.function(
                 autograph=False,
@@ -117,10 +124,14 @@ class StageFunction:
             )
             self._plain = make(self._plain)
             self._on_tape = self._plain if self._apart else make(self._on_tape)
+            self._at_once = make(self._at_once)
         if self._apart:
             self._forward = FunctionCall(self._apply, jit_compile)
             self._backward = FunctionCall(
                 self._recompute, jit_compile, finish=_packed
+            )
+            self._at_once = FunctionCall(
+                self._forward_backward, jit_compile, finish=_packed
             )
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
@@ -143,6 +154,43 @@ class StageFunction:
                     call.result, lambda *grads: _packed(gradient(*grads))
                 )
             return call
+
+    def outputs_like(
+        self, inputs: Activations, carried: list
+    ) -> Activations | None:
+        """Returns zeros shaped like the outputs, without running the stage.
+
+        `None` where the shapes are not known before it runs.
+        """
+        if not self._compiled:
+            return None
+        with tf.device(self.stage.device):
+            concrete = self._plain.get_concrete_function(inputs, carried)
+        outputs = concrete.structured_outputs.outputs
+        specs = keras.tree.flatten(outputs.tensors)
+        if not all(spec.shape.is_fully_defined() for spec in specs):
+            return None
+        tensors = keras.tree.map_structure(
+            lambda spec: tf.zeros(spec.shape, spec.dtype), outputs.tensors
+        )
+        return outputs._replace(tensors=tensors)
+
+    def at_once(
+        self, inputs: Activations, carried: list, arguments: Any
+    ) -> tuple[list, Gradients, list, Result, Any]:
+        """Runs the stage forward, then at once backward.
+
+        Args:
+            inputs: As for a call.
+            carried: As for a call.
+            arguments: Nested structure of tensors for `turn`.
+
+        Returns:
+            Tuple of what `StageCall.gradient` returns, the `Result`, and the
+            rest of what `turn` returns.
+        """
+        with tf.device(self.stage.device):
+            return self._at_once(inputs, carried, arguments)
 
     def _taped(
         self, run: Callable, inputs: Activations, carried: list
@@ -201,14 +249,28 @@ class StageFunction:
         """
         with tf.device(self.stage.device):
             call = self._taped(self._apply, inputs, carried)
-            if self._clock is None:
-                return call.gradient(output_gradients, loss_gradients)
-            outputs = keras.tree.flatten(call.result.outputs.tensors)
-            recomputed = self._clock.stamp(outputs)
+            times = self._stamp(call)
             # Or the stamp would wait for a thread while those work.
-            with tf.control_dependencies([recomputed]):
+            with tf.control_dependencies(times):
                 found = call.gradient(output_gradients, loss_gradients)
-            return *found[:2], [recomputed]
+            return *found[:2], times
+
+    def _forward_backward(self, inputs: Activations, carried: list, arguments):
+        """Both passes, in a function that is its own barrier as well."""
+        with tf.device(self.stage.device):
+            call = self._taped(self._apply, inputs, carried)
+            times = self._stamp(call)
+            with tf.control_dependencies(times):
+                *upstream, rest = self._turn(call.result, arguments)
+                found = call.gradient(*upstream)
+            return *found[:2], times, call.result, rest
+
+    def _stamp(self, call: StageCall) -> list[tf.Tensor]:
+        """Returns the time when the stage has run, if that is asked for."""
+        if self._clock is None:
+            return []
+        outputs = keras.tree.flatten(call.result.outputs.tensors)
+        return [self._clock.stamp(outputs)]
 
     def _sort(self, variables: list, found: list) -> Gradients:
         """Returns gradients apart by kind, and notes whose they are."""
@@ -297,9 +359,9 @@ class StageFunction:
         return keras.tree.pack_sequence_as(structure, leaves)
 
 
-def _packed(results: tuple[list, Gradients, list]) -> tuple:
-    input_gradients, gradients, times = results
-    return input_gradients, gradients.packed(), times
+def _packed(results: tuple) -> tuple:
+    input_gradients, gradients, *rest = results
+    return input_gradients, gradients.packed(), *rest
 
 
 def _placed(function: Callable, device: str) -> Callable:

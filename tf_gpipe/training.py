@@ -300,30 +300,26 @@ class PipelinedTraining(_Mixin):
         )
         split = run.split
         scale = self._scale_loss(tf.ones(()))
-        parts: dict[int, tuple] = {}
-        loss_function: Any = None
 
-        def output_gradients(m, outputs):
-            nonlocal loss_function
-            if loss_function is None:
-                loss_function = MicroBatchLoss(
-                    self._compile_loss,
-                    y,
-                    self._like_outputs(x, outputs, split),
-                    sample_weight,
-                    scale,
-                ).function(pipeline.stages[-1].device)
-            total, values, gradients = loss_function(
+        def make_loss(outputs):
+            return MicroBatchLoss(
+                self._compile_loss,
+                y,
+                self._like_outputs(x, outputs, split),
+                sample_weight,
+                scale,
+            ).differentiate
+
+        parts = run.interleave(
+            make_loss,
+            lambda m: (
                 split.take(y, m),
-                outputs,
                 split.take(sample_weight, m),
                 split.valid(m),
-            )
-            parts[m] = (total, *values)
-            return gradients
-
-        run.interleave(output_gradients, scale)
-        sums = [tf.add_n(list(x)) for x in zip(*parts.values(), strict=True)]
+            ),
+            scale,
+        )
+        sums = [tf.add_n(list(x)) for x in zip(*parts, strict=True)]
         with tf.GradientTape() as tape:
             penalties = self._get_regularization_losses()
             scaled = [scale * penalty for penalty in penalties]
