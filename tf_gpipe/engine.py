@@ -92,9 +92,10 @@ class MiniBatch:
         self._loss: Any = None
         self._loss_gradient: Any = None
         self._functions: dict[tuple[int, bool], StageFunction] = {}
+        self._compiled = not (eager or tf.executing_eagerly())
         self._function_arguments: dict[str, Any] = {
             "training": training,
-            "compiled": not (eager or tf.executing_eagerly()),
+            "compiled": self._compiled,
             # Stages on other hosts must overlap.
             "inline": not all(
                 placement.is_local(stage.device) for stage in pipeline.stages
@@ -103,7 +104,7 @@ class MiniBatch:
             "repeatable": repeatable,
         }
         self._clock = None
-        if timed and self._function_arguments["compiled"]:
+        if timed and self._compiled:
             self._clock = Clock()
         self._function_arguments["clock"] = self._clock
         self._function_arguments["turn"] = self._turn
@@ -183,14 +184,15 @@ class MiniBatch:
         for task in self.pipeline.schedule.order:
             m = task.micro_batch
             if task.kind == FORWARD:
-                like = None
-                if task._replace(kind=BACKWARD) in self._direct:
+                turns = task._replace(kind=BACKWARD) in self._direct
+                if turns and self._loss is None:
                     like = self._outputs_like(m)
-                if like is None:
-                    self._forward(task, tape=True)
-                else:
-                    self._set_loss(make_loss, like, loss_gradient)
+                    if like is not None:
+                        self._set_loss(make_loss(like), loss_gradient)
+                if turns and self._loss is not None and self._compiled:
                     losses[m] = self._at_once(task, loss_inputs(m))
+                else:
+                    self._forward(task, tape=True)
                 continue
             if task.stage == last:
                 if m in losses:
@@ -198,7 +200,8 @@ class MiniBatch:
                 outputs = self._outputs[last, m]
                 with self._task(task):
                     # Unfinished: the backward task itself follows.
-                    self._set_loss(make_loss, outputs, loss_gradient)
+                    if self._loss is None:
+                        self._set_loss(make_loss(outputs), loss_gradient)
                     losses[m], self._upstream[last, m] = self._loss(
                         outputs, *loss_inputs(m)
                     )
@@ -346,10 +349,8 @@ class MiniBatch:
         ]
         return gradients, added, losses
 
-    def _set_loss(self, make_loss: Callable, like: Activations, gradient):
-        if self._loss is not None:
-            return
-        loss, device = make_loss(like), self.pipeline.stages[-1].device
+    def _set_loss(self, loss: LossFunction, gradient: tf.Tensor) -> None:
+        device = self.pipeline.stages[-1].device
 
         def on_device(*args):
             with tf.device(device):
@@ -357,7 +358,7 @@ class MiniBatch:
 
         self._loss_gradient = gradient
         self._loss = on_device
-        if self._function_arguments["compiled"]:
+        if self._compiled:
             self._loss = tf.function(on_device, autograph=False)
 
     def _outputs_like(self, m: int) -> Activations | None:

@@ -131,13 +131,21 @@ class Schedule:
         while len(done) < sum(map(len, self.tasks)):
             progress = False
             for i, row in enumerate(self.tasks):
-                if position[i] < len(row) and done.issuperset(
-                    self.needs(row[position[i]])
+                turns = True
+                while (
+                    turns
+                    and position[i] < len(row)
+                    and done.issuperset(self.needs(row[position[i]]))
                 ):
-                    order.append(row[position[i]])
-                    done.add(row[position[i]])
+                    task = row[position[i]]
+                    order.append(task)
+                    done.add(task)
                     position[i] += 1
                     progress = True
+                    # Nothing comes between the last stage's two passes.
+                    turns = task[:2] == (FORWARD, self.num_stages - 1) and row[
+                        position[i] : position[i] + 1
+                    ] == (task._replace(kind=BACKWARD),)
             if not progress:
                 waiting = [
                     f"{row[i]} waits for "

@@ -324,8 +324,18 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain, pipelined)
 
-    @parameterized.parameters("always", "never")
-    def test_recomputes_as_often_as_asked(self, remat):
+    @parameterized.parameters(
+        ("gpipe", "always", 0, 8),
+        ("gpipe", "always", 1, 8),
+        ("gpipe", "except_last", 1, 7),
+        ("gpipe", "never", 1, 4),
+        ("1f1b", "always", 0, 8),
+        ("1f1b", "except_last", 0, 7),
+        ("1f1b", "never", 0, 4),
+        # Where the backward pass follows at once.
+        ("1f1b", "always", 1, 4),
+    )
+    def test_recomputes_as_often_as_asked(self, schedule, remat, stage, runs):
         calls = []
 
         def count(x):
@@ -339,22 +349,23 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
             y = tf.ensure_shape(y, x.shape)
             return y, lambda upstream: upstream * tf.sign(tf.abs(y) + 1)
 
-        data = batches([8])
+        def make():
+            layers = [L.Dense(4) for _ in range(4)]
+            layers[2 * stage + 1] = L.Lambda(counted)
+            return [keras.Input((6,)), *layers]
+
         comparison.train(
-            lambda: [
-                keras.Input((6,)),
-                L.Dense(4),
-                L.Lambda(counted),
-                L.Dense(3),
-            ],
-            data,
+            make,
+            batches([8]),
             loss=SOFTMAX(from_logits=True),
             epochs=1,
-            num_stages=1,
+            num_stages=2,
+            balance=[2, 2],
             num_micro_batches=4,
+            schedule=schedule,
             remat=remat,
         )
-        self.assertLen(calls, 8 if remat == "always" else 4)
+        self.assertLen(calls, runs)
 
 
 if __name__ == "__main__":

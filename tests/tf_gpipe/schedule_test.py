@@ -1,5 +1,6 @@
 """Schedules, compared with pictures of them."""
 
+import itertools
 import subprocess
 import sys
 
@@ -79,6 +80,25 @@ class ScheduleTest(parameterized.TestCase):
         plan = schedule.get(name, num_stages, num_micro_batches)
         columns = {len(row.split()) for row in clock(plan)}
         self.assertEqual(columns, {2 * (num_micro_batches + num_stages - 1)})
+
+    @parameterized.parameters(
+        (schedule.one_f_one_b(3, 4), "B2.0 B2.1 B2.2 B2.3"),
+        (schedule.interleaved(4, 4, 2), "B3.0 B3.1 B3.2 B3.3"),
+        # The loss of the whole mini-batch comes between.
+        (schedule.gpipe(3, 4), ""),
+        (schedule.one_f_one_b(3, 1), ""),
+        (
+            schedule.Schedule(
+                [["F0.0", "F0.1", "B0.1", "F0.2", "B0.0", "B0.2"]]
+            ),
+            "B0.1",
+        ),
+    )
+    def test_direct(self, plan, tasks):
+        self.assertEqual(sorted(map(str, plan.direct)), tasks.split())
+        for before, task in itertools.pairwise(plan.order):
+            if task in plan.direct:
+                self.assertEqual(before, task._replace(kind="F"))
 
     def test_one_f_one_b_holds_few_micro_batches(self):
         plan = schedule.one_f_one_b(4, 7)

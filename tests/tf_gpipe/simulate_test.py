@@ -25,12 +25,12 @@ def recomputed(simulation):
 
 class SimulateTest(parameterized.TestCase):
     @parameterized.product(
-        name=("gpipe", "1f1b"),
+        case=(("gpipe", 0), ("gpipe", 1), ("1f1b", 0)),
         num_stages=(1, 2, 3, 4, 8),
         num_micro_batches=(1, 2, 4, 7, 32),
-        recompute=(0, 1),
     )
-    def test_bubble(self, name, num_stages, num_micro_batches, recompute):
+    def test_bubble(self, case, num_stages, num_micro_batches):
+        name, recompute = case
         result = simulate(
             schedule.get(name, num_stages, num_micro_batches),
             recompute=recompute,
@@ -128,14 +128,18 @@ class SimulateTest(parameterized.TestCase):
         self.assertEqual(simulate(plan, transfer=9).bubble, 0)
 
     @parameterized.parameters(
-        ("always", ["R0.0", "R0.1", "R0.2"], 12),
-        ("except_last", ["R0.0", "R0.1"], 11),
-        ("never", [], 9),
+        ("gpipe", "always", "R1.2 R1.1 R0.2 R1.0 R0.1 R0.0", [12, 12]),
+        ("gpipe", "except_last", "R1.1 R1.0 R0.1 R0.0", [11, 11]),
+        ("gpipe", "never", "", [9, 9]),
+        # The last stage goes backward while all that it needs is there.
+        ("1f1b", "always", "R0.0 R0.1 R0.2", [12, 9]),
+        ("1f1b", "except_last", "R0.0 R0.1", [11, 9]),
+        ("1f1b", "never", "", [9, 9]),
     )
-    def test_remat(self, remat, tasks, busy):
-        result = simulate(schedule.one_f_one_b(1, 3), recompute=1, remat=remat)
-        self.assertEqual(recomputed(result), tasks)
-        self.assertEqual(result.busy, [busy])
+    def test_remat(self, name, remat, tasks, busy):
+        result = simulate(schedule.get(name, 2, 3), recompute=1, remat=remat)
+        self.assertCountEqual(recomputed(result), tasks.split())
+        self.assertEqual(result.busy, busy)
 
     def test_no_span_without_recomputation(self):
         self.assertEmpty(recomputed(simulate(schedule.gpipe(2, 2))))
@@ -162,8 +166,10 @@ class SimulateTest(parameterized.TestCase):
                 list(plan.tasks[device]),
             )
         self.assertEqual(result.makespan, max(s.end for s in result.spans))
-        # 4 forward and backward passes and 3 recomputations a stage.
-        self.assertEqual(sum(result.busy), 4 * (10 + 10) + 3 * 4)
+        # 4 forward and backward passes and 3 recomputations a stage, but for
+        # the last one where it goes backward at once.
+        recomputed = 4 if name == "gpipe" else 3
+        self.assertEqual(sum(result.busy), 4 * (10 + 10) + 3 * recomputed)
 
     def test_free_tasks_leave_no_bubble(self):
         result = simulate(schedule.gpipe(2, 2), forward=0, backward=0)

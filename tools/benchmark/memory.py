@@ -1,10 +1,9 @@
 """`memory`: what each remat mode adds to the memory of a process."""
 
 import json
-import subprocess
-import sys
 
 from tf_gpipe.remat import MODES
+from tools.benchmark import fresh
 from tools.benchmark import timing
 
 
@@ -22,7 +21,7 @@ def main(args):
     if args.mode:
         print(json.dumps(_measure(args)))
         return
-    peaks = {mode: _in_process(args, mode) for mode in reversed(MODES)}
+    peaks = {mode: fresh.measure(args, mode=mode) for mode in reversed(MODES)}
     timing.report(
         f"Peak MiB above the model's own: {args.num_layers} layers of width "
         f"{args.width}, batch of {args.batch_size}, K=1, "
@@ -38,26 +37,6 @@ def main(args):
         {"bytes": peaks},
         args.json,
     )
-
-
-def _in_process(args, mode):
-    """Returns the peak in bytes, of a process that has trained nothing else."""
-    command = [sys.executable, "-m", "tools.benchmark", "memory"]
-    for name in (
-        "num_layers",
-        "width",
-        "batch_size",
-        "num_micro_batches",
-        "schedule",
-    ):
-        command.append(f"--{name}={getattr(args, name)}")
-    output = subprocess.run(
-        [*command, f"--mode={mode}"],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
-    return json.loads(output.splitlines()[-1])
 
 
 def _measure(args):

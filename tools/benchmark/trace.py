@@ -1,5 +1,6 @@
 """`trace`: how long it takes until the first step is done."""
 
+import json
 import statistics
 import time
 
@@ -7,6 +8,7 @@ import keras
 import tensorflow as tf
 
 import tf_gpipe
+from tools.benchmark import fresh
 from tools.benchmark import timing
 from tools.benchmark import workloads
 
@@ -19,51 +21,59 @@ def add_arguments(parser):
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--remat", default="always")
     parser.add_argument("--num_repeats", type=int, default=3)
+    parser.add_argument(
+        "--only", choices=("keras", "tf_gpipe"), help="measure this one only"
+    )
 
 
 def main(args):
-    """Tracing plus first step against plain Keras, on Transformer blocks."""
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * args.num_stages,
-    )
-
-    def layers():
-        return workloads.transformer(args.num_blocks)
-
-    x, y = workloads.data(layers(), args.batch_size)
-    models = {
-        "keras": lambda: keras.Sequential(layers()),
-        "tf_gpipe": lambda: tf_gpipe.PipelinedSequential(
-            layers(),
-            num_stages=args.num_stages,
-            num_micro_batches=args.num_micro_batches,
-            schedule=args.schedule,
-            remat=args.remat,
-        ),
-    }
-
-    def first_step(make):
-        keras.backend.clear_session()
-        model = workloads.compiled(make())
-        start = time.perf_counter()
-        model.fit(x, y, batch_size=args.batch_size, verbose=0)
-        return time.perf_counter() - start
-
+    """Tracing plus first step against plain Keras, one process a time."""
+    if args.only:
+        print(json.dumps(_first_step(args)))
+        return
     seconds = timing.interleaved(
         {
-            name: lambda make=make: first_step(make)
-            for name, make in models.items()
+            name: lambda name=name: fresh.measure(args, only=name)
+            for name in ("keras", "tf_gpipe")
         },
         args.num_repeats,
     )
     ratio = timing.median_ratio(seconds["tf_gpipe"], seconds["keras"])
     medians = {k: statistics.median(v) for k, v in seconds.items()}
     timing.report(
-        f"Seconds to trace and run the first step: {args.num_blocks} blocks, "
+        "Seconds to trace and run the first step: "
+        f"{args.num_blocks} Transformer blocks, "
         f"K={args.num_stages}, M={args.num_micro_batches}, {args.schedule}, "
         f"remat {args.remat}",
         [{**medians, "ratio": ratio}],
         {**medians, "ratio": ratio},
         args.json,
     )
+
+
+def _first_step(args):
+    """Returns the seconds of a model's first step in this process."""
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * args.num_stages,
+    )
+    layers = workloads.transformer(args.num_blocks)
+    x, y = workloads.data(layers, args.batch_size)
+    if args.only == "keras":
+        model = keras.Sequential(layers)
+    else:
+        model = tf_gpipe.PipelinedSequential(
+            layers,
+            num_stages=args.num_stages,
+            num_micro_batches=args.num_micro_batches,
+            schedule=args.schedule,
+            remat=args.remat,
+        )
+    model = workloads.compiled(model)
+    ends = []
+    clock = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter())
+    )
+    start = time.perf_counter()
+    model.fit(x, y, batch_size=args.batch_size, verbose=0, callbacks=[clock])
+    return ends[0] - start
