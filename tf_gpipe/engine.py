@@ -93,13 +93,14 @@ class MiniBatch:
         self._loss_gradient: Any = None
         self._functions: dict[tuple[int, bool], StageFunction] = {}
         self._compiled = not (eager or tf.executing_eagerly())
+        # Stages on other hosts must overlap.
+        self._inline = not all(
+            placement.is_local(stage.device) for stage in pipeline.stages
+        )
         self._function_arguments: dict[str, Any] = {
             "training": training,
             "compiled": self._compiled,
-            # Stages on other hosts must overlap.
-            "inline": not all(
-                placement.is_local(stage.device) for stage in pipeline.stages
-            ),
+            "inline": self._inline,
             "jit_compile": jit_compile,
             "repeatable": repeatable,
         }
@@ -285,6 +286,7 @@ class MiniBatch:
         function = self._function(k, tape and self._recomputes(k, m))
         inputs, carried = self._arguments(function, m)
         with self._task(task, inputs) as finish:
+            inputs = self._anchored(inputs)
             if tape:
                 call = function.start(inputs, carried)
                 self._calls[k, m] = call
@@ -306,7 +308,7 @@ class MiniBatch:
         upstream = self._upstream.pop((k, m))
         with self._task(task, upstream) as finish:
             inputs, gradients, times = call.gradient(
-                upstream,
+                self._anchored(upstream),
                 [
                     _gradient(loss, gradient, *self._shares(m))
                     for loss, gradient in zip(
@@ -324,6 +326,7 @@ class MiniBatch:
         function = self._function(k, remat=False)
         inputs, carried = self._arguments(function, m)
         with self._task(task, inputs) as finish:
+            inputs = self._anchored(inputs)
             found, gradients, times, result, losses = function.at_once(
                 inputs, carried, (loss_inputs, self._shares(m))
             )
@@ -449,6 +452,19 @@ class MiniBatch:
         ]
         return tf.stack(rows)
 
+    def _anchored(self, values: Any) -> Any:
+        """Returns what goes into a call or comes out of it, for good order.
+
+        Where TensorFlow inlines a call, it forgets what the call waits for,
+        and what waits for its results by a control dependency. Identities
+        around the call keep both.
+        """
+        if not self._inline:
+            return values
+        return keras.tree.map_structure(
+            lambda x: None if x is None else tf.identity(x), values
+        )
+
     @contextlib.contextmanager
     def _task(
         self, task: Task, needs: Any = ()
@@ -469,7 +485,7 @@ class MiniBatch:
         def finish(results: Any, times: Sequence[tf.Tensor] = ()) -> None:
             if tf.executing_eagerly():
                 return
-            after = _tensors(results)
+            after = _tensors(self._anchored(results))
             if self._clock is not None:
                 after = [self._clock.stamp(after)]
                 self._times[task] += [*times, *after]
