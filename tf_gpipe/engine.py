@@ -495,7 +495,7 @@ class MiniBatch:
         with tf.device(device), tf.name_scope(str(task)):
             if self._clock is not None:
                 if task not in self._times:
-                    after = [*before, *_tensors(needs)]
+                    after = [*before, *_tensors(self._anchored(needs))]
                     self._times[task] = [self._clock.stamp(after)]
                 before = self._times[task][:1]
             with tf.control_dependencies(before):

@@ -6,6 +6,8 @@ import keras
 import tensorflow as tf
 from keras.src.losses.loss import unscale_loss_for_distribution
 
+from tf_gpipe.colocation import colocate
+from tf_gpipe.colocation import following_inputs
 from tf_gpipe.engine import MiniBatch
 from tf_gpipe.gradients import add
 from tf_gpipe.loss import MicroBatchLoss
@@ -106,9 +108,10 @@ class PipelinedTraining(_Mixin):
         return self._loss_by_micro_batch(pipeline, inputs, y, sample_weight)
 
     def make_train_function(self, force=False):
-        # A first trace that creates variables is thrown away for a second.
-        if self.optimizer is not None and self.built:
-            if not self.optimizer.built:
+        if self.optimizer is not None:
+            colocate(self.optimizer)
+            # A first trace that creates variables is thrown away for a second.
+            if self.built and not self.optimizer.built:
                 self.optimizer.build(self.trainable_variables)
         return super().make_train_function(force=force)
 
@@ -123,7 +126,14 @@ class PipelinedTraining(_Mixin):
             self.optimizer.apply_gradients(
                 zip(gradients, self.trainable_variables, strict=True)
             )
-        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        with following_inputs():
+            return self.compute_metrics(
+                x, y, y_pred, sample_weight=sample_weight
+            )
+
+    def test_step(self, data):
+        with following_inputs():
+            return super().test_step(data)
 
     # Named here to tell whether a subclass overrides it.
     compute_loss = keras.Model.compute_loss

@@ -11,6 +11,9 @@ import sys
 def main(core, task, *ports):
     # Before TensorFlow starts its threads, so that all of them inherit it.
     os.sched_setaffinity(0, {int(core)})
+    # One thread, which TensorFlow gives a process of one core, sends what a
+    # task has made only after the next task.
+    os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
     import tensorflow as tf
 
     config = tf.compat.v1.ConfigProto(

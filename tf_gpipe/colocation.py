@@ -1,0 +1,101 @@
+"""Operations outside the pipeline, where what they work on is."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Their branches are graphs of their own.
+_CONTROL_FLOW = ("If", "StatelessIf", "While", "StatelessWhile")
+
+
+def following_inputs() -> contextlib.AbstractContextManager:
+    """Returns a scope whose operations go where their largest input is.
+
+    A variable counts as the largest, since it cannot move. Operations in a
+    `tf.device` scope within stay on that device, and eager ones where
+    TensorFlow puts them.
+    """
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    return tf.compat.v1.get_default_graph().device(_Follower())
+
+
+def colocate(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes each step of an optimizer run where its variables are.
+
+    Keras leaves it to TensorFlow where a step runs, which takes the first
+    device for all of it: the gradients, slots and weights of all stages would
+    travel there at each step, and have to fit there. Numbers do not change.
+
+    Under a `tf.distribute` strategy the strategy places the steps.
+
+    Args:
+        optimizer: A Keras optimizer. Its `apply` is replaced.
+    """
+    if hasattr(optimizer.apply, "colocates"):
+        return
+    keras_apply = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        if tf.distribute.has_strategy():
+            return keras_apply(grads, trainable_variables)
+        with _nothing_to_reduce(optimizer), following_inputs():
+            return keras_apply(grads, trainable_variables)
+
+    apply.colocates = True  # type: ignore[attr-defined]
+    optimizer.apply = apply
+
+
+@contextlib.contextmanager
+def _nothing_to_reduce(optimizer: Any) -> Iterator[None]:
+    """Spares the sum over one replica, an operation on all gradients.
+
+    It would gather the gradients of all stages on one device.
+    """
+    optimizers = [optimizer]
+    for x in optimizers:
+        optimizers += getattr(x, "optimizers", [])
+        optimizers += filter(None, [getattr(x, "inner_optimizer", None)])
+    for x in optimizers:
+        x._all_reduce_sum_gradients = list
+    try:
+        yield
+    finally:
+        for x in optimizers:
+            del x._all_reduce_sum_gradients
+
+
+class _Follower:
+    """From an operation to the device of its largest input."""
+
+    def __init__(self) -> None:
+        self._outer: dict[int, tf.Tensor] = {}
+
+    def __call__(self, op: tf.Operation) -> str:
+        if op.device or op.type in _CONTROL_FLOW:
+            return op.device
+        sizes = {x.ref(): _size(x) for x in op.inputs}
+        for x in sorted(sizes, key=sizes.__getitem__, reverse=True):
+            device = self._device(x.deref())
+            if device:
+                return device
+        return ""
+
+    def _device(self, tensor: tf.Tensor) -> str:
+        """Returns where a tensor is, or an empty string if nobody knows."""
+        while not tensor.device and tensor.op.type == "Placeholder":
+            if id(tensor) not in self._outer:
+                self._outer.update((id(y), x) for x, y in tensor.graph.captures)
+            if id(tensor) not in self._outer:
+                break
+            tensor = self._outer[id(tensor)]
+        return tensor.device
+
+
+def _size(tensor: tf.Tensor) -> float:
+    if tensor.dtype == tf.resource:
+        return float("inf")  # A variable stays where it is.
+    return tensor.shape.num_elements() or 0
