@@ -1,7 +1,6 @@
 """What a pipeline will need, before anything of it is allocated."""
 
 import dataclasses
-import io
 import math
 import random
 from collections.abc import Callable
@@ -9,9 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import rich.box
-import rich.console
-import rich.table
 
 from tf_gpipe import abstract
 from tf_gpipe import schedule as schedules
@@ -20,147 +16,13 @@ from tf_gpipe.partition import costs
 from tf_gpipe.partition import layer_graph
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.pipeline_config import PipelineConfig
+from tf_gpipe.plans import Plan
+from tf_gpipe.plans import StagePlan
 from tf_gpipe.schedule import Schedule
-from tf_gpipe.simulate import peaks
 from tf_gpipe.simulate import simulate
+from tf_gpipe.stage_memory import peak_activations
 
 Balance = str | Callable | Sequence[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class StagePlan:
-    """What one stage will need.
-
-    Attributes:
-        layers: List of the names of its layers.
-        parameters: Integer.
-        parameter_bytes: Integer: weights, gradient accumulators and
-            optimizer slots.
-        activation_bytes: Integer, the peak of what is there beside them.
-        flops: Integer, floating-point operations of a micro-batch's forward
-            pass.
-        backward_flops: Integer, those of its backward pass.
-        boundary_bytes: Integer, what it sends to the next stage for a
-            micro-batch.
-    """
-
-    layers: list[str]
-    parameters: int
-    parameter_bytes: int
-    activation_bytes: int
-    flops: int
-    backward_flops: int
-    boundary_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        """The peak memory of the stage."""
-        return self.parameter_bytes + self.activation_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a pipeline will need; see `plan`.
-
-    Attributes:
-        stages: List of `StagePlan`s.
-        devices: List with the number of the device of each stage.
-        num_micro_batches: Integer.
-        schedule: String.
-        remat: String.
-        bubble: Float, the share of the time that devices will be idle, with
-            operations taken for time.
-        relative_step_time: Float, the time of a step relative to that of one
-            device of the same speed without micro-batches or recomputation.
-        device_memory: Integer, bytes of each device, or `None`.
-        advice: String, the smallest change with which it would fit; empty
-            where it fits.
-    """
-
-    stages: list[StagePlan]
-    devices: list[int]
-    num_micro_batches: int
-    schedule: str
-    remat: str
-    bubble: float
-    relative_step_time: float
-    device_memory: int | None = None
-    advice: str = ""
-
-    @property
-    def device_bytes(self) -> list[int]:
-        """The peak memory of each device."""
-        totals = [0] * (max(self.devices) + 1)
-        for device, stage in zip(self.devices, self.stages, strict=True):
-            totals[device] += stage.bytes
-        return totals
-
-    @property
-    def fits(self) -> bool:
-        """Whether every device has memory enough."""
-        return (
-            self.device_memory is None
-            or max(self.device_bytes) <= self.device_memory
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the plan as JSON can hold it."""
-        return {
-            "parameters": sum(stage.parameters for stage in self.stages),
-            "fits": self.fits,
-            "bubble": self.bubble,
-            "relative_step_time": self.relative_step_time,
-            "advice": self.advice,
-            "stages": [dataclasses.asdict(stage) for stage in self.stages],
-        }
-
-    def __str__(self) -> str:
-        table = rich.table.Table(box=rich.box.SQUARE)
-        for name in (
-            "Stage",
-            "Device",
-            "Layers",
-            "Parameters",
-            "Weights MiB",
-            "Activations MiB",
-            "GFLOPs",
-            "Boundary MiB",
-        ):
-            table.add_column(name, justify="right")
-        for k, stage in enumerate(self.stages):
-            table.add_row(
-                str(k),
-                str(self.devices[k]),
-                str(len(stage.layers)),
-                f"{stage.parameters:,}",
-                f"{stage.parameter_bytes / 2**20:,.1f}",
-                f"{stage.activation_bytes / 2**20:,.1f}",
-                f"{stage.flops / 1e9:,.2f}",
-                f"{stage.boundary_bytes / 2**20:,.2f}",
-            )
-        total = sum(stage.parameters for stage in self.stages)
-        lines = [
-            f"{total:,} parameters; schedule {self.schedule} of "
-            f"{self.num_micro_batches} micro-batches, remat {self.remat}",
-            f"bubble {self.bubble:.1%}, step time "
-            f"{self.relative_step_time:.3f} of one device's",
-        ]
-        if self.device_memory is not None:
-            lines.append(
-                f"the fullest device needs {_gib(max(self.device_bytes))} of "
-                f"{_gib(self.device_memory)}: "
-                + ("fits" if self.fits else "does not fit")
-            )
-        if self.advice:
-            lines.append(self.advice)
-        with io.StringIO() as text:
-            console = rich.console.Console(
-                file=text, width=100, highlight=False
-            )
-            console.print(table)
-            for line in lines:
-                console.print(f" {line}", soft_wrap=True)
-            return text.getvalue()
 
 
 def plan(
@@ -321,11 +183,10 @@ class _Planner:
         )
         graphs = self.traced(math.ceil(self.rows / num_micro_batches))
         counts = self._counts(balance, num_stages, remat)
-        kept = peaks(schedule.order)
         stages, first = [], 0
         for k, count in enumerate(counts):
             part = slice(first, first + count)
-            stages.append(self._stage(part, graphs, remat, kept[k]))
+            stages.append(self._stage(k, part, graphs, schedule, remat))
             first += count
         forward = [stage.flops for stage in stages]
         backward = [stage.backward_flops for stage in stages]
@@ -398,7 +259,7 @@ class _Planner:
             num_stages,
         )
 
-    def _stage(self, part, graphs, remat, peak):
+    def _stage(self, k, part, graphs, schedule, remat):
         own = graphs[part]
         weights = [w for ws in self.weights[part] for w in ws]
         if part.start:
@@ -412,43 +273,38 @@ class _Planner:
                 self.bytes_of.get(id(w), layer_graph.size_in_bytes(w))
                 for w in weights
             ),
-            activation_bytes=_activations(own, inputs, remat, peak),
+            activation_bytes=peak_activations(
+                k,
+                schedule,
+                remat,
+                inputs=inputs,
+                stored=_stored(own),
+                passing=_passing(own),
+            ),
             flops=sum(graph.forward_flops for graph in own),
             backward_flops=sum(graph.backward_flops for graph in own),
             boundary_bytes=own[-1].output_bytes,
         )
 
 
-def _activations(
-    graphs: Sequence[layer_graph.LayerGraph],
-    inputs: int,
-    remat: str,
-    peak: int,
-) -> int:
-    """Returns the peak of a stage's activations in bytes.
-
-    Args:
-        graphs: List of the `LayerGraph`s of the stage.
-        inputs: Integer, the bytes of its inputs for a micro-batch.
-        remat: The remat mode.
-        peak: Integer, of how many micro-batches the stage keeps something.
-    """
-    stored = inputs
+def _stored(graphs: Sequence[layer_graph.LayerGraph]) -> int:
+    """Returns what a stage keeps of a micro-batch beside its inputs."""
+    total = 0
     for i, graph in enumerate(graphs):
         follows = i + 1 < len(graphs) and graphs[i + 1].keeps_inputs
-        stored += graph.stored_bytes
+        total += graph.stored_bytes
         if graph.keeps_outputs or follows:
-            stored += graph.output_bytes
-    # While a layer goes backward: the gradient that arrives, and those that
-    # it makes, of about the size of its largest tensor.
-    passing = max(
-        2 * graph.largest_bytes + graph.output_bytes for graph in graphs
-    )
-    if remat == "never":
-        kept = peak * stored
-    else:
-        kept = (peak - 1) * inputs + stored
-    return kept + passing
+            total += graph.output_bytes
+    return total
+
+
+def _passing(graphs: Sequence[layer_graph.LayerGraph]) -> int:
+    """Returns what there is while a layer goes backward.
+
+    The gradient that arrives, and those that it makes, of about the size of
+    its largest tensor.
+    """
+    return max(2 * graph.largest_bytes + graph.output_bytes for graph in graphs)
 
 
 def _standardize(spec: Any) -> Any:
@@ -470,7 +326,3 @@ def _standardize(spec: Any) -> Any:
                 f"first. Received a shape of {x.shape}"
             )
     return spec
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB"

@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tf_gpipe.remat import recomputes
+
 FORWARD = "F"
 BACKWARD = "B"
 
@@ -188,6 +190,12 @@ class Schedule:
             following
             for task, following in itertools.pairwise(row)
             if task.stage == last and following == task._replace(kind=BACKWARD)
+        )
+
+    def recomputes(self, task: Task, remat: str) -> bool:
+        """Returns whether a backward task recomputes, in a remat mode."""
+        return task not in self.direct and recomputes(
+            remat, task.micro_batch, self.num_micro_batches
         )
 
     def get_config(self) -> dict:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tf_gpipe.remat import check
-from tf_gpipe.remat import recomputes
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import Schedule
@@ -115,11 +114,7 @@ def simulate(
                 arrived += transfers[min(task.stage, other.stage)]
             start = max(start, arrived)
         end = start
-        if (
-            task.kind == BACKWARD
-            and task not in schedule.direct
-            and recomputes(remat, task.micro_batch, schedule.num_micro_batches)
-        ):
+        if task.kind == BACKWARD and schedule.recomputes(task, remat):
             end += recomputations[task.stage]
             if end > start:
                 spans.append(Span(device, task._replace(kind="R"), start, end))

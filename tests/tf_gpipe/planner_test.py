@@ -102,24 +102,35 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(second.boundary_bytes, 4 * 4 * 2)
         self.assertEqual(found.devices, [0, 1])
         self.assertEqual(found.device_bytes, [first.bytes, second.bytes])
-        self.assertEqual(first.bytes, first.parameter_bytes + 736)
+        self.assertEqual(first.bytes, first.parameter_bytes + 800)
         self.assertTrue(found.fits)
         self.assertEmpty(found.advice)
 
     @parameterized.parameters(
-        # The inputs of two micro-batches, and what `a` keeps of one.
-        ("always", "1f1b", 2 * 64 + 128),
-        ("except_last", "1f1b", 2 * 64 + 128),
-        ("never", "1f1b", 2 * (64 + 128)),
-        ("always", "gpipe", 3 * 64 + 128),
-        ("never", "gpipe", 3 * (64 + 128)),
+        # Of how many micro-batches what `a` keeps is there at a time.
+        ("always", "1f1b", 1),
+        # Micro-batch 1 is recomputed while 2 is there, kept.
+        ("except_last", "1f1b", 2),
+        ("never", "1f1b", 2),
+        ("always", "gpipe", 1),
+        ("except_last", "gpipe", 1),
+        ("never", "gpipe", 3),
     )
     def test_activations_by_hand(self, remat, schedule, kept):
         found = self.plan(remat=remat, schedule=schedule)
-        # Beside it, two of the size of the kernel of `b`, its largest tensor,
-        # and the gradient of its output.
+        # Beside it the inputs of three micro-batches, two tensors of the size
+        # of the kernel of `b`, its largest one, and the gradient of its output.
         self.assertEqual(
-            found.stages[0].activation_bytes, kept + 2 * 4 * 48 + 4 * 24
+            found.stages[0].activation_bytes,
+            128 * kept + 3 * 64 + 2 * 4 * 48 + 4 * 24,
+        )
+
+    def test_activations_of_last_stage_by_hand(self):
+        found = self.plan(remat="always", schedule="gpipe")
+        # The inputs of three micro-batches; for one, two of the kernel of `c`
+        # and the gradient of its output. It keeps nothing but its inputs.
+        self.assertEqual(
+            found.stages[1].activation_bytes, 3 * 96 + 2 * 4 * 12 * 2 + 32
         )
 
     @parameterized.product(

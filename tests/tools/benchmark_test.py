@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import tensorflow as tf
+from absl.testing import parameterized
 
 
 def benchmark(*args):
@@ -21,7 +22,7 @@ def benchmark(*args):
     return found
 
 
-class BenchmarkTest(tf.test.TestCase):
+class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
     def test_memory(self):
         peaks = benchmark("memory")["bytes"]
         self.assertLess(peaks["always"], peaks["never"] / 2)
@@ -53,6 +54,14 @@ class BenchmarkTest(tf.test.TestCase):
             found["fraction"], found["speedup"] / found["ideal"]
         )
         self.assertLen(found["samples_per_second"], 2)
+
+    @parameterized.product(
+        workload=("transformer", "convolutional"), remat=("always", "never")
+    )
+    @pytest.mark.slow
+    def test_plan(self, workload, remat):
+        found = benchmark("plan", f"--workload={workload}", f"--remat={remat}")
+        self.assertAllClose(found["measured"], found["planned"], rtol=0.2)
 
     @pytest.mark.slow
     def test_step(self):

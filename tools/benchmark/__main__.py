@@ -1,4 +1,4 @@
-"""`python -m tools.benchmark step|trace|pipeline|memory [--json]`."""
+"""`python -m tools.benchmark step|trace|pipeline|memory|plan [--json]`."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from tools.benchmark import memory  # noqa: E402
 from tools.benchmark import pipeline  # noqa: E402
+from tools.benchmark import plan  # noqa: E402
 from tools.benchmark import step  # noqa: E402
 from tools.benchmark import trace  # noqa: E402
 
@@ -17,7 +18,7 @@ def main():
         prog="python -m tools.benchmark", description=__doc__
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (step, trace, pipeline, memory):
+    for module in (step, trace, pipeline, memory, plan):
         name = module.__name__.rpartition(".")[-1]
         command = commands.add_parser(
             name,

@@ -10,11 +10,12 @@ import tensorflow as tf
 
 
 @contextlib.contextmanager
-def workers(num_workers):
+def workers(num_workers, environment=None):
     """Starts TensorFlow servers on loopback, each confined to one core.
 
     Args:
         num_workers: Integer, at most the number of cores.
+        environment: Dict of what their environment has more than ours.
 
     Yields:
         List of the processes. Their devices are
@@ -42,6 +43,7 @@ def workers(num_workers):
             ],
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, **(environment or {})},
         )
         for task, core in zip(range(num_workers), cores, strict=False)
     ]
@@ -75,6 +77,21 @@ def cpu_seconds(processes):
             fields = f.read().rpartition(")")[2].split()
         total += int(fields[11]) + int(fields[12])
     return total / os.sysconf("SC_CLK_TCK")
+
+
+def memory(process, field):
+    """Returns a figure of a process's memory in bytes, of `/proc`."""
+    with open(f"/proc/{process.pid}/status") as f:
+        for line in f:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError(f"The system does not tell {field}.")
+
+
+def forget_peak(process):
+    """Makes the peak of a process's memory (`VmHWM`) start anew."""
+    with open(f"/proc/{process.pid}/clear_refs", "w") as f:
+        f.write("5")
 
 
 def _free_ports(count):

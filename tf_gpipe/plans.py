@@ -1,0 +1,152 @@
+"""What a plan tells, as data and as a table.
+
+This module imports no TensorFlow.
+"""
+
+import dataclasses
+import io
+from typing import Any
+
+import rich.box
+import rich.console
+import rich.table
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """What one stage will need.
+
+    Attributes:
+        layers: List of the names of its layers.
+        parameters: Integer.
+        parameter_bytes: Integer: weights, gradient accumulators and
+            optimizer slots.
+        activation_bytes: Integer, the peak of what is there beside them.
+        flops: Integer, floating-point operations of a micro-batch's forward
+            pass.
+        backward_flops: Integer, those of its backward pass.
+        boundary_bytes: Integer, what it sends to the next stage for a
+            micro-batch.
+    """
+
+    layers: list[str]
+    parameters: int
+    parameter_bytes: int
+    activation_bytes: int
+    flops: int
+    backward_flops: int
+    boundary_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """The peak memory of the stage."""
+        return self.parameter_bytes + self.activation_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a pipeline will need; see `plan`.
+
+    Attributes:
+        stages: List of `StagePlan`s.
+        devices: List with the number of the device of each stage.
+        num_micro_batches: Integer.
+        schedule: String.
+        remat: String.
+        bubble: Float, the share of the time that devices will be idle, with
+            operations taken for time.
+        relative_step_time: Float, the time of a step relative to that of one
+            device of the same speed without micro-batches or recomputation.
+        device_memory: Integer, bytes of each device, or `None`.
+        advice: String, the smallest change with which it would fit; empty
+            where it fits.
+    """
+
+    stages: list[StagePlan]
+    devices: list[int]
+    num_micro_batches: int
+    schedule: str
+    remat: str
+    bubble: float
+    relative_step_time: float
+    device_memory: int | None = None
+    advice: str = ""
+
+    @property
+    def device_bytes(self) -> list[int]:
+        """The peak memory of each device."""
+        totals = [0] * (max(self.devices) + 1)
+        for device, stage in zip(self.devices, self.stages, strict=True):
+            totals[device] += stage.bytes
+        return totals
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has memory enough."""
+        return (
+            self.device_memory is None
+            or max(self.device_bytes) <= self.device_memory
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as JSON can hold it."""
+        return {
+            "parameters": sum(stage.parameters for stage in self.stages),
+            "fits": self.fits,
+            "bubble": self.bubble,
+            "relative_step_time": self.relative_step_time,
+            "advice": self.advice,
+            "stages": [dataclasses.asdict(stage) for stage in self.stages],
+        }
+
+    def __str__(self) -> str:
+        table = rich.table.Table(box=rich.box.SQUARE)
+        for name in (
+            "Stage",
+            "Device",
+            "Layers",
+            "Parameters",
+            "Weights MiB",
+            "Activations MiB",
+            "GFLOPs",
+            "Boundary MiB",
+        ):
+            table.add_column(name, justify="right")
+        for k, stage in enumerate(self.stages):
+            table.add_row(
+                str(k),
+                str(self.devices[k]),
+                str(len(stage.layers)),
+                f"{stage.parameters:,}",
+                f"{stage.parameter_bytes / 2**20:,.1f}",
+                f"{stage.activation_bytes / 2**20:,.1f}",
+                f"{stage.flops / 1e9:,.2f}",
+                f"{stage.boundary_bytes / 2**20:,.2f}",
+            )
+        total = sum(stage.parameters for stage in self.stages)
+        lines = [
+            f"{total:,} parameters; schedule {self.schedule} of "
+            f"{self.num_micro_batches} micro-batches, remat {self.remat}",
+            f"bubble {self.bubble:.1%}, step time "
+            f"{self.relative_step_time:.3f} of one device's",
+        ]
+        if self.device_memory is not None:
+            lines.append(
+                f"the fullest device needs {_gib(max(self.device_bytes))} of "
+                f"{_gib(self.device_memory)}: "
+                + ("fits" if self.fits else "does not fit")
+            )
+        if self.advice:
+            lines.append(self.advice)
+        with io.StringIO() as text:
+            console = rich.console.Console(
+                file=text, width=100, highlight=False
+            )
+            console.print(table)
+            for line in lines:
+                console.print(f" {line}", soft_wrap=True)
+            return text.getvalue()
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB"

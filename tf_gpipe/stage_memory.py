@@ -1,0 +1,56 @@
+"""What a stage's activations need at their peak.
+
+This module imports no TensorFlow.
+"""
+
+from tf_gpipe.schedule import BACKWARD
+from tf_gpipe.schedule import FORWARD
+from tf_gpipe.schedule import Schedule
+
+
+def peak_activations(
+    stage: int,
+    schedule: Schedule,
+    remat: str,
+    *,
+    inputs: int,
+    stored: int,
+    passing: int,
+) -> int:
+    """Returns the most bytes that a stage holds beside weights and the like.
+
+    What is there for the micro-batches 0 and 1 of `1f1b`'s first stage of
+    two, of which remat recomputes all but the last one (1 here):
+
+        task     F0        F1             B0                       B1
+        holds    inputs    + inputs,      + stored 0, passing;     passing;
+                           stored 1       then - 0                 then - 1
+
+    Args:
+        stage: Integer.
+        schedule: The `Schedule`.
+        remat: The remat mode.
+        inputs: Integer, the bytes of the stage's inputs for a micro-batch.
+            The first stage holds those of the whole mini-batch throughout.
+        stored: Integer, the bytes that the backward pass of a micro-batch
+            needs beside them.
+        passing: Integer, the bytes that it needs at a time.
+    """
+    held = 0
+    if stage == 0:
+        held = schedule.num_micro_batches * inputs
+        inputs = 0
+    most = held
+    for task in schedule.order:
+        if task.stage != stage:
+            continue
+        backward = task._replace(kind=BACKWARD)
+        again = schedule.recomputes(backward, remat)
+        kept = inputs if again else inputs + stored
+        if task.kind == FORWARD:
+            held += kept
+            most = max(most, held)
+        else:
+            most = max(most, held - kept + inputs + stored + passing)
+            held -= kept
+    return most
