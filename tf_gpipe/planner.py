@@ -1,13 +1,16 @@
 """What a pipeline will need, before anything of it is allocated."""
 
+import contextlib
 import dataclasses
 import math
 import random
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tf_gpipe import abstract
 from tf_gpipe import schedule as schedules
@@ -36,6 +39,7 @@ def plan(
     balance: Balance = "parameters",
     remat: str = "always",
     optimizer: str | keras.optimizers.Optimizer = "adam",
+    dtype_policy: str | keras.DTypePolicy | None = None,
     device_memory: int | None = None,
 ) -> Plan:
     """Returns what each stage of a pipeline will need. Allocates nothing.
@@ -57,6 +61,8 @@ def plan(
         balance: As for `PipelinedSequential`; not `"time"`.
         remat: As for `PipelinedSequential`.
         optimizer: Keras optimizer, or its name; its slots are counted.
+        dtype_policy: Keras dtype policy, or its name, of the layers that have
+            the global one. Defaults to the global one.
         device_memory: Integer, the bytes that a device has for weights and
             activations.
 
@@ -78,10 +84,8 @@ def plan(
     config = PipelineConfig(
         num_stages, num_micro_batches, balance, schedule, remat, devices=None
     )
-    # Copies of layers draw seeds that they do not need.
-    drawn = random.getstate()
-    planner = _Planner(layers, input_spec, optimizer)
-    random.setstate(drawn)
+    with _policy(dtype_policy) as replaced:
+        planner = _Planner(layers, input_spec, optimizer, replaced)
     options = {
         "num_stages": config.num_stages,
         "num_micro_batches": config.num_micro_batches,
@@ -105,7 +109,7 @@ class _Planner:
     that a thousand of them take no longer than one.
     """
 
-    def __init__(self, layers, input_spec, optimizer):
+    def __init__(self, layers, input_spec, optimizer, replaced):
         if isinstance(layers, keras.Sequential):
             layers = layers.layers
         layers = [
@@ -120,6 +124,7 @@ class _Planner:
         self.rows = keras.tree.flatten(self.inputs)[0].shape[0]
         self.layers = []
         self.weights = []
+        self.replaced = replaced
         optimizer = keras.optimizers.get(optimizer)
         known: dict[str, tuple[keras.Layer, Any]] = {}
         self.bytes_of: dict[int, int] = {}
@@ -138,7 +143,8 @@ class _Planner:
 
     def _copy(self, layer, inputs, optimizer):
         """Returns a copy of a layer, built without values, and its outputs."""
-        copy = type(layer).from_config(layer.get_config())
+        config = _replaced(layer.get_config(), *self.replaced)
+        copy = type(layer).from_config(config)
         with abstract.no_values():
             outputs = copy(inputs)
         abstract.forget(copy.variables)
@@ -307,8 +313,42 @@ def _passing(graphs: Sequence[layer_graph.LayerGraph]) -> int:
     return max(2 * graph.largest_bytes + graph.output_bytes for graph in graphs)
 
 
+@contextlib.contextmanager
+def _policy(policy: Any) -> Iterator[tuple[dict, dict]]:
+    """A scope to copy layers in, in which they have a policy by default.
+
+    Yields the configuration of the global policy, and that of its stand-in.
+    """
+    before = keras.config.dtype_policy()
+    # Copies of layers draw seeds that they do not need.
+    drawn = random.getstate()
+    if policy is not None:
+        keras.config.set_dtype_policy(policy)
+    try:
+        yield tuple(
+            keras.dtype_policies.serialize(x)
+            for x in (before, keras.config.dtype_policy())
+        )
+    finally:
+        keras.config.set_dtype_policy(before)
+        random.setstate(drawn)
+
+
+def _replaced(config: Any, old: Any, new: Any) -> Any:
+    """Returns a nested configuration with each `old` replaced by `new`."""
+    if config == old:
+        return new
+    if isinstance(config, dict):
+        return {k: _replaced(x, old, new) for k, x in config.items()}
+    if isinstance(config, (list, tuple)):
+        return type(config)(_replaced(x, old, new) for x in config)
+    return config
+
+
 def _standardize(spec: Any) -> Any:
     """Returns an input spec as `KerasTensor`s with a batch size."""
+    if isinstance(spec, tf.TensorShape):
+        spec = spec.as_list()
     if isinstance(spec, (tuple, list)) and all(
         n is None or isinstance(n, int) for n in spec
     ):

@@ -291,6 +291,45 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
         # Weights stay in float32; what travels does not.
         self.assertEqual(planned.stages[-1].boundary_bytes, 1 * 3 * 2)
 
+    def test_dtype_policy(self):
+        def make():
+            return [
+                LAYERS.TimeDistributed(LAYERS.Dense(8), name="a"),
+                LAYERS.Dense(3, name="b"),
+                LAYERS.Dense(3, dtype="float16", name="c"),
+            ]
+
+        before = keras.config.dtype_policy()
+        found = plan(
+            make(), (8, 4, 6), num_stages=2, dtype_policy="mixed_bfloat16"
+        )
+        self.assertEqual(keras.config.dtype_policy(), before)
+        self.addCleanup(keras.config.set_dtype_policy, before)
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        self.assertEqual(found, plan(make(), (8, 4, 6), num_stages=2))
+        keras.config.set_dtype_policy("float32")
+        plain = plan(make(), (8, 4, 6), num_stages=2)
+        self.assertLess(
+            found.stages[0].boundary_bytes, plain.stages[0].boundary_bytes
+        )
+
+    def test_unknown_dtype_policy(self):
+        with self.assertRaisesRegex(ValueError, "mixed_float17"):
+            plan(
+                [LAYERS.Dense(2)],
+                (8, 4),
+                num_stages=1,
+                dtype_policy="mixed_float17",
+            )
+        self.assertEqual(keras.config.dtype_policy().name, "float32")
+
+    def test_shape_of_a_tensor(self):
+        layers = [LAYERS.Dense(2)]
+        self.assertEqual(
+            plan(layers, tf.zeros((8, 4)).shape, num_stages=1),
+            plan(layers, (8, 4), num_stages=1),
+        )
+
     def test_weights_in_half_precision(self):
         make = lambda: [LAYERS.Dense(8, dtype="float16") for _ in range(2)]
         planned = self.assert_as_built(make, (8, 4), keras.optimizers.SGD)
