@@ -294,7 +294,8 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
     def test_dtype_policy(self):
         def make():
             return [
-                LAYERS.TimeDistributed(LAYERS.Dense(8), name="a"),
+                TransformerBlock(2, 32, name="a"),
+                LAYERS.Bidirectional(LAYERS.LSTM(8), name="d"),
                 LAYERS.Dense(3, name="b"),
                 LAYERS.Dense(3, dtype="float16", name="c"),
             ]
