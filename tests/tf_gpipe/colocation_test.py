@@ -1,0 +1,116 @@
+"""Optimizer steps and metrics run where what they work on is."""
+
+import keras
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_gpipe
+
+LAYERS = keras.layers
+OPTIMIZERS = keras.optimizers
+WIDTH = 8
+
+
+def adamw():
+    return OPTIMIZERS.AdamW(
+        weight_decay=0.1,
+        global_clipnorm=1.0,
+        use_ema=True,
+        ema_overwrite_frequency=2,
+    )
+
+
+def several():
+    return OPTIMIZERS.MultiOptimizer(OPTIMIZERS.OptimizerMap(OPTIMIZERS.Adam()))
+
+
+def make_model(optimizer):
+    model = tf_gpipe.PipelinedSequential(
+        [keras.Input((WIDTH,)), *(LAYERS.Dense(WIDTH) for _ in range(2))],
+        num_stages=2,
+        num_micro_batches=2,
+        devices=["CPU:1", "CPU:2"],
+    )
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+def graphs_of(function):
+    """Yields a function's graph, and those of the branches in it."""
+    graphs = [function.graph]
+    for graph in graphs:
+        yield graph
+        for op in graph.get_operations():
+            if op.type in ("If", "StatelessIf"):
+                graphs += [
+                    graph._get_function(op.get_attr(branch).name).graph
+                    for branch in ("then_branch", "else_branch")
+                ]
+
+
+def moved(function):
+    """Returns the operations that take a matrix from another device.
+
+    Those of the tasks of the pipeline do so on purpose.
+    """
+    found = []
+    for graph in graphs_of(function):
+        for op in graph.get_operations():
+            homes = {
+                tf.DeviceSpec.from_string(x.device).device_index
+                for x in op.inputs
+                if x.shape.rank == 2 and x.device
+            }
+            here = tf.DeviceSpec.from_string(op.device).device_index
+            if homes - {here} and op.type not in (
+                "If",
+                "StatelessIf",
+                "StatefulPartitionedCall",
+            ):
+                found.append(op.name)
+    return found
+
+
+class ColocationTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(
+        lambda: OPTIMIZERS.SGD(momentum=0.9, clipnorm=1.0),
+        adamw,
+        several,
+        lambda: OPTIMIZERS.Adafactor(),
+        lambda: OPTIMIZERS.Adam(gradient_accumulation_steps=2),
+        lambda: OPTIMIZERS.LossScaleOptimizer(OPTIMIZERS.Adam()),
+    )
+    def test_nothing_large_moves(self, optimizer):
+        model = make_model(optimizer())
+        model.make_train_function()
+        x = tf.zeros((4, WIDTH))
+        step = tf.function(model.train_step, autograph=False)
+        self.assertEmpty(moved(step.get_concrete_function((x, x))))
+
+    def test_evaluation(self):
+        model = make_model("sgd")
+        x = tf.zeros((4, WIDTH))
+        step = tf.function(model.test_step, autograph=False)
+        self.assertEmpty(moved(step.get_concrete_function((x, x))))
+
+    def test_optimizer_serves_a_plain_model_as_well(self):
+        optimizer = OPTIMIZERS.SGD(0.5)
+        x = tf.ones((4, WIDTH))
+        make_model(optimizer).fit(x, x, verbose=0)
+        optimizer = type(optimizer).from_config(optimizer.get_config())
+        plain = keras.Sequential([keras.Input((WIDTH,)), LAYERS.Dense(WIDTH)])
+        plain.compile(optimizer, "mse")
+        before = plain.layers[0].kernel.numpy()
+        plain.fit(x, x, verbose=0)
+        self.assertNotAllClose(plain.layers[0].kernel, before)
+
+    def test_eager(self):
+        model = make_model("adam")
+        model.run_eagerly = True
+        x = tf.ones((4, WIDTH))
+        first = model.train_on_batch(x, x)
+        self.assertLess(model.train_on_batch(x, x)[0], first[0])
+
+
+if __name__ == "__main__":
+    tf.test.main()
