@@ -1,8 +1,9 @@
 """Shows when each device of a pipeline runs what, and what it waits for.
 
 Simulates a schedule; or, with --model, trains a model of the zoo for a few
-steps on random data, over logical CPU devices where there is no accelerator,
-and shows the last step below its simulation from the measured times.
+steps on random data, over logical CPU devices where there is no accelerator
+(or over worker processes of one core each, with --workers), and shows the last
+step below its simulation from the measured times.
 
 Examples:
 
@@ -29,6 +30,7 @@ from tf_gpipe import schedule  # noqa: E402
 from tf_gpipe import simulate  # noqa: E402
 from tf_gpipe import timeline  # noqa: E402
 from tools import command_line  # noqa: E402
+from tools.benchmark import workers  # noqa: E402
 from trainers import devices as host_devices  # noqa: E402
 
 
@@ -65,6 +67,11 @@ def make_parser():
         "--model", choices=model_zoo.names(), help="measure this model"
     )
     parser.add_argument(
+        "--workers",
+        action="store_true",
+        help="run --model over worker processes, each on a core of its own",
+    )
+    parser.add_argument(
         "--batch_size",
         type=command_line.positive,
         default=256,
@@ -96,6 +103,8 @@ def make_parser():
 def main(argv=None):
     parser = make_parser()
     args = command_line.parse(parser, argv)
+    if args.workers and not args.model:
+        parser.error("--workers needs --model")
     try:
         rows, ratio = measured(args) if args.model else (simulated(args), None)
         spans, devices = list(rows.values())[-1]
@@ -136,7 +145,15 @@ def simulated(args):
 
 def measured(args):
     """Returns as `simulated`, of a real step, and what recording costs."""
-    host_devices.ensure(args.num_devices or args.num_stages)
+    num_devices = args.num_devices or args.num_stages
+    if not args.workers:
+        host_devices.ensure(num_devices)
+        return _measured(args, devices=None)
+    with workers.workers(num_devices):
+        return _measured(args, [workers.device(i) for i in range(num_devices)])
+
+
+def _measured(args, devices):
     model = tf_gpipe.PipelinedSequential(
         model_zoo.get(args.model),
         num_stages=args.num_stages,
@@ -144,6 +161,7 @@ def measured(args):
         balance="flops",
         schedule=args.schedule,
         remat=args.remat,
+        devices=devices,
     )
     model.compile("sgd", "mse")
     generator = np.random.default_rng(0)

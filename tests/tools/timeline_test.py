@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -108,6 +109,29 @@ class TimelineTest(parameterized.TestCase):
         self.assertIn("error: --num_devices", result.stderr.splitlines()[-1])
         self.assertNotIn("Traceback", result.stderr)
         self.assertEmpty(result.stdout)
+
+    def test_workers_need_a_model(self):
+        result = timeline("--workers")
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("--workers needs --model", result.stderr)
+
+    @pytest.mark.slow
+    def test_workers(self):
+        result = timeline(
+            "--model=resnet_small",
+            "--workers",
+            "--num_stages=2",
+            "--num_micro_batches=3",
+            "--batch_size=6",
+            "--num_steps=3",
+            "--width=100",
+            "--json",
+        )
+        self.assertEqual(result.returncode, 0, result.stderr)
+        lines = result.stdout.splitlines()
+        for task, line in enumerate(lines[:2]):
+            self.assertStartsWith(line, f"/job:worker/replica:0/task:{task}/")
+        self.assertEqual(json.loads(lines[-1])["peak_micro_batches"], [2, 1])
 
 
 if __name__ == "__main__":

@@ -73,13 +73,11 @@ def main(args):
             args.num_repeats,
         )
     speedup = timing.median_ratio(seconds["one"], seconds["all"])
-    ideal = (
-        num_stages * num_micro_batches / (num_micro_batches + num_stages - 1)
+    # Of equal stages; a backward pass costs two forward passes.
+    ideal = _simulated(models["all"], [1.0] * num_stages)
+    predicted = _simulated(
+        models["all"], _stage_seconds(models["all"], make()[1:], x)
     )
-    if args.remat == "always":
-        # A backward pass costs two forward passes, the recomputation one.
-        ideal *= 3 / 4
-    predicted = _predicted(models["all"], make()[1:], x, args)
     rows = [
         {
             "workers": count,
@@ -112,23 +110,26 @@ def main(args):
     )
 
 
-def _predicted(model, layers, x, args):
-    """Returns the speed-up by the simulator, from the layers' own times."""
-    rows = args.batch_size // args.num_micro_batches
+def _stage_seconds(model, layers, x):
+    """Returns what the layers of each stage take on their own."""
+    rows = len(x) // model._pipeline.schedule.num_micro_batches
     inputs = keras.KerasTensor((rows, *x.shape[1:]), "float32")
     with abstract.no_values():
         abstract.call(layers, inputs)
     abstract.forget(v for layer in layers for v in layer.variables)
-    seconds = iter(costs.of_layers("time", layers, inputs, "CPU:0", args.remat))
-    stages = [
-        sum(next(seconds) for _ in stage.layers) for stage in model.stages
-    ]
-    # Of a layer's time, a third is its forward pass.
+    seconds = iter(costs.of_layers("time", layers, inputs, "CPU:0", "never"))
+    return [sum(next(seconds) for _ in stage.layers) for stage in model.stages]
+
+
+def _simulated(model, stages):
+    """Returns the speed-up by the simulator, from the stages' costs."""
+    schedule = model._pipeline.schedule
+    # A third of it is the forward pass.
     found = simulate(
-        model._pipeline.schedule,
+        schedule,
         forward=[t / 3 for t in stages],
         backward=[2 * t / 3 for t in stages],
         recompute=[t / 3 for t in stages],
-        remat=args.remat,
+        remat=model._pipeline.remat,
     )
-    return args.num_micro_batches * sum(stages) / found.makespan
+    return schedule.num_micro_batches * sum(stages) / found.makespan
