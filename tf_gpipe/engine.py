@@ -1,8 +1,6 @@
 """Runs a schedule: places its tasks on devices, in order, in one graph."""
 
-import contextlib
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +22,7 @@ from tf_gpipe.stage import Activations
 from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageCall
 from tf_gpipe.stage_function import StageFunction
+from tf_gpipe.task_order import TaskOrder
 
 LossFunction = Callable[..., tuple[list[tf.Tensor], list]]
 
@@ -87,29 +86,26 @@ class MiniBatch:
         self._losses: dict[tuple[int, int], list[tf.Tensor]] = {}
         self._upstream: dict[tuple[int, int], list] = {}
         self._sums: list[GradientSum] = []
-        self._done: dict[str, tf.Operation] = {}
         self._direct: frozenset[Task] = frozenset()
         self._loss: Any = None
         self._loss_gradient: Any = None
         self._functions: dict[tuple[int, bool], StageFunction] = {}
         self._compiled = not (eager or tf.executing_eagerly())
         # Stages on other hosts must overlap.
-        self._inline = not all(
+        inline = not all(
             placement.is_local(stage.device) for stage in pipeline.stages
         )
+        clock = Clock() if timed and self._compiled else None
+        self._order = TaskOrder(pipeline, inline, clock)
         self._function_arguments: dict[str, Any] = {
             "training": training,
             "compiled": self._compiled,
-            "inline": self._inline,
+            "inline": inline,
             "jit_compile": jit_compile,
             "repeatable": repeatable,
+            "clock": clock,
+            "turn": self._turn,
         }
-        self._clock = None
-        if timed and self._compiled:
-            self._clock = Clock()
-        self._function_arguments["clock"] = self._clock
-        self._function_arguments["turn"] = self._turn
-        self._times: dict[Task, list[tf.Tensor]] = {}
         self._stop_inputs = stop_inputs
         self._pass_weights = pass_weights
         self._repeatable = repeatable
@@ -199,7 +195,7 @@ class MiniBatch:
                 if m in losses:
                     continue
                 outputs = self._outputs[last, m]
-                with self._task(task):
+                with self._order.task(task):
                     # Unfinished: the backward task itself follows.
                     if self._loss is None:
                         self._set_loss(make_loss(outputs), loss_gradient)
@@ -285,8 +281,8 @@ class MiniBatch:
         k, m = task.stage, task.micro_batch
         function = self._function(k, tape and self._recomputes(k, m))
         inputs, carried = self._arguments(function, m)
-        with self._task(task, inputs) as finish:
-            inputs = self._anchored(inputs)
+        with self._order.task(task, inputs) as finish:
+            inputs = self._order.anchored(inputs)
             if tape:
                 call = function.start(inputs, carried)
                 self._calls[k, m] = call
@@ -306,9 +302,9 @@ class MiniBatch:
         first = sum(len(self._losses[i, m]) for i in range(k))
         function = self._function(k, self._recomputes(k, m))
         upstream = self._upstream.pop((k, m))
-        with self._task(task, upstream) as finish:
+        with self._order.task(task, upstream) as finish:
             inputs, gradients, times = call.gradient(
-                self._anchored(upstream),
+                self._order.anchored(upstream),
                 [
                     _gradient(loss, gradient, *self._shares(m))
                     for loss, gradient in zip(
@@ -325,18 +321,15 @@ class MiniBatch:
         k, m = task.stage, task.micro_batch
         function = self._function(k, remat=False)
         inputs, carried = self._arguments(function, m)
-        with self._task(task, inputs) as finish:
-            inputs = self._anchored(inputs)
+        with self._order.task(task, inputs) as finish:
+            inputs = self._order.anchored(inputs)
             found, gradients, times, result, losses = function.at_once(
                 inputs, carried, (loss_inputs, self._shares(m))
             )
             self._upstream[k - 1, m] = found
             self._sums[k].add(gradients, function.dense, function.sparse)
             finish((losses, found, self._sums[k].tensors), times)
-        if self._clock is not None:
-            start, *turn, end = self._times[task]
-            self._times[task] = [start, *(turn or [end])]
-            self._times[task._replace(kind=BACKWARD)] = [*(turn or [end]), end]
+        self._order.turned(task)
         self._keep(function, result, m)
         return losses
 
@@ -435,71 +428,8 @@ class MiniBatch:
         return [list(xs) for xs in zip(*parts, strict=True)]
 
     def times(self) -> tf.Tensor | None:
-        """Returns when tasks ran, or `None` if that was not asked for.
-
-        Float64 tensor of shape `(tasks, 3)`, a row a task in the order of the
-        schedule: its start, the end of its recomputation (its start, where
-        that is not known) and its end, in seconds, by the clock of the host
-        of its stage.
-        """
-        if not self._times:
-            return None
-        rows = [
-            tf.stack([times[0], times[-2], times[-1]])
-            for times in (
-                self._times[task] for task in self.pipeline.schedule.order
-            )
-        ]
-        return tf.stack(rows)
-
-    def _anchored(self, values: Any) -> Any:
-        """Returns what goes into a call or comes out of it, for good order.
-
-        Where TensorFlow inlines a call, it forgets what the call waits for,
-        and what waits for its results by a control dependency. Identities
-        around the call keep both.
-        """
-        if not self._inline:
-            return values
-        return keras.tree.map_structure(
-            lambda x: None if x is None else tf.identity(x), values
-        )
-
-    @contextlib.contextmanager
-    def _task(
-        self, task: Task, needs: Any = ()
-    ) -> Iterator[Callable[..., None]]:
-        """Puts what is emitted inside on the task's device, in its turn.
-
-        Args:
-            task: `Task`.
-            needs: Nested structure of what other devices send for it.
-
-        Yields:
-            Function to call with a nested structure of the results, and with
-            a list of times within the task.
-        """
-        device = self.pipeline.stages[task.stage].device
-        before: list = [self._done[device]] if device in self._done else []
-
-        def finish(results: Any, times: Sequence[tf.Tensor] = ()) -> None:
-            if tf.executing_eagerly():
-                return
-            after = _tensors(self._anchored(results))
-            if self._clock is not None:
-                after = [self._clock.stamp(after)]
-                self._times[task] += [*times, *after]
-            with tf.control_dependencies(after):
-                self._done[device] = tf.no_op(name="done")
-
-        with tf.device(device), tf.name_scope(str(task)):
-            if self._clock is not None:
-                if task not in self._times:
-                    after = [*before, *_tensors(self._anchored(needs))]
-                    self._times[task] = [self._clock.stamp(after)]
-                before = self._times[task][:1]
-            with tf.control_dependencies(before):
-                yield finish
+        """Returns when tasks ran; see `TaskOrder.times`."""
+        return self._order.times()
 
 
 def _share(loss: tf.Tensor, weight: tf.Tensor, valid: tf.Tensor) -> tf.Tensor:
@@ -513,8 +443,3 @@ def _gradient(
 ) -> tf.Tensor:
     share = _share(loss, *shares)
     return tf.ones_like(loss) * share * tf.cast(gradient, loss.dtype)
-
-
-def _tensors(structure: Any) -> list[tf.Tensor]:
-    leaves = tf.nest.flatten(structure, expand_composites=True)
-    return [x for x in leaves if x is not None]

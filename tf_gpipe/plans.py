@@ -132,8 +132,8 @@ class Plan:
         ]
         if self.device_memory is not None:
             lines.append(
-                f"the fullest device needs {_gib(max(self.device_bytes))} of "
-                f"{_gib(self.device_memory)}: "
+                f"the fullest device needs {_text(max(self.device_bytes))} of "
+                f"{_text(self.device_memory)}: "
                 + ("fits" if self.fits else "does not fit")
             )
         if self.advice:
@@ -148,5 +148,7 @@ class Plan:
             return text.getvalue()
 
 
-def _gib(size: int) -> str:
+def _text(size: int) -> str:
+    if size < 2**30:
+        return f"{size / 2**20:,.1f} MiB"
     return f"{size / 2**30:,.2f} GiB"

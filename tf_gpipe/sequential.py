@@ -60,8 +60,9 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             Defaults to `"1f1b"`.
         remat: Which micro-batches keep only the input of each stage and
             compute the activations again for the backward pass: `"always"`,
-            `"except_last"` (all but the last one) or `"never"`. Defaults to
-            `"always"`.
+            `"except_last"` (all but the last one) or `"never"`. None is where
+            a schedule sends the last stage backward right after a forward
+            pass, as `"1f1b"` does. Defaults to `"always"`.
         devices: List of TensorFlow device strings, one a stage, repeated
             where stages share a device; with `"interleaved"` and schedules of
             your own, one for each of the schedule's devices. Defaults to the

@@ -75,8 +75,8 @@ def _count(op: tf.Operation) -> int:
     if kind.startswith("FusedBatchNormGrad"):
         return 11 * _size(op.outputs[0])
     if kind.startswith("FusedBatchNorm"):
-        # Mean 1, variance 3 (subtract, square, add), normalisation 4.
-        return (8 if op.get_attr("is_training") else 4) * _size(op.outputs[0])
+        # Mean 1, squared difference and its mean 2, a product and a sum 2.
+        return (5 if op.get_attr("is_training") else 2) * _size(op.outputs[0])
     if kind in ("MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D"):
         return _size(op.outputs[0]) * math.prod(op.get_attr("ksize"))
     if kind in _POOL_GRADIENTS:

@@ -1,0 +1,124 @@
+"""Puts what tasks do on their devices, one task after another."""
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe.clock import Clock
+from tf_gpipe.pipeline import Pipeline
+from tf_gpipe.schedule import BACKWARD
+from tf_gpipe.schedule import Task
+
+
+class TaskOrder:
+    """The order of tasks in a graph, and when they ran.
+
+    TensorFlow runs an operation as soon as its inputs are there. A device
+    runs its tasks in the order of the schedule because the operations of one
+    wait for the last ones of the one before:
+
+        device 0    F0.0 -> done -> F0.1 -> done -> B0.0 -> ...
+                      |               |               ^
+        device 1      '----> F1.0 ----|---------------'
+
+    Args:
+        pipeline: A `Pipeline`.
+        inline: Boolean, whether TensorFlow puts the operations of stages in
+            place of the calls of their functions.
+        clock: `Clock` that takes the time of each task, or `None`.
+    """
+
+    def __init__(self, pipeline: Pipeline, inline: bool, clock: Clock | None):
+        self._pipeline = pipeline
+        self._inline = inline
+        self._clock = clock
+        self._done: dict[str, tf.Operation] = {}
+        self._times: dict[Task, list[tf.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def task(
+        self, task: Task, needs: Any = ()
+    ) -> Iterator[Callable[..., None]]:
+        """Puts what is emitted inside on the task's device, in its turn.
+
+        Args:
+            task: `Task`.
+            needs: Nested structure of what other devices send for it.
+
+        Yields:
+            Function to call with a nested structure of the results, and with
+            a list of times within the task.
+        """
+        device = self._pipeline.stages[task.stage].device
+        before: list = [self._done[device]] if device in self._done else []
+
+        def finish(results: Any, times: Sequence[tf.Tensor] = ()) -> None:
+            if tf.executing_eagerly():
+                return
+            after = _tensors(self.anchored(results))
+            if self._clock is not None:
+                after = [self._clock.stamp(after)]
+                self._times[task] += [*times, *after]
+            with tf.control_dependencies(after):
+                self._done[device] = tf.no_op(name="done")
+
+        with tf.device(device), tf.name_scope(str(task)):
+            if self._clock is not None:
+                if task not in self._times:
+                    after = [*before, *_tensors(self.anchored(needs))]
+                    self._times[task] = [self._clock.stamp(after)]
+                before = self._times[task][:1]
+            with tf.control_dependencies(before):
+                yield finish
+
+    def anchored(self, values: Any) -> Any:
+        """Returns what goes into a call or comes out of it, for good order.
+
+        Where TensorFlow inlines a call, it forgets what the call waits for,
+        and what waits for its results by a control dependency. Identities
+        around the call keep both.
+        """
+        if not self._inline:
+            return values
+        return keras.tree.map_structure(
+            lambda x: None if x is None else tf.identity(x), values
+        )
+
+    def turned(self, task: Task) -> None:
+        """Notes that a forward task has done its backward task as well.
+
+        The one ends and the other starts at the time within.
+        """
+        if self._clock is not None:
+            start, *turn, end = self._times[task]
+            self._times[task] = [start, *(turn or [end])]
+            backward = task._replace(kind=BACKWARD)
+            self._times[backward] = [*(turn or [end]), end]
+
+    def times(self) -> tf.Tensor | None:
+        """Returns when tasks ran, or `None` if that was not asked for.
+
+        Float64 tensor of shape `(tasks, 3)`, a row a task in the order of the
+        schedule: its start, the end of its recomputation (its start, where
+        that is not known) and its end, in seconds, by the clock of the host
+        of its stage.
+        """
+        if not self._times:
+            return None
+        rows = [
+            tf.stack([times[0], times[-2], times[-1]])
+            for times in (
+                self._times[task] for task in self._pipeline.schedule.order
+            )
+        ]
+        return tf.stack(rows)
+
+
+def _tensors(structure: Any) -> list[tf.Tensor]:
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [x for x in leaves if x is not None]
