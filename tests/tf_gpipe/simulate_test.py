@@ -190,7 +190,14 @@ class SimulateTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             simulate(schedule.gpipe(2, 2), **arguments)
 
-    @parameterized.parameters("simulate", "schedule", "partition.contiguous")
+    @parameterized.parameters(
+        "simulate",
+        "schedule",
+        "stage_memory",
+        "timeline",
+        "plans",
+        "partition.contiguous",
+    )
     def test_imports_no_tensorflow(self, module):
         # The package itself imports TensorFlow, hence the one without code.
         code = (
