@@ -110,13 +110,20 @@ class TaskOrder:
         """
         if not self._times:
             return None
-        rows = [
-            tf.stack([times[0], times[-2], times[-1]])
-            for times in (
-                self._times[task] for task in self._pipeline.schedule.order
-            )
-        ]
-        return tf.stack(rows)
+        order = self._pipeline.schedule.order
+        rows: list[int] = []
+        parts = []
+        for stage in self._pipeline.stages:
+            own = [i for i, t in enumerate(order) if t.stage == stage.index]
+            found = [self._times[order[i]] for i in own]
+            # Together, since each tensor from another host is a message.
+            with tf.device(stage.device):
+                parts.append(
+                    tf.stack([x for t in found for x in (t[0], t[-2], t[-1])])
+                )
+            rows += own
+        times = tf.reshape(tf.concat(parts, axis=0), (-1, 3))
+        return tf.gather(times, tf.argsort(rows))
 
 
 def _tensors(structure: Any) -> list[tf.Tensor]:
