@@ -7,6 +7,7 @@ from collections.abc import Collection
 import keras
 import tensorflow as tf
 
+from tf_gpipe import replicas
 from tf_gpipe import timeline
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
@@ -22,9 +23,8 @@ class Timeline(keras.callbacks.Callback):
     Adds `bubble` to the logs of an epoch: the share of the time that devices
     were idle, the mean of the epoch's recorded steps. The time of a task is
     taken on its device, by its host's clock, so that clocks of several hosts
-    must agree. Recomputation is told apart where all stages are in this
-    process and XLA does not compile them; elsewhere it is a part of the
-    backward pass.
+    must agree. Where XLA compiles the stages, recomputation is a part of the
+    backward pass. Of several replicas it records the first.
 
     Args:
         steps: Collection of the numbers of the steps to record, from 0, the
@@ -151,6 +151,8 @@ class Timeline(keras.callbacks.Callback):
 
     def _record(self, times: tf.Tensor) -> None:
         """Keeps the times of a step, while it is being traced."""
+        if replicas.number():
+            return
         with tf.device("CPU:0"):
             self._times.assign(times)
 

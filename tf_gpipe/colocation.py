@@ -1,11 +1,12 @@
 """Operations outside the pipeline, where what they work on is."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tf_gpipe import replicas
 
 # Their branches are graphs of their own.
 _CONTROL_FLOW = ("If", "StatelessIf", "While", "StatelessWhile")
@@ -30,42 +31,26 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
     device for all of it: the gradients, slots and weights of all stages would
     travel there at each step, and have to fit there. Numbers do not change.
 
-    Under a `tf.distribute` strategy the strategy places the steps.
-
     Args:
-        optimizer: A Keras optimizer. Its `apply` is replaced.
+        optimizer: A Keras optimizer. Methods of it are replaced.
     """
     if hasattr(optimizer.apply, "colocates"):
         return
+    # Keras sums gradients over replicas by operations on those of all stages,
+    # which would gather them on one device.
+    optimizers: list = [optimizer]
+    for x in optimizers:
+        optimizers += getattr(x, "optimizers", [])
+        optimizers += filter(None, [getattr(x, "inner_optimizer", None)])
+        x._all_reduce_sum_gradients = replicas.sum_gradients
     keras_apply = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
-        if tf.distribute.has_strategy():
-            return keras_apply(grads, trainable_variables)
-        with _nothing_to_reduce(optimizer), following_inputs():
+        with following_inputs():
             return keras_apply(grads, trainable_variables)
 
     apply.colocates = True  # type: ignore[attr-defined]
     optimizer.apply = apply
-
-
-@contextlib.contextmanager
-def _nothing_to_reduce(optimizer: Any) -> Iterator[None]:
-    """Spares the sum over one replica, an operation on all gradients.
-
-    It would gather the gradients of all stages on one device.
-    """
-    optimizers = [optimizer]
-    for x in optimizers:
-        optimizers += getattr(x, "optimizers", [])
-        optimizers += filter(None, [getattr(x, "inner_optimizer", None)])
-    for x in optimizers:
-        x._all_reduce_sum_gradients = list
-    try:
-        yield
-    finally:
-        for x in optimizers:
-            del x._all_reduce_sum_gradients
 
 
 class _Follower:

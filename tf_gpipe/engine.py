@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import placement
+from tf_gpipe import replicas
 from tf_gpipe import state
 from tf_gpipe.clock import Clock
 from tf_gpipe.gradients import GradientSum
@@ -79,7 +79,9 @@ class MiniBatch:
                 Activations(*(self.split.take(x, m) for x in whole))
                 for m in range(self.split.num_micro_batches)
             ]
-        self._versions = state.StateVersions(self.split)
+        # Seeds are by number over all replicas, so that all masks differ.
+        self._first = replicas.number() * self.split.num_micro_batches
+        self._versions = state.StateVersions(self.split, self._first)
         self._initial: dict[tuple[int, int], tf.Tensor] = {}
         self._calls: dict[tuple[int, int], StageCall] = {}
         self._outputs: dict[tuple[int, int], Activations] = {}
@@ -91,16 +93,11 @@ class MiniBatch:
         self._loss_gradient: Any = None
         self._functions: dict[tuple[int, bool], StageFunction] = {}
         self._compiled = not (eager or tf.executing_eagerly())
-        # Stages on other hosts must overlap.
-        inline = not all(
-            placement.is_local(stage.device) for stage in pipeline.stages
-        )
         clock = Clock() if timed and self._compiled else None
-        self._order = TaskOrder(pipeline, inline, clock)
+        self._order = TaskOrder(pipeline, clock)
         self._function_arguments: dict[str, Any] = {
             "training": training,
             "compiled": self._compiled,
-            "inline": inline,
             "jit_compile": jit_compile,
             "repeatable": repeatable,
             "clock": clock,
@@ -134,9 +131,7 @@ class MiniBatch:
                 of `outputs()`.
             loss_gradients: List with a scalar for each of `losses()`.
         """
-        self._sums = [
-            GradientSum(stage.device) for stage in self.pipeline.stages
-        ]
+        self._sums = [GradientSum() for _ in self.pipeline.stages]
         parts = self._flat_outputs()
         pieces = [
             [None] * self.split.num_micro_batches
@@ -172,9 +167,7 @@ class MiniBatch:
         Returns:
             List with the list of scalars of each micro-batch.
         """
-        self._sums = [
-            GradientSum(stage.device) for stage in self.pipeline.stages
-        ]
+        self._sums = [GradientSum() for _ in self.pipeline.stages]
         self._direct = self.pipeline.schedule.direct
         last = self._last
         losses: dict[int, list[tf.Tensor]] = {}
@@ -282,7 +275,6 @@ class MiniBatch:
         function = self._function(k, tape and self._recomputes(k, m))
         inputs, carried = self._arguments(function, m)
         with self._order.task(task, inputs) as finish:
-            inputs = self._order.anchored(inputs)
             if tape:
                 call = function.start(inputs, carried)
                 self._calls[k, m] = call
@@ -304,7 +296,7 @@ class MiniBatch:
         upstream = self._upstream.pop((k, m))
         with self._order.task(task, upstream) as finish:
             inputs, gradients, times = call.gradient(
-                self._order.anchored(upstream),
+                upstream,
                 [
                     _gradient(loss, gradient, *self._shares(m))
                     for loss, gradient in zip(
@@ -322,7 +314,6 @@ class MiniBatch:
         function = self._function(k, remat=False)
         inputs, carried = self._arguments(function, m)
         with self._order.task(task, inputs) as finish:
-            inputs = self._order.anchored(inputs)
             found, gradients, times, result, losses = function.at_once(
                 inputs, carried, (loss_inputs, self._shares(m))
             )
@@ -406,7 +397,7 @@ class MiniBatch:
         value = self._versions.read(variable, m)
         if value is not None:
             return value
-        seed = m if state.is_seed(variable) else 0
+        seed = self._first + m if state.is_seed(variable) else 0
         if (id(variable), seed) not in self._initial:
             with tf.device(variable.value.device):
                 self._initial[id(variable), seed] = tf.stop_gradient(

@@ -28,25 +28,9 @@ class Gradients(NamedTuple):
 
 
 class GradientSum:
-    """The sum of the gradients of a stage's variables over micro-batches.
+    """The sum of the gradients of a stage's variables over micro-batches."""
 
-    Args:
-        device: String, where the sum is kept.
-    """
-
-    def __init__(self, device: str):
-        def add_all(totals, gradients):
-            with tf.device(device):
-                return [
-                    tf.add_n([total, x])
-                    for total, x in zip(totals, gradients, strict=True)
-                ]
-
-        self._add = add_all
-        # Apart from the graph, the additions are out of sight of TensorFlow's
-        # optimiser. Where it saw them, worker processes did not overlap
-        # (measured with `tools.benchmark pipeline`).
-        self._add_apart = tf.function(add_all, autograph=False)
+    def __init__(self) -> None:
         # By the variables with dense gradients: whether those of an embedding
         # are sparse depends on rematerialisation.
         self._dense: dict[tuple, tuple[Sequence, list[tf.Tensor]]] = {}
@@ -75,8 +59,9 @@ class GradientSum:
         totals = gradients.dense
         if key in self._dense:
             _, previous = self._dense[key]
-            many = not tf.executing_eagerly() and len(totals) > 1
-            totals = (self._add_apart if many else self._add)(previous, totals)
+            totals = [
+                tf.add_n([a, b]) for a, b in zip(previous, totals, strict=True)
+            ]
         self._dense[key] = dense, totals
 
     def by_variable(self) -> dict[int, Any]:

@@ -33,7 +33,7 @@ class PipelineConfig:
     balance: str | Callable | Sequence[int]
     schedule: str | Schedule
     remat: str
-    devices: Sequence[str] | None
+    devices: Sequence[str] | Sequence[Sequence[str]] | None
 
     def __post_init__(self):
         self.num_stages = _count("num_stages", self.num_stages)
@@ -71,7 +71,11 @@ class PipelineConfig:
             )
         if self.devices is not None:
             self.devices = list(self.devices)
-            placement.assign(self.devices, len(self.devices))
+            rows: list = [self.devices]
+            if placement.is_grid(self.devices):
+                rows = self.devices = [list(row) for row in self.devices]
+            for row in rows:
+                placement.assign(row, len(row))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the arguments, such that JSON can hold them."""
@@ -83,11 +87,14 @@ class PipelineConfig:
             values["schedule"] = self.schedule.get_config()
         return values
 
-    def resolve(self, layers: Sequence[keras.Layer]) -> "ResolvedConfig":
+    def resolve(
+        self, layers: Sequence[keras.Layer], num_replicas: int = 1
+    ) -> "ResolvedConfig":
         """Returns what the arguments mean for these layers, here.
 
         Args:
             layers: List of the layers to be cut into stages.
+            num_replicas: Integer, replicas of the pipeline in this process.
 
         Returns:
             A `ResolvedConfig`.
@@ -96,7 +103,12 @@ class PipelineConfig:
             ValueError: If the layers or the devices are too few, or a layer
                 cannot work on micro-batches.
         """
-        num_devices = len(self.devices or placement.accelerators())
+        if placement.is_grid(self.devices):
+            num_devices = min(map(len, self.devices or ()))
+        elif self.devices:
+            num_devices = len(self.devices)
+        else:
+            num_devices = len(placement.accelerators()) // num_replicas
         num_stages = self.num_stages
         if num_stages is None:
             each = 2 if self.schedule == "interleaved" else 1
@@ -124,12 +136,12 @@ class PipelineConfig:
         if num_micro_batches > 1:
             for layer in layers:
                 batch_norm.check(layer)
-        devices = placement.assign(self.devices, len(schedule.tasks))
+        rows = placement.assign(self.devices, len(schedule.tasks), num_replicas)
         return ResolvedConfig(
             schedule,
             balance,
             self.remat,
-            [devices[i] for i in schedule.devices],
+            [[row[i] for row in rows] for i in schedule.devices],
         )
 
 
@@ -140,7 +152,7 @@ class ResolvedConfig:
     schedule: Schedule
     balance: Any
     remat: str
-    devices: list[str]
+    devices: list[list[str]]  # of each stage, one a replica
 
     def layer_counts(
         self, layers: Sequence[keras.Layer], inputs: Any
@@ -156,7 +168,7 @@ class ResolvedConfig:
             return self.balance
         return split(
             costs.of_layers(
-                self.balance, layers, inputs, self.devices[0], self.remat
+                self.balance, layers, inputs, self.devices[0][0], self.remat
             ),
             self.schedule.num_stages,
         )

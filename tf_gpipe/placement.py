@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from tf_gpipe import replicas
+
 
 def accelerators() -> list[str]:
     """Returns the names of the visible accelerators, or else of the CPUs."""
@@ -15,39 +17,79 @@ def accelerators() -> list[str]:
     return []
 
 
-def assign(devices: Sequence[str] | None, num_stages: int) -> list[str]:
-    """Returns one existing device for each stage.
+def assign(
+    devices: Sequence | None, num_devices: int, num_replicas: int = 1
+) -> list[list[str]]:
+    """Returns existing devices, a row for each replica.
 
     Args:
-        devices: List of at least `num_stages` TensorFlow device strings, one a
-            stage, where a device may be named more than once; or `None` for
-            the visible accelerators in order (the CPUs where there are none).
-        num_stages: Integer K.
+        devices: List of at least `num_devices` TensorFlow device strings,
+            where a device may be named more than once; a list of such a list
+            for each replica; or `None` for the visible accelerators (the CPUs
+            where there are none), row by row.
+        num_devices: Integer, devices of a row.
+        num_replicas: Integer, rows.
 
     Returns:
-        List of K full device names.
+        List of `num_replicas` lists of `num_devices` full device names.
 
     Raises:
         ValueError: If there are too few devices or one does not exist.
     """
     if devices is None:
         names = accelerators()
-        if len(names) < num_stages:
-            raise ValueError(
-                f"{num_stages} stages need {num_stages} devices. Visible: "
-                f"{len(names)} ({', '.join(names)}). Use fewer stages; or let "
-                f"stages share a device, with devices=['{names[0]}'] * "
-                f"{num_stages}; or split a device into logical ones before "
-                "TensorFlow starts, with "
-                "tf.config.set_logical_device_configuration."
-            )
-        return names[:num_stages]
-    if len(devices) < num_stages:
+        if len(names) < num_replicas * num_devices:
+            raise ValueError(_too_few(names, num_devices, num_replicas))
+        return [
+            names[r * num_devices : (r + 1) * num_devices]
+            for r in range(num_replicas)
+        ]
+    rows = devices if is_grid(devices) else [devices]
+    if len(rows) != num_replicas:
         raise ValueError(
-            f"`devices` must name a device for each of the {num_stages} "
-            f"stages. Received {len(devices)}: devices={list(devices)}"
+            "`devices` must have a list of device strings for each of the "
+            f"{num_replicas} replicas of the strategy, such as "
+            f"{[['GPU:0', 'GPU:1'], ['GPU:2', 'GPU:3']]}. Received: "
+            f"devices={devices}"
         )
-    return [find(device) for device in devices[:num_stages]]
+    for row in rows:
+        if len(row) < num_devices:
+            raise ValueError(
+                f"`devices` must name a device for each of the {num_devices} "
+                f"stages. Received {len(row)}: devices={list(row)}"
+            )
+    return [[find(device) for device in row[:num_devices]] for row in rows]
+
+
+def is_grid(devices: Sequence | None) -> bool:
+    """Returns whether devices are given as a row for each replica."""
+    return bool(devices) and not any(isinstance(x, str) for x in devices or ())
+
+
+def _too_few(names: list[str], num_devices: int, num_replicas: int) -> str:
+    visible = f"Visible: {len(names)} ({', '.join(names)})."
+    if num_replicas == 1:
+        return (
+            f"{num_devices} stages need {num_devices} devices. {visible} Use "
+            "fewer stages; or let stages share a device, with "
+            f"devices=['{names[0]}'] * {num_devices}; or split a device into "
+            "logical ones before TensorFlow starts, with "
+            "tf.config.set_logical_device_configuration."
+        )
+    found = iter(names)
+    grid = [
+        [next(found, "missing") for _ in range(num_devices)]
+        for _ in range(num_replicas)
+    ]
+    text = "\n".join(
+        f"    replica {r}: {', '.join(row)}" for r, row in enumerate(grid)
+    )
+    return (
+        f"{num_replicas} replicas of {num_devices} stages need "
+        f"{num_replicas * num_devices} devices. {visible}\n{text}\nUse fewer "
+        "stages, or a strategy with fewer replicas (one for each row, such as "
+        f"tf.distribute.MirroredStrategy(['{names[0]}']))."
+    )
 
 
 def find(device: str) -> str:
@@ -79,27 +121,24 @@ def find(device: str) -> str:
     )
 
 
-def is_local(device: str) -> bool:
-    """Returns whether a device belongs to this process."""
-    return _compatible(_spec(device), _LOCAL)
-
-
-def place(variable: keras.Variable, device: str) -> None:
-    """Gives a variable its place on a device, with the value that it has.
+def place(variable: keras.Variable, devices: Sequence[str]) -> None:
+    """Gives a variable its place, with the value that it has.
 
     A variable that has no value yet is initialised there, so that a model too
     large for one device is never on one.
 
     Args:
         variable: A `keras.Variable`.
-        device: String, full device name.
+        devices: List of full device names, one a replica.
     """
-    with tf.init_scope(), tf.device(device):
+    with tf.init_scope(), replicas.variables_on(devices):
         if variable._value is None:
             variable._deferred_initialize()
-        elif not _compatible(
-            _spec(variable._value.device),
-            _LOCAL.make_merged_spec(_spec(device)),
+        elif not all(
+            _compatible(_spec(is_on), _LOCAL.make_merged_spec(_spec(wanted)))
+            for is_on, wanted in zip(
+                replicas.devices_of(variable.value), devices, strict=True
+            )
         ):
             old = variable._value
             variable._value = tf.Variable(

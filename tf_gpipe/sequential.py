@@ -1,5 +1,6 @@
 """`PipelinedSequential`, a `keras.Sequential` trained as a pipeline."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -10,11 +11,13 @@ import tensorflow as tf
 
 from tf_gpipe import abstract
 from tf_gpipe import placement
+from tf_gpipe import replicas
 from tf_gpipe import slots
 from tf_gpipe import state
 from tf_gpipe.micro_batch import not_dense
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.pipeline_config import PipelineConfig
+from tf_gpipe.pipeline_config import ResolvedConfig
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.stage import Stage
 from tf_gpipe.stage import name_layer
@@ -128,7 +131,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
                 "A pipeline needs layers. Received an empty list: "
                 f"layers={list(layers)}"
             )
-        self._config.resolve(self.layers)
+        self._resolve()
         self._maybe_rebuild()
 
     @property
@@ -157,7 +160,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
 
     def build(self, input_shape=None):
         if self.layers:
-            self._config.resolve(self.layers)
+            self._resolve()
         # Abstractly: weights get their values where their stage is, and a
         # model too large for one device is never on one.
         with abstract.no_values():
@@ -191,7 +194,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
         config = dataclasses.replace(
             self._config, balance=balance, num_stages=num_stages
         )
-        config.resolve(self.layers)
+        self._resolve(config)
         previous, self._config = self._config, config
         try:
             self._place(self._inputs)
@@ -206,7 +209,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
                 weights, slots.of_optimizer(optimizer, weights), strict=True
             ):
                 for slot in own:
-                    placement.place(slot, weight.value.device)
+                    placement.place(slot, replicas.devices_of(weight.value))
             slots.find_again(optimizer)
         self.train_function = None
         self.test_function = None
@@ -288,7 +291,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
     def _maybe_rebuild(self):
         # Layers are added one by one: wait until stages can be formed.
         try:
-            self._config.resolve(self.layers)
+            self._resolve()
         except ValueError:
             self.built = False
             self._functional = None
@@ -299,16 +302,17 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
         """Forms the stages and puts the weights on their devices."""
         layers = self.layers
         self._inputs = inputs
-        config = self._config.resolve(layers)
+        config = self._resolve()
         counts = config.layer_counts(layers, inputs)
         stages: list[Stage] = []
-        for k, device in enumerate(config.devices):
+        for k, devices in enumerate(config.devices):
             first = sum(counts[:k])
             stages.append(
-                Stage(k, device, layers[first : first + counts[k]], stages)
+                Stage(k, devices, layers[first : first + counts[k]], stages)
             )
-            for variable in stages[k].owned:
-                placement.place(variable, device)
+            with self._strategy_scope():
+                for variable in stages[k].owned:
+                    placement.place(variable, devices)
         abstract.forget(v for stage in stages for v in stage.variables)
         self._pipeline = Pipeline(
             tuple(stages),
@@ -323,7 +327,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             raise ValueError(
                 f"Model '{self.name}' has no layers. Call `model.add(layer)`."
             )
-        self._config.resolve(self.layers)
+        self._resolve()
         if isinstance(inputs, (tf.Tensor, keras.KerasTensor)):
             shape = tuple(inputs.shape)
             self.build((None, *shape[1:]))
@@ -349,12 +353,12 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
 
         Found by going through the layers once more.
         """
-        config = self._config.resolve(self.layers)
+        config = self._resolve()
         stages = ["a stage not yet known"] * len(self.layers)
         if isinstance(config.balance, list):
             stages = [
-                f"stage {k} on {device}"
-                for k, device in enumerate(config.devices)
+                f"stage {k} on {', '.join(devices)}"
+                for k, devices in enumerate(config.devices)
                 for _ in range(config.balance[k])
             ]
         for layer, stage in zip(self.layers, stages, strict=True):
@@ -365,9 +369,24 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
                 name_layer(error, layer, stage, inputs)
                 return
 
+    def _resolve(self, config: PipelineConfig | None = None) -> ResolvedConfig:
+        return (config or self._config).resolve(
+            self.layers, replicas.count(self._distribute_strategy)
+        )
+
+    def _strategy_scope(self) -> contextlib.AbstractContextManager:
+        """Returns the scope of the strategy that the model was made under."""
+        if (
+            self._distribute_strategy is None
+            or not tf.distribute.in_cross_replica_context()
+            and tf.distribute.has_strategy()
+        ):
+            return contextlib.nullcontext()
+        return self._distribute_strategy.scope()
+
     def _built_pipeline(self) -> Pipeline:
         if self._pipeline is None:
-            self._config.resolve(self.layers)
+            self._resolve()
             raise ValueError(
                 f"Model '{self.name}' has no stages yet, because it has not "
                 "been built. Give it an `Input` as its first layer, call "

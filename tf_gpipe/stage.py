@@ -1,4 +1,4 @@
-"""A stage: consecutive layers on one device."""
+"""A stage: consecutive layers on one device a replica."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,25 +7,29 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tf_gpipe import replicas
+
 
 class Stage:
-    """Consecutive layers that one device runs.
+    """Consecutive layers that one device of each replica runs.
 
     Attributes:
         index: Integer, the stage's place in the pipeline.
-        device: String, the TensorFlow device of the stage.
+        devices: List of TensorFlow devices, one a replica.
+        device: String, that of the current replica; of the first one outside
+            of replicas.
         layers: Tuple of the Keras layers.
     """
 
     def __init__(
         self,
         index: int,
-        device: str,
+        devices: Sequence[str],
         layers: Sequence[keras.Layer],
         earlier: Sequence["Stage"],
     ):
         self.index = index
-        self.device = device
+        self.devices = list(devices)
         self.layers = tuple(layers)
         self.variables = _unique(v for x in layers for v in x.variables)
         elsewhere = {id(v) for stage in earlier for v in stage.variables}
@@ -33,6 +37,10 @@ class Stage:
         # values come in as tensors, sent once a step.
         self.borrowed = [v for v in self.variables if id(v) in elsewhere]
         self.owned = [v for v in self.variables if id(v) not in elsewhere]
+
+    @property
+    def device(self) -> str:
+        return self.devices[replicas.current()]
 
     def count_params(self) -> int:
         """Returns the number of parameters that live on the stage's device."""
@@ -48,7 +56,7 @@ class Stage:
 
     def __repr__(self) -> str:
         names = ", ".join(layer.name for layer in self.layers)
-        return f"<Stage {self.index} on {self.device}: {names}>"
+        return f"<Stage {self.index} on {', '.join(self.devices)}: {names}>"
 
 
 class Activations(NamedTuple):

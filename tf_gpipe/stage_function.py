@@ -50,11 +50,8 @@ class StageFunction:
         training: Boolean, or `None` for Keras's default.
         remat: Boolean, whether backward passes recompute activations.
         compiled: Boolean, whether passes run as a `tf.function` of their own,
-            traced once for all micro-batches.
-        inline: Boolean, whether TensorFlow puts the operations of these
-            functions in place of each call. If not, the graph stays small,
-            but worker processes do not overlap (measured with two; the cause
-            is not known).
+            traced once for all micro-batches and called for each, so that
+            the graph stays small.
         jit_compile: Boolean, whether XLA compiles these functions.
         stop_inputs: Boolean, whether the inputs need no gradient.
         repeatable: Boolean, whether a call's gradient may be asked for more
@@ -78,7 +75,6 @@ class StageFunction:
         training: bool | None,
         remat: bool,
         compiled: bool,
-        inline: bool,
         jit_compile: bool,
         stop_inputs: bool,
         repeatable: bool,
@@ -110,22 +106,15 @@ class StageFunction:
         ]
         self._remat = remat
         self._compiled = compiled
-        self._apart = compiled and not inline
         self._plain: Any = self._apply
-        self._on_tape: Callable = self._differentiable
-        self._at_once: Callable = self._forward_backward
+        self._on_tape: Callable = self._apply
         if compiled:
-            make = tf.function(
+            self._plain = self._on_tape = tf.function(
+                self._apply,
                 autograph=False,
                 jit_compile=jit_compile or None,
-                experimental_attributes={"_noinline": True}
-                if self._apart
-                else None,
+                experimental_attributes={"_noinline": True},
             )
-            self._plain = make(self._plain)
-            self._on_tape = self._plain if self._apart else make(self._on_tape)
-            self._at_once = make(self._at_once)
-        if self._apart:
             self._forward = FunctionCall(self._apply, jit_compile)
             self._backward = FunctionCall(
                 self._recompute, jit_compile, finish=_packed
@@ -133,6 +122,8 @@ class StageFunction:
             self._at_once = FunctionCall(
                 self._forward_backward, jit_compile, finish=_packed
             )
+        elif remat:
+            self._on_tape = self._rematerialized
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
         """Runs the stage, for no backward pass of the pipeline."""
@@ -142,13 +133,13 @@ class StageFunction:
     def start(self, inputs: Activations, carried: list) -> StageCall:
         """Runs the stage and keeps what its backward pass needs."""
         with tf.device(self.stage.device):
-            if self._apart and self._remat:
+            if self._compiled and self._remat:
                 return StageCall(
                     self._forward(inputs, carried),
                     lambda *grads: self._backward(inputs, carried, *grads),
                 )
             call = self._taped(self._on_tape, inputs, carried)
-            if self._apart:
+            if self._compiled:
                 gradient = call.gradient
                 call = StageCall(
                     call.result, lambda *grads: _packed(gradient(*grads))
@@ -315,10 +306,9 @@ class StageFunction:
             ]
             return Result(Activations.of(x), losses, updates)
 
-    def _differentiable(self, inputs: Activations, carried: list) -> Result:
-        """As `_apply`, with a gradient that runs on the stage's device.
+    def _rematerialized(self, inputs: Activations, carried: list) -> Result:
+        """As `_apply`, whose gradient runs it once more for activations.
 
-        With `remat`, the gradient runs `_apply` once more for activations.
         `tf.recompute_grad` makes the arguments of the recomputation depend on
         the gradient that arrives, by arithmetic, so they must be
         floating-point. Where a stage takes integers, a token of zero carries
@@ -348,11 +338,7 @@ class StageFunction:
 
         args = [tensors[i] for i in floats] or [tf.zeros(())]
         args += [carried[i] for i in self._borrowed]
-        if self._remat:
-            run = tf.recompute_grad(run)
-        else:
-            run = _placed(run, self.stage.device)
-        results = run(*args)
+        results = tf.recompute_grad(run)(*args)
         leaves = keras.tree.flatten(structure)
         for i, x in zip(_differentiable_first(leaves), results, strict=True):
             leaves[i] = x
@@ -362,38 +348,6 @@ class StageFunction:
 def _packed(results: tuple) -> tuple:
     input_gradients, gradients, *rest = results
     return input_gradients, gradients.packed(), *rest
-
-
-def _placed(function: Callable, device: str) -> Callable:
-    """Returns `function`, with a gradient that runs on `device`.
-
-    TensorFlow builds gradients of functions without the device scopes around
-    or inside them. Where such a gradient is inlined, it would run on the
-    client instead of the worker that has the activations.
-    """
-
-    @tf.custom_gradient
-    def placed(*args):
-        with tf.GradientTape(persistent=True) as tape:
-            tape.watch(args)
-            results = function(*args)
-        targets = [x for x in results if x.dtype.is_floating]
-
-        def gradient(*upstream, variables=None):
-            with tf.device(device):
-                found = tape.gradient(
-                    targets,
-                    [*args, *(variables or [])],
-                    output_gradients=list(upstream[: len(targets)]),
-                    unconnected_gradients=tf.UnconnectedGradients.ZERO,
-                )
-            if variables is None:
-                return found
-            return found[: len(args)], found[len(args) :]
-
-        return results, gradient
-
-    return placed
 
 
 def _differentiable_first(leaves: list) -> list[int]:

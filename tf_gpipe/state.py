@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
+from tf_gpipe import replicas
 from tf_gpipe.batch_norm import between_variance
 from tf_gpipe.micro_batch import Split
 
@@ -48,15 +49,25 @@ def initial(variable: keras.Variable, m: int) -> tf.Tensor:
     """
     value = tf.convert_to_tensor(variable.value)
     if m and is_seed(variable):
-        value += tf.constant([m * _SEED_STRIDE % (2**31 - 1), 0], value.dtype)
+        value += _seed_offset(m, value.dtype)
     return value
 
 
-class StateVersions:
-    """The state of each micro-batch as it travels through the stages."""
+def _seed_offset(m: int, dtype: tf.DType) -> tf.Tensor:
+    return tf.constant([m * _SEED_STRIDE % (2**31 - 1), 0], dtype)
 
-    def __init__(self, split: Split):
+
+class StateVersions:
+    """The state of each micro-batch as it travels through the stages.
+
+    Args:
+        split: `Split` of the mini-batch.
+        first: Integer, the number that micro-batch 0 has among all replicas'.
+    """
+
+    def __init__(self, split: Split, first: int):
         self._split = split
+        self._first = first
         self._versions: list[dict[int, tf.Tensor]] = [
             {} for _ in range(split.num_micro_batches)
         ]
@@ -88,6 +99,16 @@ class StateVersions:
         for key, variable in self._updated.items():
             with tf.device(variable.value.device):
                 merged[key] = self._merge(variable, extra.get(key))
+        # Keras leaves each replica with its own, and saves the first one's.
+        own = [
+            key
+            for key, variable in self._updated.items()
+            if variable.aggregation == "none" and merged[key].dtype.is_floating
+        ]
+        means = replicas.mean(
+            (merged[key], self._updated[key].value) for key in own
+        )
+        merged.update(zip(own, means, strict=True))
         for key, variable in self._updated.items():
             with tf.device(variable.value.device):
                 variable.assign(merged[key])
@@ -99,6 +120,8 @@ class StateVersions:
         self, variable: keras.Variable, extra: tf.Tensor | None
     ) -> tf.Tensor:
         values = self._values(id(variable))
+        if self._first and is_seed(variable):
+            return values[0] - _seed_offset(self._first, values[0].dtype)
         if len(values) == 1:
             return values[0]
         split = self._split

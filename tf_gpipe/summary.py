@@ -34,7 +34,7 @@ def stage_table(pipeline: Pipeline, line_length: int | None = None) -> str:
             names = [names[0], "...", names[-1]]
         table.add_row(
             str(stage.index),
-            stage.device,
+            "\n".join(stage.devices),
             f"{len(stage.layers)} ({', '.join(names)})",
             f"{stage.count_params():,}",
         )

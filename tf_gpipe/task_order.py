@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tf_gpipe.clock import Clock
@@ -28,14 +27,11 @@ class TaskOrder:
 
     Args:
         pipeline: A `Pipeline`.
-        inline: Boolean, whether TensorFlow puts the operations of stages in
-            place of the calls of their functions.
         clock: `Clock` that takes the time of each task, or `None`.
     """
 
-    def __init__(self, pipeline: Pipeline, inline: bool, clock: Clock | None):
+    def __init__(self, pipeline: Pipeline, clock: Clock | None):
         self._pipeline = pipeline
-        self._inline = inline
         self._clock = clock
         self._done: dict[str, tf.Operation] = {}
         self._times: dict[Task, list[tf.Tensor]] = {}
@@ -60,7 +56,7 @@ class TaskOrder:
         def finish(results: Any, times: Sequence[tf.Tensor] = ()) -> None:
             if tf.executing_eagerly():
                 return
-            after = _tensors(self.anchored(results))
+            after = _tensors(results)
             if self._clock is not None:
                 after = [self._clock.stamp(after)]
                 self._times[task] += [*times, *after]
@@ -70,24 +66,11 @@ class TaskOrder:
         with tf.device(device), tf.name_scope(str(task)):
             if self._clock is not None:
                 if task not in self._times:
-                    after = [*before, *_tensors(self.anchored(needs))]
+                    after = [*before, *_tensors(needs)]
                     self._times[task] = [self._clock.stamp(after)]
                 before = self._times[task][:1]
             with tf.control_dependencies(before):
                 yield finish
-
-    def anchored(self, values: Any) -> Any:
-        """Returns what goes into a call or comes out of it, for good order.
-
-        Where TensorFlow inlines a call, it forgets what the call waits for,
-        and what waits for its results by a control dependency. Identities
-        around the call keep both.
-        """
-        if not self._inline:
-            return values
-        return keras.tree.map_structure(
-            lambda x: None if x is None else tf.identity(x), values
-        )
 
     def turned(self, task: Task) -> None:
         """Notes that a forward task has done its backward task as well.

@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.losses.loss import scale_loss_for_distribution
 from keras.src.losses.loss import unscale_loss_for_distribution
 
 from tf_gpipe.colocation import colocate
@@ -112,7 +113,8 @@ class PipelinedTraining(_Mixin):
             colocate(self.optimizer)
             # A first trace that creates variables is thrown away for a second.
             if self.built and not self.optimizer.built:
-                self.optimizer.build(self.trainable_variables)
+                with self.distribute_strategy.scope():
+                    self.optimizer.build(self.trainable_variables)
         return super().make_train_function(force=force)
 
     def train_step(self, data):
@@ -309,7 +311,10 @@ class PipelinedTraining(_Mixin):
             timed=self._record_times is not None,
         )
         split = run.split
+        # What gradients are scaled by: those of the losses given to `compile`
+        # and, as Keras does, those of all others also over replicas.
         scale = self._scale_loss(tf.ones(()))
+        added_scale = scale_loss_for_distribution(scale)
 
         def make_loss(outputs):
             return MicroBatchLoss(
@@ -327,18 +332,19 @@ class PipelinedTraining(_Mixin):
                 split.take(sample_weight, m),
                 split.valid(m),
             ),
-            scale,
+            added_scale,
         )
         sums = [tf.add_n(list(x)) for x in zip(*parts, strict=True)]
         with tf.GradientTape() as tape:
             penalties = self._get_regularization_losses()
-            scaled = [scale * penalty for penalty in penalties]
+            scaled = [added_scale * penalty for penalty in penalties]
         by_variable = tape.gradient(scaled, self.trainable_variables)
+        added = [
+            scale_loss_for_distribution(value)
+            for value in [*run.losses(), *penalties]
+        ]
         loss = tf.add_n(
-            [
-                tf.cast(value, sums[0].dtype)
-                for value in [sums[0], *run.losses(), *penalties]
-            ]
+            [tf.cast(value, sums[0].dtype) for value in [sums[0], *added]]
         )
         self._update_loss_metrics(sums[1:], split.static_rows)
         run.commit_state()

@@ -1,14 +1,11 @@
 """The engine runs the tasks of a device in the schedule's order."""
 
-from unittest import mock
-
 import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
-from tf_gpipe import placement
 
 NUM_MICRO_BATCHES = 4
 
@@ -54,14 +51,8 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         schedule=("1f1b", "gpipe", "interleaved"),
         devices=(["CPU:0", "CPU:1"], ["CPU:0"] * 4),
-        inline=(False, True),
     )
-    def test_order(self, schedule, devices, inline):
-        if inline:
-            # As where some stages are in other processes, which cannot log.
-            self.enter_context(
-                mock.patch.object(placement, "is_local", return_value=False)
-            )
+    def test_order(self, schedule, devices):
         if schedule != "interleaved" and len(devices) == 2:
             devices = [*devices, "CPU:2", "CPU:3"]
         log = []
