@@ -55,3 +55,11 @@ def check(layer: keras.Layer) -> None:
                 "whose statistics cannot be put together from micro-batches. "
                 "Use renorm=False, or num_micro_batches=1."
             )
+
+
+def synchronized(layer: keras.Layer) -> bool:
+    """Returns whether `layer` takes statistics over replicas."""
+    return any(
+        isinstance(x, keras.layers.BatchNormalization) and x.synchronized
+        for x in layer._flatten_layers()
+    )

@@ -49,7 +49,8 @@ class MiniBatch:
         inputs: Nested structure of the mini-batch's input tensors.
         training: Boolean, or `None` for Keras's default.
         jit_compile: Boolean, whether XLA compiles the stages' functions.
-        eager: Boolean, whether stages run without a function of their own.
+        apart: Boolean, whether stages run as functions of their own, which
+            they do not when run eagerly.
         stop_inputs: Boolean, whether no gradient by the inputs is needed.
         pass_weights: Boolean, whether stages get weights as tensors, which
             hides them from tapes outside, at the price of a copy in each
@@ -65,7 +66,7 @@ class MiniBatch:
         inputs: Any,
         training: bool | None,
         jit_compile: bool = False,
-        eager: bool = False,
+        apart: bool = True,
         stop_inputs: bool = False,
         pass_weights: bool = False,
         repeatable: bool = False,
@@ -92,12 +93,12 @@ class MiniBatch:
         self._loss: Any = None
         self._loss_gradient: Any = None
         self._functions: dict[tuple[int, bool], StageFunction] = {}
-        self._compiled = not (eager or tf.executing_eagerly())
-        clock = Clock() if timed and self._compiled else None
+        self._apart = apart and not tf.executing_eagerly()
+        clock = Clock() if timed and not tf.executing_eagerly() else None
         self._order = TaskOrder(pipeline, clock)
         self._function_arguments: dict[str, Any] = {
             "training": training,
-            "compiled": self._compiled,
+            "apart": self._apart,
             "jit_compile": jit_compile,
             "repeatable": repeatable,
             "clock": clock,
@@ -179,7 +180,7 @@ class MiniBatch:
                     like = self._outputs_like(m)
                     if like is not None:
                         self._set_loss(make_loss(like), loss_gradient)
-                if turns and self._loss is not None and self._compiled:
+                if turns and self._loss is not None and self._apart:
                     losses[m] = self._at_once(task, loss_inputs(m))
                 else:
                     self._forward(task, tape=True)
@@ -345,7 +346,7 @@ class MiniBatch:
 
         self._loss_gradient = gradient
         self._loss = on_device
-        if self._compiled:
+        if self._apart:
             self._loss = tf.function(on_device, autograph=False)
 
     def _outputs_like(self, m: int) -> Activations | None:

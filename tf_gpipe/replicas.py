@@ -44,6 +44,12 @@ def count(strategy: tf.distribute.Strategy | None) -> int:
     return len(strategy.extended.worker_devices)
 
 
+def several() -> bool:
+    """Returns whether this is one of several replicas."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and context.num_replicas_in_sync > 1
+
+
 def current() -> int:
     """Returns the number of the current replica among this process's.
 

@@ -49,7 +49,7 @@ class StageFunction:
         carried: List of variables whose values are passed in.
         training: Boolean, or `None` for Keras's default.
         remat: Boolean, whether backward passes recompute activations.
-        compiled: Boolean, whether passes run as a `tf.function` of their own,
+        apart: Boolean, whether passes run as a `tf.function` of their own,
             traced once for all micro-batches and called for each, so that
             the graph stays small.
         jit_compile: Boolean, whether XLA compiles these functions.
@@ -74,7 +74,7 @@ class StageFunction:
         carried: list[keras.Variable],
         training: bool | None,
         remat: bool,
-        compiled: bool,
+        apart: bool,
         jit_compile: bool,
         stop_inputs: bool,
         repeatable: bool,
@@ -105,10 +105,10 @@ class StageFunction:
             v for v in stage.owned if id(v) not in ids and v.value.trainable
         ]
         self._remat = remat
-        self._compiled = compiled
+        self._apart = apart
         self._plain: Any = self._apply
         self._on_tape: Callable = self._apply
-        if compiled:
+        if apart:
             self._plain = self._on_tape = tf.function(
                 self._apply,
                 autograph=False,
@@ -133,13 +133,13 @@ class StageFunction:
     def start(self, inputs: Activations, carried: list) -> StageCall:
         """Runs the stage and keeps what its backward pass needs."""
         with tf.device(self.stage.device):
-            if self._compiled and self._remat:
+            if self._apart and self._remat:
                 return StageCall(
                     self._forward(inputs, carried),
                     lambda *grads: self._backward(inputs, carried, *grads),
                 )
             call = self._taped(self._on_tape, inputs, carried)
-            if self._compiled:
+            if self._apart:
                 gradient = call.gradient
                 call = StageCall(
                     call.result, lambda *grads: _packed(gradient(*grads))
@@ -153,7 +153,7 @@ class StageFunction:
 
         `None` where the shapes are not known before it runs.
         """
-        if not self._compiled:
+        if not self._apart:
             return None
         with tf.device(self.stage.device):
             concrete = self._plain.get_concrete_function(inputs, carried)

@@ -7,6 +7,8 @@ import tensorflow as tf
 from keras.src.losses.loss import scale_loss_for_distribution
 from keras.src.losses.loss import unscale_loss_for_distribution
 
+from tf_gpipe import batch_norm
+from tf_gpipe import replicas
 from tf_gpipe.colocation import colocate
 from tf_gpipe.colocation import following_inputs
 from tf_gpipe.engine import MiniBatch
@@ -210,12 +212,25 @@ class PipelinedTraining(_Mixin):
         return keras.tree.pack_sequence_as(outputs, values)
 
     def _mini_batch(self, pipeline, inputs, training, **kwargs):
+        # Replicas cannot meet inside a function.
+        meets = replicas.several() and any(
+            batch_norm.synchronized(layer)
+            for stage in pipeline.stages
+            for layer in stage.layers
+        )
+        jit_compile = getattr(self, "_stage_jit_compile", False)
+        if meets and jit_compile:
+            raise ValueError(
+                "XLA cannot compile a stage with a BatchNormalization of "
+                "synchronized=True for several replicas. Received: "
+                "compile(jit_compile=True)"
+            )
         return MiniBatch(
             pipeline,
             inputs,
             training,
-            jit_compile=getattr(self, "_stage_jit_compile", False),
-            eager=bool(self.run_eagerly),
+            jit_compile=jit_compile,
+            apart=not (meets or self.run_eagerly),
             **kwargs,
         )
 

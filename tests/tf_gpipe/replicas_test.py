@@ -1,6 +1,7 @@
 """Pipelines as replicas of a `MirroredStrategy`."""
 
 import functools
+import os
 
 import keras
 import numpy as np
@@ -236,15 +237,33 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             layers[2] = L.BatchNormalization(momentum=0.5, synchronized=True)
             return layers
 
-        plain = train(normalized, num_replicas=1, batch_size=16)
+        def sgd():
+            return keras.optimizers.SGD(0.1)
+
+        plain = train(normalized, optimizer=sgd)
         pipelined = train(
-            make, 2, num_stages=2, num_micro_batches=num_micro_batches
+            make,
+            2,
+            optimizer=sgd,
+            num_stages=2,
+            num_micro_batches=num_micro_batches,
         )
         if num_micro_batches == 1:
             comparison.assert_same(self, plain, pipelined, rtol=1e-4)
         for variable in pipelined[0].variables:
             first, second = components(variable)
             self.assertAllClose(first, second, msg=variable.path)
+
+    def test_synchronized_batch_normalization_is_not_for_xla(self):
+        with mirrored(2).scope():
+            model = tf_gpipe.PipelinedSequential(
+                [keras.Input((6,)), L.BatchNormalization(synchronized=True)],
+                num_stages=1,
+            )
+            model.compile("sgd", "mse", jit_compile=True)
+        x = data()[0]
+        with self.assertRaisesRegex(ValueError, "several replicas"):
+            model.fit(x, x, batch_size=16, verbose=0)
 
     def test_dropout_differs_between_replicas_and_repeats(self):
         def make():
@@ -321,14 +340,14 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             model = keras.Model(inputs, stack(inputs))
         x, y, _ = data(rows=8)
 
-        def gradients(model, x, y, scale):
+        def gradients(model, x, y):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(
                     keras.losses.sparse_categorical_crossentropy(
                         y, model(x, training=True), from_logits=True
                     )
                 )
-            return tape.gradient(loss * scale, model.trainable_variables)
+            return tape.gradient(loss, model.trainable_variables)
 
         @tf.function
         def step():
@@ -338,7 +357,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
                 return context.all_reduce(
                     "sum",
                     gradients(
-                        model, x[i * 4 : i * 4 + 4], y[i * 4 : i * 4 + 4], 1.0
+                        model, x[i * 4 : i * 4 + 4], y[i * 4 : i * 4 + 4]
                     ),
                 )
 
@@ -346,14 +365,14 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
 
         x, y = tf.constant(x), tf.constant(y)
         for expected, received in zip(
-            gradients(plain, x, y, 1.0), step(), strict=True
+            gradients(plain, x, y), step(), strict=True
         ):
             for part in strategy.experimental_local_results(received):
                 self.assertAllClose(part, expected, rtol=1e-4, atol=1e-5)
 
     def test_saved_in_a_strategy_loaded_without(self):
         model, _ = train(normalized, 2, num_stages=2, num_micro_batches=2)
-        path = self.create_tempfile("model.weights.h5").full_path
+        path = os.path.join(self.get_temp_dir(), "model.weights.h5")
         model.save_weights(path)
         plain = keras.Sequential(normalized())
         plain.load_weights(path)
