@@ -44,6 +44,11 @@ def count(strategy: tf.distribute.Strategy | None) -> int:
     return len(strategy.extended.worker_devices)
 
 
+def on_several_hosts(strategy: tf.distribute.Strategy | None) -> bool:
+    """Returns whether the replicas of a strategy are on several hosts."""
+    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+
 def several() -> bool:
     """Returns whether this is one of several replicas."""
     context = tf.distribute.get_replica_context()

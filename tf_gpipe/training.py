@@ -119,6 +119,33 @@ class PipelinedTraining(_Mixin):
                     self.optimizer.build(self.trainable_variables)
         return super().make_train_function(force=force)
 
+    def _make_function(self, step_function):
+        if not replicas.on_several_hosts(self._distribute_strategy):
+            return super()._make_function(step_function)
+
+        def with_axis(data):
+            # Along which Keras takes means over replicas on several hosts.
+            return keras.tree.map_structure(
+                lambda x: tf.reshape(x, (1,)) if x.shape.rank == 0 else x,
+                step_function(data),
+            )
+
+        return super()._make_function(with_axis)
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        # Keras takes the mean of a batch over replicas, only to know its
+        # shape, and fails where replicas are on several hosts.
+        strategy = self._distribute_strategy
+        if replicas.on_several_hosts(strategy) and iterator is not None:
+            for _, _, steps in iterator:
+                data_batch = keras.tree.map_structure(
+                    lambda x: strategy.experimental_local_results(x)[0],
+                    next(steps),
+                )
+                break
+            iterator = None
+        super()._maybe_symbolic_build(iterator, data_batch)
+
     def train_step(self, data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         loss, gradients, y_pred = self.loss_and_gradients(x, y, sample_weight)
