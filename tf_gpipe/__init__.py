@@ -2,6 +2,7 @@
 
 from tf_gpipe import callbacks
 from tf_gpipe._version import __version__
+from tf_gpipe.cluster import connect
 from tf_gpipe.planner import Plan
 from tf_gpipe.planner import plan
 from tf_gpipe.schedule import Schedule
@@ -13,5 +14,6 @@ __all__ = [
     "Schedule",
     "__version__",
     "callbacks",
+    "connect",
     "plan",
 ]

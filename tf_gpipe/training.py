@@ -8,6 +8,7 @@ from keras.src.losses.loss import scale_loss_for_distribution
 from keras.src.losses.loss import unscale_loss_for_distribution
 
 from tf_gpipe import batch_norm
+from tf_gpipe import faults
 from tf_gpipe import replicas
 from tf_gpipe.colocation import colocate
 from tf_gpipe.colocation import following_inputs
@@ -168,6 +169,13 @@ class PipelinedTraining(_Mixin):
 
     # Named here to tell whether a subclass overrides it.
     compute_loss = keras.Model.compute_loss
+
+    fit = faults.named(keras.Model.fit)
+    evaluate = faults.named(keras.Model.evaluate)
+    predict = faults.named(keras.Model.predict)
+    train_on_batch = faults.named(keras.Model.train_on_batch)
+    test_on_batch = faults.named(keras.Model.test_on_batch)
+    predict_on_batch = faults.named(keras.Model.predict_on_batch)
 
     def _run(self, inputs, training):
         pipeline, inputs = self._pipeline_for(inputs)

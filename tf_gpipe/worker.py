@@ -85,9 +85,7 @@ def _accept_only(address: str, port: int) -> None:
         try:
             with socket.socket(fileno=copy) as each:
                 if each.getsockname()[1:2] == (port,):
-                    each.setsockopt(
-                        socket.SOL_SOCKET, _SO_ATTACH_FILTER, value
-                    )
+                    each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, value)
                     found += 1
         except OSError:
             os.close(copy)

@@ -149,8 +149,8 @@ def measured(args):
     if not args.workers:
         host_devices.ensure(num_devices)
         return _measured(args, devices=None)
-    with workers.workers(num_devices):
-        return _measured(args, [workers.device(i) for i in range(num_devices)])
+    with workers.connected(num_devices, one_core=True) as processes:
+        return _measured(args, [process.device for process in processes])
 
 
 def _measured(args, devices):

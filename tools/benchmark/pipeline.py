@@ -9,8 +9,8 @@ import tf_gpipe
 from tf_gpipe import abstract
 from tf_gpipe.partition import costs
 from tf_gpipe.simulate import simulate
+from tools import workers
 from tools.benchmark import timing
-from tools.benchmark import workers
 from tools.benchmark import workloads
 
 
@@ -22,24 +22,34 @@ def add_arguments(parser):
     parser.add_argument(
         "--workload", choices=workloads.WORKLOADS, default="transformer"
     )
+    parser.add_argument("--simulated", action="store_true")
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--num_steps", type=int, default=3)
     parser.add_argument("--num_repeats", type=int, default=5)
 
 
 def main(args):
-    """K worker processes of one core each against one such worker."""
+    """K worker processes of one core each against one such worker.
+
+    With --simulated a worker is a simulated accelerator: its layers wait as
+    long as they would compute, so that there may be more than cores.
+    """
     make = workloads.WORKLOADS[args.workload]
+    if args.simulated:
+        make = workloads.waiting
     x, y = workloads.data(make(), args.batch_size)
     num_stages, num_micro_batches = args.num_stages, args.num_micro_batches
-    with workers.workers(num_stages) as processes:
+    with workers.connected(
+        num_stages, one_core=not args.simulated
+    ) as processes:
+        devices = [process.device for process in processes]
         models = {
             "one": tf_gpipe.PipelinedSequential(
                 make(),
                 num_stages=1,
                 num_micro_batches=1,
                 remat="never",
-                devices=[workers.device(0)],
+                devices=devices,
             ),
             "all": tf_gpipe.PipelinedSequential(
                 make(),
@@ -47,19 +57,17 @@ def main(args):
                 num_micro_batches=num_micro_batches,
                 schedule=args.schedule,
                 remat=args.remat,
-                devices=[workers.device(k) for k in range(num_stages)],
+                devices=devices,
             ),
         }
         cores = {name: [] for name in models}
         client = {name: [] for name in models}
 
         def measure(name):
-            cpu = workers.cpu_seconds(processes), time.process_time()
+            cpu = _cpu_seconds(processes), time.process_time()
             seconds = timing.step_seconds(models[name], x, y, args.num_steps)
             total = seconds * args.num_steps
-            cores[name].append(
-                (workers.cpu_seconds(processes) - cpu[0]) / total
-            )
+            cores[name].append((_cpu_seconds(processes) - cpu[0]) / total)
             client[name].append((time.process_time() - cpu[1]) / total)
             return seconds
 
@@ -108,6 +116,10 @@ def main(args):
         },
         args.json,
     )
+
+
+def _cpu_seconds(processes):
+    return sum(process.cpu_seconds() for process in processes)
 
 
 def _stage_seconds(model, layers, x):

@@ -1,8 +1,8 @@
 """`plan`: the memory that a plan predicts, against a real one."""
 
 import tf_gpipe
+from tools import workers
 from tools.benchmark import timing
-from tools.benchmark import workers
 from tools.benchmark import workloads
 
 # What else would keep memory that TensorFlow has given back: the allocator of
@@ -36,23 +36,23 @@ def main(args):
         "remat": args.remat,
     }
     plan = tf_gpipe.plan(make(), x.shape, optimizer="sgd", **options)
-    with workers.workers(args.num_stages, _GIVE_BACK) as processes:
+    with workers.connected(
+        args.num_stages, environment=_GIVE_BACK, one_core=True
+    ) as processes:
         model = tf_gpipe.PipelinedSequential(
-            make(),
-            devices=[workers.device(k) for k in range(args.num_stages)],
-            **options,
+            make(), devices=[p.device for p in processes], **options
         )
         workloads.compiled(model)
         # What the first steps leave is not the activations'.
         for _ in range(2):
             model.train_on_batch(x, y)
-        idle = [workers.memory(p, "VmRSS") for p in processes]
+        idle = [process.memory("VmRSS") for process in processes]
         for process in processes:
-            workers.forget_peak(process)
+            process.forget_peak()
         model.train_on_batch(x, y)
         peaks = [
-            workers.memory(p, "VmHWM") - before
-            for p, before in zip(processes, idle, strict=True)
+            process.memory("VmHWM") - before
+            for process, before in zip(processes, idle, strict=True)
         ]
     # All that a stage will hold, without what it holds between steps.
     planned = [

@@ -2,7 +2,10 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers as L
+
+from tf_gpipe.function_call import FunctionCall
 
 NUM_CLASSES = 10
 
@@ -77,6 +80,75 @@ class ResidualBlock(L.Layer):
 
     def compute_output_shape(self, input_shape):
         return input_shape
+
+
+@keras.saving.register_keras_serializable(package="benchmark")
+class Wait(L.Layer):
+    """A simulated layer: it waits instead of computing.
+
+    Args:
+        seconds: Float, of the forward pass of a row. The backward pass takes
+            twice as long.
+        **kwargs: Arguments of `keras.layers.Layer`.
+    """
+
+    def __init__(self, seconds, **kwargs):
+        super().__init__(**kwargs)
+        self.seconds = seconds
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+        # TensorFlow takes waiting for a side effect, and would let stages
+        # wait one after another.
+        self._after = FunctionCall(_after, stateless=True)
+
+    def call(self, x):
+        @tf.custom_gradient
+        def wait(x):
+            rows = tf.cast(tf.shape(x)[0], tf.float32)
+            seconds = rows * self.seconds
+            return self._after(x, seconds), lambda upstream: self._after(
+                upstream, 2 * seconds
+            )
+
+        return wait(x * self.scale)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def get_config(self):
+        return {**super().get_config(), "seconds": self.seconds}
+
+
+def _after(x, seconds):
+    """Returns `x` after a time."""
+    types = {"output_types": [x.dtype], "output_shapes": [x.shape]}
+    # TensorFlow waits nowhere but in its data pipelines: for an element, and
+    # again for the end.
+    dataset = tf.raw_ops.SleepDataset(
+        input_dataset=tf.raw_ops.TensorDataset(
+            components=[x], output_shapes=[x.shape]
+        ),
+        sleep_microseconds=tf.cast(seconds * 1e6 / 2, tf.int64),
+        **types,
+    )
+    return tf.raw_ops.DatasetToSingleElement(dataset=dataset, **types)[0]
+
+
+def waiting(num_layers=8, seconds=0.005):
+    """Returns a stack of simulated layers, a list of layers.
+
+    Args:
+        num_layers: Integer.
+        seconds: Float, what the forward pass of a row takes in each.
+
+    Returns:
+        List of layers from `(B, 10)` to `(B, 10)`.
+    """
+    return [
+        keras.Input((NUM_CLASSES,)),
+        *(Wait(seconds) for _ in range(num_layers)),
+    ]
 
 
 def transformer(num_blocks=8, width=256, length=64):
