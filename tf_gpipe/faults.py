@@ -59,8 +59,8 @@ def _diagnosis(model: Any, error: tf.errors.OpError) -> str | None:
     return "\n".join(
         [
             *lines,
-            "The weights of its stage are lost to this process. Start the "
-            "worker again (`python -m tf_gpipe.worker --port=PORT`), then this "
-            "program, and resume from the newest checkpoint.",
+            "The weights of its stage are lost. Start it again, with `python "
+            "-m tf_gpipe.worker --port=PORT`, then this program, and resume "
+            "from the newest checkpoint.",
         ]
     )

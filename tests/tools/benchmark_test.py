@@ -56,11 +56,20 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(found["samples_per_second"], 2)
 
     @parameterized.product(
-        workload=("transformer", "convolutional"), remat=("always", "never")
+        # Large enough for the working memory of convolutions, some 32 MiB
+        # each, to be small beside the activations.
+        workload=(("transformer", 256), ("convolutional", 1024)),
+        remat=("always", "never"),
     )
     @pytest.mark.slow
     def test_plan(self, workload, remat):
-        found = benchmark("plan", f"--workload={workload}", f"--remat={remat}")
+        name, batch_size = workload
+        found = benchmark(
+            "plan",
+            f"--workload={name}",
+            f"--remat={remat}",
+            f"--batch_size={batch_size}",
+        )
         self.assertAllClose(found["measured"], found["planned"], rtol=0.2)
 
     @pytest.mark.slow

@@ -26,7 +26,11 @@ def add_arguments(parser):
 
 
 def main(args):
-    """Peak memory of each stage in a step: planned, and in its worker."""
+    """Peak memory of each stage in a step: planned, and in its worker.
+
+    The plan leaves out what an operation needs while it runs: that of a
+    convolution on a CPU adds about the size of the last cache.
+    """
     make = workloads.WORKLOADS[args.workload]
     x, y = workloads.data(make(), args.batch_size)
     options = {

@@ -1,0 +1,129 @@
+"""Programs that train over worker processes, for `cluster_test`.
+
+Run as `python -m tests.tf_gpipe.cluster_client PROGRAM ADDRESS ...`.
+"""
+
+import os
+import socket
+import struct
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import absltest
+from keras import layers as L
+
+import tf_gpipe
+from tests.tf_gpipe import comparison
+
+
+def equal(devices):
+    """Numbers and places over workers are those of the plain model."""
+    generator = np.random.default_rng(0)
+    data = [
+        (
+            generator.standard_normal((size, 6), dtype="float32"),
+            generator.integers(0, 3, (size,)),
+        )
+        for size in (8, 8, 5)
+    ]
+
+    def make():
+        return [
+            keras.Input((6,)),
+            L.Dense(8, activation="relu", kernel_regularizer="l2"),
+            L.LayerNormalization(),
+            L.Dense(8),
+            L.Dense(8, activation="relu"),
+            L.Dense(3),
+        ]
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    plain = comparison.train(make, data, loss=loss)
+    for schedule, remat in (("1f1b", "always"), ("gpipe", "never")):
+        model, logs = comparison.train(
+            make,
+            data,
+            loss=loss,
+            num_stages=len(devices),
+            num_micro_batches=4,
+            schedule=schedule,
+            remat=remat,
+            devices=devices,
+        )
+        comparison.assert_same(absltest.TestCase(), plain, (model, logs))
+        for stage in model.stages:
+            for variable in stage.variables:
+                assert variable.value.device == stage.device
+        owners = [v.value.device for v in model.trainable_variables]
+        slots = [v.value.device for v in model.optimizer.variables[2:]]
+        assert sorted(slots) == sorted(owners * 2), (slots, owners)
+
+
+def boundary(devices):
+    """What goes from stage to stage does not go by way of this process."""
+    width, rows, steps = 1024, 512, 10
+    model = tf_gpipe.PipelinedSequential(
+        [keras.Input((1,)), L.Dense(width), L.Dense(1)],
+        num_stages=2,
+        num_micro_batches=4,
+        balance=[1, 1],
+        devices=devices,
+    )
+    model.compile("sgd", "mse")
+    x = np.ones((rows, 1), "float32")
+    model.train_on_batch(x, x)
+    before = _bytes_moved()
+    for _ in range(steps):
+        model.train_on_batch(x, x)
+    moved = _bytes_moved() - before
+    passed = steps * rows * width * 4 * 2
+    assert 0 < moved < passed / 10, (moved, passed)
+
+
+def endless(devices):
+    """Trains until something happens to it."""
+    model = tf_gpipe.PipelinedSequential(
+        [keras.Input((8,)), *(L.Dense(64) for _ in range(4))],
+        num_stages=len(devices),
+        num_micro_batches=4,
+        devices=devices,
+    )
+    model.compile("sgd", "mse")
+    x = tf.ones((32, 8))
+    dataset = tf.data.Dataset.from_tensors((x, tf.ones((32, 64)))).repeat()
+
+    class Report(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 20:
+                print("training", flush=True)
+
+    try:
+        model.fit(
+            dataset, steps_per_epoch=10**9, verbose=0, callbacks=[Report()]
+        )
+    except tf.errors.UnavailableError as error:
+        print(f"failed: {' '.join(error.message.split())}", flush=True)
+
+
+def _bytes_moved():
+    """Returns what this process has sent and received over TCP."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                info = connection.getsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_INFO, 136
+                )
+            # `tcpi_bytes_acked` and `tcpi_bytes_received` of <linux/tcp.h>.
+            total += sum(struct.unpack_from("QQ", info, 120))
+        except (OSError, struct.error):
+            continue
+    return total
+
+
+if __name__ == "__main__":
+    program, *addresses = sys.argv[1:]
+    globals()[program](tf_gpipe.connect(addresses))
+    print("done", flush=True)

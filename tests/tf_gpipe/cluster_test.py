@@ -1,0 +1,179 @@
+"""Pipelines over worker processes, which fail at times."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tf_gpipe import cluster
+from tools import workers
+
+
+def client(program, addresses, **kwargs):
+    """Starts one of the programs in `cluster_client`."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.tf_gpipe.cluster_client",
+            program,
+            *addresses,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def unused_address():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+class ClusterTest(tf.test.TestCase, parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.workers = [workers.Worker() for _ in range(4)]
+        for worker in cls.workers:
+            worker.wait_until_ready()
+        cls.addresses = [worker.address for worker in cls.workers]
+
+    @classmethod
+    def tearDownClass(cls):
+        for worker in cls.workers:
+            worker.kill()
+        super().tearDownClass()
+
+    @parameterized.parameters(2, 4)
+    def test_numbers_and_places(self, num_workers):
+        process = client("equal", self.addresses[:num_workers])
+        output, _ = process.communicate()
+        self.assertEqual(output.splitlines()[-1], "done")
+
+    def test_boundary_tensors_go_from_worker_to_worker(self):
+        output, _ = client("boundary", self.addresses[:2]).communicate()
+        self.assertEqual(output.splitlines()[-1], "done")
+
+    def test_killed_client_leaves_workers_usable(self):
+        first = client("endless", self.addresses[:2])
+        self.assertEqual(first.stdout.readline(), "training\n")
+        first.kill()
+        first.wait()
+        second = client("endless", self.addresses[:2])
+        self.assertEqual(second.stdout.readline(), "training\n")
+        second.kill()
+        second.wait()
+
+    def test_killed_worker(self):
+        process = client("endless", self.addresses[:3])
+        self.assertEqual(process.stdout.readline(), "training\n")
+        worker = self.workers[1]
+        start = time.monotonic()
+        os.kill(worker.process.pid, signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+        # A limit of the contract, far above what it takes.
+        self.assertLess(time.monotonic() - start, 15)
+        self.assertIn(
+            f"failed: Stage 1 has failed: its worker at {worker.address} no "
+            "longer answers.",
+            output,
+        )
+        # Started again at the same port, it serves again.
+        worker.kill()
+        port = int(worker.address.rpartition(":")[2])
+        self.workers[1] = workers.Worker(port=port)
+        self.workers[1].wait_until_ready()
+        self.assertEqual(self.workers[1].address, worker.address)
+        process = client("endless", self.addresses[:3])
+        self.assertEqual(process.stdout.readline(), "training\n")
+        process.kill()
+        process.wait()
+
+    def test_only_the_address_of_bind_is_served(self):
+        host, port = self.addresses[0].split(":")
+        self.assertEmpty(cluster.unreachable([self.addresses[0]]))
+        self.assertNotEmpty(cluster.unreachable([f"127.0.0.2:{port}"]))
+
+    def test_port_in_use(self):
+        port = self.addresses[0].rpartition(":")[2]
+        result = subprocess.run(
+            [sys.executable, "-m", "tf_gpipe.worker", f"--port={port}"],
+            capture_output=True,
+            text=True,
+        )
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("Address already in use", result.stderr)
+
+
+class ConnectTest(tf.test.TestCase, parameterized.TestCase):
+    def test_missing_worker(self):
+        address = unused_address()
+        with self.assertRaisesRegex(
+            tf.errors.UnavailableError,
+            f"No worker answers at {address} within 0.5 seconds.*--port=PORT",
+        ):
+            cluster.connect([address], timeout=0.5)
+
+    @parameterized.parameters(
+        "host", "host:", ":1", "host:x", "host:0", "host:65536", 1
+    )
+    def test_bad_address(self, address):
+        with self.assertRaisesRegex(ValueError, "form host:port"):
+            cluster.connect([address])
+
+    @parameterized.parameters([[]], [["a:1", "a:1"]])
+    def test_addresses_named_once(self, addresses):
+        with self.assertRaisesRegex(ValueError, "each worker once"):
+            cluster.connect(addresses)
+
+
+class CommandTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ("--port=-1", "from 0 to 65535"),
+        ("--bind=elsewhere", "IPv4 address"),
+        ("--bind=192.0.2.99", "Cannot serve at"),
+    )
+    def test_bad_flags(self, flag, message):
+        flags = [flag] if "port" in flag else ["--port=0", flag]
+        result = subprocess.run(
+            [sys.executable, "-m", "tf_gpipe.worker", *flags],
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(result.returncode, 2)
+        self.assertIn(message, result.stderr)
+
+    def test_workers_are_ended_with_the_command(self):
+        program = (
+            "import sys; from tf_gpipe import cluster; "
+            "a = sys.argv[-1].removeprefix('--workers=').split(','); "
+            "print(*a, len(cluster.unreachable(a))); sys.exit(3)"
+        )
+        result = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "tools.workers",
+                "2",
+                sys.executable,
+                "-c",
+                program,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.assertEqual(result.returncode, 3)
+        first, second, num_unreachable = result.stdout.split()
+        self.assertEqual(num_unreachable, "0")
+        self.assertLen(cluster.unreachable([first, second]), 2)
+
+
+if __name__ == "__main__":
+    tf.test.main()
