@@ -21,6 +21,8 @@ class Checkpoints(keras.callbacks.Callback):
 
     Args:
         directory: Path, made if it does not exist.
+        is_chief: Boolean, whether it saves. Of several processes that train
+            one model only one does; all of them restore.
 
     Example:
 
@@ -31,8 +33,9 @@ class Checkpoints(keras.callbacks.Callback):
     ```
     """
 
-    def __init__(self, directory):
+    def __init__(self, directory, is_chief=True):
         super().__init__()
+        self.is_chief = is_chief
         self.directory = pathlib.Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
 
@@ -57,15 +60,23 @@ class Checkpoints(keras.callbacks.Callback):
             path = self._path(num_epochs)
             try:
                 model.load_weights(path)
-            except ValueError as error:
+            except (KeyError, OSError, ValueError) as error:
                 # Keras lists every variable with its values.
                 raise UserError(
-                    f"The checkpoint {path} is not one of this model. Choose "
-                    "another directory, or the flags that it was made with."
+                    f"The checkpoint {path} is damaged or not one of this "
+                    "model. Choose another directory, or the flags that it "
+                    "was made with."
                 ) from error
         return num_epochs
 
+    def newest(self):
+        """Returns the path of the last checkpoint, or `None`."""
+        num_epochs = max(self._saved(), default=None)
+        return None if num_epochs is None else self._path(num_epochs)
+
     def on_epoch_end(self, epoch, logs=None):
+        if not self.is_chief:
+            return
         num_epochs = epoch + 1
         partial = self.directory / "partial.weights.h5"
         self.model.save_weights(partial, overwrite=True)

@@ -8,7 +8,7 @@ from absl import logging
 
 
 class UserError(Exception):
-    """A mistake in what was asked for, found before anything is trained.
+    """What the user has to put right: a flag, a file, a worker process.
 
     Args:
         error: The exception or string to tell, on one line.

@@ -1,8 +1,77 @@
-"""The devices of this machine, as many as a pipeline has stages."""
+"""Where a trainer runs: devices of this host, replicas, other hosts."""
+
+import dataclasses
+import os
+from typing import Any
 
 import tensorflow as tf
 
+import tf_gpipe
 from trainers.command_line import UserError
+
+STRATEGIES = ("none", "mirrored", "multi_worker")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Where a trainer runs.
+
+    Attributes:
+        strategy: `tf.distribute.Strategy` to build the model under.
+        devices: What `tf_gpipe.PipelinedSequential` takes as `devices`.
+        num_replicas: Integer, replicas on all hosts.
+        is_chief: Boolean, whether this process writes checkpoints and logs.
+    """
+
+    strategy: tf.distribute.Strategy
+    devices: Any = None
+    num_replicas: int = 1
+    is_chief: bool = True
+
+
+def start(num_stages, strategy="none", num_replicas=None, workers=None):
+    """Prepares the hardware. TensorFlow must not have started.
+
+    Args:
+        num_stages: Positive integer, stages of a pipeline.
+        strategy: `"none"` for one pipeline; `"mirrored"` for several on this
+            host, each on `num_stages` devices; `"multi_worker"` for one on
+            each of several hosts, which `TF_CONFIG` lists.
+        num_replicas: Integer, pipelines on this host; `None` for as many as
+            there are devices for.
+        workers: List of addresses `"host:port"` of worker processes that run
+            the stages, or `None`.
+
+    Returns:
+        A `Hardware`.
+
+    Raises:
+        UserError: If the arguments do not fit one another or the machine, or
+            a worker cannot be reached.
+    """
+    if workers and strategy != "none":
+        raise UserError(
+            "Stages on worker processes form a single pipeline. Use "
+            f"--workers without --strategy. Received: --strategy={strategy}"
+        )
+    if num_replicas not in (None, 1) and strategy != "mirrored":
+        raise UserError(
+            "Several replicas on a host need --strategy=mirrored. Received: "
+            f"--num_replicas={num_replicas}, --strategy={strategy}"
+        )
+    if strategy == "none":
+        devices = None
+        if workers:
+            try:
+                devices = tf_gpipe.connect(workers)
+            except (ValueError, tf.errors.UnavailableError) as error:
+                raise UserError(getattr(error, "message", error)) from error
+        else:
+            ensure(num_stages)
+        return Hardware(tf.distribute.get_strategy(), devices)
+    if strategy == "mirrored":
+        return _mirrored(num_stages, num_replicas)
+    return _multi_worker(num_stages)
 
 
 def ensure(num_devices):
@@ -29,11 +98,78 @@ def ensure(num_devices):
         num_logical = len(tf.config.list_logical_devices("CPU"))
         if num_logical < num_devices:
             raise UserError(
-                f"{num_devices} stages need {num_devices} devices, but "
-                f"TensorFlow has started with {num_logical}."
+                f"{num_devices} devices are needed, but TensorFlow has "
+                f"started with {num_logical}."
             ) from error
     if num_devices > 1:
         print(
             f"No accelerator: {num_devices} logical CPU devices share this "
             "machine's cores, to try a pipeline out, not to gain speed."
         )
+
+
+def _mirrored(num_stages, num_replicas):
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    if num_replicas is None:
+        num_replicas = max(1, num_gpus // num_stages) if num_gpus else 2
+    ensure(num_stages * num_replicas)
+    kind = "GPU" if num_gpus else "CPU"
+    names = [x.name for x in tf.config.list_logical_devices(kind)]
+    if len(names) < num_stages * num_replicas:
+        raise UserError(
+            f"{num_replicas} replicas of {num_stages} stages need "
+            f"{num_stages * num_replicas} devices. Visible: {len(names)} "
+            f"({', '.join(names)})"
+        )
+    rows = [
+        names[r * num_stages : (r + 1) * num_stages]
+        for r in range(num_replicas)
+    ]
+    strategy = tf.distribute.MirroredStrategy([row[0] for row in rows])
+    return Hardware(strategy, rows, num_replicas)
+
+
+def _multi_worker(num_stages):
+    if not os.environ.get("TF_CONFIG"):
+        raise UserError(
+            "--strategy=multi_worker needs the addresses of all hosts in the "
+            "environment variable TF_CONFIG, such as "
+            '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, '
+            '"task": {"type": "worker", "index": 0}}.'
+        )
+    ensure(num_stages)
+    try:
+        config = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        hosts = config.cluster_spec()
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(
+            # Which takes a host for one replica, however many GPUs it has.
+            tf.distribute.cluster_resolver.SimpleClusterResolver(
+                hosts,
+                task_type=config.task_type,
+                task_id=config.task_id,
+                rpc_layer="grpc",
+                num_accelerators={
+                    "GPU": min(1, len(tf.config.list_physical_devices("GPU")))
+                },
+            )
+        )
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"Cannot use TF_CONFIG: {error}") from error
+    devices = _own_devices()
+    if len(devices) < num_stages:
+        raise UserError(
+            f"{num_stages} stages need {num_stages} devices on each host. "
+            f"Visible: {len(devices)}"
+        )
+    return Hardware(
+        strategy,
+        [[device.name for device in devices[:num_stages]]],
+        strategy.num_replicas_in_sync,
+        is_chief=config.task_type == "chief"
+        or ("chief" not in hosts.jobs and config.task_id == 0),
+    )
+
+
+def _own_devices():
+    gpus = tf.config.list_logical_devices("GPU")
+    return gpus or tf.config.list_logical_devices("CPU")

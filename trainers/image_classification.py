@@ -17,6 +17,15 @@ working directory:
     losses.csv    the loss of every step
     logs/         for TensorBoard
 
+More hardware:
+
+    --strategy=mirrored --num_replicas=2     two pipelines on this host
+    --workers=10.0.0.1:2222,10.0.0.2:2222    stages on worker processes, each
+                                             `python -m tf_gpipe.worker`
+    --strategy=multi_worker                  a pipeline on each host of
+                                             TF_CONFIG, with one --workdir
+                                             that all of them share
+
 Results do not depend on the number of stages, the schedule or
 rematerialisation, but for rounding. They do depend on the number of
 micro-batches, each of which is normalised by itself in training.
@@ -27,6 +36,7 @@ import pathlib
 import re
 
 import keras
+import tensorflow as tf
 from absl import flags
 
 import model_zoo
@@ -68,8 +78,28 @@ _REMAT = flags.DEFINE_enum(
     ["always", "except_last", "never"],
     "Which micro-batches compute activations again instead of keeping them.",
 )
+_STRATEGY = flags.DEFINE_enum(
+    "strategy",
+    "none",
+    devices.STRATEGIES,
+    "Replicas of the pipeline: none; on this host; or one on each host of "
+    "TF_CONFIG.",
+)
+_NUM_REPLICAS = flags.DEFINE_integer(
+    "num_replicas",
+    None,
+    "Replicas with --strategy=mirrored. Default: as many as there are "
+    "accelerators for; 2 without any.",
+    lower_bound=1,
+)
+_WORKERS = flags.DEFINE_list(
+    "workers", None, "Worker processes to run stages on: host:port,..."
+)
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", 128, "Images of a mini-batch.", lower_bound=1
+    "batch_size",
+    128,
+    "Images of a mini-batch, over all replicas.",
+    lower_bound=1,
 )
 _NUM_EPOCHS = flags.DEFINE_integer(
     "num_epochs", 20, "Passes over the training images.", lower_bound=0
@@ -115,6 +145,9 @@ def train_and_evaluate(
     learning_rate,
     weight_decay,
     seed,
+    strategy="none",
+    num_replicas=None,
+    workers=None,
     data_dir=None,
     workdir=None,
     verbose=1,
@@ -136,6 +169,10 @@ def train_and_evaluate(
             falls to zero as a cosine.
         weight_decay: Float, of AdamW.
         seed: Integer, of the weights and the order of the images.
+        strategy: As of `devices.start`, and so are `num_replicas` and
+            `workers`.
+        num_replicas: See `strategy`.
+        workers: See `strategy`.
         data_dir: Directory of TFDS datasets. Defaults to that of TFDS.
         workdir: Directory for checkpoints, losses and logs. Defaults to
             `None`: nothing is kept.
@@ -146,10 +183,16 @@ def train_and_evaluate(
 
     Raises:
         UserError: If the arguments do not fit one another, the dataset, the
-            machine or the checkpoint. Nothing has been trained then.
+            machine or the checkpoint (nothing has been trained then), or a
+            worker process has failed.
     """
     # First of all: TensorFlow's devices are fixed once it has started.
-    devices.ensure(num_stages)
+    hardware = devices.start(num_stages, strategy, num_replicas, workers)
+    if batch_size % hardware.num_replicas:
+        raise UserError(
+            "Each replica must get as many images of a batch. Received: "
+            f"batch_size={batch_size}, {hardware.num_replicas} replicas"
+        )
     data = images.load(dataset, data_dir)
     # Only now: preparing a dataset, the first time, draws random numbers too.
     keras.utils.set_random_seed(seed)
@@ -160,60 +203,76 @@ def train_and_evaluate(
             f"{len(data.train)} training images. "
             f"Received: batch_size={batch_size}"
         )
-    first_epoch, callbacks = 0, []
+    checkpoints, first_epoch, callbacks = None, 0, []
     try:
-        network = tf_gpipe.PipelinedSequential(
-            model_zoo.get(
-                model, num_classes=data.num_classes, input_shape=data.shape
-            ),
-            num_stages=num_stages,
-            num_micro_batches=num_micro_batches,
-            balance=balance,
-            schedule=schedule,
-            remat=remat,
-        )
-        network.compile(
-            _optimizer(
-                learning_rate, weight_decay, num_epochs * steps_per_epoch
-            ),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
-        if workdir is not None:
-            workdir = pathlib.Path(workdir)
-            checkpoints = Checkpoints(workdir / "checkpoints")
-            first_epoch = checkpoints.restore(network)
+        with hardware.strategy.scope():
+            network = tf_gpipe.PipelinedSequential(
+                model_zoo.get(
+                    model, num_classes=data.num_classes, input_shape=data.shape
+                ),
+                num_stages=num_stages,
+                num_micro_batches=num_micro_batches,
+                balance=balance,
+                schedule=schedule,
+                remat=remat,
+                devices=hardware.devices,
+            )
+            network.compile(
+                _optimizer(
+                    learning_rate, weight_decay, num_epochs * steps_per_epoch
+                ),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                metrics=["accuracy"],
+            )
+            if workdir is not None:
+                workdir = pathlib.Path(workdir)
+                checkpoints = Checkpoints(
+                    workdir / "checkpoints", hardware.is_chief
+                )
+                first_epoch = checkpoints.restore(network)
+    except ValueError as error:
+        raise UserError(error) from error
+    if checkpoints is not None:
+        if hardware.is_chief:
             callbacks = [
                 LossLog(workdir / "losses.csv", steps_per_epoch),
                 keras.callbacks.TensorBoard(
                     workdir / "logs", write_graph=False
                 ),
-                # Last, so that what it saves is also in the other files.
-                checkpoints,
             ]
-    except ValueError as error:
-        raise UserError(error) from error
+        # Last, so that what it saves is also in the other files.
+        callbacks.append(checkpoints)
 
-    network.summary()
-    print(_what_runs_where(network, num_micro_batches, batch_size, schedule))
+    if hardware.is_chief:
+        network.summary()
+        print(
+            _what_runs_where(network, num_micro_batches, batch_size, schedule)
+        )
     if first_epoch:
         print(f"Resuming: {first_epoch} of {num_epochs} epochs are done.")
-    if first_epoch >= num_epochs:
-        print("Only testing.")
-    else:
-        network.fit(
-            data.train_batches(batch_size, first_epoch, num_epochs, seed),
-            initial_epoch=first_epoch,
-            epochs=num_epochs,
-            steps_per_epoch=steps_per_epoch,
-            callbacks=callbacks,
-            verbose=verbose,
-            # Keras warns otherwise that it does not shuffle a dataset.
-            shuffle=False,
-        )
-    accuracy = network.evaluate(
-        data.test_batches(batch_size), verbose=0, return_dict=True
-    )["accuracy"]
+    try:
+        if first_epoch >= num_epochs:
+            print("Only testing.")
+        else:
+            network.fit(
+                data.train_batches(batch_size, first_epoch, num_epochs, seed),
+                initial_epoch=first_epoch,
+                epochs=num_epochs,
+                steps_per_epoch=steps_per_epoch,
+                callbacks=callbacks,
+                verbose=verbose if hardware.is_chief else 0,
+                # Keras warns otherwise that it does not shuffle a dataset.
+                shuffle=False,
+            )
+        accuracy = network.evaluate(
+            data.test_batches(batch_size), verbose=0, return_dict=True
+        )["accuracy"]
+    except tf.errors.UnavailableError as error:
+        newest = checkpoints and checkpoints.newest()
+        raise UserError(
+            f"{error.message} The newest checkpoint is "
+            f"{newest or 'none: there is no --workdir, or no epoch is done'}."
+        ) from error
     print(f"test accuracy: {accuracy:.4f} ({len(data.test)} images)")
     return network, accuracy
 
@@ -228,11 +287,17 @@ def _optimizer(learning_rate, weight_decay, num_steps):
 
 
 def _what_runs_where(network, num_micro_batches, batch_size, schedule):
-    names = [stage.device.rpartition("device:")[2] for stage in network.stages]
+    rows = zip(*(stage.devices for stage in network.stages), strict=True)
+    names = "; ".join(
+        ", ".join(device.removeprefix("/device:") for device in row)
+        for row in rows
+    )
+    share = batch_size // network.distribute_strategy.num_replicas_in_sync
     return (
-        f"Training {len(names)} stages on {', '.join(names)}, schedule "
-        f"{schedule}: batches of {batch_size} images in {num_micro_batches} "
-        f"micro-batches of up to {math.ceil(batch_size / num_micro_batches)}."
+        f"Training {len(network.stages)} stages on {names}, schedule "
+        f"{schedule}: batches of {share} images a replica in "
+        f"{num_micro_batches} micro-batches of up to "
+        f"{math.ceil(share / num_micro_batches)}."
     )
 
 
@@ -263,6 +328,9 @@ def main():
         learning_rate=_LEARNING_RATE.value,
         weight_decay=_WEIGHT_DECAY.value,
         seed=_SEED.value,
+        strategy=_STRATEGY.value,
+        num_replicas=_NUM_REPLICAS.value,
+        workers=_WORKERS.value,
         data_dir=_DATA_DIR.value,
         workdir=_WORKDIR.value,
         verbose=_VERBOSE.value,

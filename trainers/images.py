@@ -46,11 +46,11 @@ class Images:
             return shuffled.batch(batch_size, drop_remainder=True)
 
         epochs = tf.data.Dataset.range(first_epoch, num_epochs)
-        return epochs.flat_map(batches).prefetch(tf.data.AUTOTUNE)
+        return _by_batch(epochs.flat_map(batches))
 
     def test_batches(self, batch_size):
         """Returns the test images in batches; the last may be smaller."""
-        return self.test.batch(batch_size).prefetch(tf.data.AUTOTUNE)
+        return _by_batch(self.test.batch(batch_size))
 
 
 def load(name, data_dir=None):
@@ -96,6 +96,15 @@ def load(name, data_dir=None):
         num_classes=info.features["label"].num_classes,
         shape=tuple(info.features["image"].shape),
     )
+
+
+def _by_batch(batches):
+    """Replicas share each batch, where they would share out the files."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.DATA
+    )
+    return batches.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 
 def _scale(image, label):
