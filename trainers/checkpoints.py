@@ -52,7 +52,7 @@ class Checkpoints(keras.callbacks.Callback):
         Raises:
             UserError: If the checkpoint is not one of this model.
         """
-        num_epochs = max(self._saved(), default=0)
+        num_epochs = self.num_epochs()
         if num_epochs:
             # Keras skips the optimizer's state in the file if the optimizer
             # has no variables yet.
@@ -69,10 +69,14 @@ class Checkpoints(keras.callbacks.Callback):
                 ) from error
         return num_epochs
 
+    def num_epochs(self):
+        """Returns the number of epochs before the last checkpoint, or 0."""
+        return max(self._saved(), default=0)
+
     def newest(self):
         """Returns the path of the last checkpoint, or `None`."""
-        num_epochs = max(self._saved(), default=None)
-        return None if num_epochs is None else self._path(num_epochs)
+        num_epochs = self.num_epochs()
+        return self._path(num_epochs) if num_epochs else None
 
     def on_epoch_end(self, epoch, logs=None):
         if not self.is_chief:

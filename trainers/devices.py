@@ -28,6 +28,15 @@ class Hardware:
     num_replicas: int = 1
     is_chief: bool = True
 
+    def agree(self, number):
+        """Returns whether all processes call it with the same number."""
+        total = self.strategy.reduce(
+            "SUM",
+            self.strategy.run(lambda: tf.constant(float(number))),
+            axis=None,
+        )
+        return float(total) == number * self.num_replicas
+
 
 def start(num_stages, strategy="none", num_replicas=None, workers=None):
     """Prepares the hardware. TensorFlow must not have started.

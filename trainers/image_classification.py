@@ -229,7 +229,15 @@ def train_and_evaluate(
                 checkpoints = Checkpoints(
                     workdir / "checkpoints", hardware.is_chief
                 )
-                first_epoch = checkpoints.restore(network)
+                first_epoch = checkpoints.num_epochs()
+            if not hardware.agree(first_epoch):
+                raise UserError(
+                    "All hosts must resume from the same checkpoint: "
+                    "--workdir must be a directory that they share. Received: "
+                    f"workdir={workdir}"
+                )
+            if checkpoints is not None:
+                checkpoints.restore(network)
     except ValueError as error:
         raise UserError(error) from error
     if checkpoints is not None:

@@ -248,10 +248,33 @@ class TrainTest(TestCase):
         with self.assertRaisesRegex(UserError, "not one of this model"):
             self.train(workdir=workdir)
 
+    def test_damaged_checkpoint(self):
+        workdir = self.make_directory()
+        self.train(num_epochs=1, workdir=workdir)
+        (path,) = (workdir / "checkpoints").iterdir()
+        path.write_bytes(path.read_bytes()[:1000])
+        with self.assertRaisesRegex(UserError, f"{path} is damaged"):
+            self.train(workdir=workdir)
+
     @parameterized.parameters(
         ({"num_stages": 3, "balance": [3, 3]}, "balance"),
         ({"batch_size": 25}, "24 training images. Received: batch_size=25"),
-        ({"num_stages": 1000}, "1000 stages need 1000 devices"),
+        ({"num_stages": 1000}, "1000 devices are needed"),
+        ({"num_replicas": 2}, "--strategy=mirrored"),
+        ({"strategy": "multi_worker"}, "TF_CONFIG"),
+        (
+            {"strategy": "mirrored", "workers": ["127.0.0.1:1"]},
+            "--workers without --strategy",
+        ),
+        (
+            {"strategy": "mirrored", "num_replicas": 4, "num_stages": 3},
+            "12 devices are needed",
+        ),
+        (
+            {"strategy": "mirrored", "num_replicas": 2, "batch_size": 5},
+            "batch_size=5, 2 replicas",
+        ),
+        ({"workers": ["nowhere"]}, "form host:port"),
     )
     def test_unfitting_arguments(self, arguments, message):
         with self.assertRaisesRegex(UserError, message):

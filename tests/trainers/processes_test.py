@@ -1,0 +1,187 @@
+"""The trainer as processes that are killed, and on several hosts."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import tempfile
+
+import h5py
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.tf_gpipe.cluster_test import unused_address
+from tools import workers
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def trainer(workdir, *flags, **environment):
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "trainers.image_classification",
+            "--num_epochs=2",
+            f"--workdir={workdir}",
+            *flags,
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def wait_for_step(process, count):
+    """Reads what a trainer prints until its progress bar has moved."""
+    text = ""
+    while len(re.findall("loss: ", text)) < count:
+        character = process.stdout.read(1)
+        assert character, process.stderr.read()
+        text += character
+
+
+def state(workdir):
+    """Returns all that is in the last checkpoint, by name."""
+    found = {}
+
+    def visit(name, item):
+        if isinstance(item, h5py.Dataset):
+            found[name] = np.asarray(item)
+
+    (path,) = (workdir / "checkpoints").glob("epoch_00002.weights.h5")
+    with h5py.File(path) as file:
+        file.visititems(visit)
+    return found
+
+
+@pytest.mark.slow
+class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
+    def make_directory(self):
+        return pathlib.Path(tempfile.mkdtemp(dir=self.get_temp_dir()))
+
+    def assert_same_state(self, a, b, **tolerance):
+        self.assertAllEqual(sorted(a), sorted(b))
+        for name in a:
+            self.assertAllClose(a[name], b[name], msg=name, **tolerance)
+
+    def finish(self, process):
+        output, errors = process.communicate()
+        self.assertEqual(process.returncode, 0, errors)
+        return output
+
+    def test_killed_at_any_step_it_resumes_exactly(self):
+        whole, parts = self.make_directory(), self.make_directory()
+        self.finish(trainer(whole))
+        steps = random.Random(0)
+        # An epoch has 11 steps: in the first one, in the second one, and in
+        # the second one again.
+        for first, last in ((1, 8), (14, 18), (1, 8)):
+            process = trainer(parts)
+            wait_for_step(process, steps.randint(first, last))
+            process.kill()
+            process.communicate()
+        self.finish(trainer(parts))
+        self.assert_same_state(state(whole), state(parts), rtol=0, atol=0)
+
+    def test_killed_worker(self):
+        workdir = self.make_directory()
+        with workers.started(2) as processes:
+            addresses = ",".join(x.address for x in processes)
+            flags = [f"--workers={addresses}"]
+            process = trainer(workdir, *flags)
+            # In the second epoch: there are 11 steps in one.
+            wait_for_step(process, 14)
+            processes[1].kill()
+            _, errors = process.communicate()
+            self.assertEqual(process.returncode, 1)
+            (message,) = re.findall(r"^Error: .*", errors, re.MULTILINE)
+            self.assertIn("Stage 1 has failed", message)
+            self.assertIn(processes[1].address, message)
+            self.assertIn(
+                f"{workdir}/checkpoints/epoch_00001.weights.h5", message
+            )
+            self.assertNotIn("Traceback", errors)
+            port = int(processes[1].address.rpartition(":")[2])
+            processes[1] = workers.Worker(port=port)
+            processes[1].wait_until_ready()
+            output = self.finish(trainer(workdir, *flags))
+            self.assertIn("Resuming: 1 of 2 epochs are done.", output)
+        uninterrupted = self.make_directory()
+        self.finish(trainer(uninterrupted))
+        self.assert_same_state(
+            state(uninterrupted), state(workdir), rtol=1e-3, atol=1e-3
+        )
+
+    def test_several_hosts(self):
+        shared, alone = self.make_directory(), self.make_directory()
+        cluster = {"worker": [unused_address(), unused_address()]}
+        flags = ["--strategy=multi_worker", "--num_micro_batches=4"]
+        hosts = [
+            trainer(
+                shared,
+                *flags,
+                TF_CONFIG=json.dumps(
+                    {
+                        "cluster": cluster,
+                        "task": {"type": "worker", "index": index},
+                    }
+                ),
+            )
+            for index in range(2)
+        ]
+        outputs = [self.finish(host) for host in hosts]
+        # Only the first one tells and writes.
+        self.assertIn("Training 2 stages", outputs[0])
+        self.assertNotIn("Training 2 stages", outputs[1])
+        self.assertLen(list((shared / "logs").rglob("events.*")), 1)
+        # As two replicas in one process, in which layers normalise alike.
+        self.finish(
+            trainer(
+                alone,
+                "--strategy=mirrored",
+                "--num_replicas=2",
+                "--num_micro_batches=4",
+            )
+        )
+        self.assert_same_state(
+            state(shared), state(alone), rtol=1e-3, atol=1e-3
+        )
+        # Without replicas it goes on from there.
+        output = self.finish(trainer(alone, "--num_epochs=3"))
+        self.assertIn("Resuming: 2 of 3 epochs are done.", output)
+
+    def test_hosts_that_do_not_share_a_directory(self):
+        directories = self.make_directory(), self.make_directory()
+        self.finish(trainer(directories[0], "--num_epochs=1"))
+        cluster = {"worker": [unused_address(), unused_address()]}
+        hosts = [
+            trainer(
+                directory,
+                "--strategy=multi_worker",
+                TF_CONFIG=json.dumps(
+                    {
+                        "cluster": cluster,
+                        "task": {"type": "worker", "index": index},
+                    }
+                ),
+            )
+            for index, directory in enumerate(directories)
+        ]
+        for host in hosts:
+            _, errors = host.communicate()
+            self.assertEqual(host.returncode, 1)
+            self.assertIn(
+                "--workdir must be a directory that they share", errors
+            )
+
+
+if __name__ == "__main__":
+    tf.test.main()
