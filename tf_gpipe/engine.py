@@ -73,6 +73,7 @@ class MiniBatch:
         timed: bool = False,
     ):
         self.pipeline = pipeline
+        inputs = replicas.fed(inputs)
         self.split = Split(inputs, pipeline.schedule.num_micro_batches)
         whole = Activations.of(inputs)
         with tf.device(pipeline.stages[0].device):
@@ -82,7 +83,9 @@ class MiniBatch:
             ]
         # Seeds are by number over all replicas, so that all masks differ.
         self._first = replicas.number() * self.split.num_micro_batches
-        self._versions = state.StateVersions(self.split, self._first)
+        self._versions = state.StateVersions(
+            self.split, self._first, pipeline.device_of
+        )
         self._initial: dict[tuple[int, int], tf.Tensor] = {}
         self._calls: dict[tuple[int, int], StageCall] = {}
         self._outputs: dict[tuple[int, int], Activations] = {}
@@ -255,7 +258,7 @@ class MiniBatch:
             for variable in stage.variables:
                 gradient = found.get(id(variable))
                 # Layers of several stages may share the variable.
-                with tf.device(variable.value.device):
+                with tf.device(self.pipeline.device_of(variable)):
                     total = add(totals.get(id(variable)), gradient)
                 if total is not None:
                     totals[id(variable)] = total
@@ -400,7 +403,7 @@ class MiniBatch:
             return value
         seed = self._first + m if state.is_seed(variable) else 0
         if (id(variable), seed) not in self._initial:
-            with tf.device(variable.value.device):
+            with tf.device(self.pipeline.device_of(variable)):
                 self._initial[id(variable), seed] = tf.stop_gradient(
                     state.initial(variable, seed)
                 )

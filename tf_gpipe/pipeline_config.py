@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tf_gpipe import batch_norm
 from tf_gpipe import placement
 from tf_gpipe import remat
+from tf_gpipe import replicas
 from tf_gpipe import schedule as schedules
 from tf_gpipe.partition import costs
 from tf_gpipe.partition.contiguous import split
@@ -88,13 +90,15 @@ class PipelineConfig:
         return values
 
     def resolve(
-        self, layers: Sequence[keras.Layer], num_replicas: int = 1
+        self,
+        layers: Sequence[keras.Layer],
+        strategy: tf.distribute.Strategy | None = None,
     ) -> "ResolvedConfig":
         """Returns what the arguments mean for these layers, here.
 
         Args:
             layers: List of the layers to be cut into stages.
-            num_replicas: Integer, replicas of the pipeline in this process.
+            strategy: The `tf.distribute` strategy of the model, or `None`.
 
         Returns:
             A `ResolvedConfig`.
@@ -103,6 +107,13 @@ class PipelineConfig:
             ValueError: If the layers or the devices are too few, or a layer
                 cannot work on micro-batches.
         """
+        num_replicas = replicas.count(strategy)
+        if replicas.on_tpu(strategy) and self.devices is not None:
+            raise ValueError(
+                "On TPUs the strategy's `DeviceAssignment` says which cores "
+                "are the stages of a replica. Leave `devices` out. Received: "
+                f"devices={self.devices}"
+            )
         if placement.is_grid(self.devices):
             num_devices = min(map(len, self.devices or ()))
         elif self.devices:

@@ -41,6 +41,9 @@ def plan(
     optimizer: str | keras.optimizers.Optimizer = "adam",
     dtype_policy: str | keras.DTypePolicy | None = None,
     device_memory: int | None = None,
+    device_flops: float | None = None,
+    bandwidth: float | None = None,
+    latency: float = 0.0,
 ) -> Plan:
     """Returns what each stage of a pipeline will need. Allocates nothing.
 
@@ -65,6 +68,11 @@ def plan(
             the global one. Defaults to the global one.
         device_memory: Integer, the bytes that a device has for weights and
             activations.
+        device_flops: Float, the operations a second that a device achieves,
+            for `Plan.step_seconds`.
+        bandwidth: Float, bytes a second from a stage to the next one; needs
+            `device_flops`. Defaults to `None`: transfers take no time.
+        latency: Float, seconds that a transfer takes besides.
 
     Returns:
         A `Plan`. If it does not fit, `Plan.advice` tells the smallest change
@@ -86,7 +94,9 @@ def plan(
     )
     with _policy(dtype_policy) as replaced:
         planner = _Planner(layers, input_spec, optimizer, replaced)
+    _check_speeds(device_flops, bandwidth, latency)
     options = {
+        "speeds": (device_flops, bandwidth, latency),
         "num_stages": config.num_stages,
         "num_micro_batches": config.num_micro_batches,
         "schedule": schedule,
@@ -176,6 +186,7 @@ class _Planner:
         num_devices,
         balance,
         remat,
+        speeds,
     ):
         if num_stages > len(self.layers):
             raise ValueError(
@@ -194,12 +205,30 @@ class _Planner:
             part = slice(first, first + count)
             stages.append(self._stage(k, part, graphs, schedule, remat))
             first += count
-        forward = [stage.flops for stage in stages]
-        backward = [stage.backward_flops for stage in stages]
-        simulation = simulate(
-            schedule, forward, backward, recompute=forward, remat=remat
-        )
+        # Without a speed, an operation is the unit of time.
+        device_flops, bandwidth, latency = speeds
+        forward = [stage.flops / (device_flops or 1) for stage in stages]
+        backward = [
+            stage.backward_flops / (device_flops or 1) for stage in stages
+        ]
+        transfer = [
+            latency + stage.boundary_bytes / (bandwidth or math.inf)
+            for stage in stages[:-1]
+        ]
+
+        def simulated(transfer):
+            return simulate(
+                schedule,
+                forward,
+                backward,
+                recompute=forward,
+                transfer=transfer,
+                remat=remat,
+            )
+
+        simulation = simulated(transfer)
         alone = num_micro_batches * (sum(forward) + sum(backward))
+        makespan = simulation.makespan
         return Plan(
             stages=stages,
             devices=schedule.devices,
@@ -207,7 +236,11 @@ class _Planner:
             schedule=schedule.name,
             remat=remat,
             bubble=simulation.bubble,
-            relative_step_time=simulation.makespan / alone if alone else 1.0,
+            relative_step_time=makespan / alone if alone else 1.0,
+            step_seconds=makespan if device_flops else None,
+            transfer_share=1 - simulated(0.0).makespan / makespan
+            if makespan
+            else 0.0,
         )
 
     def advice(self, found, options):
@@ -290,6 +323,29 @@ class _Planner:
             flops=sum(graph.forward_flops for graph in own),
             backward_flops=sum(graph.backward_flops for graph in own),
             boundary_bytes=own[-1].output_bytes,
+        )
+
+
+def _check_speeds(
+    device_flops: float | None, bandwidth: float | None, latency: float
+) -> None:
+    for name, value in (
+        ("device_flops", device_flops),
+        ("bandwidth", bandwidth),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(
+                f"`{name}` must be a positive number. Received: {name}={value}"
+            )
+    if not 0 <= latency < math.inf:
+        raise ValueError(
+            "`latency` must be a number of seconds, 0 or more. Received: "
+            f"latency={latency}"
+        )
+    if device_flops is None and (bandwidth is not None or latency):
+        raise ValueError(
+            "What transfers cost depends on the speed of the devices: "
+            "`bandwidth` and `latency` need `device_flops`."
         )
 
 

@@ -57,6 +57,10 @@ class Plan:
             operations taken for time.
         relative_step_time: Float, the time of a step relative to that of one
             device of the same speed without micro-batches or recomputation.
+        step_seconds: Float, the time of a step; `None` where the speed of the
+            devices is not known.
+        transfer_share: Float, the share of that time by which the transfers
+            between stages lengthen the step.
         device_memory: Integer, bytes of each device, or `None`.
         advice: String, the smallest change with which it would fit; empty
             where it fits.
@@ -69,6 +73,8 @@ class Plan:
     remat: str
     bubble: float
     relative_step_time: float
+    step_seconds: float | None = None
+    transfer_share: float = 0.0
     device_memory: int | None = None
     advice: str = ""
 
@@ -95,6 +101,8 @@ class Plan:
             "fits": self.fits,
             "bubble": self.bubble,
             "relative_step_time": self.relative_step_time,
+            "step_seconds": self.step_seconds,
+            "transfer_share": self.transfer_share,
             "advice": self.advice,
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
         }
@@ -130,6 +138,11 @@ class Plan:
             f"bubble {self.bubble:.1%}, step time "
             f"{self.relative_step_time:.3f} of one device's",
         ]
+        if self.step_seconds is not None:
+            lines.append(
+                f"a step takes {self.step_seconds:.3g} s, of which transfers "
+                f"between stages cost {self.transfer_share:.1%}"
+            )
         if self.device_memory is not None:
             lines.append(
                 f"the fullest device needs {_text(max(self.device_bytes))} of "

@@ -14,8 +14,10 @@ import contextlib
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 
 def count(strategy: tf.distribute.Strategy | None) -> int:
@@ -34,14 +36,49 @@ def count(strategy: tf.distribute.Strategy | None) -> int:
         (
             tf.distribute.MirroredStrategy,
             tf.distribute.MultiWorkerMirroredStrategy,
+            tf.distribute.TPUStrategy,
         ),
     ):
         raise ValueError(
-            "A pipeline can be a replica of a tf.distribute.MirroredStrategy "
-            "or of a tf.distribute.MultiWorkerMirroredStrategy. Received: "
+            "A pipeline can be a replica of a tf.distribute.MirroredStrategy, "
+            "MultiWorkerMirroredStrategy or TPUStrategy. Received: "
             f"{type(strategy).__name__}"
         )
     return len(strategy.extended.worker_devices)
+
+
+def on_tpu(strategy: tf.distribute.Strategy | None) -> bool:
+    """Returns whether stages are the logical cores of a TPU replica."""
+    return isinstance(strategy, tf.distribute.TPUStrategy)
+
+
+def core(index: int) -> str:
+    """Returns the device of a TPU replica's logical core, for `tf.device`.
+
+    Which core of the machine it is, the strategy's
+    `tf.tpu.experimental.DeviceAssignment` says for each replica.
+    """
+    return tf.compat.v1.tpu.core(index)
+
+
+def fed(inputs: Any) -> Any:
+    """Returns inputs of a replica where the first stage reads them."""
+    strategy = tf.distribute.get_strategy()
+    if not on_tpu(strategy):
+        return inputs
+    return tf.nest.map_structure(
+        lambda x: strategy.experimental_assign_to_logical_device(x, 0), inputs
+    )
+
+
+def within_xla() -> bool:
+    """Returns whether XLA compiles what is being traced as a whole.
+
+    As it does for TPUs, and in a `tf.function` with `jit_compile=True`.
+    """
+    return not tf.executing_eagerly() and GraphOrParentsInXlaContext(
+        tf.compat.v1.get_default_graph()
+    )
 
 
 def on_several_hosts(strategy: tf.distribute.Strategy | None) -> bool:
@@ -98,6 +135,13 @@ def variables_on(devices: Sequence[str]) -> Iterator[None]:
             "call `model.build(input_shape)`."
         )
 
+    strategy = tf.distribute.get_strategy()
+    if on_tpu(strategy):
+        logical = int(devices[0].rpartition(":")[2])
+        with strategy.extended.experimental_logical_device(logical):
+            yield
+        return
+
     def create(next_creator, **kwargs):
         return next_creator(**{**kwargs, "colocate_with": _Row(devices)})
 
@@ -150,7 +194,7 @@ def _reduced(op: tf.distribute.ReduceOp, pairs: list[tuple]) -> list:
     if not isinstance(context.strategy, tf.distribute.MirroredStrategy):
         # Hosts have to agree on an order, which the strategy sees to.
         return context.all_reduce(op, values)
-    by_devices: dict[tuple[str, ...], list[int]] = {}
+    by_devices: dict = {}
     for i, (_, variable) in enumerate(pairs):
         by_devices.setdefault(tuple(devices_of(variable)), []).append(i)
 

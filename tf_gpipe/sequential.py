@@ -371,7 +371,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
 
     def _resolve(self, config: PipelineConfig | None = None) -> ResolvedConfig:
         return (config or self._config).resolve(
-            self.layers, replicas.count(self._distribute_strategy)
+            self.layers, self._distribute_strategy
         )
 
     def _strategy_scope(self) -> contextlib.AbstractContextManager:

@@ -6,6 +6,7 @@ their versions become one, as if the layers had seen the mini-batch as a whole.
 """
 
 import random
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 
@@ -63,9 +64,16 @@ class StateVersions:
     Args:
         split: `Split` of the mini-batch.
         first: Integer, the number that micro-batch 0 has among all replicas'.
+        device_of: Function from a variable to its device.
     """
 
-    def __init__(self, split: Split, first: int):
+    def __init__(
+        self,
+        split: Split,
+        first: int,
+        device_of: Callable[[keras.Variable], str],
+    ):
+        self._device_of = device_of
         self._split = split
         self._first = first
         self._versions: list[dict[int, tf.Tensor]] = [
@@ -97,7 +105,7 @@ class StateVersions:
         extra = self._between_variances(layers)
         merged = {}
         for key, variable in self._updated.items():
-            with tf.device(variable.value.device):
+            with tf.device(self._device_of(variable)):
                 merged[key] = self._merge(variable, extra.get(key))
         # Keras leaves each replica with its own, and saves the first one's.
         own = [
@@ -110,7 +118,7 @@ class StateVersions:
         )
         merged.update(zip(own, means, strict=True))
         for key, variable in self._updated.items():
-            with tf.device(variable.value.device):
+            with tf.device(self._device_of(variable)):
                 variable.assign(merged[key])
 
     def _values(self, key: int) -> list[tf.Tensor]:
@@ -160,7 +168,7 @@ class StateVersions:
                 if not isinstance(x, keras.layers.BatchNormalization):
                     continue
                 if id(x.moving_mean) in self._updated:
-                    with tf.device(x.moving_mean.value.device):
+                    with tf.device(self._device_of(x.moving_mean)):
                         lacking[id(x.moving_variance)] = between_variance(
                             self._values(id(x.moving_mean)),
                             weights,

@@ -56,6 +56,7 @@ class PipelinedTraining(_Mixin):
             inputs = Activations(inputs, mask).unpack()
         return self._run(inputs, training)
 
+    @tf.autograph.experimental.do_not_convert
     def loss_and_gradients(self, x, y=None, sample_weight=None):
         """Runs a mini-batch forward and backward without applying gradients.
 
@@ -177,6 +178,7 @@ class PipelinedTraining(_Mixin):
     test_on_batch = faults.named(keras.Model.test_on_batch)
     predict_on_batch = faults.named(keras.Model.predict_on_batch)
 
+    @tf.autograph.experimental.do_not_convert
     def _run(self, inputs, training):
         pipeline, inputs = self._pipeline_for(inputs)
         run: Any = None
@@ -253,6 +255,12 @@ class PipelinedTraining(_Mixin):
             for stage in pipeline.stages
             for layer in stage.layers
         )
+        within_xla = replicas.within_xla()
+        if within_xla and kwargs.get("timed"):
+            raise ValueError(
+                "The Timeline callback cannot take times where XLA compiles "
+                "the whole step, as it does on TPUs."
+            )
         jit_compile = getattr(self, "_stage_jit_compile", False)
         if meets and jit_compile:
             raise ValueError(
@@ -265,7 +273,7 @@ class PipelinedTraining(_Mixin):
             inputs,
             training,
             jit_compile=jit_compile,
-            apart=not (meets or self.run_eagerly),
+            apart=not (meets or within_xla or self.run_eagerly),
             **kwargs,
         )
 
@@ -347,7 +355,7 @@ class PipelinedTraining(_Mixin):
         for variable, direct in zip(
             self.trainable_variables, by_variable, strict=True
         ):
-            with tf.device(variable.value.device):
+            with tf.device(run.pipeline.device_of(variable)):
                 gradients.append(add(accumulated.get(id(variable)), direct))
         return gradients
 
@@ -430,15 +438,14 @@ class PipelinedTraining(_Mixin):
 
     def _get_regularization_losses(self):
         return [
-            _penalty(variable)
+            _penalty(variable, self._built_pipeline().device_of(variable))
             for variable in self.trainable_variables
             if variable.regularizer is not None
         ]
 
 
-def _penalty(variable: keras.Variable) -> tf.Tensor:
+def _penalty(variable: keras.Variable, device: str) -> tf.Tensor:
     """Returns a regularisation loss, computed where the variable lives."""
-    device = variable.value.device
 
     @tf.custom_gradient
     def penalty(value):

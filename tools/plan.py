@@ -83,6 +83,24 @@ def make_parser():
         "(powers of 1024)",
     )
     parser.add_argument(
+        "--device_flops",
+        type=float,
+        help="operations a second that a device achieves, such as 1e13",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=_bytes,
+        metavar="SIZE",
+        help="what goes from a stage to the next one in a second; needs "
+        "--device_flops",
+    )
+    parser.add_argument(
+        "--latency",
+        type=float,
+        default=0.0,
+        help="seconds that a transfer takes besides",
+    )
+    parser.add_argument(
         "--find_largest",
         metavar="NAME",
         help="find the largest value of this integer hyper-parameter with "
@@ -133,6 +151,9 @@ def _plan(args, changed, device_memory):
         remat=args.remat,
         optimizer=args.optimizer,
         device_memory=device_memory,
+        device_flops=args.device_flops,
+        bandwidth=args.bandwidth,
+        latency=args.latency,
     )
 
 

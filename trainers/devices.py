@@ -9,7 +9,7 @@ import tensorflow as tf
 import tf_gpipe
 from trainers.command_line import UserError
 
-STRATEGIES = ("none", "mirrored", "multi_worker")
+STRATEGIES = ("none", "mirrored", "multi_worker", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +38,23 @@ class Hardware:
         return float(total) == number * self.num_replicas
 
 
-def start(num_stages, strategy="none", num_replicas=None, workers=None):
+def start(
+    num_stages, strategy="none", num_replicas=None, workers=None, tpu=None
+):
     """Prepares the hardware. TensorFlow must not have started.
 
     Args:
         num_stages: Positive integer, stages of a pipeline.
         strategy: `"none"` for one pipeline; `"mirrored"` for several on this
             host, each on `num_stages` devices; `"multi_worker"` for one on
-            each of several hosts, which `TF_CONFIG` lists.
-        num_replicas: Integer, pipelines on this host; `None` for as many as
-            there are devices for.
+            each of several hosts, which `TF_CONFIG` lists; `"tpu"` for
+            several on a TPU, each on `num_stages` cores.
+        num_replicas: Integer, pipelines on this host or TPU; `None` for as
+            many as there are devices for.
         workers: List of addresses `"host:port"` of worker processes that run
             the stages, or `None`.
+        tpu: Name or address of the TPU, with `"tpu"`; `None` for the one of
+            this host.
 
     Returns:
         A `Hardware`.
@@ -63,10 +68,14 @@ def start(num_stages, strategy="none", num_replicas=None, workers=None):
             "Stages on worker processes form a single pipeline. Use "
             f"--workers without --strategy. Received: --strategy={strategy}"
         )
-    if num_replicas not in (None, 1) and strategy != "mirrored":
+    if num_replicas not in (None, 1) and strategy not in ("mirrored", "tpu"):
         raise UserError(
-            "Several replicas on a host need --strategy=mirrored. Received: "
-            f"--num_replicas={num_replicas}, --strategy={strategy}"
+            "--num_replicas is for --strategy=mirrored and --strategy=tpu. "
+            f"Received: --num_replicas={num_replicas}, --strategy={strategy}"
+        )
+    if tpu is not None and strategy != "tpu":
+        raise UserError(
+            f"--tpu={tpu} needs --strategy=tpu. Received: --strategy={strategy}"
         )
     if strategy == "none":
         devices = None
@@ -80,6 +89,8 @@ def start(num_stages, strategy="none", num_replicas=None, workers=None):
         return Hardware(tf.distribute.get_strategy(), devices)
     if strategy == "mirrored":
         return _mirrored(num_stages, num_replicas)
+    if strategy == "tpu":
+        return _tpu(num_stages, num_replicas, tpu)
     return _multi_worker(num_stages)
 
 
@@ -177,6 +188,40 @@ def _multi_worker(num_stages):
         is_chief=config.task_type == "chief"
         or ("chief" not in hosts.jobs and config.task_id == 0),
     )
+
+
+def _tpu(num_stages, num_replicas, tpu):
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(
+            tpu="local" if tpu is None else tpu
+        )
+        if tpu is not None:
+            tf.config.experimental_connect_to_cluster(resolver)
+        topology = tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ValueError, tf.errors.OpError) as error:
+        raise UserError(f"No TPU {tpu or 'in this host'}: {error}") from error
+    cores_of_chip = int(topology.mesh_shape[-1])
+    num_cores = topology.num_tasks * topology.num_tpus_per_task
+    if num_replicas is None:
+        num_replicas = max(1, num_cores // num_stages)
+    if num_replicas * num_stages > num_cores:
+        raise UserError(
+            f"{num_replicas} replicas of {num_stages} stages need "
+            f"{num_replicas * num_stages} cores. The TPU has {num_cores}."
+        )
+    # Stages next to one another: on the cores of a chip, then along a row.
+    shape = [num_stages, 1, 1, 1]
+    if num_stages % cores_of_chip == 0:
+        shape = [num_stages // cores_of_chip, 1, 1, cores_of_chip]
+    strategy = tf.distribute.TPUStrategy(
+        resolver,
+        experimental_device_assignment=(
+            tf.tpu.experimental.DeviceAssignment.build(
+                topology, computation_shape=shape, num_replicas=num_replicas
+            )
+        ),
+    )
+    return Hardware(strategy, num_replicas=num_replicas)
 
 
 def _own_devices():

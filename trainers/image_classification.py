@@ -25,6 +25,7 @@ More hardware:
     --strategy=multi_worker                  a pipeline on each host of
                                              TF_CONFIG, with one --workdir
                                              that all of them share
+    --strategy=tpu --tpu=NAME                pipelines over the cores of a TPU
 
 Results do not depend on the number of stages, the schedule or
 rematerialisation, but for rounding. They do depend on the number of
@@ -82,18 +83,23 @@ _STRATEGY = flags.DEFINE_enum(
     "strategy",
     "none",
     devices.STRATEGIES,
-    "Replicas of the pipeline: none; on this host; or one on each host of "
-    "TF_CONFIG.",
+    "Replicas of the pipeline: none; several on this host; one on each host "
+    "of TF_CONFIG; or several on a TPU.",
 )
 _NUM_REPLICAS = flags.DEFINE_integer(
     "num_replicas",
     None,
-    "Replicas with --strategy=mirrored. Default: as many as there are "
+    "Replicas with --strategy=mirrored or tpu. Default: as many as there are "
     "accelerators for; 2 without any.",
     lower_bound=1,
 )
 _WORKERS = flags.DEFINE_list(
     "workers", None, "Worker processes to run stages on: host:port,..."
+)
+_TPU = flags.DEFINE_string(
+    "tpu",
+    None,
+    "Name or address of the TPU with --strategy=tpu. Default: this host's.",
 )
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size",
@@ -148,6 +154,7 @@ def train_and_evaluate(
     strategy="none",
     num_replicas=None,
     workers=None,
+    tpu=None,
     data_dir=None,
     workdir=None,
     verbose=1,
@@ -169,10 +176,11 @@ def train_and_evaluate(
             falls to zero as a cosine.
         weight_decay: Float, of AdamW.
         seed: Integer, of the weights and the order of the images.
-        strategy: As of `devices.start`, and so are `num_replicas` and
-            `workers`.
+        strategy: As of `devices.start`, and so are `num_replicas`, `workers`
+            and `tpu`.
         num_replicas: See `strategy`.
         workers: See `strategy`.
+        tpu: See `strategy`.
         data_dir: Directory of TFDS datasets. Defaults to that of TFDS.
         workdir: Directory for checkpoints, losses and logs. Defaults to
             `None`: nothing is kept.
@@ -187,7 +195,7 @@ def train_and_evaluate(
             worker process has failed.
     """
     # First of all: TensorFlow's devices are fixed once it has started.
-    hardware = devices.start(num_stages, strategy, num_replicas, workers)
+    hardware = devices.start(num_stages, strategy, num_replicas, workers, tpu)
     if batch_size % hardware.num_replicas:
         raise UserError(
             "Each replica must get as many images of a batch. Received: "
@@ -339,6 +347,7 @@ def main():
         strategy=_STRATEGY.value,
         num_replicas=_NUM_REPLICAS.value,
         workers=_WORKERS.value,
+        tpu=_TPU.value,
         data_dir=_DATA_DIR.value,
         workdir=_WORKDIR.value,
         verbose=_VERBOSE.value,

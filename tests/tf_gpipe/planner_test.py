@@ -186,6 +186,55 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(found.bubble, 3 / 15)
         self.assertAllClose(found.relative_step_time, 15 / 12 / 4)
 
+    def test_slow_interconnect(self):
+        layers = [keras.layers.Dense(64, use_bias=False) for _ in range(2)]
+        options = {
+            "num_stages": 2,
+            "num_micro_batches": 1,
+            "schedule": "gpipe",
+            "remat": "never",
+            "device_flops": 1e6,
+        }
+        alone = tf_gpipe.plan(layers, (8, 64), **options)
+        # A forward pass and the two halves of a backward pass, but for the
+        # gradient by the input of the first layer, which nobody needs.
+        flops = 2 * 8 * 64 * 64
+        self.assertAllClose(
+            alone.step_seconds,
+            sum(x.flops + x.backward_flops for x in alone.stages) / 1e6,
+        )
+        self.assertGreaterEqual(alone.step_seconds, 5 * flops / 1e6)
+        self.assertEqual(alone.transfer_share, 0.0)
+        slow = tf_gpipe.plan(
+            layers, (8, 64), bandwidth=1e4, latency=0.01, **options
+        )
+        # There and back.
+        cost = 2 * (0.01 + 8 * 64 * 4 / 1e4)
+        self.assertAllClose(slow.step_seconds, alone.step_seconds + cost)
+        self.assertAllClose(slow.transfer_share, cost / slow.step_seconds)
+        self.assertIn("transfers between stages cost", str(slow))
+        # More micro-batches hide some of it.
+        hidden = tf_gpipe.plan(
+            layers,
+            (8, 64),
+            bandwidth=1e4,
+            **{**options, "num_micro_batches": 8},
+        )
+        self.assertLess(hidden.transfer_share, slow.transfer_share)
+
+    @parameterized.parameters(
+        ({"bandwidth": 1e9}, "need `device_flops`"),
+        ({"latency": 1e-3}, "need `device_flops`"),
+        ({"device_flops": 0}, "`device_flops` must be a positive"),
+        ({"device_flops": 1e9, "bandwidth": -1}, "`bandwidth` must be"),
+        ({"device_flops": 1e9, "latency": float("nan")}, "`latency` must be"),
+    )
+    def test_bad_speeds(self, arguments, message):
+        with self.assertRaisesRegex(ValueError, message):
+            tf_gpipe.plan(
+                [keras.layers.Dense(2)] * 2, (4, 2), num_stages=2, **arguments
+            )
+
     def test_interleaved(self):
         layers = [LAYERS.Dense(8, name=f"d{i}") for i in range(4)]
         found = plan(

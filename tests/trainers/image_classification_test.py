@@ -262,6 +262,7 @@ class TrainTest(TestCase):
         ({"num_stages": 1000}, "1000 devices are needed"),
         ({"num_replicas": 2}, "--strategy=mirrored"),
         ({"strategy": "multi_worker"}, "TF_CONFIG"),
+        ({"tpu": "t"}, "--tpu=t needs --strategy=tpu"),
         (
             {"strategy": "mirrored", "workers": ["127.0.0.1:1"]},
             "--workers without --strategy",
@@ -308,6 +309,58 @@ class DevicesTest(TestCase):
             devices.ensure(2)
         if not tf.config.list_physical_devices("GPU"):
             self.assertIn("2 logical CPU devices", printed.getvalue())
+
+    @parameterized.parameters(
+        # Stages, replicas asked for, shape of a replica, replicas.
+        (2, None, [1, 1, 1, 2], 4),
+        (4, None, [2, 1, 1, 2], 2),
+        (3, None, [3, 1, 1, 1], 2),
+        (2, 1, [1, 1, 1, 2], 1),
+    )
+    def test_tpu(self, num_stages, asked, shape, num_replicas):
+        # Four chips of two cores, described by TensorFlow's own class.
+        topology = tf.tpu.experimental.Topology(
+            mesh_shape=[2, 2, 1, 2],
+            device_coordinates=np.array(
+                [
+                    [
+                        [x, y, 0, core]
+                        for y in range(2)
+                        for x in range(2)
+                        for core in range(2)
+                    ]
+                ]
+            ),
+        )
+        distribute = tf.distribute
+        build = tf.tpu.experimental.DeviceAssignment.build
+        with (
+            mock.patch.object(
+                distribute.cluster_resolver, "TPUClusterResolver"
+            ) as resolver,
+            mock.patch.object(
+                tf.tpu.experimental,
+                "initialize_tpu_system",
+                return_value=topology,
+            ),
+            mock.patch.object(
+                tf.tpu.experimental.DeviceAssignment, "build", wraps=build
+            ) as assign,
+            mock.patch.object(distribute, "TPUStrategy") as strategy,
+        ):
+            found = devices.start(num_stages, "tpu", asked)
+            if num_stages == 2:
+                with self.assertRaisesRegex(UserError, "The TPU has 8"):
+                    devices.start(num_stages, "tpu", 5)
+        resolver.assert_called_with(tpu="local")
+        self.assertIs(found.strategy, strategy.return_value)
+        self.assertEqual(found.num_replicas, num_replicas)
+        _, kwargs = assign.call_args_list[0]
+        self.assertEqual(kwargs["computation_shape"], shape)
+        _, kwargs = strategy.call_args
+        assignment = kwargs["experimental_device_assignment"]
+        self.assertEqual(assignment.num_replicas, num_replicas)
+        self.assertEqual(assignment.num_cores_per_replica, num_stages)
 
 
 class CommandLineTest(TestCase):

@@ -135,7 +135,7 @@ def _after(x, seconds):
     return tf.raw_ops.DatasetToSingleElement(dataset=dataset, **types)[0]
 
 
-def waiting(num_layers=8, seconds=0.005):
+def waiting(num_layers, seconds=0.02):
     """Returns a stack of simulated layers, a list of layers.
 
     Args:

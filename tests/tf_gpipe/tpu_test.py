@@ -1,0 +1,159 @@
+"""What can be tested of TPUs without one: XLA, and where things are put."""
+
+import contextlib
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L
+
+import tf_gpipe
+from tf_gpipe import placement
+from tf_gpipe import replicas
+from tf_gpipe.pipeline_config import PipelineConfig
+
+
+def layers():
+    return [
+        keras.Input((8,)),
+        L.Dense(16, activation="relu", kernel_regularizer="l2"),
+        L.BatchNormalization(),
+        L.Dropout(0.5, seed=1),
+        L.LayerNormalization(),
+        L.Dense(3),
+    ]
+
+
+def model(**kwargs):
+    keras.utils.set_random_seed(0)
+    made = tf_gpipe.PipelinedSequential(
+        layers(),
+        num_stages=2,
+        num_micro_batches=4,
+        devices=["CPU:0", "CPU:0"],
+        **kwargs,
+    )
+    made.compile(
+        keras.optimizers.SGD(0.1),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return made
+
+
+class XlaTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(
+        schedule=("1f1b", "gpipe"), remat=("always", "except_last", "never")
+    )
+    def test_whole_step_compiles(self, schedule, remat):
+        generator = np.random.default_rng(0)
+        x = tf.constant(generator.standard_normal((16, 8), dtype="float32"))
+        y = tf.constant(generator.integers(0, 3, (16,)))
+        found = []
+        for jit_compile in (False, True):
+            made = model(schedule=schedule, remat=remat)
+
+            @tf.function(jit_compile=jit_compile)
+            def step(x, y, made=made):
+                loss, gradients, _ = made.loss_and_gradients(x, y)
+                for variable, gradient in zip(
+                    made.trainable_variables, gradients, strict=True
+                ):
+                    variable.assign_sub(0.1 * gradient)
+                return loss
+
+            losses = [step(x, y) for _ in range(2)]
+            found.append([losses, [v.numpy() for v in made.variables]])
+        self.assertAllClose(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+class _Strategy:
+    """Stands in for a `TPUStrategy`, and records its logical devices."""
+
+    def __init__(self, num_replicas):
+        self.current = None
+        self.double = mock.create_autospec(
+            tf.distribute.TPUStrategy, instance=True
+        )
+        self.double.extended = mock.Mock(worker_devices=("",) * num_replicas)
+        self.double.extended.experimental_logical_device = self._logical
+        self.fed = []
+        self.double.experimental_assign_to_logical_device = lambda x, core: (
+            self.fed.append((x, core)) or x
+        )
+
+    @contextlib.contextmanager
+    def _logical(self, index):
+        previous, self.current = self.current, index
+        yield
+        self.current = previous
+
+
+class PlacementTest(tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.strategy = _Strategy(num_replicas=4)
+        for name, value in (
+            ("get_strategy", self.strategy.double),
+            ("has_strategy", True),
+            ("in_cross_replica_context", True),
+        ):
+            self.enterContext(
+                mock.patch.object(tf.distribute, name, return_value=value)
+            )
+
+    def test_stages_are_logical_cores(self):
+        config = PipelineConfig(3, 4, "parameters", "1f1b", "always", None)
+        resolved = config.resolve(layers()[1:], self.strategy.double)
+        self.assertEqual(
+            resolved.devices,
+            [[f"device:TPU_REPLICATED_CORE:{k}"] * 4 for k in range(3)],
+        )
+
+    def test_interleaved_stages_share_cores(self):
+        config = PipelineConfig(
+            4, 4, "parameters", "interleaved", "always", None
+        )
+        logical = [tf.config.LogicalDevice(f"TPU:{i}", "TPU") for i in range(8)]
+        with mock.patch.object(
+            placement, "accelerators", return_value=[x.name for x in logical]
+        ):
+            resolved = config.resolve(layers()[1:], self.strategy.double)
+        self.assertEqual(
+            [row[0][-1] for row in resolved.devices], ["0", "1", "0", "1"]
+        )
+
+    def test_variables_are_made_on_their_core(self):
+        made_on = []
+
+        def initializer(shape, dtype=None):
+            made_on.append(self.strategy.current)
+            return tf.zeros(shape, dtype)
+
+        with keras.StatelessScope(initialize_variables=False):
+            variables = [
+                keras.Variable(initializer, shape=(2,)) for _ in range(3)
+            ]
+        for k, variable in enumerate(variables):
+            placement.place(variable, [replicas.core(k)] * 4)
+        self.assertEqual(made_on, [0, 1, 2])
+        self.assertIsNone(self.strategy.current)
+
+    def test_inputs_are_fed_to_the_first_core(self):
+        x = tf.ones((4, 2))
+        self.assertIs(replicas.fed({"a": x})["a"], x)
+        ((tensor, core),) = self.strategy.fed
+        self.assertIs(tensor, x)
+        self.assertEqual(core, 0)
+
+    def test_devices_are_the_strategy_s(self):
+        config = PipelineConfig(
+            2, 4, "parameters", "1f1b", "always", ["CPU:0", "CPU:1"]
+        )
+        with self.assertRaisesRegex(ValueError, "DeviceAssignment"):
+            config.resolve(layers()[1:], self.strategy.double)
+
+
+if __name__ == "__main__":
+    tf.test.main()
