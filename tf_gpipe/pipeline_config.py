@@ -147,7 +147,13 @@ class PipelineConfig:
         if num_micro_batches > 1:
             for layer in layers:
                 batch_norm.check(layer)
-        rows = placement.assign(self.devices, len(schedule.tasks), num_replicas)
+        if replicas.on_tpu(strategy):
+            cores = [replicas.core(i) for i in range(len(schedule.tasks))]
+            rows = [cores] * num_replicas
+        else:
+            rows = placement.assign(
+                self.devices, len(schedule.tasks), num_replicas
+            )
         return ResolvedConfig(
             schedule,
             balance,

@@ -30,7 +30,7 @@ from tf_gpipe import schedule  # noqa: E402
 from tf_gpipe import simulate  # noqa: E402
 from tf_gpipe import timeline  # noqa: E402
 from tools import command_line  # noqa: E402
-from tools.benchmark import workers  # noqa: E402
+from tools import workers  # noqa: E402
 from trainers import devices as host_devices  # noqa: E402
 
 
