@@ -68,8 +68,12 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             pass, as `"1f1b"` does. Defaults to `"always"`.
         devices: List of TensorFlow device strings, one a stage, repeated
             where stages share a device; with `"interleaved"` and schedules of
-            your own, one for each of the schedule's devices. Defaults to the
-            visible accelerators in order (CPUs where there are none).
+            your own, one for each of the schedule's devices. Devices of other
+            hosts are those that `tf_gpipe.connect` returns. Under a
+            `tf.distribute` strategy a list of such lists, one a replica; not
+            on TPUs, where stages are the logical cores of a replica. Defaults
+            to the visible accelerators in order (CPUs where there are none),
+            row by row.
         trainable: Boolean, whether the layers are trainable.
         name: String.
 
@@ -102,7 +106,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
         balance: str | Callable | Sequence[int] = "parameters",
         schedule: str | Schedule = "1f1b",
         remat: str = "always",
-        devices: Sequence[str] | None = None,
+        devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
         trainable: bool = True,
         name: str | None = None,
     ):
@@ -376,11 +380,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
 
     def _strategy_scope(self) -> contextlib.AbstractContextManager:
         """Returns the scope of the strategy that the model was made under."""
-        if (
-            self._distribute_strategy is None
-            or not tf.distribute.in_cross_replica_context()
-            and tf.distribute.has_strategy()
-        ):
+        if self._distribute_strategy is None or tf.distribute.has_strategy():
             return contextlib.nullcontext()
         return self._distribute_strategy.scope()
 

@@ -389,6 +389,22 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             first, second = components(variable)
             self.assertAllEqual(first, second)
 
+    def test_built_by_fit(self):
+        keras.utils.set_random_seed(1)
+        with mirrored(2).scope():
+            model = tf_gpipe.PipelinedSequential(
+                dense()[1:], num_stages=2, num_micro_batches=2
+            )
+            model.compile("adam", SOFTMAX(from_logits=True))
+        x, y, _ = data()
+        model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+        for stage in model.stages:
+            for variable in stage.variables:
+                self.assertEqual(
+                    [x.device for x in components(variable)],
+                    [f"/device:{d}" for d in short(stage.devices)],
+                )
+
     def test_rebalance(self):
         moved, _ = train(
             dense, 2, num_stages=2, num_micro_batches=2, balance=[4, 1]
