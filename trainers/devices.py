@@ -39,7 +39,12 @@ class Hardware:
 
 
 def start(
-    num_stages, strategy="none", num_replicas=None, workers=None, tpu=None
+    num_stages,
+    strategy="none",
+    num_replicas=None,
+    workers=None,
+    worker_timeout=30.0,
+    tpu=None,
 ):
     """Prepares the hardware. TensorFlow must not have started.
 
@@ -53,6 +58,7 @@ def start(
             many as there are devices for.
         workers: List of addresses `"host:port"` of worker processes that run
             the stages, or `None`.
+        worker_timeout: Float, seconds to wait for workers that are missing.
         tpu: Name or address of the TPU, with `"tpu"`; `None` for the one of
             this host.
 
@@ -81,7 +87,7 @@ def start(
         devices = None
         if workers:
             try:
-                devices = tf_gpipe.connect(workers)
+                devices = tf_gpipe.connect(workers, worker_timeout)
             except (ValueError, tf.errors.UnavailableError) as error:
                 raise UserError(getattr(error, "message", error)) from error
         else:

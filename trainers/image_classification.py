@@ -96,6 +96,12 @@ _NUM_REPLICAS = flags.DEFINE_integer(
 _WORKERS = flags.DEFINE_list(
     "workers", None, "Worker processes to run stages on: host:port,..."
 )
+_WORKER_TIMEOUT = flags.DEFINE_float(
+    "worker_timeout",
+    30.0,
+    "Seconds to wait for workers that are missing at the start.",
+    lower_bound=0.0,
+)
 _TPU = flags.DEFINE_string(
     "tpu",
     None,
@@ -154,6 +160,7 @@ def train_and_evaluate(
     strategy="none",
     num_replicas=None,
     workers=None,
+    worker_timeout=30.0,
     tpu=None,
     data_dir=None,
     workdir=None,
@@ -176,10 +183,11 @@ def train_and_evaluate(
             falls to zero as a cosine.
         weight_decay: Float, of AdamW.
         seed: Integer, of the weights and the order of the images.
-        strategy: As of `devices.start`, and so are `num_replicas`, `workers`
-            and `tpu`.
+        strategy: As of `devices.start`, and so are `num_replicas`, `workers`,
+            `worker_timeout` and `tpu`.
         num_replicas: See `strategy`.
         workers: See `strategy`.
+        worker_timeout: See `strategy`.
         tpu: See `strategy`.
         data_dir: Directory of TFDS datasets. Defaults to that of TFDS.
         workdir: Directory for checkpoints, losses and logs. Defaults to
@@ -347,6 +355,7 @@ def main():
         strategy=_STRATEGY.value,
         num_replicas=_NUM_REPLICAS.value,
         workers=_WORKERS.value,
+        worker_timeout=_WORKER_TIMEOUT.value,
         tpu=_TPU.value,
         data_dir=_DATA_DIR.value,
         workdir=_WORKDIR.value,

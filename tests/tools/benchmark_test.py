@@ -55,6 +55,22 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         )
         self.assertLen(found["samples_per_second"], 2)
 
+    def test_simulated(self):
+        found = benchmark(
+            "pipeline",
+            "--workers",
+            "--simulated",
+            "--num_stages=3",
+            "--num_micro_batches=6",
+            "--batch_size=6",
+            "--num_steps=1",
+            "--num_repeats=1",
+        )
+        self.assertAllClose(found["ideal"], 3 * 6 / 8)
+        # The workers have waited, and all of them at the same time.
+        self.assertGreater(found["speedup"], 1.5)
+        self.assertLess(max(found["cores_used"]), 1.5)
+
     @parameterized.product(
         # Large enough for the working memory of convolutions, some 32 MiB
         # each, to be small beside the activations.

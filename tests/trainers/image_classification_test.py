@@ -276,6 +276,10 @@ class TrainTest(TestCase):
             "batch_size=5, 2 replicas",
         ),
         ({"workers": ["nowhere"]}, "form host:port"),
+        (
+            {"workers": ["127.0.0.1:1"], "worker_timeout": 0.1},
+            "No worker answers at 127.0.0.1:1 within 0.1 seconds",
+        ),
     )
     def test_unfitting_arguments(self, arguments, message):
         with self.assertRaisesRegex(UserError, message):

@@ -23,7 +23,16 @@ def add_arguments(parser):
     parser.add_argument(
         "--workload", choices=workloads.WORKLOADS, default="transformer"
     )
-    parser.add_argument("--simulated", action="store_true")
+    parser.add_argument(
+        "--workers",
+        action="store_true",
+        help="stages run in worker processes, as they do without this flag",
+    )
+    parser.add_argument(
+        "--simulated",
+        action="store_true",
+        help="stages wait instead of computing",
+    )
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--num_steps", type=int, default=3)
     parser.add_argument("--num_repeats", type=int, default=5)
