@@ -8,8 +8,9 @@ know how it is going to be run.
 import inspect
 
 from model_zoo.resnet import resnet_small
+from model_zoo.transformer_lm import transformer_lm
 
-_MODELS = {"resnet_small": resnet_small}
+_MODELS = {"resnet_small": resnet_small, "transformer_lm": transformer_lm}
 
 
 def names():

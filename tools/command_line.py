@@ -1,6 +1,7 @@
 """Flags that commands about a schedule share."""
 
 import argparse
+import ast
 
 from tf_gpipe import remat
 from tf_gpipe import schedule
@@ -65,3 +66,19 @@ def positive(text):
     if value < 1:
         raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
     return value
+
+
+def model_args(text):
+    """Returns what stands between the brackets of a call, as a dict.
+
+    As the type of a flag with hyper-parameters of a model.
+    """
+    try:
+        call = ast.parse(f"_({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError(text)
+        return {x.arg: ast.literal_eval(x.value) for x in call.keywords}
+    except (SyntaxError, ValueError) as e:
+        raise argparse.ArgumentTypeError(
+            f"not of the form name=value,name=value: {text!r}"
+        ) from e

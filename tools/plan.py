@@ -8,7 +8,6 @@ Example:
 """
 
 import argparse
-import ast
 import dataclasses
 import json
 import os
@@ -37,7 +36,7 @@ def make_parser():
     )
     parser.add_argument(
         "--model_args",
-        type=_model_args,
+        type=command_line.model_args,
         default={},
         metavar="NAME=VALUE,...",
         help="hyper-parameters of the model, such as "
@@ -202,19 +201,6 @@ def _bytes(text):
             f"{text!r}"
         )
     return size
-
-
-def _model_args(text):
-    """Returns what stands between the brackets of a call, as a dict."""
-    try:
-        call = ast.parse(f"_({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError(text)
-        return {x.arg: ast.literal_eval(x.value) for x in call.keywords}
-    except (SyntaxError, ValueError) as e:
-        raise argparse.ArgumentTypeError(
-            f"not of the form name=value,name=value: {text!r}"
-        ) from e
 
 
 if __name__ == "__main__":

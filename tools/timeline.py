@@ -67,6 +67,13 @@ def make_parser():
         "--model", choices=model_zoo.names(), help="measure this model"
     )
     parser.add_argument(
+        "--model_args",
+        type=command_line.model_args,
+        default={},
+        metavar="NAME=VALUE,...",
+        help="hyper-parameters of --model, such as num_blocks=8",
+    )
+    parser.add_argument(
         "--workers",
         action="store_true",
         help="run --model over worker processes, each on a core of its own",
@@ -103,8 +110,9 @@ def make_parser():
 def main(argv=None):
     parser = make_parser()
     args = command_line.parse(parser, argv)
-    if args.workers and not args.model:
-        parser.error("--workers needs --model")
+    for name in ("workers", "model_args"):
+        if getattr(args, name) and not args.model:
+            parser.error(f"--{name} needs --model")
     try:
         rows, ratio = measured(args) if args.model else (simulated(args), None)
         spans, devices = list(rows.values())[-1]
@@ -113,7 +121,7 @@ def main(argv=None):
         if args.trace:
             with open(args.trace, "w") as f:
                 json.dump(timeline.chrome_trace(spans, devices), f)
-    except (ImportError, OSError, ValueError) as e:
+    except (ImportError, OSError, TypeError, ValueError) as e:
         parser.error(str(e))
     totals = timeline.totals(spans, devices)
     print(timeline.text_chart(spans, args.width, devices))
@@ -155,7 +163,7 @@ def measured(args):
 
 def _measured(args, devices):
     model = tf_gpipe.PipelinedSequential(
-        model_zoo.get(args.model),
+        model_zoo.get(args.model, **args.model_args),
         num_stages=args.num_stages,
         num_micro_batches=args.num_micro_batches,
         balance="flops",
@@ -164,12 +172,15 @@ def _measured(args, devices):
         devices=devices,
     )
     model.compile("sgd", "mse")
+    rows = args.batch_size * args.num_steps
     generator = np.random.default_rng(0)
-    shapes = [
-        (args.batch_size * args.num_steps, *shape[1:])
-        for shape in (model.input_shape, model.output_shape)
-    ]
-    x, y = (generator.standard_normal(s, dtype="float32") for s in shapes)
+    x, y = (
+        generator.standard_normal((rows, *tensor.shape[1:]), dtype="float32")
+        if "float" in tensor.dtype
+        # Tokens, of which 0 is there in any vocabulary.
+        else np.zeros((rows, *tensor.shape[1:]), tensor.dtype)
+        for tensor in (model.inputs[0], model.outputs[0])
+    )
     recorder = tf_gpipe.callbacks.Timeline()
     seconds = {False: [], True: []}
     for _ in range(3):

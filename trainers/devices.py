@@ -1,6 +1,8 @@
 """Where a trainer runs: devices of this host, replicas, other hosts."""
 
 import dataclasses
+import itertools
+import math
 import os
 from typing import Any
 
@@ -206,24 +208,31 @@ def _tpu(num_stages, num_replicas, tpu):
         topology = tf.tpu.experimental.initialize_tpu_system(resolver)
     except (ValueError, tf.errors.OpError) as error:
         raise UserError(f"No TPU {tpu or 'in this host'}: {error}") from error
-    cores_of_chip = int(topology.mesh_shape[-1])
-    num_cores = topology.num_tasks * topology.num_tpus_per_task
+    mesh = [int(n) for n in topology.mesh_shape]
+    num_cores = math.prod(mesh)
+    # Blocks of as many cores as there are stages, which tile the TPU.
+    shapes = [
+        shape
+        for shape in itertools.product(*(range(1, n + 1) for n in mesh))
+        if math.prod(shape) == num_stages
+        and not any(n % m for n, m in zip(mesh, shape, strict=True))
+    ]
     if num_replicas is None:
-        num_replicas = max(1, num_cores // num_stages)
-    if num_replicas * num_stages > num_cores:
+        num_replicas = num_cores // num_stages
+    if not shapes or num_replicas * num_stages > num_cores:
         raise UserError(
-            f"{num_replicas} replicas of {num_stages} stages need "
-            f"{num_replicas * num_stages} cores. The TPU has {num_cores}."
+            f"{num_replicas} replicas of {num_stages} stages do not fit a TPU "
+            f"of {num_cores} cores, in a mesh of shape {mesh}."
         )
-    # Stages next to one another: on the cores of a chip, then along a row.
-    shape = [num_stages, 1, 1, 1]
-    if num_stages % cores_of_chip == 0:
-        shape = [num_stages // cores_of_chip, 1, 1, cores_of_chip]
+    # Stages next to one another: on the cores of a chip first.
+    shape = max(shapes, key=lambda shape: (shape[-1], shape))
     strategy = tf.distribute.TPUStrategy(
         resolver,
         experimental_device_assignment=(
             tf.tpu.experimental.DeviceAssignment.build(
-                topology, computation_shape=shape, num_replicas=num_replicas
+                topology,
+                computation_shape=list(shape),
+                num_replicas=num_replicas,
             )
         ),
     )

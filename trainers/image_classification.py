@@ -203,7 +203,9 @@ def train_and_evaluate(
             worker process has failed.
     """
     # First of all: TensorFlow's devices are fixed once it has started.
-    hardware = devices.start(num_stages, strategy, num_replicas, workers, tpu)
+    hardware = devices.start(
+        num_stages, strategy, num_replicas, workers, worker_timeout, tpu
+    )
     if batch_size % hardware.num_replicas:
         raise UserError(
             "Each replica must get as many images of a batch. Received: "
@@ -254,7 +256,8 @@ def train_and_evaluate(
                 )
             if checkpoints is not None:
                 checkpoints.restore(network)
-    except ValueError as error:
+    # A TypeError is a model's that is not one of images.
+    except (TypeError, ValueError) as error:
         raise UserError(error) from error
     if checkpoints is not None:
         if hardware.is_chief:

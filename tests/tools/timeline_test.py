@@ -89,6 +89,8 @@ class TimelineTest(parameterized.TestCase):
             ["--schedule=interleaved", "--num_devices=3"],
             "`num_stages` to be a multiple",
         ),
+        (["--model_args=x=1"], "--model_args needs --model"),
+        (["--workers"], "--workers needs --model"),
         (["--forward=1,2"], "`forward` must be a number or a list of 4"),
         (["--backward=1,,2"], "--backward: not a number"),
         (["--transfer=inf"], "--transfer: not a number"),
@@ -110,10 +112,21 @@ class TimelineTest(parameterized.TestCase):
         self.assertNotIn("Traceback", result.stderr)
         self.assertEmpty(result.stdout)
 
-    def test_workers_need_a_model(self):
-        result = timeline("--workers")
-        self.assertNotEqual(result.returncode, 0)
-        self.assertIn("--workers needs --model", result.stderr)
+    @pytest.mark.slow
+    def test_tokens_and_hyper_parameters(self):
+        result = timeline(
+            "--model=transformer_lm",
+            "--model_args=num_layers=2,dim=8,ffn_dim=16,num_heads=2,"
+            "vocabulary=5,length=4",
+            "--num_stages=2",
+            "--num_micro_batches=3",
+            "--batch_size=6",
+            "--num_steps=3",
+            "--json",
+        )
+        self.assertEqual(result.returncode, 0, result.stderr)
+        found = json.loads(result.stdout.splitlines()[-1])
+        self.assertEqual(found["peak_micro_batches"], [2, 1])
 
     @pytest.mark.slow
     def test_workers(self):

@@ -258,6 +258,7 @@ class TrainTest(TestCase):
 
     @parameterized.parameters(
         ({"num_stages": 3, "balance": [3, 3]}, "balance"),
+        ({"model": "transformer_lm"}, "Received: num_classes"),
         ({"batch_size": 25}, "24 training images. Received: batch_size=25"),
         ({"num_stages": 1000}, "1000 devices are needed"),
         ({"num_replicas": 2}, "--strategy=mirrored"),
@@ -318,7 +319,7 @@ class DevicesTest(TestCase):
         # Stages, replicas asked for, shape of a replica, replicas.
         (2, None, [1, 1, 1, 2], 4),
         (4, None, [2, 1, 1, 2], 2),
-        (3, None, [3, 1, 1, 1], 2),
+        (8, None, [2, 2, 1, 2], 1),
         (2, 1, [1, 1, 1, 2], 1),
     )
     def test_tpu(self, num_stages, asked, shape, num_replicas):
@@ -353,9 +354,9 @@ class DevicesTest(TestCase):
             mock.patch.object(distribute, "TPUStrategy") as strategy,
         ):
             found = devices.start(num_stages, "tpu", asked)
-            if num_stages == 2:
-                with self.assertRaisesRegex(UserError, "The TPU has 8"):
-                    devices.start(num_stages, "tpu", 5)
+            for asked_too_much in ((2, 5), (3, None), (16, None)):
+                with self.assertRaisesRegex(UserError, "TPU of 8 cores"):
+                    devices.start(asked_too_much[0], "tpu", asked_too_much[1])
         resolver.assert_called_with(tpu="local")
         self.assertIs(found.strategy, strategy.return_value)
         self.assertEqual(found.num_replicas, num_replicas)
