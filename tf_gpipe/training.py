@@ -135,10 +135,10 @@ class PipelinedTraining(_Mixin):
         return super()._make_function(with_axis)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        # Keras takes the mean of a batch over replicas, only to know its
-        # shape, and fails where replicas are on several hosts.
         strategy = self._distribute_strategy
-        if replicas.on_several_hosts(strategy) and iterator is not None:
+        if strategy is not None and iterator is not None:
+            # Keras takes the mean of a batch over replicas, only to know its
+            # shape, and fails where replicas are on several hosts.
             for _, _, steps in iterator:
                 data_batch = keras.tree.map_structure(
                     lambda x: strategy.experimental_local_results(x)[0],
@@ -146,6 +146,11 @@ class PipelinedTraining(_Mixin):
                 )
                 break
             iterator = None
+        if strategy is not None and not self.built:
+            # Keras goes on to build in a scope where no weight gets a value.
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
+            with strategy.scope():
+                self._pipeline_for(x)
         super()._maybe_symbolic_build(iterator, data_batch)
 
     def train_step(self, data):

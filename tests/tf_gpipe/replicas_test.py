@@ -401,8 +401,8 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         for stage in model.stages:
             for variable in stage.variables:
                 self.assertEqual(
-                    [x.device for x in components(variable)],
-                    [f"/device:{d}" for d in short(stage.devices)],
+                    short(x.device for x in components(variable)),
+                    short(stage.devices),
                 )
 
     def test_rebalance(self):
