@@ -227,8 +227,10 @@ class _Planner:
             )
 
         simulation = simulated(transfer)
-        alone = num_micro_batches * (sum(forward) + sum(backward))
         makespan = simulation.makespan
+        # Transfers that take no time need no simulation without them.
+        computing = simulated(0.0).makespan if any(transfer) else makespan
+        alone = num_micro_batches * (sum(forward) + sum(backward))
         return Plan(
             stages=stages,
             devices=schedule.devices,
@@ -238,9 +240,7 @@ class _Planner:
             bubble=simulation.bubble,
             relative_step_time=makespan / alone if alone else 1.0,
             step_seconds=makespan if device_flops else None,
-            transfer_share=1 - simulated(0.0).makespan / makespan
-            if makespan
-            else 0.0,
+            transfer_share=1 - computing / makespan if makespan else 0.0,
         )
 
     def advice(self, found, options):

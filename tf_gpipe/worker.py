@@ -20,7 +20,7 @@ import sys
 
 # A process of one core gets one thread for operations, which sends what a
 # task has made only after the next task.
-if len(os.sched_getaffinity(0)) == 1:
+if sys.platform == "linux" and len(os.sched_getaffinity(0)) == 1:
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
 
 _EVERY_ADDRESS = "0.0.0.0"

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 import tf_gpipe
+from tf_gpipe import placement
 from trainers.command_line import UserError
 
 STRATEGIES = ("none", "mirrored", "multi_worker", "tpu")
@@ -141,18 +142,10 @@ def _mirrored(num_stages, num_replicas):
     if num_replicas is None:
         num_replicas = max(1, num_gpus // num_stages) if num_gpus else 2
     ensure(num_stages * num_replicas)
-    kind = "GPU" if num_gpus else "CPU"
-    names = [x.name for x in tf.config.list_logical_devices(kind)]
-    if len(names) < num_stages * num_replicas:
-        raise UserError(
-            f"{num_replicas} replicas of {num_stages} stages need "
-            f"{num_stages * num_replicas} devices. Visible: {len(names)} "
-            f"({', '.join(names)})"
-        )
-    rows = [
-        names[r * num_stages : (r + 1) * num_stages]
-        for r in range(num_replicas)
-    ]
+    try:
+        rows = placement.assign(None, num_stages, num_replicas)
+    except ValueError as error:
+        raise UserError(error) from error
     strategy = tf.distribute.MirroredStrategy([row[0] for row in rows])
     return Hardware(strategy, rows, num_replicas)
 
@@ -183,16 +176,9 @@ def _multi_worker(num_stages):
         )
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"Cannot use TF_CONFIG: {error}") from error
-    devices = _own_devices()
-    if len(devices) < num_stages:
-        raise UserError(
-            f"{num_stages} stages need {num_stages} devices on each host. "
-            f"Visible: {len(devices)}"
-        )
     return Hardware(
         strategy,
-        [[device.name for device in devices[:num_stages]]],
-        strategy.num_replicas_in_sync,
+        num_replicas=strategy.num_replicas_in_sync,
         is_chief=config.task_type == "chief"
         or ("chief" not in hosts.jobs and config.task_id == 0),
     )
@@ -237,8 +223,3 @@ def _tpu(num_stages, num_replicas, tpu):
         ),
     )
     return Hardware(strategy, num_replicas=num_replicas)
-
-
-def _own_devices():
-    gpus = tf.config.list_logical_devices("GPU")
-    return gpus or tf.config.list_logical_devices("CPU")
