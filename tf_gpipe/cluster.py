@@ -56,13 +56,15 @@ def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
             if not missing:
                 break
             if time.monotonic() > deadline:
+                stages = [str(addresses.index(each)) for each in missing]
                 raise tf.errors.UnavailableError(
                     None,
                     None,
                     f"No worker answers at {', '.join(missing)} within "
-                    f"{timeout:g} seconds. Start one with `python -m "
-                    "tf_gpipe.worker --port=PORT`, and see that its `--bind` "
-                    "address is the one given here.",
+                    f"{timeout:g} seconds. With a device a worker, stage "
+                    f"{', '.join(stages)} would run there. Start one with "
+                    "`python -m tf_gpipe.worker --port=PORT`, and see that "
+                    "its `--bind` address is the one given here.",
                 )
             time.sleep(0.2)
         tf.config.experimental_connect_to_cluster(

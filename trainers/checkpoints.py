@@ -71,12 +71,7 @@ class Checkpoints(keras.callbacks.Callback):
 
     def num_epochs(self):
         """Returns the number of epochs before the last checkpoint, or 0."""
-        return max(self._saved(), default=0)
-
-    def newest(self):
-        """Returns the path of the last checkpoint, or `None`."""
-        num_epochs = self.num_epochs()
-        return self._path(num_epochs) if num_epochs else None
+        return max(_saved(self.directory), default=0)
 
     def on_epoch_end(self, epoch, logs=None):
         if not self.is_chief:
@@ -85,13 +80,21 @@ class Checkpoints(keras.callbacks.Callback):
         partial = self.directory / "partial.weights.h5"
         self.model.save_weights(partial, overwrite=True)
         partial.replace(self._path(num_epochs))
-        for older in self._saved():
+        for older in _saved(self.directory):
             if older != num_epochs:
                 self._path(older).unlink()
 
     def _path(self, num_epochs):
         return self.directory / _NAME.format(num_epochs)
 
-    def _saved(self):
-        matches = (_PATTERN.fullmatch(p.name) for p in self.directory.iterdir())
-        return [int(match[1]) for match in matches if match]
+
+def newest(directory):
+    """Returns the path of the last checkpoint in `directory`, or `None`."""
+    num_epochs = max(_saved(directory), default=0)
+    return directory / _NAME.format(num_epochs) if num_epochs else None
+
+
+def _saved(directory):
+    """Returns the numbers of epochs that there are checkpoints of."""
+    matches = (_PATTERN.fullmatch(p.name) for p in directory.glob("*"))
+    return [int(match[1]) for match in matches if match]

@@ -69,8 +69,8 @@ def start(
         A `Hardware`.
 
     Raises:
-        UserError: If the arguments do not fit one another or the machine, or
-            a worker cannot be reached.
+        UserError: If the arguments do not fit one another or the machine.
+        tf.errors.UnavailableError: If a worker cannot be reached.
     """
     if workers and strategy != "none":
         raise UserError(
@@ -91,8 +91,8 @@ def start(
         if workers:
             try:
                 devices = tf_gpipe.connect(workers, worker_timeout)
-            except (ValueError, tf.errors.UnavailableError) as error:
-                raise UserError(getattr(error, "message", error)) from error
+            except ValueError as error:
+                raise UserError(error) from error
         else:
             ensure(num_stages)
         return Hardware(tf.distribute.get_strategy(), devices)

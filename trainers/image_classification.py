@@ -32,6 +32,7 @@ rematerialisation, but for rounding. They do depend on the number of
 micro-batches, each of which is normalised by itself in training.
 """
 
+import contextlib
 import math
 import pathlib
 import re
@@ -46,6 +47,7 @@ from trainers import command_line
 from trainers import devices
 from trainers import images
 from trainers.checkpoints import Checkpoints
+from trainers.checkpoints import newest
 from trainers.command_line import UserError
 from trainers.loss_log import LossLog
 
@@ -136,6 +138,9 @@ _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Directory to keep results in and to resume from."
 )
 
+# In the working directory.
+_CHECKPOINTS = "checkpoints"
+
 flags.register_validator(
     _LEARNING_RATE,
     lambda value: 0 < value < float("inf"),
@@ -203,9 +208,10 @@ def train_and_evaluate(
             worker process has failed.
     """
     # First of all: TensorFlow's devices are fixed once it has started.
-    hardware = devices.start(
-        num_stages, strategy, num_replicas, workers, worker_timeout, tpu
-    )
+    with _workers_may_fail(workdir):
+        hardware = devices.start(
+            num_stages, strategy, num_replicas, workers, worker_timeout, tpu
+        )
     if batch_size % hardware.num_replicas:
         raise UserError(
             "Each replica must get as many images of a batch. Received: "
@@ -245,7 +251,7 @@ def train_and_evaluate(
             if workdir is not None:
                 workdir = pathlib.Path(workdir)
                 checkpoints = Checkpoints(
-                    workdir / "checkpoints", hardware.is_chief
+                    workdir / _CHECKPOINTS, hardware.is_chief
                 )
                 first_epoch = checkpoints.num_epochs()
             if not hardware.agree(first_epoch):
@@ -277,7 +283,7 @@ def train_and_evaluate(
         )
     if first_epoch:
         print(f"Resuming: {first_epoch} of {num_epochs} epochs are done.")
-    try:
+    with _workers_may_fail(workdir):
         if first_epoch >= num_epochs:
             print("Only testing.")
         else:
@@ -294,14 +300,23 @@ def train_and_evaluate(
         accuracy = network.evaluate(
             data.test_batches(batch_size), verbose=0, return_dict=True
         )["accuracy"]
-    except tf.errors.UnavailableError as error:
-        newest = checkpoints and checkpoints.newest()
-        raise UserError(
-            f"{error.message} The newest checkpoint is "
-            f"{newest or 'none: there is no --workdir, or no epoch is done'}."
-        ) from error
     print(f"test accuracy: {accuracy:.4f} ({len(data.test)} images)")
     return network, accuracy
+
+
+@contextlib.contextmanager
+def _workers_may_fail(workdir):
+    """Adds the newest checkpoint to what is told of a lost worker."""
+    try:
+        yield
+    except tf.errors.UnavailableError as error:
+        found = None
+        if workdir is not None:
+            found = newest(pathlib.Path(workdir) / _CHECKPOINTS)
+        raise UserError(
+            f"{error.message} The newest checkpoint is "
+            f"{found or 'none: there is no --workdir, or no epoch is done'}."
+        ) from error
 
 
 def _optimizer(learning_rate, weight_decay, num_steps):

@@ -117,7 +117,8 @@ class ConnectTest(tf.test.TestCase, parameterized.TestCase):
         address = unused_address()
         with self.assertRaisesRegex(
             tf.errors.UnavailableError,
-            f"No worker answers at {address} within 0.5 seconds.*--port=PORT",
+            f"No worker answers at {address} within 0.5 seconds.* stage 0 "
+            "would run there.*--port=PORT",
         ):
             cluster.connect([address], timeout=0.5)
 

@@ -109,6 +109,15 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
                 f"{workdir}/checkpoints/epoch_00001.weights.h5", message
             )
             self.assertNotIn("Traceback", errors)
+            # It is missing as well when training starts again.
+            process = trainer(workdir, *flags, "--worker_timeout=1")
+            _, errors = process.communicate()
+            self.assertEqual(process.returncode, 1)
+            self.assertRegex(
+                errors,
+                f"No worker answers at {processes[1].address} within 1 seconds."
+                f".* stage 1 would .*{workdir}/checkpoints/epoch_00001",
+            )
             port = int(processes[1].address.rpartition(":")[2])
             processes[1] = workers.Worker(port=port)
             processes[1].wait_until_ready()
