@@ -3,6 +3,7 @@
 from tf_gpipe import callbacks
 from tf_gpipe._version import __version__
 from tf_gpipe.cluster import connect
+from tf_gpipe.functional import PipelinedModel
 from tf_gpipe.planner import Plan
 from tf_gpipe.planner import plan
 from tf_gpipe.schedule import Schedule
@@ -10,6 +11,7 @@ from tf_gpipe.sequential import PipelinedSequential
 
 __all__ = [
     "Plan",
+    "PipelinedModel",
     "PipelinedSequential",
     "Schedule",
     "__version__",

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_gpipe import replicas
 from tf_gpipe import state
 from tf_gpipe.clock import Clock
+from tf_gpipe.exchange import Exchange
 from tf_gpipe.gradients import GradientSum
 from tf_gpipe.gradients import add
 from tf_gpipe.micro_batch import Split
@@ -34,9 +35,9 @@ class MiniBatch:
 
         for task in schedule.order:
             if task is forward:
-                call[k, m] = stages[k](outputs[k - 1, m])
+                call[k, m] = stages[k](what it takes of micro-batch m)
             else:
-                gradients += call[k, m].gradient(gradient of outputs[k, m])
+                gradients += call[k, m].gradient(gradients of what it made)
 
     Walked while `tf.function` traces, the loop emits the operations of a task
     on its stage's device, after those of that device's previous task. Values
@@ -46,7 +47,8 @@ class MiniBatch:
 
     Args:
         pipeline: A `Pipeline`.
-        inputs: Nested structure of the mini-batch's input tensors.
+        inputs: Tuple with the contents of each input of the model: nested
+            structures of the mini-batch's tensors.
         training: Boolean, or `None` for Keras's default.
         jit_compile: Boolean, whether XLA compiles the stages' functions.
         apart: Boolean, whether stages run as functions of their own, which
@@ -63,7 +65,7 @@ class MiniBatch:
     def __init__(
         self,
         pipeline: Pipeline,
-        inputs: Any,
+        inputs: tuple,
         training: bool | None,
         jit_compile: bool = False,
         apart: bool = True,
@@ -75,12 +77,7 @@ class MiniBatch:
         self.pipeline = pipeline
         inputs = replicas.fed(inputs)
         self.split = Split(inputs, pipeline.schedule.num_micro_batches)
-        whole = Activations.of(inputs)
-        with tf.device(pipeline.stages[0].device):
-            self._inputs = [
-                Activations(*(self.split.take(x, m) for x in whole))
-                for m in range(self.split.num_micro_batches)
-            ]
+        self._exchange = Exchange(pipeline, self.split, inputs)
         # Seeds are by number over all replicas, so that all masks differ.
         self._first = replicas.number() * self.split.num_micro_batches
         self._versions = state.StateVersions(
@@ -88,9 +85,9 @@ class MiniBatch:
         )
         self._initial: dict[tuple[int, int], tf.Tensor] = {}
         self._calls: dict[tuple[int, int], StageCall] = {}
-        self._outputs: dict[tuple[int, int], Activations] = {}
         self._losses: dict[tuple[int, int], list[tf.Tensor]] = {}
-        self._upstream: dict[tuple[int, int], list] = {}
+        # By the flat outputs of each micro-batch, from the loss.
+        self._upstream: dict[int, list] = {}
         self._sums: list[GradientSum] = []
         self._direct: frozenset[Task] = frozenset()
         self._loss: Any = None
@@ -147,7 +144,7 @@ class MiniBatch:
             if task.kind == BACKWARD:
                 m = task.micro_batch
                 if task.stage == self._last:
-                    self._upstream[self._last, m] = [x[m] for x in pieces]
+                    self._upstream[m] = [x[m] for x in pieces]
                 self._backward(task, loss_gradients)
 
     def interleave(
@@ -182,7 +179,7 @@ class MiniBatch:
                 if turns and self._loss is None:
                     like = self._outputs_like(m)
                     if like is not None:
-                        self._set_loss(make_loss(like), loss_gradient)
+                        self._set_loss(make_loss, like, loss_gradient)
                 if turns and self._loss is not None and self._apart:
                     losses[m] = self._at_once(task, loss_inputs(m))
                 else:
@@ -191,12 +188,12 @@ class MiniBatch:
             if task.stage == last:
                 if m in losses:
                     continue
-                outputs = self._outputs[last, m]
+                outputs = self._exchange.outputs(m)
                 with self._order.task(task):
                     # Unfinished: the backward task itself follows.
                     if self._loss is None:
-                        self._set_loss(make_loss(outputs), loss_gradient)
-                    losses[m], self._upstream[last, m] = self._loss(
+                        self._set_loss(make_loss, outputs, loss_gradient)
+                    losses[m], self._upstream[m] = self._loss(
                         outputs, *loss_inputs(m)
                     )
             self._backward(task, [loss_gradient] * self._num_losses())
@@ -205,7 +202,7 @@ class MiniBatch:
     def outputs(self) -> Any:
         """Returns the outputs of the mini-batch, with their Keras masks."""
         parts = [
-            self._outputs[self._last, m]
+            self.pipeline.packed(self._exchange.outputs(m))
             for m in range(self.split.num_micro_batches)
         ]
         with tf.device(self.pipeline.stages[-1].device):
@@ -266,13 +263,7 @@ class MiniBatch:
 
     def input_gradients(self) -> list:
         """Returns a gradient or `None` for each flat input tensor."""
-        parts = [
-            self._upstream[-1, m] for m in range(self.split.num_micro_batches)
-        ]
-        return [
-            None if any(x is None for x in xs) else self.split.merge(list(xs))
-            for xs in zip(*parts, strict=True)
-        ]
+        return self._exchange.input_gradients()
 
     def _forward(self, task: Task, tape: bool) -> None:
         k, m = task.stage, task.micro_batch
@@ -297,8 +288,10 @@ class MiniBatch:
             del self._calls[k, m]
         first = sum(len(self._losses[i, m]) for i in range(k))
         function = self._function(k, self._recomputes(k, m))
-        upstream = self._upstream.pop((k, m))
-        with self._order.task(task, upstream) as finish:
+        last = k == self._last
+        arrived = self._upstream.pop(m) if last else self._exchange.back(k, m)
+        with self._order.task(task, arrived) as finish:
+            upstream = arrived if last else self._exchange.total(k, arrived)
             inputs, gradients, times = call.gradient(
                 upstream,
                 [
@@ -308,7 +301,7 @@ class MiniBatch:
                     )
                 ],
             )
-            self._upstream[k - 1, m] = inputs
+            self._exchange.put_gradients(k, m, inputs)
             self._sums[k].add(gradients, function.dense, function.sparse)
             finish((inputs, self._sums[k].tensors), times)
 
@@ -321,7 +314,7 @@ class MiniBatch:
             found, gradients, times, result, losses = function.at_once(
                 inputs, carried, (loss_inputs, self._shares(m))
             )
-            self._upstream[k - 1, m] = found
+            self._exchange.put_gradients(k, m, found)
             self._sums[k].add(gradients, function.dense, function.sparse)
             finish((losses, found, self._sums[k].tensors), times)
         self._order.turned(task)
@@ -340,12 +333,18 @@ class MiniBatch:
         ]
         return gradients, added, losses
 
-    def _set_loss(self, loss: LossFunction, gradient: tf.Tensor) -> None:
+    def _set_loss(
+        self,
+        make_loss: Callable[[Activations], LossFunction],
+        outputs: Activations,
+        gradient: tf.Tensor,
+    ) -> None:
         device = self.pipeline.stages[-1].device
+        loss = make_loss(self.pipeline.packed(outputs))
 
-        def on_device(*args):
+        def on_device(outputs, *args):
             with tf.device(device):
-                return loss(*args)
+                return loss(self.pipeline.packed(outputs), *args)
 
         self._loss_gradient = gradient
         self._loss = on_device
@@ -364,12 +363,12 @@ class MiniBatch:
         self, function: StageFunction, m: int
     ) -> tuple[Activations, list]:
         k = function.stage.index
-        inputs = self._outputs[k - 1, m] if k else self._inputs[m]
+        inputs = self._exchange.inputs(k, m)
         return inputs, [self._read(v, m) for v in function.carried]
 
     def _keep(self, function: StageFunction, result: Result, m: int) -> None:
         k = function.stage.index
-        self._outputs[k, m] = result.outputs
+        self._exchange.put(k, m, result.outputs)
         self._losses[k, m] = result.losses
         self._versions.write(function.updated, result.updates, m)
 
@@ -392,7 +391,7 @@ class MiniBatch:
                 stage,
                 carried=[self.pipeline.seed, *states, *stage.borrowed],
                 remat=remat,
-                stop_inputs=self._stop_inputs and k == 0,
+                stopped=self.pipeline.graph.inputs if self._stop_inputs else (),
                 **self._function_arguments,
             )
         return self._functions[k, remat]
@@ -417,7 +416,7 @@ class MiniBatch:
     def _flat_outputs(self) -> list[list[tf.Tensor]]:
         """Returns, for each flat output tensor, its parts by micro-batch."""
         parts = [
-            keras.tree.flatten(self._outputs[self._last, m].tensors)
+            keras.tree.flatten(self._exchange.outputs(m).tensors)
             for m in range(self.split.num_micro_batches)
         ]
         return [list(xs) for xs in zip(*parts, strict=True)]

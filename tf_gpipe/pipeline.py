@@ -5,7 +5,10 @@ import functools
 
 import keras
 
+from tf_gpipe.graph import Graph
+from tf_gpipe.graph import Value
 from tf_gpipe.schedule import Schedule
+from tf_gpipe.stage import Activations
 from tf_gpipe.stage import Stage
 
 
@@ -16,6 +19,7 @@ class Pipeline:
     No tuple: Keras tracks what is in the tuples that a layer holds.
     """
 
+    graph: Graph
     stages: tuple[Stage, ...]
     schedule: Schedule
     remat: str  # one of `remat.MODES`
@@ -24,6 +28,27 @@ class Pipeline:
     @functools.cached_property
     def _owners(self) -> dict[int, Stage]:
         return {id(v): stage for stage in self.stages for v in stage.owned}
+
+    @functools.cached_property
+    def maker(self) -> dict[Value, tuple[Stage, int]]:
+        """The stage that makes a value, and its place in `Stage.outputs`.
+
+        Not of what the model is given.
+        """
+        makers: dict[Value, tuple[Stage, int]] = {}
+        for stage in self.stages:
+            for i, value in enumerate(stage.outputs):
+                makers.setdefault(value, (stage, i))
+        return makers
+
+    def packed(self, outputs: Activations) -> Activations:
+        """Returns what the last stage makes as the model returns it."""
+        return Activations(
+            *(
+                keras.tree.pack_sequence_as(self.graph.outputs, list(x))
+                for x in outputs
+            )
+        )
 
     def device_of(self, variable: keras.Variable) -> str:
         """Returns the device of a variable, in the current replica."""

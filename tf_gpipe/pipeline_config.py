@@ -15,6 +15,7 @@ from tf_gpipe import placement
 from tf_gpipe import remat
 from tf_gpipe import replicas
 from tf_gpipe import schedule as schedules
+from tf_gpipe.graph import Graph
 from tf_gpipe.partition import costs
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.schedule import Schedule
@@ -91,13 +92,14 @@ class PipelineConfig:
 
     def resolve(
         self,
-        layers: Sequence[keras.Layer],
+        layers: Sequence[keras.Operation],
         strategy: tf.distribute.Strategy | None = None,
     ) -> "ResolvedConfig":
         """Returns what the arguments mean for these layers, here.
 
         Args:
-            layers: List of the layers to be cut into stages.
+            layers: List of the layers to be cut into stages, in the order
+                in which they are called.
             strategy: The `tf.distribute` strategy of the model, or `None`.
 
         Returns:
@@ -146,7 +148,8 @@ class PipelineConfig:
         )
         if num_micro_batches > 1:
             for layer in layers:
-                batch_norm.check(layer)
+                if isinstance(layer, keras.Layer):
+                    batch_norm.check(layer)
         if replicas.on_tpu(strategy):
             cores = [replicas.core(i) for i in range(len(schedule.tasks))]
             rows = [cores] * num_replicas
@@ -171,23 +174,18 @@ class ResolvedConfig:
     remat: str
     devices: list[list[str]]  # of each stage, one a replica
 
-    def layer_counts(
-        self, layers: Sequence[keras.Layer], inputs: Any
-    ) -> list[int]:
-        """Returns the number of layers of each stage.
+    def counts(self, graph: Graph) -> list[int]:
+        """Returns the number of calls of layers in each stage.
 
         Args:
-            layers: List of built layers.
-            inputs: Nested structure of `KerasTensor`s, what the first layer
-                is called on.
+            graph: `Graph` of built layers.
         """
         if isinstance(self.balance, list):
             return self.balance
         return split(
-            costs.of_layers(
-                self.balance, layers, inputs, self.devices[0][0], self.remat
-            ),
+            costs.of_nodes(self.balance, graph, self.devices[0][0], self.remat),
             self.schedule.num_stages,
+            costs.of_cuts(graph),
         )
 
 

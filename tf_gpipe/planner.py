@@ -6,15 +6,22 @@ import math
 import random
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.models.functional import Functional
 
 from tf_gpipe import abstract
 from tf_gpipe import schedule as schedules
 from tf_gpipe import slots
+from tf_gpipe.graph import Graph
+from tf_gpipe.graph import Part
+from tf_gpipe.graph import Value
+from tf_gpipe.graph import chain
+from tf_gpipe.graph import functional
 from tf_gpipe.partition import costs
 from tf_gpipe.partition import layer_graph
 from tf_gpipe.partition.contiguous import split
@@ -29,7 +36,7 @@ Balance = str | Callable | Sequence[int]
 
 
 def plan(
-    layers: Sequence[keras.Layer] | keras.Sequential,
+    layers: Sequence[keras.Layer] | keras.Model,
     input_spec: Any,
     *,
     num_stages: int,
@@ -53,9 +60,11 @@ def plan(
     of them needs at a time.
 
     Args:
-        layers: List of Keras layers, or a `keras.Sequential`.
-        input_spec: Nested structure of `keras.KerasTensor`s, `tf.TensorSpec`s
-            or shapes (of float32), with the size of a mini-batch first.
+        layers: List of Keras layers, a `keras.Sequential`, or a functional
+            `keras.Model`.
+        input_spec: `keras.KerasTensor`, `tf.TensorSpec` or shape (of float32)
+            with the size of a mini-batch first; a nested structure of them
+            for several inputs.
         num_stages: Integer K.
         num_micro_batches: Integer M. Defaults to 4 a device.
         schedule: As for `PipelinedSequential`.
@@ -119,44 +128,43 @@ class _Planner:
     that a thousand of them take no longer than one.
     """
 
-    def __init__(self, layers, input_spec, optimizer, replaced):
-        if isinstance(layers, keras.Sequential):
-            layers = layers.layers
-        layers = [
-            x
-            for x in layers
-            if not isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
-        ]
-        if not layers:
-            raise ValueError("A plan needs layers. Received none.")
-        self.names = [layer.name for layer in layers]
-        self.inputs = _standardize(input_spec)
-        self.rows = keras.tree.flatten(self.inputs)[0].shape[0]
-        self.layers = []
-        self.weights = []
+    def __init__(self, model, input_spec, optimizer, replaced):
+        graph = _graph(model, input_spec)
+        self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
+        self.weights: list[list] = []
         self.replaced = replaced
         optimizer = keras.optimizers.get(optimizer)
-        known: dict[str, tuple[keras.Layer, Any]] = {}
+        known: dict[str, tuple[Any, Any]] = {}
         self.bytes_of: dict[int, int] = {}
         seen: set[int] = set()
-        x = self.inputs
-        for layer in layers:
-            key = layer_graph.key(layer, x)
+        specs = {value: value.spec for value in graph.inputs}
+        copies = []
+        for node in graph.nodes:
+            contents = [specs[value] for value in node.inputs]
+            key = layer_graph.key(node, contents)
             if key not in known:
-                known[key] = self._copy(layer, x, optimizer)
-            copy, x = known[key]
-            self.layers.append(copy)
+                args, kwargs = node.arguments(specs)
+                known[key] = self._copy(node.layer, args, kwargs, optimizer)
+            copy, results = known[key]
+            specs.update(node.contents(results))
+            copies.append(dataclasses.replace(node, layer=copy))
             # A layer that comes again brings no weights of its own.
-            self.weights.append([] if id(layer) in seen else copy.weights)
-            seen.add(id(layer))
-        self.graphs: dict[int, list[layer_graph.LayerGraph]] = {}
+            weights = getattr(copy, "weights", [])
+            self.weights.append([] if id(node.layer) in seen else weights)
+            seen.add(id(node.layer))
+        copied = dataclasses.replace(graph, nodes=copies)
+        self.graph = copied.with_specs(specs)
+        self.names = [node.layer.name for node in graph.nodes]
+        self.traces: dict[int, list[layer_graph.LayerGraph]] = {}
 
-    def _copy(self, layer, inputs, optimizer):
+    def _copy(self, layer, args, kwargs, optimizer):
         """Returns a copy of a layer, built without values, and its outputs."""
+        if not isinstance(layer, keras.Layer):
+            return layer, layer.compute_output_spec(*args, **kwargs)
         config = _replaced(layer.get_config(), *self.replaced)
         copy = type(layer).from_config(config)
         with abstract.no_values():
-            outputs = copy(inputs)
+            outputs = copy(*args, **kwargs)
         abstract.forget(copy.variables)
         weights = copy.trainable_weights
         for weight, own in zip(
@@ -169,14 +177,14 @@ class _Planner:
         return copy, outputs
 
     def traced(self, rows):
-        """Returns the graphs of the layers for micro-batches of `rows`."""
-        if rows not in self.graphs:
+        """Returns what the layers do with micro-batches of `rows`."""
+        if rows not in self.traces:
             inputs = keras.tree.map_structure(
                 lambda x: keras.KerasTensor((rows, *x.shape[1:]), x.dtype),
-                self.inputs,
+                [value.spec for value in self.graph.inputs],
             )
-            self.graphs[rows] = layer_graph.trace(self.layers, inputs)
-        return self.graphs[rows]
+            self.traces[rows] = layer_graph.trace(self.graph, inputs)
+        return self.traces[rows]
 
     def plan(
         self,
@@ -188,33 +196,31 @@ class _Planner:
         remat,
         speeds,
     ):
-        if num_stages > len(self.layers):
+        if num_stages > len(self.graph.nodes):
             raise ValueError(
                 "`num_stages` must be at most the number of layers. Received: "
-                f"num_stages={num_stages}, {len(self.layers)} layers"
+                f"num_stages={num_stages}, {len(self.graph.nodes)} layers"
             )
         if num_micro_batches is None:
             num_micro_batches = 4 * (num_devices or num_stages)
         schedule = schedules.get(
             schedule, num_stages, num_micro_batches, num_devices
         )
-        graphs = self.traced(math.ceil(self.rows / num_micro_batches))
+        traces = self.traced(math.ceil(self.rows / num_micro_batches))
         counts = self._counts(balance, num_stages, remat)
-        stages, first = [], 0
-        for k, count in enumerate(counts):
-            part = slice(first, first + count)
-            stages.append(self._stage(k, part, graphs, schedule, remat))
-            first += count
+        stages = self._stages(counts, traces, schedule, remat)
         # Without a speed, an operation is the unit of time.
         device_flops, bandwidth, latency = speeds
         forward = [stage.flops / (device_flops or 1) for stage in stages]
         backward = [
             stage.backward_flops / (device_flops or 1) for stage in stages
         ]
-        transfer = [
-            latency + stage.boundary_bytes / (bandwidth or math.inf)
-            for stage in stages[:-1]
-        ]
+        # Between two stages, however many tensors.
+        transfer = {
+            (k, int(to)): latency + size / (bandwidth or math.inf)
+            for k, stage in enumerate(stages)
+            for to, size in stage.sends.items()
+        }
 
         def simulated(transfer):
             return simulate(
@@ -229,7 +235,8 @@ class _Planner:
         simulation = simulated(transfer)
         makespan = simulation.makespan
         # Transfers that take no time need no simulation without them.
-        computing = simulated(0.0).makespan if any(transfer) else makespan
+        slow = any(transfer.values())
+        computing = simulated({}).makespan if slow else makespan
         alone = num_micro_batches * (sum(forward) + sum(backward))
         return Plan(
             stages=stages,
@@ -258,7 +265,7 @@ class _Planner:
         if not own_schedule and not isinstance(options["balance"], list):
             changes += [
                 {"num_stages": k, "num_devices": None, "remat": "always"}
-                for k in range(len(found.stages) + 1, len(self.layers) + 1)
+                for k in range(len(found.stages) + 1, len(self.graph.nodes) + 1)
                 if options["schedule"] != "interleaved"
             ]
         for change in changes:
@@ -280,10 +287,10 @@ class _Planner:
 
     def _counts(self, balance, num_stages, remat):
         if isinstance(balance, list):
-            if sum(balance) != len(self.layers):
+            if sum(balance) != len(self.graph.nodes):
                 raise ValueError(
                     f"`balance` must have {num_stages} layer counts that sum "
-                    f"to {len(self.layers)}. Received: balance={balance}"
+                    f"to {len(self.graph.nodes)}. Received: balance={balance}"
                 )
             return balance
         if balance == "time":
@@ -292,38 +299,65 @@ class _Planner:
                 "`PipelinedSequential`. Use 'flops'."
             )
         return split(
-            costs.of_layers(
-                balance, self.layers, self.inputs, "", remat, self.weights
-            ),
+            costs.of_nodes(balance, self.graph, "", remat, self.weights),
             num_stages,
+            costs.of_cuts(self.graph),
         )
 
-    def _stage(self, k, part, graphs, schedule, remat):
-        own = graphs[part]
-        weights = [w for ws in self.weights[part] for w in ws]
-        if part.start:
-            inputs = graphs[part.start - 1].output_bytes
-        else:
-            inputs = own[0].input_bytes
-        return StagePlan(
-            layers=self.names[part],
-            parameters=sum(math.prod(w.shape) for w in weights),
-            parameter_bytes=sum(
-                self.bytes_of.get(id(w), layer_graph.size_in_bytes(w))
-                for w in weights
-            ),
-            activation_bytes=peak_activations(
-                k,
-                schedule,
-                remat,
-                inputs=inputs,
-                stored=_stored(own),
-                passing=_passing(own),
-            ),
-            flops=sum(graph.forward_flops for graph in own),
-            backward_flops=sum(graph.backward_flops for graph in own),
-            boundary_bytes=own[-1].output_bytes,
-        )
+    def _stages(self, counts, traces, schedule, remat):
+        """Returns the `StagePlan`s of a cut."""
+        parts = self.graph.parts(counts)
+        # Of what is given and made for a micro-batch.
+        sizes = {
+            value: layer_graph.size_in_bytes(value.spec)
+            * math.ceil(self.rows / schedule.num_micro_batches)
+            // self.rows
+            for value in self.graph.inputs
+        }
+        for node, trace in zip(self.graph.nodes, traces, strict=True):
+            for value, content in node.contents(trace.outputs):
+                sizes[value] = layer_graph.size_in_bytes(content)
+        stages, first = [], 0
+        for k, part in enumerate(parts):
+            own = slice(first, first + len(part.nodes))
+            first = own.stop
+            weights = [w for ws in self.weights[own] for w in ws]
+            given = [x for x in part.inputs if x in self.graph.inputs]
+            taken = [x for x in part.inputs if x not in self.graph.inputs]
+            stages.append(
+                StagePlan(
+                    layers=self.names[own],
+                    parameters=sum(math.prod(w.shape) for w in weights),
+                    parameter_bytes=sum(
+                        self.bytes_of.get(id(w), layer_graph.size_in_bytes(w))
+                        for w in weights
+                    ),
+                    activation_bytes=peak_activations(
+                        k,
+                        schedule,
+                        remat,
+                        given=sum(sizes[x] for x in given),
+                        inputs=sum(sizes[x] for x in taken),
+                        stored=_stored(part, traces[own], sizes),
+                        passing=max(map(_passing, traces[own])),
+                    ),
+                    flops=sum(x.forward_flops for x in traces[own]),
+                    backward_flops=sum(x.backward_flops for x in traces[own]),
+                    sends={
+                        to: size
+                        for to, other in enumerate(parts)
+                        if to > k
+                        and (
+                            size := sum(
+                                sizes[x]
+                                for x in other.inputs
+                                if x in part.outputs
+                            )
+                        )
+                    },
+                )
+            )
+        return stages
 
 
 def _check_speeds(
@@ -349,24 +383,67 @@ def _check_speeds(
         )
 
 
-def _stored(graphs: Sequence[layer_graph.LayerGraph]) -> int:
+def _stored(
+    part: Part,
+    traces: Sequence[layer_graph.LayerGraph],
+    sizes: Mapping[Value, int],
+) -> int:
     """Returns what a stage keeps of a micro-batch beside its inputs."""
-    total = 0
-    for i, graph in enumerate(graphs):
-        follows = i + 1 < len(graphs) and graphs[i + 1].keeps_inputs
-        total += graph.stored_bytes
-        if graph.keeps_outputs or follows:
-            total += graph.output_bytes
-    return total
+    kept: set[Value] = set()
+    for node, trace in zip(part.nodes, traces, strict=True):
+        pairs = zip(node.inputs, trace.kept_inputs, strict=True)
+        kept.update(value for value, keeps in pairs if keeps)
+        if trace.keeps_outputs:
+            kept.update(node.made)
+    own = kept.difference(part.inputs)
+    return sum(x.stored_bytes for x in traces) + sum(sizes[x] for x in own)
 
 
-def _passing(graphs: Sequence[layer_graph.LayerGraph]) -> int:
+def _passing(trace: layer_graph.LayerGraph) -> int:
     """Returns what there is while a layer goes backward.
 
     The gradient that arrives, and those that it makes, of about the size of
     its largest tensor.
     """
-    return max(2 * graph.largest_bytes + graph.output_bytes for graph in graphs)
+    return 2 * trace.largest_bytes + trace.output_bytes
+
+
+def _graph(model: Any, input_spec: Any) -> Graph:
+    """Returns the graph of what `plan` is given, with the input spec."""
+    if isinstance(model, Functional):
+        graph = functional(model)
+        flat = keras.tree.flatten(_standardize(input_spec))
+        expected = [value.spec for value in graph.inputs]
+        if len(flat) != len(expected) or any(
+            len(x.shape) != len(y.shape)
+            for x, y in zip(flat, expected, strict=False)
+        ):
+            raise ValueError(
+                "`input_spec` must be like the inputs of the model, "
+                f"{model.input}. Received: input_spec={input_spec}"
+            )
+        specs = {
+            value: keras.KerasTensor(x.shape, value.spec.dtype)
+            for value, x in zip(graph.inputs, flat, strict=True)
+        }
+        return graph.with_specs(specs)
+    if isinstance(model, keras.Model) and not isinstance(
+        model, keras.Sequential
+    ):
+        raise TypeError(
+            "A plan is made from layers, or from a functional or sequential "
+            f"model. Received: model={model.name!r} (of type "
+            f"{type(model).__name__}), whose layers only its `call` knows."
+        )
+    layers = model.layers if isinstance(model, keras.Sequential) else model
+    layers = [
+        x
+        for x in layers
+        if not isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
+    ]
+    if not layers:
+        raise ValueError("A plan needs layers. Received none.")
+    return chain(layers, _standardize(input_spec))
 
 
 @contextlib.contextmanager
@@ -403,18 +480,21 @@ def _replaced(config: Any, old: Any, new: Any) -> Any:
 
 def _standardize(spec: Any) -> Any:
     """Returns an input spec as `KerasTensor`s with a batch size."""
-    if isinstance(spec, tf.TensorShape):
-        spec = spec.as_list()
-    if isinstance(spec, (tuple, list)) and all(
-        n is None or isinstance(n, int) for n in spec
-    ):
-        spec = keras.KerasTensor(tuple(spec), "float32")
-    spec = keras.tree.map_structure(
-        lambda x: keras.KerasTensor(
+
+    def standardize(x):
+        if isinstance(x, tf.TensorShape):
+            x = x.as_list()
+        if isinstance(x, dict):
+            return {key: standardize(part) for key, part in x.items()}
+        if isinstance(x, (tuple, list)):
+            if not all(n is None or isinstance(n, int) for n in x):
+                return type(x)(map(standardize, x))
+            return keras.KerasTensor(tuple(x), "float32")
+        return keras.KerasTensor(
             tuple(x.shape), keras.backend.standardize_dtype(x.dtype)
-        ),
-        spec,
-    )
+        )
+
+    spec = standardize(spec)
     for x in keras.tree.flatten(spec):
         if not x.shape or None in x.shape:
             raise ValueError(

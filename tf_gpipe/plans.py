@@ -25,8 +25,9 @@ class StagePlan:
         flops: Integer, floating-point operations of a micro-batch's forward
             pass.
         backward_flops: Integer, those of its backward pass.
-        boundary_bytes: Integer, what it sends to the next stage for a
-            micro-batch.
+        sends: Dictionary from later stages to the bytes that it sends to
+            each for a micro-batch. A stage that is not the next one gets a
+            skip connection, straight from here.
     """
 
     layers: list[str]
@@ -35,7 +36,12 @@ class StagePlan:
     activation_bytes: int
     flops: int
     backward_flops: int
-    boundary_bytes: int
+    sends: dict[int, int]
+
+    @property
+    def boundary_bytes(self) -> int:
+        """What it sends to other stages for a micro-batch."""
+        return sum(self.sends.values())
 
     @property
     def bytes(self) -> int:
@@ -104,7 +110,13 @@ class Plan:
             "step_seconds": self.step_seconds,
             "transfer_share": self.transfer_share,
             "advice": self.advice,
-            "stages": [dataclasses.asdict(stage) for stage in self.stages],
+            "stages": [
+                {
+                    **dataclasses.asdict(stage),
+                    "boundary_bytes": stage.boundary_bytes,
+                }
+                for stage in self.stages
+            ],
         }
 
     def __str__(self) -> str:
@@ -138,6 +150,14 @@ class Plan:
             f"bubble {self.bubble:.1%}, step time "
             f"{self.relative_step_time:.3f} of one device's",
         ]
+        skips = [
+            f"{k} to {to} ({_text(size)})"
+            for k, stage in enumerate(self.stages)
+            for to, size in stage.sends.items()
+            if to != k + 1
+        ]
+        if skips:
+            lines.append(f"skips from stage {', '.join(skips)} a micro-batch")
         if self.step_seconds is not None:
             lines.append(
                 f"a step takes {self.step_seconds:.3g} s, of which transfers "

@@ -1,7 +1,5 @@
 """`PipelinedSequential`, a `keras.Sequential` trained as a pipeline."""
 
-import contextlib
-import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -10,23 +8,15 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import abstract
-from tf_gpipe import placement
-from tf_gpipe import replicas
-from tf_gpipe import slots
-from tf_gpipe import state
-from tf_gpipe.micro_batch import not_dense
-from tf_gpipe.pipeline import Pipeline
+from tf_gpipe.graph import chain
 from tf_gpipe.pipeline_config import PipelineConfig
-from tf_gpipe.pipeline_config import ResolvedConfig
+from tf_gpipe.pipelined import Pipelined
 from tf_gpipe.schedule import Schedule
-from tf_gpipe.stage import Stage
 from tf_gpipe.stage import name_layer
-from tf_gpipe.summary import stage_table
-from tf_gpipe.training import PipelinedTraining
 
 
 @keras.saving.register_keras_serializable(package="tf_gpipe")
-class PipelinedSequential(PipelinedTraining, keras.Sequential):
+class PipelinedSequential(Pipelined, keras.Sequential):
     """A linear stack of layers, trained as a pipeline over several devices.
 
     GPipe (Huang et al., 2019, arXiv:1811.06965) for Keras: the layers are cut
@@ -122,7 +112,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             remat=remat,
             devices=devices,
         )
-        self._pipeline: Pipeline | None = None
+        self._pipeline = None
         if layers is None:
             return
         if isinstance(layers, keras.Sequential):
@@ -138,15 +128,6 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
         self._resolve()
         self._maybe_rebuild()
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The stages: each has `index`, `device`, `layers`, `count_params()`.
-
-        Raises:
-            ValueError: If the model has not been built.
-        """
-        return self._built_pipeline().stages
-
     def add(self, layer, rebuild=True):
         self._pipeline = None
         super().add(layer, rebuild=rebuild)
@@ -154,13 +135,6 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
     def pop(self, rebuild=True):
         self._pipeline = None
         return super().pop(rebuild=rebuild)
-
-    def __call__(self, inputs, *args, **kwargs):
-        # Before Keras builds the layers for the shape of a ragged tensor.
-        for x in keras.tree.flatten(inputs):
-            if isinstance(x, tf.RaggedTensor):
-                raise not_dense(x)
-        return super().__call__(inputs, *args, **kwargs)
 
     def build(self, input_shape=None):
         if self.layers:
@@ -176,48 +150,8 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
                     self._name_layer(e, first.output)
                 raise
         if self._functional is not None:
-            self._place(self._functional.input)
-
-    def rebalance(self, balance: Any = "time") -> None:
-        """Cuts a built model into stages anew.
-
-        Weights and optimizer state move to the devices of their new stages,
-        with the values that they have. Functions that `fit`, `evaluate` and
-        `predict` have traced are traced again; a `tf.function` of your own
-        that calls the model must be made again.
-
-        Args:
-            balance: As the argument of the class.
-
-        Raises:
-            ValueError: If `balance` is not valid, or the model has not been
-                built.
-        """
-        pipeline = self._built_pipeline()
-        num_stages = pipeline.schedule.num_stages
-        config = dataclasses.replace(
-            self._config, balance=balance, num_stages=num_stages
-        )
-        self._resolve(config)
-        previous, self._config = self._config, config
-        try:
-            self._place(self._inputs)
-        except Exception:
-            self._config = previous
-            raise
-        optimizer = getattr(self, "optimizer", None)
-        if optimizer is not None and optimizer.built:
-            # Of those too that have been frozen since it was built.
-            weights = optimizer._trainable_variables
-            for weight, own in zip(
-                weights, slots.of_optimizer(optimizer, weights), strict=True
-            ):
-                for slot in own:
-                    placement.place(slot, replicas.devices_of(weight.value))
-            slots.find_again(optimizer)
-        self.train_function = None
-        self.test_function = None
-        self.predict_function = None
+            graph = chain(self.layers, self._functional.input)
+            self._place(graph.with_inferred_specs())
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
         if self._pipeline is None:
@@ -226,59 +160,9 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             inputs, training=training, mask=mask, **kwargs
         )
 
-    def summary(
-        self,
-        line_length=None,
-        positions=None,
-        print_fn=None,
-        expand_nested=False,
-        show_trainable=False,
-        layer_range=None,
-    ):
-        """Prints Keras's summary, then a table of the stages."""
-        super().summary(
-            line_length=line_length,
-            positions=positions,
-            print_fn=print_fn,
-            expand_nested=expand_nested,
-            show_trainable=show_trainable,
-            layer_range=layer_range,
-        )
-        if self._pipeline is not None:
-            (print_fn or print)(stage_table(self._pipeline, line_length))
-
-    def load_weights(self, filepath, skip_mismatch=False, **kwargs):
-        # Keras drops the file's optimizer state, with a warning, if the
-        # optimizer does not have its variables yet.
-        optimizer = getattr(self, "optimizer", None)
-        if optimizer is not None and self.built and not optimizer.built:
-            optimizer.build(self.trainable_variables)
-        super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
-
-    def stateless_call(self, *args, **kwargs):
-        raise NotImplementedError(
-            "A pipeline reads its weights on their devices, so they cannot be "
-            "passed to it. Call the model itself, under a `tf.GradientTape` "
-            "for gradients."
-        )
-
-    def get_config(self):
-        config = super().get_config()
-        config.update(self._config.to_dict())
-        if callable(config["balance"]):
-            # A function need not be there when the model is loaded.
-            config["balance"] = (
-                [len(stage.layers) for stage in self._pipeline.stages]
-                if self._pipeline is not None
-                else "parameters"
-            )
-        return config
-
     @classmethod
     def from_config(cls, config, custom_objects=None):
-        config = dict(config)
-        if isinstance(config["schedule"], dict):
-            config["schedule"] = Schedule(**config["schedule"])
+        config = cls._revived(config)
         build_input_shape = config.pop("build_input_shape", None)
         config["layers"] = [
             keras.saving.deserialize_keras_object(
@@ -302,28 +186,8 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             return
         super()._maybe_rebuild()
 
-    def _place(self, inputs: Any) -> None:
-        """Forms the stages and puts the weights on their devices."""
-        layers = self.layers
-        self._inputs = inputs
-        config = self._resolve()
-        counts = config.layer_counts(layers, inputs)
-        stages: list[Stage] = []
-        for k, devices in enumerate(config.devices):
-            first = sum(counts[:k])
-            stages.append(
-                Stage(k, devices, layers[first : first + counts[k]], stages)
-            )
-            with self._strategy_scope():
-                for variable in stages[k].owned:
-                    placement.place(variable, devices)
-        abstract.forget(v for stage in stages for v in stage.variables)
-        self._pipeline = Pipeline(
-            tuple(stages),
-            config.schedule,
-            config.remat,
-            state.global_seed(),
-        )
+    def _calls(self):
+        return self.layers
 
     def _build_for(self, inputs: Any) -> None:
         """Builds the layers for inputs of any nested structure."""
@@ -349,7 +213,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
                 except Exception as e:
                     self._name_layer(e, x)
                     raise
-            self._place(x)
+            self._place(chain(self.layers, x).with_inferred_specs())
         self.built = True
 
     def _name_layer(self, error: Exception, x: Any) -> None:
@@ -373,28 +237,7 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
                 name_layer(error, layer, stage, inputs)
                 return
 
-    def _resolve(self, config: PipelineConfig | None = None) -> ResolvedConfig:
-        return (config or self._config).resolve(
-            self.layers, self._distribute_strategy
-        )
-
-    def _strategy_scope(self) -> contextlib.AbstractContextManager:
-        """Returns the scope of the strategy that the model was made under."""
-        if self._distribute_strategy is None or tf.distribute.has_strategy():
-            return contextlib.nullcontext()
-        return self._distribute_strategy.scope()
-
-    def _built_pipeline(self) -> Pipeline:
-        if self._pipeline is None:
-            self._resolve()
-            raise ValueError(
-                f"Model '{self.name}' has no stages yet, because it has not "
-                "been built. Give it an `Input` as its first layer, call "
-                "`model.build(input_shape)`, or call it on data."
-            )
-        return self._pipeline
-
-    def _pipeline_for(self, x: Any) -> tuple[Pipeline, Any]:
+    def _pipeline_for(self, x: Any) -> tuple:
         x = keras.tree.map_structure(
             lambda t: t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t),
             x,
@@ -406,4 +249,4 @@ class PipelinedSequential(PipelinedTraining, keras.Sequential):
             x = self._functional._standardize_inputs(x)[0]
             if mask is not None:
                 x._keras_mask = mask
-        return self._built_pipeline(), x
+        return self._built_pipeline(), (x,)

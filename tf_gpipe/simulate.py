@@ -6,6 +6,7 @@ This module imports no TensorFlow.
 import collections
 import dataclasses
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ def simulate(
     forward: Costs = 1.0,
     backward: Costs = 2.0,
     recompute: Costs = 0.0,
-    transfer: Costs = 0.0,
+    transfer: Costs | Mapping[tuple[int, int], float] = 0.0,
     remat: str = "always",
 ) -> Simulation:
     """Returns when each task of a schedule runs, given what it costs.
@@ -76,8 +77,9 @@ def simulate(
         recompute: As `forward`, of the recomputation before a backward pass;
             none is before one that is in `Schedule.direct`.
         transfer: Time from a stage to the next one, and back; one for all, or
-            a list with one for each of the K - 1 boundaries. None is spent
-            between stages of the same device.
+            a list with one for each of the K - 1 boundaries; or a dictionary
+            from pairs of stages, `(earlier, later)`, where some skip others.
+            None is spent between stages of the same device.
         remat: Which micro-batches are recomputed: `"always"`,
             `"except_last"` or `"never"`.
 
@@ -99,7 +101,7 @@ def simulate(
     forwards = _costs("forward", forward, num_stages)
     backwards = _costs("backward", backward, num_stages)
     recomputations = _costs("recompute", recompute, num_stages)
-    transfers = _costs("transfer", transfer, num_stages - 1)
+    transfers = _transfers(transfer, num_stages)
     device_of = schedule.devices
     free = [0.0] * len(schedule.tasks)
     busy = [0.0] * len(schedule.tasks)
@@ -109,10 +111,14 @@ def simulate(
         device = device_of[task.stage]
         start = free[device]
         for other in schedule.needs(task):
-            arrived = ends[other]
-            if device_of[other.stage] != device:
-                arrived += transfers[min(task.stage, other.stage)]
-            start = max(start, arrived)
+            start = max(start, ends[other])
+        for (first, last), seconds in transfers.items():
+            here, there = last, first
+            if task.kind == BACKWARD:
+                here, there = first, last
+            if here == task.stage and device_of[there] != device:
+                arrived = ends[task._replace(stage=there)] + seconds
+                start = max(start, arrived)
         end = start
         if task.kind == BACKWARD and schedule.recomputes(task, remat):
             end += recomputations[task.stage]
@@ -155,6 +161,23 @@ def peaks(tasks: Iterable[Task]) -> list[int]:
             kept[task.stage] += 1 if task.kind == FORWARD else -1
         most[task.stage] = max(most[task.stage], kept[task.stage])
     return [most[stage] for stage in range(1 + max(most))]
+
+
+def _transfers(
+    value: Costs | Mapping[tuple[int, int], float], num_stages: int
+) -> dict[tuple[int, int], float]:
+    """Returns the time between each two stages."""
+    if not isinstance(value, Mapping):
+        times = _costs("transfer", value, num_stages - 1)
+        return {(k, k + 1): seconds for k, seconds in enumerate(times)}
+    for first, last in value:
+        if not 0 <= first < last < num_stages:
+            raise ValueError(
+                "`transfer` must be from an earlier to a later one of "
+                f"{num_stages} stages. Received: {first} to {last}"
+            )
+    times = _costs("transfer", list(value.values()), len(value))
+    return dict(zip(value, times, strict=True))
 
 
 def _costs(name: str, value: Costs, count: int) -> list[float]:

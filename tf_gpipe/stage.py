@@ -1,5 +1,7 @@
-"""A stage: consecutive layers on one device a replica."""
+"""A stage: consecutive calls of layers on one device a replica."""
 
+import functools
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -8,30 +10,46 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import replicas
+from tf_gpipe.graph import Part
+from tf_gpipe.graph import Value
 
 
 class Stage:
-    """Consecutive layers that one device of each replica runs.
+    """Consecutive calls of layers that one device of each replica runs.
 
     Attributes:
         index: Integer, the stage's place in the pipeline.
         devices: List of TensorFlow devices, one a replica.
         device: String, that of the current replica; of the first one outside
             of replicas.
-        layers: Tuple of the Keras layers.
+        layers: Tuple of the Keras layers, each once.
+        nodes: List of the calls of layers, `Node`s of the model's `Graph`.
+        inputs: List of the `Value`s that it takes.
+        outputs: List of the `Value`s that it makes for other stages; of the
+            last stage, those that the model returns.
     """
 
     def __init__(
         self,
         index: int,
         devices: Sequence[str],
-        layers: Sequence[keras.Layer],
+        part: Part,
         earlier: Sequence["Stage"],
     ):
         self.index = index
         self.devices = list(devices)
-        self.layers = tuple(layers)
-        self.variables = _unique(v for x in layers for v in x.variables)
+        self.nodes = part.nodes
+        self.inputs = part.inputs
+        self.outputs = part.outputs
+        # Without operations that are no layers, such as additions.
+        self.layers: tuple[keras.Layer, ...] = tuple(
+            {
+                id(node.layer): node.layer
+                for node in part.nodes
+                if isinstance(node.layer, keras.Layer)
+            }.values()
+        )
+        self.variables = _unique(v for x in self.layers for v in x.variables)
         elsewhere = {id(v) for stage in earlier for v in stage.variables}
         # Variables of layers that an earlier stage uses too live there. Their
         # values come in as tensors, sent once a step.
@@ -55,12 +73,12 @@ class Stage:
         return [v for v in variables if id(v) in ids]
 
     def __repr__(self) -> str:
-        names = ", ".join(layer.name for layer in self.layers)
+        names = ", ".join(node.layer.name for node in self.nodes)
         return f"<Stage {self.index} on {', '.join(self.devices)}: {names}>"
 
 
 class Activations(NamedTuple):
-    """What travels from a stage to the next one."""
+    """What travels from a stage to another one."""
 
     tensors: Any  # nested structure
     masks: Any  # the Keras masks of `tensors`: same structure, None or tensor
@@ -86,29 +104,53 @@ class Activations(NamedTuple):
         return keras.tree.map_structure(attach, self.tensors, self.masks)
 
 
-def call_layer(
-    layer: keras.Layer, x: Any, training: bool | None, stage: Stage
-) -> Any:
-    """Calls a layer as `keras.Sequential` does, and names it on failure."""
-    try:
-        if layer._call_has_training_arg:
-            return layer(x, training=training)
-        return layer(x)
-    except Exception as e:
-        name_layer(e, layer, f"stage {stage.index} on {stage.device}", x)
-        raise
-
-
-def name_layer(
-    error: Exception, layer: keras.Layer, stage: str, inputs: Any
+def run_stage(
+    stage: Stage,
+    values: dict[Value, Any],
+    training: bool | None,
+    after: Callable[[], None] = lambda: None,
 ) -> None:
+    """Calls the layers of a stage, and names one that fails.
+
+    Args:
+        stage: The `Stage`.
+        values: Dictionary with the contents of the stage's inputs, to which
+            what the layers make is added.
+        training: Boolean, or `None` for Keras's default.
+        after: Function to call after each layer.
+    """
+    for node in stage.nodes:
+        try:
+            node.run(values, functools.partial(in_mode, training=training))
+        except Exception as e:
+            where = f"stage {stage.index} on {stage.device}"
+            name_layer(e, node.layer, where, *node.arguments(values)[0])
+            raise
+        after()
+
+
+def in_mode(layer: Any, training: bool | None) -> Callable:
+    """Returns a layer as Keras calls it in training mode, or in inference."""
+
+    def call(*args, **kwargs):
+        # Also what a functional model has noted as the layer's default. And
+        # layers that do not take it pass it on to those within them.
+        if training is not None and "training" in layer._call_context_args:
+            kwargs["training"] = training
+        return layer(*args, **kwargs)
+
+    return call if isinstance(layer, keras.Layer) else layer
+
+
+def name_layer(error: Exception, layer: Any, stage: str, *inputs: Any) -> None:
     """Adds to an error of a layer which one it is, and where."""
     shapes = keras.tree.map_structure(
         lambda t: tuple(getattr(t, "shape", ())), inputs
     )
+    text = ", ".join(map(str, shapes))
     error.add_note(
         f"Raised by layer '{layer.name}' (of type {type(layer).__name__}) in "
-        f"{stage}, called on inputs of shape {shapes}."
+        f"{stage}, called on inputs of shape {text}."
     )
 
 

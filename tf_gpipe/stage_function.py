@@ -1,6 +1,7 @@
 """The layers of a stage as a pure function, forward and backward."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
@@ -10,9 +11,10 @@ import tensorflow as tf
 from tf_gpipe.clock import Clock
 from tf_gpipe.function_call import FunctionCall
 from tf_gpipe.gradients import Gradients
+from tf_gpipe.graph import Value
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import Stage
-from tf_gpipe.stage import call_layer
+from tf_gpipe.stage import run_stage
 
 
 class Result(NamedTuple):
@@ -53,7 +55,7 @@ class StageFunction:
             traced once for all micro-batches and called for each, so that
             the graph stays small.
         jit_compile: Boolean, whether XLA compiles these functions.
-        stop_inputs: Boolean, whether the inputs need no gradient.
+        stopped: List of those of the stage's inputs that need no gradient.
         repeatable: Boolean, whether a call's gradient may be asked for more
             than once.
         clock: `Clock` that takes times within functions, or `None`.
@@ -76,7 +78,7 @@ class StageFunction:
         remat: bool,
         apart: bool,
         jit_compile: bool,
-        stop_inputs: bool,
+        stopped: Sequence[Value],
         repeatable: bool,
         clock: Clock | None,
         turn: Callable[[Result, Any], tuple[list, list, Any]],
@@ -87,7 +89,7 @@ class StageFunction:
         self.dense: list[keras.Variable] = []
         self.sparse: list[keras.Variable] = []
         self._training = training
-        self._stop_inputs = stop_inputs
+        self._stopped = [value in stopped for value in stage.inputs]
         self._repeatable = repeatable
         self._turn = turn
         # XLA knows no clock.
@@ -188,10 +190,16 @@ class StageFunction:
     ) -> StageCall:
         """Runs the stage under a tape, which is the store of activations."""
         flat = keras.tree.flatten(inputs.tensors)
+        # Whether each flat tensor needs none.
+        stopped = [
+            stop
+            for content, stop in zip(inputs.tensors, self._stopped, strict=True)
+            for _ in keras.tree.flatten(content)
+        ]
         by_input = [
             i
             for i, x in enumerate(flat)
-            if x.dtype.is_floating and not self._stop_inputs
+            if x.dtype.is_floating and not stopped[i]
         ]
         variables = [self.carried[i] for i in self._borrowed] + self._weights
         sources = [flat[i] for i in by_input]
@@ -277,9 +285,12 @@ class StageFunction:
         return Gradients([x for _, x in dense], [x for _, x in sparse])
 
     def _apply(self, inputs: Activations, carried: list) -> Result:
-        x = inputs.unpack()
-        if self._stop_inputs:
-            x = keras.tree.map_structure(tf.stop_gradient, x)
+        values = {
+            value: keras.tree.map_structure(tf.stop_gradient, x) if stop else x
+            for value, x, stop in zip(
+                self.stage.inputs, inputs.unpack(), self._stopped, strict=True
+            )
+        }
         mapping = [
             (v, value if i in self._borrowed else tf.stop_gradient(value))
             for i, (v, value) in enumerate(
@@ -287,24 +298,27 @@ class StageFunction:
             )
         ]
         mapping += [(v, tf.stop_gradient(v.value)) for v in self._frozen]
-        losses = []
+        losses: list[tf.Tensor] = []
+
+        def take_losses():
+            # Layer by layer: a layer that is called again clears what it has
+            # added to the scope before.
+            losses.extend(scope.losses)
+            scope.losses.clear()
+
         with (
             tf.device(self.stage.device),
             tf.name_scope(f"stage_{self.stage.index}"),
             _Recorder(mapping) as scope,
         ):
-            for layer in self.stage.layers:
-                x = call_layer(layer, x, self._training, self.stage)
-                # Taken layer by layer: a layer that is called again clears
-                # what it has added to the scope before.
-                losses += scope.losses
-                scope.losses.clear()
+            run_stage(self.stage, values, self._training, take_losses)
             self.updated = list(scope.updated.values())
             updates = [
                 tf.stop_gradient(scope.get_current_value(v))
                 for v in self.updated
             ]
-            return Result(Activations.of(x), losses, updates)
+            outputs = tuple(values[value] for value in self.stage.outputs)
+            return Result(Activations.of(outputs), losses, updates)
 
     def _rematerialized(self, inputs: Activations, carried: list) -> Result:
         """As `_apply`, whose gradient runs it once more for activations.

@@ -13,6 +13,7 @@ def peak_activations(
     schedule: Schedule,
     remat: str,
     *,
+    given: int,
     inputs: int,
     stored: int,
     passing: int,
@@ -30,17 +31,15 @@ def peak_activations(
         stage: Integer.
         schedule: The `Schedule`.
         remat: The remat mode.
-        inputs: Integer, the bytes of the stage's inputs for a micro-batch.
-            The first stage holds those of the whole mini-batch throughout.
+        given: Integer, the bytes of a micro-batch that the stage gets from
+            the model's inputs. It holds all micro-batches' throughout.
+        inputs: Integer, the bytes of a micro-batch that it gets from other
+            stages.
         stored: Integer, the bytes that the backward pass of a micro-batch
             needs beside them.
         passing: Integer, the bytes that it needs at a time.
     """
-    held = 0
-    if stage == 0:
-        held = schedule.num_micro_batches * inputs
-        inputs = 0
-    most = held
+    held = most = schedule.num_micro_batches * given
     for task in schedule.order:
         if task.stage != stage:
             continue

@@ -16,7 +16,7 @@ from tf_gpipe.engine import MiniBatch
 from tf_gpipe.gradients import add
 from tf_gpipe.loss import MicroBatchLoss
 from tf_gpipe.stage import Activations
-from tf_gpipe.stage import call_layer
+from tf_gpipe.stage import run_stage
 
 # A `keras.Model` supplies the rest, of which no types are known.
 _Mixin: Any = object
@@ -26,7 +26,7 @@ class PipelinedTraining(_Mixin):
     """What a Keras model needs to train through a pipeline.
 
     Mixed into a `keras.Model` that provides `_pipeline_for(x)`, which returns
-    its `Pipeline` and `x` as the first stage takes it.
+    its `Pipeline` and, for `x`, the contents of each input of its graph.
     """
 
     @property
@@ -364,11 +364,11 @@ class PipelinedTraining(_Mixin):
                 gradients.append(add(accumulated.get(id(variable)), direct))
         return gradients
 
-    def _loss_by_micro_batch(self, pipeline, x, y, sample_weight):
+    def _loss_by_micro_batch(self, pipeline, inputs, y, sample_weight):
         """Loss and gradient of each micro-batch in its backward task."""
         run = self._mini_batch(
             pipeline,
-            x,
+            inputs,
             training=True,
             stop_inputs=True,
             timed=self._record_times is not None,
@@ -383,7 +383,7 @@ class PipelinedTraining(_Mixin):
             return MicroBatchLoss(
                 self._compile_loss,
                 y,
-                self._like_outputs(x, outputs, split),
+                self._like_outputs(pipeline, inputs, outputs, split),
                 sample_weight,
                 scale,
             ).differentiate
@@ -413,7 +413,7 @@ class PipelinedTraining(_Mixin):
         run.commit_state()
         return loss, self._gradients(run, by_variable), run.outputs()
 
-    def _like_outputs(self, x, outputs, split):
+    def _like_outputs(self, pipeline, inputs, outputs, split):
         """Returns zeros like the outputs of the mini-batch, with its masks."""
         whole = keras.tree.map_structure(
             split.zeros_like_whole, outputs.tensors
@@ -422,11 +422,12 @@ class PipelinedTraining(_Mixin):
             return whole
         # Masks come from inputs as a rule. Then all else that is emitted here
         # has no use, and TensorFlow drops it from the graph.
+        values = dict(zip(pipeline.graph.inputs, inputs, strict=True))
         with keras.StatelessScope():
-            for stage in self.stages:
-                for layer in stage.layers:
-                    x = call_layer(layer, x, True, stage)
-        return Activations(whole, Activations.of(x).masks).unpack()
+            for stage in pipeline.stages:
+                run_stage(stage, values, training=True)
+        made = keras.tree.map_structure(values.get, pipeline.graph.outputs)
+        return Activations(whole, Activations.of(made).masks).unpack()
 
     def _update_loss_metrics(self, values, rows):
         """Updates the metrics that Keras keeps of each of several losses."""

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tf_gpipe.graph import chain
 from tf_gpipe.partition import layer_graph
 
 LAYERS = keras.layers
@@ -21,9 +22,13 @@ def build(make, shape):
     return layer
 
 
+def given(layers, spec):
+    return chain(layers, spec), [spec]
+
+
 def trace(make, shape, dtype="float32"):
     (graph,) = layer_graph.trace(
-        [build(make, shape)], keras.KerasTensor(shape, dtype)
+        *given([build(make, shape)], keras.KerasTensor(shape, dtype))
     )
     return graph
 
@@ -289,7 +294,7 @@ class StoredTest(CountsTestCase):
     )
     def test_keeps_only(self, make, shape, kept):
         graph = trace(make, shape)
-        self.assertEqual(graph.keeps_inputs, "inputs" in kept)
+        self.assertEqual(graph.kept_inputs, ("inputs" in kept,))
         self.assertEqual(graph.keeps_outputs, "outputs" in kept)
         self.assertEqual(graph.stored_bytes, 0)
 
@@ -298,7 +303,7 @@ class StoredTest(CountsTestCase):
         # The outputs of the norm and of both layers after it, and the norm's
         # scale; a mean, its negative and a reciprocal root a row.
         self.assert_count(graph.stored_bytes, 4 * 20 * (4 * 16 + 3))
-        self.assertTrue(graph.keeps_inputs)
+        self.assertEqual(graph.kept_inputs, (True,))
         self.assertFalse(graph.keeps_outputs)
 
     def test_every_step_of_a_loop(self):
@@ -325,7 +330,7 @@ class TraceTest(parameterized.TestCase, tf.test.TestCase):
                 layer.build(shape)
                 shape = layer.compute_output_shape(shape)
         graphs = layer_graph.trace(
-            layers, keras.KerasTensor((4, 6, 6, 3), "float32")
+            *given(layers, keras.KerasTensor((4, 6, 6, 3), "float32"))
         )
         self.assertEqual(
             [graph.outputs.shape for graph in graphs],
@@ -343,7 +348,7 @@ class TraceTest(parameterized.TestCase, tf.test.TestCase):
     def test_allocates_nothing(self, make):
         shape = (2, 10, 16)
         layer = build(make, shape)
-        layer_graph.trace([layer], keras.KerasTensor(shape, "float32"))
+        layer_graph.trace(*given([layer], keras.KerasTensor(shape, "float32")))
         self.assertNotEmpty(layer.variables)
         for variable in layer.variables:
             self.assertIsNone(variable._value, variable.path)

@@ -8,17 +8,24 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def split(costs: Sequence[float], num_parts: int) -> list[int]:
+def split(
+    costs: Sequence[float],
+    num_parts: int,
+    cuts: Sequence[float] | None = None,
+) -> list[int]:
     """Cuts a sequence into contiguous parts of nearly equal cost.
 
     Of all cuts into non-empty parts, one whose largest part is smallest and,
     among those, whose parts vary least (the sum of squares is smallest, which
-    is the paper's smallest variance, since the mean is fixed). Bisection
-    finds the largest part, a dynamic programme over prefixes the rest.
+    is the paper's smallest variance, since the mean is fixed); and of those
+    that are equal in both, one whose cuts cost least. Bisection finds the
+    largest part, a dynamic programme over prefixes the rest.
 
     Args:
         costs: Sequence of n non-negative numbers.
         num_parts: Integer K, at most n.
+        cuts: Sequence of n - 1 numbers, what it costs to cut between two
+            items. Defaults to nothing.
 
     Returns:
         List of K positive integers, the number of items in each part.
@@ -40,13 +47,19 @@ def split(costs: Sequence[float], num_parts: int) -> list[int]:
     allowed = starts >= first[:, None]
     starts = np.maximum(starts, 0)
     squares = np.where(allowed, (prefix[:, None] - prefix[starts]) ** 2, np.inf)
+    cut = np.zeros(n + 1)
+    if cuts is not None:
+        cut[1:n] = cuts
     best = np.full(n + 1, np.inf)
     best[0] = 0.0
+    sent = np.zeros(n + 1)
     choices = []
     for _ in range(num_parts):
         values = best[starts] + squares
-        column = np.argmin(values, axis=1)
-        best = values[ends, column]
+        least = np.min(values, axis=1)
+        ties = np.where(values == least[:, None], (sent + cut)[starts], np.inf)
+        column = np.argmin(ties, axis=1)
+        best, sent = least, ties[ends, column]
         choices.append(starts[ends, column])
     sizes: list[int] = []
     end = n

@@ -11,6 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe.graph import Graph
+from tf_gpipe.graph import Node
 from tf_gpipe.partition import layer_graph
 
 NAMES = ("parameters", "flops", "time", "memory")
@@ -28,15 +30,14 @@ def check(balance: Any) -> None:
         )
 
 
-def of_layers(
+def of_nodes(
     balance: str | Callable,
-    layers: Sequence[keras.Layer],
-    inputs: Any,
+    graph: Graph,
     device: str,
     remat: str,
     weights: Sequence[Sequence[keras.Variable]] | None = None,
 ) -> list[float]:
-    """Returns the cost of each layer.
+    """Returns the cost of each call of a layer.
 
     Args:
         balance: `"parameters"`; `"flops"`, the floating-point operations of
@@ -44,13 +45,12 @@ def of_layers(
             a backward pass; `"memory"`, the bytes of a layer's weights and
             their gradients and of what it keeps for the backward pass; or a
             function `cost(layer, input_shape)` that returns a number.
-        layers: List of built layers; their variables need no values.
-        inputs: Nested structure of `KerasTensor`s, what the first layer is
-            called on. Where the batch size is unknown, it is taken for 1.
+        graph: `Graph` of built layers; their variables need no values. Where
+            the batch size of its inputs is unknown, it is taken for 1.
         device: String, where `"time"` measures.
         remat: The remat mode. What is recomputed is not kept for long, so
             with rematerialisation `"memory"` counts a layer's output alone.
-        weights: List of the weights of each layer that no earlier layer has.
+        weights: List of the weights of each call that no earlier one has.
             Defaults to what the layers tell.
 
     Returns:
@@ -59,38 +59,43 @@ def of_layers(
     Raises:
         ValueError: If a cost is negative or no number, or cannot be found.
     """
+    layers = [node.layer for node in graph.nodes]
     weights = own_weights(layers) if weights is None else weights
     if balance == "parameters":
         return [sum(math.prod(w.shape) for w in own) for own in weights]
-    inputs = with_rows(inputs, 1)
+    inputs = [with_rows(value.spec, 1) for value in graph.inputs]
     if balance in ("flops", "memory"):
-        graphs = layer_graph.trace(layers, inputs)
+        graphs = layer_graph.trace(graph, inputs)
     if balance == "flops":
-        return [graph.forward_flops for graph in graphs]
+        return [x.forward_flops for x in graphs]
     if balance == "memory":
         return [
             2 * layer_graph.size_in_bytes(own)
-            + graph.output_bytes
-            + (0 if remat == "always" else graph.stored_bytes)
-            for own, graph in zip(weights, graphs, strict=True)
+            + x.output_bytes
+            + (0 if remat == "always" else x.stored_bytes)
+            for own, x in zip(weights, graphs, strict=True)
         ]
     # Without counting operations: these costs are for layers too whose
     # operations cannot be counted.
     given = []
-    for layer in layers:
-        given.append(inputs)
-        inputs = layer.compute_output_spec(inputs)
+    values = dict(zip(graph.inputs, inputs, strict=True))
+    for node in graph.nodes:
+        given.append([values[value] for value in node.inputs])
+        node.run(values, lambda layer: layer.compute_output_spec)
     if balance == "time":
         with tf.device(device):
             return [
-                _seconds(layer, x)
-                for layer, x in zip(layers, given, strict=True)
+                _seconds(node, contents)
+                for node, contents in zip(graph.nodes, given, strict=True)
             ]
     assert callable(balance)
     costs = []
-    for layer, x in zip(layers, given, strict=True):
-        shape = keras.tree.map_structure(lambda t: tuple(t.shape), x)
-        cost = balance(layer, shape)
+    for layer, contents in zip(layers, given, strict=True):
+        shapes = [
+            keras.tree.map_structure(lambda t: tuple(t.shape), x)
+            for x in contents
+        ]
+        cost = balance(layer, shapes[0] if len(shapes) == 1 else shapes)
         if not isinstance(cost, numbers.Real) or not (
             0 <= float(cost) < math.inf
         ):
@@ -101,6 +106,17 @@ def of_layers(
             )
         costs.append(float(cost))
     return costs
+
+
+def of_cuts(graph: Graph) -> list[int]:
+    """Returns the bytes of a row that cross each place between two nodes."""
+    return [
+        sum(
+            layer_graph.size_in_bytes(with_rows(value.spec, 1))
+            for value in values
+        )
+        for values in graph.crossing()
+    ]
 
 
 def with_rows(inputs: Any, rows: int) -> Any:
@@ -114,28 +130,29 @@ def with_rows(inputs: Any, rows: int) -> Any:
 
 
 def own_weights(
-    layers: Sequence[keras.Layer],
+    layers: Sequence[keras.Operation],
 ) -> list[list[keras.Variable]]:
-    """Returns the weights of each layer that no earlier layer has."""
+    """Returns the weights of each layer that no earlier one has."""
     seen: set[int] = set()
     found = []
     for layer in layers:
-        own = {id(w): w for w in layer.weights if id(w) not in seen}
+        weights = getattr(layer, "weights", ())
+        own = {id(w): w for w in weights if id(w) not in seen}
         seen.update(own)
         found.append(list(own.values()))
     return found
 
 
-def _seconds(layer: keras.Layer, inputs: Any) -> float:
+def _seconds(node: Node, contents: Sequence[Any]) -> float:
     """Returns the seconds of a forward and a backward pass.
 
     On made-up inputs and weights, so that nothing of the layer changes.
     """
-    run = layer_graph.forward_and_backward(layer)
+    run = layer_graph.forward_and_backward(node)
     function = tf.function(lambda *args: run(*args)[1], autograph=False)
     args = (
-        keras.tree.map_structure(_made_up, inputs),
-        [_made_up(v) for v in layer.variables],
+        keras.tree.map_structure(_made_up, list(contents)),
+        [_made_up(v) for v in layer_graph.variables_of(node.layer)],
     )
     function(*args)
     seconds = []

@@ -1,4 +1,4 @@
-"""What a layer does and keeps, found by tracing it without its weights."""
+"""What calls of layers do and keep, found by tracing them without weights."""
 
 import dataclasses
 import json
@@ -10,7 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe.graph import Graph
+from tf_gpipe.graph import Node
 from tf_gpipe.partition import flops
+from tf_gpipe.stage import in_mode
 
 # Whose result shares the memory of their first input.
 _ALIASES = frozenset(
@@ -29,17 +32,18 @@ _SHAPES = frozenset("Shape ShapeN Size Rank".split())
 
 @dataclasses.dataclass(frozen=True)
 class LayerGraph:
-    """What a layer does and keeps for one micro-batch in training.
+    """What a call of a layer does and keeps for a micro-batch in training.
 
     Attributes:
-        outputs: Nested structure of `KerasTensor`s with a batch size.
+        outputs: Nested structure of `KerasTensor`s with a batch size, what
+            the layer returns.
         forward_flops: Integer, floating-point operations of the forward pass.
         backward_flops: Integer, those of the gradient by inputs and weights.
         stored_bytes: Integer, what the forward pass keeps for the backward
             pass beside the layer's inputs, outputs and weights.
-        keeps_inputs: Boolean, whether the backward pass needs the inputs.
+        kept_inputs: Tuple with whether the backward pass needs each of
+            `Node.inputs`.
         keeps_outputs: Boolean, whether it needs the outputs.
-        input_bytes: Integer, the size of the inputs.
         output_bytes: Integer, the size of the outputs.
         largest_bytes: Integer, the size of the largest tensor in between.
     """
@@ -48,45 +52,46 @@ class LayerGraph:
     forward_flops: int
     backward_flops: int
     stored_bytes: int
-    keeps_inputs: bool
+    kept_inputs: tuple[bool, ...]
     keeps_outputs: bool
-    input_bytes: int
     output_bytes: int
     largest_bytes: int
 
 
-def trace(layers: Sequence[keras.Layer], inputs: Any) -> list[LayerGraph]:
-    """Returns what each of some layers does, called one after another.
+def trace(graph: Graph, inputs: Sequence[Any]) -> list[LayerGraph]:
+    """Returns what each call of a layer does.
 
     Nothing is allocated or run. Layers of one configuration are traced once.
 
     Args:
-        layers: List of built layers; their variables need no values.
-        inputs: Nested structure of `KerasTensor`s, what the first layer is
-            called on, with a batch size.
+        graph: `Graph` of built layers; their variables need no values.
+        inputs: List with a nested structure of `KerasTensor`s, with a batch
+            size, for each of the graph's inputs.
 
     Returns:
-        List with a `LayerGraph` for each layer.
+        List with a `LayerGraph` for each node.
 
     Raises:
         ValueError: If the costs of a layer cannot be found.
     """
     known: dict[str, LayerGraph] = {}
     graphs = []
-    for layer in layers:
-        which = key(layer, inputs)
+    values = dict(zip(graph.inputs, inputs, strict=True))
+    for node in graph.nodes:
+        contents = [values[value] for value in node.inputs]
+        which = key(node, contents)
         if which not in known:
             try:
-                known[which] = _trace(layer, inputs)
+                known[which] = _trace(node, contents)
             except Exception as e:
                 raise ValueError(
-                    f"The cost of layer '{layer.name}' (of type "
-                    f"{type(layer).__name__}) cannot be found: {e}. Give "
+                    f"The cost of layer '{node.layer.name}' (of type "
+                    f"{type(node.layer).__name__}) cannot be found: {e}. Give "
                     "costs with a function `cost(layer, input_shape)`, or "
                     "the split as a list of layer counts."
                 ) from e
         graphs.append(known[which])
-        inputs = known[which].outputs
+        values.update(node.contents(known[which].outputs))
     return graphs
 
 
@@ -99,29 +104,38 @@ def size_in_bytes(tensors: Any) -> int:
     )
 
 
-def forward_and_backward(layer: keras.Layer) -> Callable:
-    """Returns a function that runs a layer on given values of its variables.
+def variables_of(layer: keras.Operation) -> list[keras.Variable]:
+    """Returns the variables of a layer; other operations have none."""
+    return list(getattr(layer, "variables", ()))
 
-    It takes a nested structure of inputs and a list of values for
-    `layer.variables`, and returns the outputs, and the gradients of their sum
-    by the inputs and the weights. The layer's own variables stay as they are.
+
+def forward_and_backward(node: Node) -> Callable:
+    """Returns a function that calls a layer on given values of its variables.
+
+    It takes a list with the contents of `node.inputs` and a list of values
+    for `variables_of(node.layer)`, and returns the outputs, and the gradients
+    of their sum by the inputs and the weights. The layer's own variables stay
+    as they are.
     """
-    variables = layer.variables
-    trainable = {id(v) for v in layer.trainable_variables}
+    variables = variables_of(node.layer)
+    weights = getattr(node.layer, "trainable_variables", ())
+    trainable = {id(v) for v in weights}
 
-    def run(inputs: Any, values: list) -> tuple[Any, list]:
+    def run(contents: list, values: list) -> tuple[Any, list]:
         mapping = list(zip(variables, values, strict=True))
-        sources = [x for x in keras.tree.flatten(inputs) if x.dtype.is_floating]
+        args, kwargs = node.arguments(
+            dict(zip(node.inputs, contents, strict=True))
+        )
+        sources = [
+            x for x in keras.tree.flatten(contents) if x.dtype.is_floating
+        ]
         sources += [x for v, x in mapping if id(v) in trainable]
         with tf.GradientTape() as tape:
             tape.watch(sources)
             with keras.StatelessScope(
                 mapping, collect_losses=True, initialize_variables=False
             ):
-                if layer._call_has_training_arg:
-                    outputs = layer(inputs, training=True)
-                else:
-                    outputs = layer(inputs)
+                outputs = in_mode(node.layer, training=True)(*args, **kwargs)
             targets = [
                 x for x in keras.tree.flatten(outputs) if x.dtype.is_floating
             ]
@@ -130,9 +144,9 @@ def forward_and_backward(layer: keras.Layer) -> Callable:
     return run
 
 
-def _trace(layer: keras.Layer, inputs: Any) -> LayerGraph:
+def _trace(node: Node, contents: list) -> LayerGraph:
     outputs: Any = None
-    run = forward_and_backward(layer)
+    run = forward_and_backward(node)
 
     def gradients(*args):
         nonlocal outputs
@@ -140,9 +154,9 @@ def _trace(layer: keras.Layer, inputs: Any) -> LayerGraph:
         return found
 
     specs = keras.tree.map_structure(
-        lambda x: tf.TensorSpec(x.shape, x.dtype), inputs
+        lambda x: tf.TensorSpec(x.shape, x.dtype), contents
     )
-    values = [tf.TensorSpec(v.shape, v.dtype) for v in layer.variables]
+    values = [tf.TensorSpec(v.shape, v.dtype) for v in variables_of(node.layer)]
     graph = (
         tf.function(gradients, autograph=False)
         .get_concrete_function(specs, values)
@@ -152,9 +166,11 @@ def _trace(layer: keras.Layer, inputs: Any) -> LayerGraph:
     done = set(forward_ops)
     needed = _before([x.op for x in graph.outputs])
     kept = _kept(needed, done)
-    num_inputs = len(keras.tree.flatten(inputs))
-    of_inputs = {x.name for x in graph.inputs[:num_inputs]}
-    of_weights = {x.name for x in graph.inputs[num_inputs:]}
+    placeholders = iter(x.name for x in graph.inputs)
+    of_inputs = [
+        {next(placeholders) for _ in keras.tree.flatten(x)} for x in contents
+    ]
+    of_weights = set(placeholders)
     of_outputs = {_root(x).name for x in keras.tree.flatten(outputs)}
     return LayerGraph(
         outputs=keras.tree.map_structure(
@@ -168,11 +184,10 @@ def _trace(layer: keras.Layer, inputs: Any) -> LayerGraph:
         stored_bytes=sum(
             _kept_bytes(x)
             for name, x in kept.items()
-            if name not in of_inputs | of_outputs | of_weights
+            if name not in of_outputs.union(of_weights, *of_inputs)
         ),
-        keeps_inputs=not of_inputs.isdisjoint(kept),
+        kept_inputs=tuple(not own.isdisjoint(kept) for own in of_inputs),
         keeps_outputs=not of_outputs.isdisjoint(kept),
-        input_bytes=size_in_bytes(inputs),
         output_bytes=size_in_bytes(outputs),
         largest_bytes=max(
             (
@@ -257,17 +272,30 @@ def _kept_bytes(x: tf.Tensor) -> int:
     return flops.iterations(x.op) * size_in_bytes(element)
 
 
-def key(layer: keras.Layer, inputs: Any) -> str:
-    """Returns what decides a layer's costs: all but its names."""
+def key(node: Node, contents: Sequence[Any]) -> str:
+    """Returns what decides the costs of a call: all but names.
+
+    Args:
+        node: The `Node`.
+        contents: List with a nested structure of `KerasTensor`s for each of
+            its inputs.
+    """
     try:
-        config = keras.saving.serialize_keras_object(layer)
+        config = keras.saving.serialize_keras_object(node.layer)
     except Exception:  # whatever a layer's `get_config` raises
-        config = id(layer)
+        config = id(node.layer)
+    numbers = {value: f"input {i}" for i, value in enumerate(node.inputs)}
     structure = keras.tree.map_structure(
-        lambda x: f"{x.dtype}{tuple(x.shape)}", inputs
+        lambda x: f"{x.dtype}{tuple(x.shape)}", list(contents)
     )
     return json.dumps(
-        [id(type(layer)), _without_names(config), structure], default=str
+        [
+            id(type(node.layer)),
+            _without_names(config),
+            node.arguments(numbers),
+            structure,
+        ],
+        default=str,
     )
 
 

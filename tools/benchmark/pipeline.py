@@ -8,6 +8,7 @@ import keras
 
 import tf_gpipe
 from tf_gpipe import abstract
+from tf_gpipe.graph import chain
 from tf_gpipe.partition import costs
 from tf_gpipe.simulate import simulate
 from tools import workers
@@ -143,8 +144,9 @@ def _stage_seconds(model, layers, x):
     with abstract.no_values():
         abstract.call(layers, inputs)
     abstract.forget(v for layer in layers for v in layer.variables)
-    seconds = iter(costs.of_layers("time", layers, inputs, "CPU:0", "never"))
-    return [sum(next(seconds) for _ in stage.layers) for stage in model.stages]
+    graph = chain(layers, inputs)
+    seconds = iter(costs.of_nodes("time", graph, "CPU:0", "never"))
+    return [sum(next(seconds) for _ in stage.nodes) for stage in model.stages]
 
 
 def _simulated(model, stages):

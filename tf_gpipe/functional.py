@@ -1,0 +1,173 @@
+"""`PipelinedModel`, a functional Keras model trained as a pipeline."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.models.functional import Functional
+from keras.src.models.functional import functional_from_config
+
+from tf_gpipe import abstract
+from tf_gpipe.graph import functional
+from tf_gpipe.pipeline_config import PipelineConfig
+from tf_gpipe.pipelined import Pipelined
+from tf_gpipe.schedule import Schedule
+
+
+@keras.saving.register_keras_serializable(package="tf_gpipe")
+class PipelinedModel(Pipelined, Functional):
+    """A functional Keras model, trained as a pipeline over several devices.
+
+    As `PipelinedSequential`, for models with several inputs and outputs,
+    shared layers and skip connections: what it computes is what `keras.Model`
+    computes. The calls of layers are cut into stages in the order of
+    `keras.Model.layers`, in which a layer comes as late as those that need it
+    allow; a model within the model is one layer. Among cuts that balance
+    equally well, those with less to send are preferred.
+
+    A tensor goes straight from the stage that makes it to every stage that
+    uses it, once a device, and its gradients return the same way. The
+    outputs of the model meet on the last stage's device.
+
+    Args:
+        inputs: Nested structure of `keras.Input`s.
+        outputs: Nested structure of tensors that layers have made of them.
+            The layers keep their weights, which move to the devices of their
+            stages. To build a model that is too large for one device, make it
+            within `keras.StatelessScope(initialize_variables=False)`: then
+            its weights get their first values where their stage is.
+        name: String.
+        num_stages: As of `PipelinedSequential`, at most the number of calls
+            of layers.
+        num_micro_batches: As of `PipelinedSequential`.
+        balance: As of `PipelinedSequential`; a list has the number of calls
+            of layers in each stage.
+        schedule: As of `PipelinedSequential`.
+        remat: As of `PipelinedSequential`.
+        devices: As of `PipelinedSequential`.
+        trainable: Boolean, whether the layers are trainable, or `None` to
+            leave them as they are.
+
+    Raises:
+        ValueError: If an argument is out of range or unknown, or there are
+            too few layers or devices.
+
+    Example:
+
+    >>> inputs = keras.Input((8,))
+    >>> hidden = keras.layers.Dense(8, activation="relu")(inputs)
+    >>> outputs = keras.layers.Add()([inputs, keras.layers.Dense(8)(hidden)])
+    >>> model = tf_gpipe.PipelinedModel(
+    ...     inputs,
+    ...     outputs,
+    ...     num_stages=2,
+    ...     num_micro_batches=4,
+    ...     devices=["CPU:0", "CPU:0"],
+    ... )
+    >>> [stage.count_params() for stage in model.stages]
+    [72, 72]
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        outputs: Any,
+        name: str | None = None,
+        *,
+        num_stages: int | None = None,
+        num_micro_batches: int | None = None,
+        balance: str | Callable | Sequence[int] = "parameters",
+        schedule: str | Schedule = "1f1b",
+        remat: str = "always",
+        devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        trainable: bool | None = None,
+    ):
+        super().__init__(inputs, outputs, name=name, trainable=trainable)
+        # XLA compiles for one device: a model with a pipeline in it spans
+        # several.
+        self.supports_jit = False
+        self._config = PipelineConfig(
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            balance=balance,
+            schedule=schedule,
+            remat=remat,
+            devices=devices,
+        )
+        self._pipeline = None
+        for x in self.inputs:
+            if getattr(x._keras_history.operation, "optional", False):
+                raise ValueError(
+                    "A pipeline needs all of its inputs, but "
+                    f"keras.Input(name='{x.name}', optional=True) may be "
+                    "`None`. Use optional=False."
+                )
+        self._graph = functional(self)
+        if not self._graph.nodes:
+            raise ValueError(
+                "A pipeline needs layers between `inputs` and `outputs`. "
+                f"Received: inputs={inputs}, outputs={outputs}"
+            )
+        self._place(self._graph)
+
+    @classmethod
+    def from_model(cls, model: keras.Model, **kwargs: Any) -> "PipelinedModel":
+        """Returns a pipeline that shares layers and weights with a model.
+
+        Args:
+            model: Functional `keras.Model`, or a built `keras.Sequential`.
+                What it has been compiled with does not come along.
+            **kwargs: Arguments of the class, such as `num_stages`.
+
+        Raises:
+            TypeError: If `model` has no graph of layers.
+
+        Example:
+
+        ```python
+        model = tf_gpipe.PipelinedModel.from_model(
+            keras.applications.ResNet50(weights=None),
+            num_stages=4,
+            num_micro_batches=16,
+        )
+        ```
+        """
+        graph = model
+        if isinstance(model, keras.Sequential):
+            graph = model._functional
+        if not isinstance(graph, Functional) or (
+            type(graph).call not in (Functional.call, Pipelined.call)
+        ):
+            raise TypeError(
+                "A pipeline is cut from the graph of a functional model or a "
+                "built `keras.Sequential`. Received: "
+                f"model={getattr(model, 'name', model)!r} (of type "
+                f"{type(model).__name__}), whose layers only its `call` "
+                "knows. Write it as a function of `keras.Input`s; or put its "
+                "largest stack of layers into a `PipelinedSequential`, which "
+                "`call` can use as a layer."
+            )
+        kwargs.setdefault("name", model.name)
+        return cls(graph._inputs_struct, graph._outputs_struct, **kwargs)
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = cls._revived(config)
+        own = set(config) - {"layers", "input_layers", "output_layers"}
+        kwargs = {key: config.pop(key) for key in own}
+        # So that weights get their first values where their stage is.
+        with abstract.no_values():
+            model = functional_from_config(keras.Model, config, custom_objects)
+        return cls(model._inputs_struct, model._outputs_struct, **kwargs)
+
+    def _calls(self):
+        return [node.layer for node in self._graph.nodes]
+
+    def _pipeline_for(self, x: Any) -> tuple:
+        x = keras.tree.map_structure(
+            lambda t: t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t),
+            x,
+        )
+        return self._built_pipeline(), tuple(self._standardize_inputs(x))

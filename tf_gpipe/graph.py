@@ -1,0 +1,241 @@
+"""A model as calls of layers, in an order that can be cut into stages."""
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """What one call of a layer hands to others.
+
+    Attributes:
+        spec: Nested structure of `KerasTensor`s that it is like, or `None`
+            where that is not known.
+    """
+
+    spec: Any = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """One call of a layer.
+
+    Attributes:
+        layer: Keras layer, or another Keras operation.
+        args: Tuple of its arguments, nested structures with `Value`s where
+            the call gets tensors.
+        kwargs: Dictionary of its keyword arguments, likewise.
+        outputs: `Value` of all that it returns; or a list with a `Value` for
+            each tensor of it.
+    """
+
+    layer: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    outputs: Value | list[Value]
+
+    @property
+    def inputs(self) -> list[Value]:
+        """The values that it takes."""
+        leaves = keras.tree.flatten((self.args, self.kwargs))
+        return _unique(x for x in leaves if isinstance(x, Value))
+
+    @property
+    def made(self) -> list[Value]:
+        """The values that it makes."""
+        if isinstance(self.outputs, Value):
+            return [self.outputs]
+        return self.outputs
+
+    def arguments(self, values: Mapping[Value, Any]) -> tuple[tuple, dict]:
+        """Returns the arguments and keyword arguments of the call.
+
+        Args:
+            values: The contents of each of `inputs`.
+        """
+        return keras.tree.map_structure(
+            lambda x: values[x] if isinstance(x, Value) else x,
+            (self.args, self.kwargs),
+        )
+
+    def contents(self, results: Any) -> Iterator[tuple[Value, Any]]:
+        """Returns what each of `made` holds, given what the layer returns."""
+        if isinstance(self.outputs, Value):
+            return iter([(self.outputs, results)])
+        return zip(self.outputs, keras.tree.flatten(results), strict=True)
+
+    def run(self, values: dict[Value, Any], call: Callable = lambda f: f):
+        """Calls the layer, and adds what it makes to `values`.
+
+        Args:
+            values: Dictionary from `Value`s to their contents.
+            call: Function from the layer to what is called in its place.
+        """
+        args, kwargs = self.arguments(values)
+        values.update(self.contents(call(self.layer)(*args, **kwargs)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """The calls of layers that make up a model.
+
+    Attributes:
+        nodes: List of `Node`s, each after those that make its inputs.
+        inputs: List of the `Value`s that the model is given.
+        outputs: Nested structure of the `Value`s that it returns.
+    """
+
+    nodes: list[Node]
+    inputs: list[Value]
+    outputs: Any
+
+    @property
+    def returned(self) -> list[Value]:
+        """The values in `outputs`, in order."""
+        return keras.tree.flatten(self.outputs)
+
+    def parts(self, counts: Sequence[int]) -> "list[Part]":
+        """Returns the graph cut into consecutive parts.
+
+        Args:
+            counts: List of the number of nodes of each part.
+        """
+        parts = []
+        first = 0
+        for count in counts:
+            parts.append(self._part(first, first + count))
+            first += count
+        return parts
+
+    def with_specs(self, specs: Mapping[Value, Any]) -> "Graph":
+        """Returns the same graph with other specs of its values."""
+        values = {x: Value(specs.get(x)) for x in self.inputs}
+        nodes = []
+        for node in self.nodes:
+            values.update((x, Value(specs.get(x))) for x in node.made)
+            args, kwargs = node.arguments(values)
+            outputs = keras.tree.map_structure(values.get, node.outputs)
+            nodes.append(Node(node.layer, args, kwargs, outputs))
+        return Graph(
+            nodes,
+            [values[x] for x in self.inputs],
+            keras.tree.map_structure(values.get, self.outputs),
+        )
+
+    def with_inferred_specs(self) -> "Graph":
+        """Returns the same graph with specs that its built layers tell."""
+        specs = {value: value.spec for value in self.inputs}
+        for node in self.nodes:
+            node.run(specs, lambda layer: layer.compute_output_spec)
+        return self.with_specs(specs)
+
+    def crossing(self) -> list[list[Value]]:
+        """Returns, for each place between two nodes, the values that cross it.
+
+        Those are made before it and needed after it. What the model is given
+        does not count: it comes from elsewhere anyway.
+        """
+        last: dict[Value, int] = dict.fromkeys(self.returned, len(self.nodes))
+        for i, node in reversed(list(enumerate(self.nodes))):
+            for value in node.inputs:
+                last.setdefault(value, i)
+        crossing = []
+        alive: list[Value] = []
+        for i, node in enumerate(self.nodes[:-1]):
+            alive = [x for x in [*alive, *node.made] if last.get(x, 0) > i]
+            crossing.append(alive)
+        return crossing
+
+    def _part(self, start: int, end: int) -> "Part":
+        nodes = self.nodes[start:end]
+        made = [value for node in nodes for value in node.made]
+        used = [value for node in nodes for value in node.inputs]
+        later = {x for node in self.nodes[end:] for x in node.inputs}
+        if end < len(self.nodes):
+            later.update(self.returned)
+            outputs = [value for value in made if value in later]
+        else:
+            used += self.returned
+            outputs = self.returned
+        mine = set(made)
+        inputs = _unique(x for x in used if x not in mine)
+        return Part(nodes, inputs, outputs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Consecutive nodes of a graph.
+
+    Attributes:
+        nodes: List of `Node`s.
+        inputs: List of the `Value`s that come from elsewhere.
+        outputs: List of the `Value`s that later parts need; of the last part,
+            all that the model returns, even if others have made it.
+    """
+
+    nodes: list[Node]
+    inputs: list[Value]
+    outputs: list[Value]
+
+
+def chain(layers: Iterable[keras.Layer], inputs: Any) -> Graph:
+    """Returns the graph of layers that are called one after another.
+
+    Between two of them is one value: all that a layer returns, tensors in any
+    nested structure. Of these values no spec is known.
+
+    Args:
+        layers: List of Keras layers.
+        inputs: Nested structure of `KerasTensor`s, what the first layer is
+            called on.
+    """
+    value = first = Value(inputs)
+    nodes = []
+    for layer in layers:
+        before, value = value, Value()
+        nodes.append(Node(layer, (before,), {}, value))
+    return Graph(nodes, [first], value)
+
+
+def functional(model: keras.Model) -> Graph:
+    """Returns the graph of a functional Keras model.
+
+    A value is one tensor. Nodes are in Keras's order, in which a layer comes
+    as late as those that need it allow.
+
+    Args:
+        model: Functional `keras.Model`.
+    """
+    values: dict[int, Value] = {}
+
+    def value(x):
+        if not isinstance(x, keras.KerasTensor):
+            return x
+        if id(x) not in values:
+            values[id(x)] = Value(x)
+        return values[id(x)]
+
+    nodes = []
+    for depth in sorted(model._nodes_by_depth, reverse=True):
+        for node in model._nodes_by_depth[depth]:
+            if node.is_input or not node.operation:
+                continue
+            args, kwargs = node.arguments.convert(value)
+            outputs = [value(x) for x in node.output_tensors]
+            nodes.append(Node(node.operation, args, kwargs, outputs))
+    returned = keras.tree.map_structure(value, model._outputs_struct)
+    if isinstance(returned, (list, tuple)) and len(returned) == 1:
+        # As Keras does.
+        returned = returned[0]
+    return Graph(nodes, [value(x) for x in model._inputs], returned)
+
+
+def _unique(values: Iterable[Value]) -> list[Value]:
+    return list(dict.fromkeys(values))

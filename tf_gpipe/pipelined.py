@@ -1,0 +1,191 @@
+"""What pipelined models share, whatever their layers form."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import abstract
+from tf_gpipe import placement
+from tf_gpipe import replicas
+from tf_gpipe import slots
+from tf_gpipe import state
+from tf_gpipe.graph import Graph
+from tf_gpipe.micro_batch import not_dense
+from tf_gpipe.pipeline import Pipeline
+from tf_gpipe.pipeline_config import PipelineConfig
+from tf_gpipe.pipeline_config import ResolvedConfig
+from tf_gpipe.schedule import Schedule
+from tf_gpipe.stage import Stage
+from tf_gpipe.summary import stage_table
+from tf_gpipe.training import PipelinedTraining
+
+
+class Pipelined(PipelinedTraining):
+    """A Keras model that is cut into stages.
+
+    Mixed into a `keras.Model` that sets `_config`, provides `_calls()`, and
+    gives `_place` its `Graph` once its layers are built.
+    """
+
+    _config: PipelineConfig
+    _pipeline: Pipeline | None
+
+    def _calls(self) -> Sequence[keras.Operation]:
+        """Returns the layers in the order in which they are called."""
+        raise NotImplementedError
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages: each has `index`, `device`, `layers`, `count_params()`.
+
+        Raises:
+            ValueError: If the model has not been built.
+        """
+        return self._built_pipeline().stages
+
+    def __call__(self, inputs, *args, **kwargs):
+        # Before Keras builds the layers for the shape of a ragged tensor.
+        for x in keras.tree.flatten(inputs):
+            if isinstance(x, tf.RaggedTensor):
+                raise not_dense(x)
+        return super().__call__(inputs, *args, **kwargs)
+
+    def rebalance(self, balance: Any = "time") -> None:
+        """Cuts a built model into stages anew.
+
+        Weights and optimizer state move to the devices of their new stages,
+        with the values that they have. Functions that `fit`, `evaluate` and
+        `predict` have traced are traced again; a `tf.function` of your own
+        that calls the model must be made again.
+
+        Args:
+            balance: As the argument of the class.
+
+        Raises:
+            ValueError: If `balance` is not valid, or the model has not been
+                built.
+        """
+        pipeline = self._built_pipeline()
+        num_stages = pipeline.schedule.num_stages
+        config = dataclasses.replace(
+            self._config, balance=balance, num_stages=num_stages
+        )
+        self._resolve(config)
+        previous, self._config = self._config, config
+        try:
+            self._place(pipeline.graph)
+        except Exception:
+            self._config = previous
+            raise
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and optimizer.built:
+            # Of those too that have been frozen since it was built.
+            weights = optimizer._trainable_variables
+            for weight, own in zip(
+                weights, slots.of_optimizer(optimizer, weights), strict=True
+            ):
+                for slot in own:
+                    placement.place(slot, replicas.devices_of(weight.value))
+            slots.find_again(optimizer)
+        self.train_function = None
+        self.test_function = None
+        self.predict_function = None
+
+    def summary(
+        self,
+        line_length=None,
+        positions=None,
+        print_fn=None,
+        expand_nested=False,
+        show_trainable=False,
+        layer_range=None,
+    ):
+        """Prints Keras's summary, then a table of the stages."""
+        super().summary(
+            line_length=line_length,
+            positions=positions,
+            print_fn=print_fn,
+            expand_nested=expand_nested,
+            show_trainable=show_trainable,
+            layer_range=layer_range,
+        )
+        if self._pipeline is not None:
+            (print_fn or print)(stage_table(self._pipeline, line_length))
+
+    def load_weights(self, filepath, skip_mismatch=False, **kwargs):
+        # Keras drops the file's optimizer state, with a warning, if the
+        # optimizer does not have its variables yet.
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and self.built and not optimizer.built:
+            optimizer.build(self.trainable_variables)
+        super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+    def stateless_call(self, *args, **kwargs):
+        raise NotImplementedError(
+            "A pipeline reads its weights on their devices, so they cannot be "
+            "passed to it. Call the model itself, under a `tf.GradientTape` "
+            "for gradients."
+        )
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(self._config.to_dict())
+        if callable(config["balance"]):
+            # A function need not be there when the model is loaded.
+            config["balance"] = (
+                [len(stage.nodes) for stage in self._pipeline.stages]
+                if self._pipeline is not None
+                else "parameters"
+            )
+        return config
+
+    @staticmethod
+    def _revived(config: dict[str, Any]) -> dict[str, Any]:
+        """Returns a copy of what `get_config` returned, with a `Schedule`."""
+        config = dict(config)
+        if isinstance(config["schedule"], dict):
+            config["schedule"] = Schedule(**config["schedule"])
+        return config
+
+    def _place(self, graph: Graph) -> None:
+        """Forms the stages and puts the weights on their devices."""
+        config = self._resolve()
+        stages: list[Stage] = []
+        for k, part in enumerate(graph.parts(config.counts(graph))):
+            stages.append(Stage(k, config.devices[k], part, stages))
+            with self._strategy_scope():
+                for variable in stages[k].owned:
+                    placement.place(variable, config.devices[k])
+        abstract.forget(v for stage in stages for v in stage.variables)
+        self._pipeline = Pipeline(
+            graph,
+            tuple(stages),
+            config.schedule,
+            config.remat,
+            state.global_seed(),
+        )
+
+    def _resolve(self, config: PipelineConfig | None = None) -> ResolvedConfig:
+        return (config or self._config).resolve(
+            self._calls(), self._distribute_strategy
+        )
+
+    def _strategy_scope(self) -> contextlib.AbstractContextManager:
+        """Returns the scope of the strategy that the model was made under."""
+        if self._distribute_strategy is None or tf.distribute.has_strategy():
+            return contextlib.nullcontext()
+        return self._distribute_strategy.scope()
+
+    def _built_pipeline(self) -> Pipeline:
+        if self._pipeline is None:
+            self._resolve()
+            raise ValueError(
+                f"Model '{self.name}' has no stages yet, because it has not "
+                "been built. Give it an `Input` as its first layer, call "
+                "`model.build(input_shape)`, or call it on data."
+            )
+        return self._pipeline
