@@ -1,16 +1,34 @@
-"""Models as lists of Keras layers, ready for `keras.Sequential` or a pipeline.
+"""Models that pipelines are built for, in plain Keras.
 
-Every model is a function from hyper-parameters to a list that begins with a
-`keras.layers.InputLayer`. Nothing here imports `tf_gpipe`: a model does not
-know how it is going to be run.
+Every model is a function from hyper-parameters to a list of layers that
+begins with a `keras.layers.InputLayer`, for `keras.Sequential` or
+`tf_gpipe.PipelinedSequential`; or to a functional `keras.Model`, for
+`tf_gpipe.PipelinedModel.from_model`. Nothing here imports `tf_gpipe`: a model
+does not know how it is going to be run.
 """
 
 import inspect
 
+from model_zoo.amoebanet import amoebanet_d
+from model_zoo.resnet import resnet50
+from model_zoo.resnet import resnet101
 from model_zoo.resnet import resnet_small
 from model_zoo.transformer_lm import transformer_lm
+from model_zoo.transformer_nmt import transformer_nmt
+from model_zoo.unet import unet
 
-_MODELS = {"resnet_small": resnet_small, "transformer_lm": transformer_lm}
+_MODELS = {
+    model.__name__: model
+    for model in (
+        amoebanet_d,
+        resnet50,
+        resnet101,
+        resnet_small,
+        transformer_lm,
+        transformer_nmt,
+        unet,
+    )
+}
 
 
 def names():
@@ -27,7 +45,8 @@ def get(name, **hyper_parameters):
             keep their defaults.
 
     Returns:
-        A list of Keras layers that begins with a `keras.layers.InputLayer`.
+        A list of Keras layers that begins with a `keras.layers.InputLayer`,
+        or a functional `keras.Model`.
 
     Raises:
         ValueError: If there is no model of this name.

@@ -6,9 +6,55 @@ CVPR 2016, https://arxiv.org/abs/1512.03385.
 
 import keras
 
+# The epsilon of the batch normalisations in `keras.applications.ResNet50`.
+_RESNET_EPSILON = 1.001e-5
+
+
+class _Residual(keras.layers.Layer):
+    """A main path of layers with a shortcut around it, added, then ReLU.
+
+    A subclass sets `main_path` and `relu`, and has a method `_projection` for
+    the layers of a shortcut that is not the identity.
+    """
+
+    def __init__(self, filters, strides, momentum, **kwargs):
+        super().__init__(**kwargs)
+        self.filters = filters
+        self.strides = strides
+        self.momentum = momentum
+        self.shortcut = []
+        self.add = keras.layers.Add(name="add")
+
+    def build(self, input_shape):
+        output_shape = _build_chain(self.main_path, input_shape)
+        channels = output_shape[-1]
+        if self.strides != 1 or input_shape[-1] != channels:
+            self.shortcut = self._projection(channels)
+        _build_chain(self.shortcut, input_shape)
+        self.add.build([output_shape, output_shape])
+        self.relu.build(output_shape)
+
+    def call(self, inputs, training=None):
+        outputs = _call_chain(self.main_path, inputs, training)
+        shortcut = _call_chain(self.shortcut, inputs, training)
+        return self.relu(self.add([outputs, shortcut]))
+
+    def compute_output_shape(self, input_shape):
+        for layer in self.main_path:
+            input_shape = layer.compute_output_shape(input_shape)
+        return input_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "filters": self.filters,
+            "strides": self.strides,
+            "momentum": self.momentum,
+        }
+
 
 @keras.saving.register_keras_serializable(package="model_zoo")
-class ResidualBlock(keras.layers.Layer):
+class ResidualBlock(_Residual):
     """Two 3x3 convolutions with a shortcut around them.
 
     The basic block of the paper: convolution, batch normalisation, ReLU,
@@ -39,10 +85,7 @@ class ResidualBlock(keras.layers.Layer):
     """
 
     def __init__(self, filters, strides=1, momentum=0.9, **kwargs):
-        super().__init__(**kwargs)
-        self.filters = filters
-        self.strides = strides
-        self.momentum = momentum
+        super().__init__(filters, strides, momentum, **kwargs)
         self.main_path = [
             _convolution(filters, 3, strides, name="conv_1"),
             _normalization(momentum, name="norm_1"),
@@ -50,38 +93,72 @@ class ResidualBlock(keras.layers.Layer):
             _convolution(filters, 3, 1, name="conv_2"),
             _normalization(momentum, name="norm_2"),
         ]
-        self.shortcut = []
-        self.add = keras.layers.Add(name="add")
         self.relu = keras.layers.ReLU(name="relu_2")
 
-    def build(self, input_shape):
-        if self.strides != 1 or input_shape[-1] != self.filters:
-            self.shortcut = [
-                _convolution(self.filters, 1, self.strides, name="conv_0"),
-                _normalization(self.momentum, name="norm_0"),
-            ]
-        output_shape = _build_chain(self.main_path, input_shape)
-        _build_chain(self.shortcut, input_shape)
-        self.add.build([output_shape, output_shape])
-        self.relu.build(output_shape)
+    def _projection(self, channels):
+        return [
+            _convolution(channels, 1, self.strides, name="conv_0"),
+            _normalization(self.momentum, name="norm_0"),
+        ]
 
-    def call(self, inputs, training=None):
-        outputs = _call_chain(self.main_path, inputs, training)
-        shortcut = _call_chain(self.shortcut, inputs, training)
-        return self.relu(self.add([outputs, shortcut]))
 
-    def compute_output_shape(self, input_shape):
-        for layer in self.main_path:
-            input_shape = layer.compute_output_shape(input_shape)
-        return input_shape
+@keras.saving.register_keras_serializable(package="model_zoo")
+class BottleneckBlock(_Residual):
+    """Convolutions 1x1, 3x3 and 1x1 with a shortcut around them.
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "filters": self.filters,
-            "strides": self.strides,
-            "momentum": self.momentum,
-        }
+    The bottleneck block of the paper: the first convolution reduces the
+    channels, and the resolution where `strides` is not 1, the last one has
+    four times as many. Batch normalisation follows each, and ReLU, the last
+    one after the addition of the shortcut. The shortcut is the identity, or a
+    1x1 convolution with batch normalisation where the block changes the number
+    of channels or the resolution. As in `keras.applications.ResNet50`, the
+    convolutions have biases.
+
+    Args:
+        filters: Positive integer, channels of the 3x3 convolution, a quarter
+            of the output channels.
+        strides: Positive integer, by which height and width are divided.
+            Defaults to `1`.
+        momentum: Float between 0 and 1, of the moving statistics in batch
+            normalisation. Defaults to `0.9`.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name`.
+
+    Input shape:
+        `(batch_size, height, width, channels)`
+
+    Output shape:
+        `(batch_size, ceil(height / strides), ceil(width / strides),
+        4 * filters)`
+
+    Example:
+
+    ```python
+    block = BottleneckBlock(64, strides=2)
+    block(keras.ops.ones((1, 8, 8, 32))).shape  # (1, 4, 4, 256)
+    ```
+    """
+
+    def __init__(self, filters, strides=1, momentum=0.9, **kwargs):
+        super().__init__(filters, strides, momentum, **kwargs)
+        self.main_path = [
+            _convolution(filters, 1, strides, use_bias=True, name="conv_1"),
+            _normalization(momentum, _RESNET_EPSILON, name="norm_1"),
+            keras.layers.ReLU(name="relu_1"),
+            _convolution(filters, 3, 1, use_bias=True, name="conv_2"),
+            _normalization(momentum, _RESNET_EPSILON, name="norm_2"),
+            keras.layers.ReLU(name="relu_2"),
+            _convolution(4 * filters, 1, 1, use_bias=True, name="conv_3"),
+            _normalization(momentum, _RESNET_EPSILON, name="norm_3"),
+        ]
+        self.relu = keras.layers.ReLU(name="relu_3")
+
+    def _projection(self, channels):
+        return [
+            _convolution(
+                channels, 1, self.strides, use_bias=True, name="conv_0"
+            ),
+            _normalization(self.momentum, _RESNET_EPSILON, name="norm_0"),
+        ]
 
 
 def resnet_small(
@@ -144,21 +221,139 @@ def resnet_small(
     return layers
 
 
-def _convolution(filters, size, strides, name):
-    # No bias: the batch normalisation that follows has one.
+def resnet50(
+    num_classes=1000,
+    input_shape=(224, 224, 3),
+    num_filters=64,
+    momentum=0.9,
+):
+    """ResNet-50, the residual network of 50 layers.
+
+    A 7x7 convolution and a pooling layer, each halving the resolution, then
+    four groups of 3, 4, 6 and 3 bottleneck blocks, then global average pooling
+    and a dense layer that returns logits. Each group after the first halves
+    the resolution and doubles the channels. With the same weights, it computes
+    what `keras.applications.ResNet50` does with `classifier_activation=None`.
+
+    Args:
+        num_classes: Positive integer, the number of logits. Defaults to
+            `1000`.
+        input_shape: Tuple `(height, width, channels)`; of height and width
+            any size, or `None`. Defaults to `(224, 224, 3)`.
+        num_filters: Positive integer, channels of the first convolution, and
+            of the 3x3 convolutions in the first group. Defaults to `64`.
+        momentum: Float between 0 and 1, of the moving statistics in batch
+            normalisation. Defaults to `0.9`; `keras.applications` has 0.99.
+
+    Returns:
+        A list of Keras layers that begins with a `keras.layers.InputLayer`,
+        mapping images `(batch_size, height, width, channels)` to logits
+        `(batch_size, num_classes)`. The default has 25,636,712 parameters,
+        25,583,592 of them trainable.
+
+    Example:
+
+    ```python
+    layers = resnet50(num_classes=10, input_shape=(32, 32, 3))
+    model = keras.Sequential(layers)
+    ```
+    """
+    return _resnet(
+        (3, 4, 6, 3), num_classes, input_shape, num_filters, momentum
+    )
+
+
+def resnet101(
+    num_classes=1000,
+    input_shape=(224, 224, 3),
+    num_filters=64,
+    momentum=0.9,
+):
+    """ResNet-101, the residual network of 101 layers.
+
+    As `resnet50`, with 3, 4, 23 and 3 bottleneck blocks in the groups. With
+    the same weights, it computes what `keras.applications.ResNet101` does with
+    `classifier_activation=None`.
+
+    Args:
+        num_classes: Positive integer, the number of logits. Defaults to
+            `1000`.
+        input_shape: Tuple `(height, width, channels)`; of height and width
+            any size, or `None`. Defaults to `(224, 224, 3)`.
+        num_filters: Positive integer, channels of the first convolution, and
+            of the 3x3 convolutions in the first group. Defaults to `64`.
+        momentum: Float between 0 and 1, of the moving statistics in batch
+            normalisation. Defaults to `0.9`; `keras.applications` has 0.99.
+
+    Returns:
+        A list of Keras layers that begins with a `keras.layers.InputLayer`,
+        mapping images `(batch_size, height, width, channels)` to logits
+        `(batch_size, num_classes)`. The default has 44,707,176 parameters,
+        44,601,832 of them trainable.
+
+    Example:
+
+    ```python
+    layers = resnet101(num_classes=10, input_shape=(32, 32, 3))
+    model = keras.Sequential(layers)
+    ```
+    """
+    return _resnet(
+        (3, 4, 23, 3), num_classes, input_shape, num_filters, momentum
+    )
+
+
+def _resnet(group_sizes, num_classes, input_shape, num_filters, momentum):
+    layers = [
+        keras.layers.InputLayer(shape=input_shape, name="image"),
+        # Not `padding="same"`, which pads even sizes on one side more.
+        keras.layers.ZeroPadding2D(3, name="stem_pad"),
+        _convolution(
+            num_filters,
+            7,
+            2,
+            use_bias=True,
+            padding="valid",
+            name="stem_conv",
+        ),
+        _normalization(momentum, _RESNET_EPSILON, name="stem_norm"),
+        keras.layers.ReLU(name="stem_relu"),
+        keras.layers.ZeroPadding2D(1, name="stem_pool_pad"),
+        keras.layers.MaxPooling2D(3, strides=2, name="stem_pool"),
+    ]
+    # The paper's names of the groups are conv2_x to conv5_x.
+    for group, size in enumerate(group_sizes):
+        for index in range(size):
+            layers.append(
+                BottleneckBlock(
+                    num_filters * 2**group,
+                    strides=2 if group > 0 and index == 0 else 1,
+                    momentum=momentum,
+                    name=f"conv{group + 2}_block{index + 1}",
+                )
+            )
+    layers.append(keras.layers.GlobalAveragePooling2D(name="pool"))
+    layers.append(keras.layers.Dense(num_classes, name="logits"))
+    return layers
+
+
+def _convolution(filters, size, strides, name, use_bias=False, padding="same"):
+    # No bias by default: the batch normalisation that follows has one.
     return keras.layers.Conv2D(
         filters,
         size,
         strides=strides,
-        padding="same",
-        use_bias=False,
+        padding=padding,
+        use_bias=use_bias,
         kernel_initializer="he_normal",
         name=name,
     )
 
 
-def _normalization(momentum, name):
-    return keras.layers.BatchNormalization(momentum=momentum, name=name)
+def _normalization(momentum, epsilon=1e-3, *, name):
+    return keras.layers.BatchNormalization(
+        momentum=momentum, epsilon=epsilon, name=name
+    )
 
 
 def _build_chain(layers, shape):

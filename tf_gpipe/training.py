@@ -287,7 +287,8 @@ class PipelinedTraining(_Mixin):
 
     def _finish(self, run: MiniBatch, losses: list) -> None:
         for loss in losses:
-            self.add_loss(loss)
+            # A functional model's own takes none.
+            keras.Layer.add_loss(self, loss)
         run.commit_state()
 
     def _loss_of_call(self, x, y, sample_weight):

@@ -1,10 +1,10 @@
 """Flags that commands about a schedule share."""
 
 import argparse
-import ast
 
 from tf_gpipe import remat
 from tf_gpipe import schedule
+from trainers import models
 
 
 class _Formatter(
@@ -69,16 +69,8 @@ def positive(text):
 
 
 def model_args(text):
-    """Returns what stands between the brackets of a call, as a dict.
-
-    As the type of a flag with hyper-parameters of a model.
-    """
+    """Returns hyper-parameters of a model, as the type of a flag."""
     try:
-        call = ast.parse(f"_({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError(text)
-        return {x.arg: ast.literal_eval(x.value) for x in call.keywords}
-    except (SyntaxError, ValueError) as e:
-        raise argparse.ArgumentTypeError(
-            f"not of the form name=value,name=value: {text!r}"
-        ) from e
+        return models.parse_hyper_parameters(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e

@@ -134,13 +134,16 @@ def main(argv=None):
 
 
 def _plan(args, changed, device_memory):
-    first, *layers = model_zoo.get(args.model, **{**args.model_args, **changed})
+    # Without values for the weights of a functional model.
+    with keras.StatelessScope(initialize_variables=False):
+        model = model_zoo.get(args.model, **{**args.model_args, **changed})
+    functional = isinstance(model, keras.Model)
     spec = keras.tree.map_structure(
         lambda x: keras.KerasTensor((args.batch_size, *x.shape[1:]), x.dtype),
-        first.output,
+        model.input if functional else model[0].output,
     )
     return planner.plan(
-        layers,
+        model,
         spec,
         num_stages=args.num_stages,
         num_micro_batches=args.num_micro_batches,

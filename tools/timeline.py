@@ -32,6 +32,10 @@ from tf_gpipe import timeline  # noqa: E402
 from tools import command_line  # noqa: E402
 from tools import workers  # noqa: E402
 from trainers import devices as host_devices  # noqa: E402
+from trainers import models  # noqa: E402
+
+# Of sequences and images of any size.
+_LENGTH = 32
 
 
 def make_parser():
@@ -162,8 +166,9 @@ def measured(args):
 
 
 def _measured(args, devices):
-    model = tf_gpipe.PipelinedSequential(
-        model_zoo.get(args.model, **args.model_args),
+    model = models.pipelined(
+        args.model,
+        args.model_args,
         num_stages=args.num_stages,
         num_micro_batches=args.num_micro_batches,
         balance="flops",
@@ -174,12 +179,21 @@ def _measured(args, devices):
     model.compile("sgd", "mse")
     rows = args.batch_size * args.num_steps
     generator = np.random.default_rng(0)
+
+    def random(tensor):
+        shape = (rows, *(size or _LENGTH for size in tensor.shape[1:]))
+        if "float" in tensor.dtype:
+            return generator.standard_normal(shape, dtype="float32")
+        # Tokens: 1 is there in any vocabulary, and 0 may be padding.
+        return np.ones(shape, tensor.dtype)
+
     x, y = (
-        generator.standard_normal((rows, *tensor.shape[1:]), dtype="float32")
-        if "float" in tensor.dtype
-        # Tokens, of which 0 is there in any vocabulary.
-        else np.zeros((rows, *tensor.shape[1:]), tensor.dtype)
-        for tensor in (model.inputs[0], model.outputs[0])
+        keras.tree.map_structure(random, tensors)
+        for tensors in (
+            (model.input, model.output)
+            if isinstance(model, tf_gpipe.PipelinedModel)
+            else (model.inputs[0], model.outputs[0])
+        )
     )
     recorder = tf_gpipe.callbacks.Timeline()
     seconds = {False: [], True: []}

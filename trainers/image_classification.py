@@ -42,10 +42,10 @@ import tensorflow as tf
 from absl import flags
 
 import model_zoo
-import tf_gpipe
 from trainers import command_line
 from trainers import devices
 from trainers import images
+from trainers import models
 from trainers.checkpoints import Checkpoints
 from trainers.checkpoints import newest
 from trainers.command_line import UserError
@@ -53,6 +53,11 @@ from trainers.loss_log import LossLog
 
 _MODEL = flags.DEFINE_enum(
     "model", "resnet_small", model_zoo.names(), "Model of model_zoo."
+)
+_MODEL_ARGS = flags.DEFINE_string(
+    "model_args",
+    "",
+    "Hyper-parameters of the model, such as num_blocks=8,num_filters=64.",
 )
 _DATASET = flags.DEFINE_string(
     "dataset", "digits", "Dataset of labelled images, by its name in TFDS."
@@ -167,6 +172,7 @@ def train_and_evaluate(
     workers=None,
     worker_timeout=30.0,
     tpu=None,
+    model_args=None,
     data_dir=None,
     workdir=None,
     verbose=1,
@@ -194,6 +200,7 @@ def train_and_evaluate(
         workers: See `strategy`.
         worker_timeout: See `strategy`.
         tpu: See `strategy`.
+        model_args: Dictionary, other hyper-parameters of the model.
         data_dir: Directory of TFDS datasets. Defaults to that of TFDS.
         workdir: Directory for checkpoints, losses and logs. Defaults to
             `None`: nothing is kept.
@@ -230,10 +237,13 @@ def train_and_evaluate(
     checkpoints, first_epoch, callbacks = None, 0, []
     try:
         with hardware.strategy.scope():
-            network = tf_gpipe.PipelinedSequential(
-                model_zoo.get(
-                    model, num_classes=data.num_classes, input_shape=data.shape
-                ),
+            network = models.pipelined(
+                model,
+                {
+                    **(model_args or {}),
+                    "num_classes": data.num_classes,
+                    "input_shape": data.shape,
+                },
                 num_stages=num_stages,
                 num_micro_batches=num_micro_batches,
                 balance=balance,
@@ -241,6 +251,12 @@ def train_and_evaluate(
                 remat=remat,
                 devices=hardware.devices,
             )
+            if network.output_shape != (None, data.num_classes):
+                raise UserError(
+                    "A classifier must return a logit for each of the "
+                    f"{data.num_classes} classes. Received: model={model}, "
+                    f"which returns {network.output_shape}"
+                )
             network.compile(
                 _optimizer(
                     learning_rate, weight_decay, num_epochs * steps_per_epoch
@@ -349,6 +365,13 @@ def _parse_balance(text):
     return text
 
 
+def _model_args(text):
+    try:
+        return models.parse_hyper_parameters(text)
+    except ValueError as error:
+        raise UserError(f"--model_args: {error}") from error
+
+
 def main():
     if _WORKDIR.value is not None:
         try:
@@ -375,6 +398,7 @@ def main():
         workers=_WORKERS.value,
         worker_timeout=_WORKER_TIMEOUT.value,
         tpu=_TPU.value,
+        model_args=_model_args(_MODEL_ARGS.value),
         data_dir=_DATA_DIR.value,
         workdir=_WORKDIR.value,
         verbose=_VERBOSE.value,

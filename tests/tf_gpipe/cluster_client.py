@@ -61,6 +61,35 @@ def equal(devices):
         assert sorted(slots) == sorted(owners * 2), (slots, owners)
 
 
+def skips(devices):
+    """Skip connections from worker to worker."""
+
+    def make():
+        x = inputs = keras.Input((6,))
+        x = first = L.Dense(6, activation="relu")(x)
+        for _ in range(3):
+            x = L.Add()([L.Dense(6, activation="relu")(x), first, inputs])
+        return keras.Model(inputs, x)
+
+    generator = np.random.default_rng(0)
+    data = [
+        tuple(generator.standard_normal((2, rows, 6), dtype="float32"))
+        for rows in (8, 5)
+    ]
+    plain = comparison.train(make, data, loss="mse")
+    for schedule in ("1f1b", "gpipe"):
+        pipelined = comparison.train(
+            make,
+            data,
+            loss="mse",
+            num_stages=len(devices),
+            num_micro_batches=4,
+            schedule=schedule,
+            devices=devices,
+        )
+        comparison.assert_same(absltest.TestCase(), plain, pipelined)
+
+
 def boundary(devices):
     """What goes from stage to stage does not go by way of this process."""
     width, rows, steps = 1024, 512, 10

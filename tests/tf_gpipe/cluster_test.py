@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -55,6 +56,11 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
     def test_numbers_and_places(self, num_workers):
         process = client("equal", self.addresses[:num_workers])
         output, _ = process.communicate()
+        self.assertEqual(output.splitlines()[-1], "done")
+
+    @pytest.mark.slow
+    def test_skips(self):
+        output, _ = client("skips", self.addresses).communicate()
         self.assertEqual(output.splitlines()[-1], "done")
 
     def test_boundary_tensors_go_from_worker_to_worker(self):

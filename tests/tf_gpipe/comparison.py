@@ -6,28 +6,49 @@ import numpy as np
 import tf_gpipe
 
 
-def train(make, data, *, loss, optimizer=None, metrics=(), epochs=2, **kwargs):
+def train(
+    make,
+    data,
+    *,
+    loss,
+    loss_weights=None,
+    optimizer=None,
+    metrics=(),
+    epochs=2,
+    **kwargs,
+):
     """Builds and trains a model; with `num_stages`, a pipeline.
 
     Args:
-        make: Function that returns a list of new layers.
+        make: Function that returns a list of new layers, or a new functional
+            model.
         data: List of batches for `train_on_batch`, each a tuple.
-        loss: Loss, or a function that makes one.
+        loss: What `compile` takes.
+        loss_weights: What `compile` takes.
         optimizer: Function that makes an optimizer.
         metrics: List of metrics.
         epochs: Integer, how often to go through `data`.
-        **kwargs: Arguments of `PipelinedSequential`.
+        **kwargs: Arguments of `PipelinedSequential`, or `PipelinedModel`.
 
     Returns:
         Tuple of the model and the list of logs, one a step.
     """
     keras.utils.set_random_seed(1)
-    if kwargs:
-        model = tf_gpipe.PipelinedSequential(make(), **kwargs)
+    model = make()
+    if isinstance(model, keras.Model):
+        if kwargs:
+            model = tf_gpipe.PipelinedModel.from_model(model, **kwargs)
+    elif kwargs:
+        model = tf_gpipe.PipelinedSequential(model, **kwargs)
     else:
-        model = keras.Sequential(make())
+        model = keras.Sequential(model)
     optimizer = optimizer() if optimizer else keras.optimizers.Adam(0.01)
-    model.compile(optimizer, loss, weighted_metrics=list(metrics))
+    model.compile(
+        optimizer,
+        loss,
+        loss_weights=loss_weights,
+        weighted_metrics=list(metrics),
+    )
     logs = []
     for _ in range(epochs):
         for x, y, *weight in data:

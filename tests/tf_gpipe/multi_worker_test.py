@@ -10,6 +10,7 @@ import sys
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tf_gpipe
@@ -55,6 +56,7 @@ def main(path):
 
 
 class MultiWorkerTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_equals_one_process(self):
         cluster = {"worker": [unused_address(), unused_address()]}
         paths, processes = [], []

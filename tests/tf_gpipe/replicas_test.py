@@ -5,6 +5,7 @@ import os
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -106,10 +107,21 @@ def short(devices):
 
 
 class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(
-        grid=[(2, 2), (2, 3), (4, 2)], schedule=["gpipe", "1f1b"]
+    def test_equals_one_device(self):
+        self.assert_equals_one_device((2, 2), "1f1b")
+
+    @parameterized.parameters(
+        ((2, 2), "gpipe"),
+        ((2, 3), "gpipe"),
+        ((2, 3), "1f1b"),
+        ((4, 2), "gpipe"),
+        ((4, 2), "1f1b"),
     )
-    def test_equals_one_device(self, grid, schedule):
+    @pytest.mark.slow
+    def test_equals_one_device_on_more(self, grid, schedule):
+        self.assert_equals_one_device(grid, schedule)
+
+    def assert_equals_one_device(self, grid, schedule):
         num_replicas, num_stages = grid
         plain = train(dense)
         pipelined = train(

@@ -23,6 +23,7 @@ def benchmark(*args):
 
 
 class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
+    @pytest.mark.slow
     def test_memory(self):
         peaks = benchmark("memory")["bytes"]
         self.assertLess(peaks["always"], peaks["never"] / 2)
@@ -30,6 +31,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLess(peaks["except_last"], peaks["never"] / 2)
         self.assertLess(peaks["always"], peaks["except_last"])
 
+    @pytest.mark.slow
     def test_trace(self):
         found = benchmark(
             "trace",
@@ -41,6 +43,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         )
         self.assertAllClose(found["ratio"], found["tf_gpipe"] / found["keras"])
 
+    @pytest.mark.slow
     def test_pipeline(self):
         found = benchmark(
             "pipeline",
@@ -55,6 +58,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         )
         self.assertLen(found["samples_per_second"], 2)
 
+    @pytest.mark.slow
     def test_simulated(self):
         found = benchmark(
             "pipeline",

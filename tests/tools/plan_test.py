@@ -101,6 +101,26 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             self.assertLess(a["activation_bytes"], b["activation_bytes"])
         self.assertEqual(keras.config.dtype_policy().name, "float32")
 
+    def test_functional_model(self):
+        plan = found(
+            "--model=unet",
+            "--model_args=num_blocks=1,num_filters=4,input_shape=(8,8,1),"
+            "depth=2",
+            "--num_stages=4",
+            "--balance=flops",
+        )
+        model = model_zoo.get(
+            "unet", num_blocks=1, num_filters=4, input_shape=(8, 8, 1), depth=2
+        )
+        self.assertEqual(plan["parameters"], model.count_params())
+        skips = [
+            (k, int(to))
+            for k, stage in enumerate(plan["stages"])
+            for to in stage["sends"]
+            if int(to) > k + 1
+        ]
+        self.assertNotEmpty(skips)
+
     def test_model_args(self):
         plan = found("--model_args=input_shape=(4, 4, 3),num_classes=7")
         layers = model_zoo.get(

@@ -129,6 +129,22 @@ class TimelineTest(parameterized.TestCase):
         self.assertEqual(found["peak_micro_batches"], [2, 1])
 
     @pytest.mark.slow
+    def test_functional_model(self):
+        result = timeline(
+            "--model=transformer_nmt",
+            "--model_args=num_layers=1,dim=8,ffn_dim=16,num_heads=2,"
+            "vocabulary=5",
+            "--num_stages=3",
+            "--num_micro_batches=4",
+            "--batch_size=8",
+            "--num_steps=3",
+            "--json",
+        )
+        self.assertEqual(result.returncode, 0, result.stderr)
+        found = json.loads(result.stdout.splitlines()[-1])
+        self.assertEqual(found["peak_micro_batches"], [3, 2, 1])
+
+    @pytest.mark.slow
     def test_workers(self):
         result = timeline(
             "--model=resnet_small",

@@ -10,6 +10,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 from absl.testing import absltest
@@ -192,6 +193,7 @@ class TrainTest(TestCase):
         self.assertLen(self.losses(workdir), 4)
         self.assertNotEmpty(list(workdir.glob("logs/train/*")))
 
+    @pytest.mark.slow
     def test_number_of_stages_does_not_matter(self):
         curves = []
         for num_stages in (1, 2):
@@ -202,6 +204,7 @@ class TrainTest(TestCase):
         self.assertNotAllClose(curves[0][0], curves[0][-1])
         self.assertAllClose(curves[0], curves[1], rtol=0, atol=1e-4)
 
+    @pytest.mark.slow
     def test_resumption(self):
         whole_dir, parts_dir = self.make_directory(), self.make_directory()
         # Whether the dataset has been prepared before must not matter.
@@ -259,6 +262,15 @@ class TrainTest(TestCase):
     @parameterized.parameters(
         ({"num_stages": 3, "balance": [3, 3]}, "balance"),
         ({"model": "transformer_lm"}, "Received: num_classes"),
+        (
+            {
+                "dataset": "digits",
+                "model": "unet",
+                "model_args": {"num_blocks": 1, "num_filters": 4, "depth": 1},
+            },
+            "must return a logit for each of the 10 classes",
+        ),
+        ({"model_args": {"blocks": 3}}, "Received: blocks"),
         ({"batch_size": 25}, "24 training images. Received: batch_size=25"),
         ({"num_stages": 1000}, "1000 devices are needed"),
         ({"num_replicas": 2}, "--strategy=mirrored"),

@@ -123,7 +123,7 @@ def with_rows(inputs: Any, rows: int) -> Any:
     """Returns `KerasTensor`s with a batch size where there was none."""
     return keras.tree.map_structure(
         lambda x: keras.KerasTensor(
-            (x.shape[0] or rows, *x.shape[1:]), x.dtype
+            tuple(n or rows for n in x.shape[:1]) + tuple(x.shape[1:]), x.dtype
         ),
         inputs,
     )

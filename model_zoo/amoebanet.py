@@ -1,0 +1,635 @@
+"""AmoebaNet-D, a network for images whose cells evolution has found.
+
+Sources: Real, Aggarwal, Huang and Le, "Regularized Evolution for Image
+Classifier Architecture Search", AAAI 2019, https://arxiv.org/abs/1802.01548.
+Cells, heads and activations are wired as in TensorFlow's implementation
+(tensorflow/tpu, models/official/amoeba_net). The stem has the filters of
+torchgpipe's (kakaobrain/torchgpipe, benchmarks/models/amoebanet), with which
+the numbers of parameters of Huang et al., "GPipe", 2019,
+https://arxiv.org/abs/1811.06965, Table 1, come out.
+"""
+
+import keras
+from keras import ops
+
+# A cell's states: 0 is its input, 1 the input of the cell before it, both
+# projected to its number of filters. The operations, each with the state that
+# it takes, follow in pairs: the sum of a pair is the next state.
+_NORMAL = (
+    ("conv_1x1", 1),
+    ("max_pool_3x3", 1),
+    ("none", 1),
+    ("conv_1x7_7x1", 0),
+    ("conv_1x1", 0),
+    ("conv_1x7_7x1", 0),
+    ("max_pool_3x3", 2),
+    ("none", 2),
+    ("avg_pool_3x3", 1),
+    ("conv_1x1", 5),
+)
+_REDUCTION = (
+    ("max_pool_2x2", 0),
+    ("max_pool_3x3", 0),
+    ("none", 2),
+    ("conv_3x3", 1),
+    ("conv_1x7_7x1", 2),
+    ("max_pool_3x3", 2),
+    ("none", 3),
+    ("max_pool_2x2", 1),
+    ("avg_pool_3x3", 2),
+    ("conv_1x1", 3),
+)
+# The states that are concatenated. (The paper draws 4, 5 and 6 for the normal
+# cell; the implementation, and the numbers of parameters, have these.)
+_NORMAL_OUTPUTS = (0, 3, 4, 6)
+_REDUCTION_OUTPUTS = (4, 5, 6)
+
+
+@keras.saving.register_keras_serializable(package="model_zoo")
+class FactorizedReduction(keras.layers.Layer):
+    """Halves height and width, and sets the number of channels.
+
+    ReLU, then two 1x1 convolutions with strides 2, the second one shifted by
+    a pixel down and to the right, each for half of the filters; then batch
+    normalisation.
+
+    Args:
+        filters: Positive integer, the number of output channels.
+        momentum: Float between 0 and 1, of the moving statistics in batch
+            normalisation. Defaults to `0.9`.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name`.
+
+    Input shape:
+        `(batch_size, height, width, channels)`
+
+    Output shape:
+        `(batch_size, ceil(height / 2), ceil(width / 2), filters)`
+
+    Example:
+
+    ```python
+    reduction = FactorizedReduction(16)
+    reduction(keras.ops.ones((1, 7, 8, 4))).shape  # (1, 4, 4, 16)
+    ```
+    """
+
+    def __init__(self, filters, momentum=0.9, **kwargs):
+        super().__init__(**kwargs)
+        self.filters = filters
+        self.momentum = momentum
+        self.relu = keras.layers.ReLU(name="relu")
+        self.shift = [
+            keras.layers.ZeroPadding2D(((0, 1), (0, 1)), name="pad"),
+            keras.layers.Cropping2D(((1, 0), (1, 0)), name="crop"),
+        ]
+        half = filters // 2
+        self.conv_1 = _convolution(filters - half, 1, 2, name="conv_1")
+        self.conv_2 = _convolution(half, 1, 2, name="conv_2")
+        self.norm = _normalization(momentum, name="norm")
+
+    def build(self, input_shape):
+        self.relu.build(input_shape)
+        _build_chain([*self.shift, self.conv_2], input_shape)
+        self.conv_1.build(input_shape)
+        self.norm.build(self.compute_output_shape(input_shape))
+
+    def call(self, x, training=None):
+        x = self.relu(x)
+        shifted = _call_chain(self.shift, x, training)
+        x = ops.concatenate([self.conv_1(x), self.conv_2(shifted)], axis=-1)
+        return self.norm(x, training=training)
+
+    def compute_output_shape(self, input_shape):
+        return (*_resolution(input_shape, 2), self.filters)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "filters": self.filters,
+            "momentum": self.momentum,
+        }
+
+
+@keras.saving.register_keras_serializable(package="model_zoo")
+class AmoebaNetCell(keras.layers.Layer):
+    """A cell of AmoebaNet-D.
+
+    It takes the output of the cell before it, x, and what that cell took in
+    turn, `previous`. Both are projected to `filters` channels by ReLU, 1x1
+    convolution and batch normalisation (`previous` only where it has another
+    number of channels, or is larger). Five sums of two operations follow;
+    some of the sums, concatenated, are the output.
+
+    Args:
+        filters: Positive integer, channels of every operation.
+        reduction: Boolean, whether the cell halves height and width. Defaults
+            to `False`.
+        reduce_previous: Boolean, whether `previous` has twice the height and
+            width of x, as it has after a cell that halves them. Defaults to
+            `False`.
+        drop_path: Float, rate at which the result of an operation is left out
+            for an image in training. Defaults to `0.0`.
+        momentum: Float between 0 and 1, of the moving statistics in batch
+            normalisation. Defaults to `0.9`.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name`.
+
+    Input shape:
+        A tuple of the shapes of x and `previous`, both `(batch_size, height,
+        width, channels)`, and of more tensors, which are passed on. Or one
+        shape, of a tensor that is both.
+
+    Output shape:
+        A tuple of `(batch_size, height, width, 4 * filters)`, or, with
+        `reduction`, `(batch_size, ceil(height / 2), ceil(width / 2),
+        3 * filters)`; the shape of x; and the shapes of the tensors passed on.
+
+    Example:
+
+    ```python
+    x = keras.ops.ones((1, 8, 8, 3))
+    x, previous = AmoebaNetCell(16)(x)  # (1, 8, 8, 64), (1, 8, 8, 3)
+    x, previous = AmoebaNetCell(32, reduction=True)((x, previous))
+    x.shape  # (1, 4, 4, 96)
+    ```
+    """
+
+    def __init__(
+        self,
+        filters,
+        reduction=False,
+        reduce_previous=False,
+        drop_path=0.0,
+        momentum=0.9,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.filters = filters
+        self.reduction = reduction
+        self.reduce_previous = reduce_previous
+        self.drop_path = drop_path
+        self.momentum = momentum
+        self.project_input = _unit(filters, 1, 1, momentum, "input")
+        self.project_previous = []
+        genotype = _REDUCTION if reduction else _NORMAL
+        self.sources = tuple(state for _, state in genotype)
+        self.results = _REDUCTION_OUTPUTS if reduction else _NORMAL_OUTPUTS
+        self.operations = [
+            _operation(
+                kind,
+                filters,
+                2 if reduction and state < 2 else 1,
+                drop_path,
+                momentum,
+                name=f"op_{index + 1}",
+            )
+            for index, (kind, state) in enumerate(genotype)
+        ]
+
+    def build(self, input_shape):
+        x, previous, *_ = _shapes(input_shape)
+        expected = _resolution(previous, 2 if self.reduce_previous else 1)
+        if expected[1:] != x[1:3]:
+            raise ValueError(
+                "The second input of a cell must have the height and width of "
+                "the first one, or twice as much with `reduce_previous`. "
+                f"Received: reduce_previous={self.reduce_previous}, "
+                f"input_shape={input_shape}"
+            )
+        if self.reduce_previous:
+            self.project_previous = [
+                FactorizedReduction(
+                    self.filters, self.momentum, name="previous_reduction"
+                )
+            ]
+        elif previous[-1] != self.filters:
+            self.project_previous = _unit(
+                self.filters, 1, 1, self.momentum, "previous"
+            )
+        shapes = [
+            _build_chain(self.project_input, x),
+            _build_chain(self.project_previous, previous),
+        ]
+        for index, chain in enumerate(self.operations):
+            shape = _build_chain(chain, shapes[self.sources[index]])
+            if index % 2:
+                shapes.append(shape)
+
+    def call(self, inputs, training=None):
+        if not isinstance(inputs, (list, tuple)):
+            inputs = (inputs, inputs)
+        x, previous, *others = inputs
+        states = [
+            _call_chain(self.project_input, x, training),
+            _call_chain(self.project_previous, previous, training),
+        ]
+
+        def result(index):
+            state = states[self.sources[index]]
+            return _call_chain(self.operations[index], state, training)
+
+        for index in range(0, len(self.operations), 2):
+            states.append(result(index) + result(index + 1))
+        output = ops.concatenate([states[i] for i in self.results], axis=-1)
+        return (output, x, *others)
+
+    def compute_output_shape(self, input_shape):
+        x, _, *others = _shapes(input_shape)
+        channels = self.filters * len(self.results)
+        output = (*_resolution(x, 2 if self.reduction else 1), channels)
+        return (output, x, *others)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "filters": self.filters,
+            "reduction": self.reduction,
+            "reduce_previous": self.reduce_previous,
+            "drop_path": self.drop_path,
+            "momentum": self.momentum,
+        }
+
+
+@keras.saving.register_keras_serializable(package="model_zoo")
+class AuxiliaryHead(keras.layers.Layer):
+    """Logits from the middle of a network, handed on beside its tensors.
+
+    ReLU, average pooling of 5x5 pixels with strides 3, a 1x1 convolution to
+    128 channels, a convolution as large as what is left, to 768 channels,
+    both with batch normalisation and ReLU; and a dense layer.
+
+    Args:
+        num_classes: Positive integer, the number of logits.
+        momentum: Float between 0 and 1, of the moving statistics in batch
+            normalisation. Defaults to `0.9`.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name`.
+
+    Input shape:
+        A tuple of shapes, the first one `(batch_size, height, width,
+        channels)`, height and width known.
+
+    Output shape:
+        The same tuple, and `(batch_size, num_classes)` at its end.
+
+    Example:
+
+    ```python
+    x = keras.ops.ones((1, 8, 8, 3))
+    x, previous, aux_logits = AuxiliaryHead(10)((x, x))
+    aux_logits.shape  # (1, 10)
+    ```
+    """
+
+    def __init__(self, num_classes, momentum=0.9, **kwargs):
+        super().__init__(**kwargs)
+        self.num_classes = num_classes
+        self.momentum = momentum
+
+    def build(self, input_shape):
+        shape = input_shape[0]
+        if None in shape[1:3]:
+            raise ValueError(
+                "An auxiliary head needs to know height and width of its "
+                f"inputs. Received: input_shape={input_shape}"
+            )
+        head = [
+            keras.layers.ReLU(name="relu"),
+            keras.layers.AveragePooling2D(
+                [min(5, size) for size in shape[1:3]], strides=3, name="pool"
+            ),
+            _convolution(128, 1, 1, name="conv_1"),
+            _normalization(self.momentum, name="norm_1"),
+            keras.layers.ReLU(name="relu_1"),
+        ]
+        left = _build_chain(head, shape)
+        tail = [
+            _convolution(768, left[1:3], 1, name="conv_2", padding="valid"),
+            _normalization(self.momentum, name="norm_2"),
+            keras.layers.ReLU(name="relu_2"),
+            keras.layers.Flatten(name="flatten"),
+            keras.layers.Dense(self.num_classes, name="logits"),
+        ]
+        _build_chain(tail, left)
+        self.chain = [*head, *tail]
+
+    def call(self, inputs, training=None):
+        return (*inputs, _call_chain(self.chain, inputs[0], training))
+
+    def compute_output_shape(self, input_shape):
+        shapes = _shapes(input_shape)
+        return (*shapes, (shapes[0][0], self.num_classes))
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_classes": self.num_classes,
+            "momentum": self.momentum,
+        }
+
+
+@keras.saving.register_keras_serializable(package="model_zoo")
+class Classifier(keras.layers.Layer):
+    """ReLU, global average pooling, dropout and a dense layer.
+
+    Args:
+        num_classes: Positive integer, the number of logits.
+        dropout: Float, rate of dropout. Defaults to `0.0`.
+        **kwargs: Arguments of `keras.layers.Layer`, such as `name`.
+
+    Input shape:
+        A tuple of shapes: of x, `(batch_size, height, width, channels)`; of
+        `previous`, which is not used; and, after an `AuxiliaryHead`, of its
+        logits.
+
+    Output shape:
+        `(batch_size, num_classes)`. With logits of an auxiliary head, a
+        dictionary of two shapes, `"logits"` and `"aux_logits"`.
+
+    Example:
+
+    ```python
+    x = keras.ops.ones((1, 8, 8, 3))
+    Classifier(10)((x, x)).shape  # (1, 10)
+    ```
+    """
+
+    def __init__(self, num_classes, dropout=0.0, **kwargs):
+        super().__init__(**kwargs)
+        self.num_classes = num_classes
+        self.dropout = dropout
+        self.chain = [
+            keras.layers.ReLU(name="relu"),
+            keras.layers.GlobalAveragePooling2D(name="pool"),
+            keras.layers.Dropout(dropout, name="drop"),
+            keras.layers.Dense(num_classes, name="logits"),
+        ]
+
+    def build(self, input_shape):
+        _build_chain(self.chain, input_shape[0])
+
+    def call(self, inputs, training=None):
+        x, _, *aux_logits = inputs
+        return _outputs(_call_chain(self.chain, x, training), aux_logits)
+
+    def compute_output_shape(self, input_shape):
+        x, _, *aux_logits = _shapes(input_shape)
+        return _outputs((x[0], self.num_classes), aux_logits)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_classes": self.num_classes,
+            "dropout": self.dropout,
+        }
+
+
+def amoebanet_d(
+    num_layers=18,
+    num_filters=256,
+    num_classes=1000,
+    input_shape=(224, 224, 3),
+    num_stem_reductions=3,
+    aux_head=False,
+    dropout=0.0,
+    drop_path=0.0,
+    momentum=0.9,
+):
+    """AmoebaNet-D (L, D) of the GPipe paper.
+
+    A stem that makes images smaller; three groups of L / 3 normal cells, with
+    a reduction cell between two groups; global average pooling, and a dense
+    layer that returns logits. Cells have D filters in the first group, and
+    twice as many after each reduction cell.
+
+    What a cell hands on is a tuple, its output and its input: the next cell
+    takes both. A pipeline can be cut anywhere in the list.
+
+    Args:
+        num_layers: Positive multiple of 3, the number L of normal cells.
+            Defaults to `18`.
+        num_filters: Positive integer D, a multiple of 4 with the default
+            stem. Defaults to `256`.
+        num_classes: Positive integer, the number of logits. Defaults to
+            `1000`.
+        input_shape: Tuple `(height, width, channels)`; height and width may
+            be `None`, for any size. Defaults to `(224, 224, 3)`.
+        num_stem_reductions: Integer, how often the stem halves height and
+            width, first by the strides of its convolution, then by a
+            reduction cell each. The three groups work at 1, 1/2 and 1/4 of
+            the resolution that it leaves. Use `0` for images of some 8 to 32
+            pixels, such as digits or CIFAR, `1` for 64. Defaults to `3`, for
+            ImageNet.
+        aux_head: Boolean, whether the last cell of the second group has an
+            `AuxiliaryHead`. The model then returns a dictionary of `"logits"`
+            and `"aux_logits"`, in training and in inference; the weight of
+            the second loss in the source is 0.4. Defaults to `False`.
+        dropout: Float, rate of dropout before the last layer. Defaults to
+            `0.0`.
+        drop_path: Float, rate at which an operation of the last cell is left
+            out for an image in training; it grows linearly from cell to cell.
+            Defaults to `0.0`.
+        momentum: Float between 0 and 1, of the moving statistics in batch
+            normalisation. Defaults to `0.9`: Keras's own 0.99 needs
+            thousands of steps to forget where it began.
+
+    Returns:
+        A list of Keras layers that begins with a `keras.layers.InputLayer`,
+        mapping images `(batch_size, height, width, channels)` to logits
+        `(batch_size, num_classes)`, or to a dictionary of two such tensors.
+        With 1000 classes and images of 3 channels, (L, D) of (18, 208),
+        (18, 416), (18, 544), (36, 544) and (72, 512) have 81.5 million, 319.0
+        million, 542.7 million, 1.06 billion and 1.84 billion trainable
+        parameters.
+
+    Raises:
+        ValueError: If `num_layers` is no positive multiple of 3,
+            `num_filters` cannot be halved for the cells of the stem,
+            `num_stem_reductions` is negative, or `input_shape` has not three
+            elements.
+
+    Examples:
+
+    ```python
+    layers = amoebanet_d(3, 16, 10, (8, 8, 1), num_stem_reductions=0)
+    model = keras.Sequential(layers)
+    ```
+
+    With the auxiliary head:
+
+    ```python
+    layers = amoebanet_d(3, 16, 10, (32, 32, 3), 0, aux_head=True)
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(
+        "rmsprop",
+        loss={"logits": loss, "aux_logits": loss},
+        loss_weights={"logits": 1.0, "aux_logits": 0.4},
+    )
+    x, y = keras.ops.ones((2, 32, 32, 3)), keras.ops.ones((2,), "int32")
+    model.fit(x, {"logits": y, "aux_logits": y})
+    ```
+    """
+    if num_layers < 1 or num_layers % 3:
+        raise ValueError(
+            "`num_layers` must be a positive multiple of 3, for three groups "
+            f"of cells. Received: num_layers={num_layers}"
+        )
+    if num_stem_reductions < 0:
+        raise ValueError(
+            "`num_stem_reductions` must not be negative. Received: "
+            f"num_stem_reductions={num_stem_reductions}"
+        )
+    num_stem_cells = max(0, num_stem_reductions - 1)
+    if num_filters < 1 or num_filters % 2**num_stem_cells:
+        raise ValueError(
+            f"`num_filters` must be a positive multiple of {2**num_stem_cells} "
+            f"for a stem of {num_stem_reductions} reductions. Received: "
+            f"num_filters={num_filters}"
+        )
+    if len(input_shape) != 3:
+        raise ValueError(
+            "`input_shape` must be `(height, width, channels)`. Received: "
+            f"input_shape={input_shape}"
+        )
+
+    group = [False] * (num_layers // 3)
+    reductions = [
+        *[True] * num_stem_cells,
+        *group,
+        True,
+        *group,
+        True,
+        *group,
+    ]
+    filters = num_filters // 2**num_stem_cells
+    layers = [
+        keras.layers.InputLayer(shape=input_shape, name="image"),
+        _convolution(
+            filters, 3, 2 if num_stem_reductions else 1, name="stem_conv"
+        ),
+        _normalization(momentum, name="stem_norm"),
+    ]
+    for index, reduction in enumerate(reductions):
+        if reduction:
+            filters *= 2
+        layers.append(
+            AmoebaNetCell(
+                filters,
+                reduction,
+                reduce_previous=index > 0 and reductions[index - 1],
+                drop_path=drop_path * (index + 1) / len(reductions),
+                momentum=momentum,
+                name=f"cell_{index + 1}",
+            )
+        )
+    if aux_head:
+        # Before the last group and its reduction cell.
+        layers.insert(
+            -len(group) - 1,
+            AuxiliaryHead(num_classes, momentum, name="aux_head"),
+        )
+    layers.append(Classifier(num_classes, dropout, name="classifier"))
+    return layers
+
+
+_DEPENDS_ON_TRAINING = (
+    keras.layers.BatchNormalization,
+    keras.layers.Dropout,
+    FactorizedReduction,
+)
+
+
+def _operation(kind, filters, strides, drop_path, momentum, name):
+    """Returns an operation of a cell, as a list of layers."""
+    # The larger convolutions work on a quarter of the channels.
+    narrow = max(1, filters // 4)
+    units = {
+        "none": [],
+        "conv_1x1": [(filters, 1, strides)],
+        "conv_3x3": [(narrow, 1, 1), (narrow, 3, strides), (filters, 1, 1)],
+        "conv_1x7_7x1": [
+            (narrow, 1, 1),
+            (narrow, (1, 7), (1, strides)),
+            (narrow, (7, 1), (strides, 1)),
+            (filters, 1, 1),
+        ],
+    }
+    pools = {
+        "max_pool_2x2": (keras.layers.MaxPooling2D, 2),
+        "max_pool_3x3": (keras.layers.MaxPooling2D, 3),
+        "avg_pool_3x3": (keras.layers.AveragePooling2D, 3),
+    }
+    layers = []
+    if kind in pools:
+        pool, size = pools[kind]
+        layers.append(pool(size, strides, padding="same", name=f"{name}_pool"))
+    else:
+        for index, unit in enumerate(units[kind]):
+            layers += _unit(*unit, momentum, f"{name}_{index + 1}")
+    if drop_path and kind != "none":
+        # One decision an image.
+        layers.append(
+            keras.layers.Dropout(
+                drop_path, noise_shape=(None, 1, 1, 1), name=f"{name}_drop"
+            )
+        )
+    return layers
+
+
+def _unit(filters, size, strides, momentum, name):
+    return [
+        keras.layers.ReLU(name=f"{name}_relu"),
+        _convolution(filters, size, strides, name=f"{name}_conv"),
+        _normalization(momentum, name=f"{name}_norm"),
+    ]
+
+
+def _convolution(filters, size, strides, name, padding="same"):
+    # No bias: the batch normalisation that follows has one.
+    return keras.layers.Conv2D(
+        filters,
+        size,
+        strides=strides,
+        padding=padding,
+        use_bias=False,
+        kernel_initializer=keras.initializers.VarianceScaling(2.0, "fan_out"),
+        name=name,
+    )
+
+
+def _normalization(momentum, name):
+    return keras.layers.BatchNormalization(momentum=momentum, name=name)
+
+
+def _build_chain(layers, shape):
+    for layer in layers:
+        layer.build(shape)
+        shape = layer.compute_output_shape(shape)
+    return shape
+
+
+def _call_chain(layers, inputs, training):
+    for layer in layers:
+        if isinstance(layer, _DEPENDS_ON_TRAINING):
+            inputs = layer(inputs, training=training)
+        else:
+            inputs = layer(inputs)
+    return inputs
+
+
+def _shapes(input_shape):
+    """Returns a tuple of shapes; one shape alone is that of both inputs."""
+    if not isinstance(input_shape[0], (list, tuple)):
+        input_shape = (input_shape, input_shape)
+    return tuple(tuple(shape) for shape in input_shape)
+
+
+def _resolution(shape, strides):
+    """Returns batch size, height and width after `strides`."""
+    rows, *sizes = shape[:3]
+    return rows, *(n if n is None else -(-n // strides) for n in sizes)
+
+
+def _outputs(logits, aux_logits):
+    if not aux_logits:
+        return logits
+    return {"logits": logits, "aux_logits": aux_logits[0]}
