@@ -15,12 +15,16 @@ from keras import ops
 class SinusoidalPositions(keras.layers.Layer):
     """Scales embeddings by the root of their size and adds positions.
 
-    The sinusoids of Vaswani et al., section 3.5. It has no weights, and takes
-    sequences of any length.
+    The sinusoids of Vaswani et al., section 3.5. It has no weights, takes
+    sequences of any length, and passes on the mask of its inputs.
 
     Input and output shape:
         `(batch_size, length, dim)`, `dim` an even number.
     """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
 
     def call(self, x):
         length, dim = ops.shape(x)[1], x.shape[-1]

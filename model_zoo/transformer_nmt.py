@@ -71,15 +71,6 @@ class SharedEmbedding(keras.layers.ReversibleEmbedding):
         return {**super().get_config(), "logit_clip": self.logit_clip}
 
 
-@keras.saving.register_keras_serializable(package="model_zoo")
-class MaskedPositions(SinusoidalPositions):
-    """`SinusoidalPositions` that passes on the mask of its inputs."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.supports_masking = True
-
-
 class _TransformerBlock(keras.layers.Layer):
     """Hyper-parameters and parts of the blocks of encoder and decoder."""
 
@@ -455,13 +446,13 @@ def transformer_nmt(
     source = keras.Input((source_length,), dtype="int32", name="source")
     target = keras.Input((target_length,), dtype="int32", name="target")
 
-    x = MaskedPositions(name="source_positions")(embedding(source))
+    x = SinusoidalPositions(name="source_positions")(embedding(source))
     x = keras.layers.Dropout(dropout, name="source_dropout")(x)
     for index in range(num_layers):
         x = EncoderBlock(**block_arguments, name=f"encoder_{index + 1}")(x)
     encoded = _norm("encoder_norm")(x)
 
-    x = MaskedPositions(name="target_positions")(embedding(target))
+    x = SinusoidalPositions(name="target_positions")(embedding(target))
     x = keras.layers.Dropout(dropout, name="target_dropout")(x)
     for index in range(num_layers):
         block = DecoderBlock(**block_arguments, name=f"decoder_{index + 1}")

@@ -6,12 +6,14 @@ import weakref
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from model_zoo.decoding import decode
 from model_zoo.transformer_nmt import SharedEmbedding
 from model_zoo.transformer_nmt import transformer_nmt
+from tests.tf_gpipe import comparison
 
 SMALL = {
     "num_layers": 2,
@@ -209,6 +211,37 @@ class TransformerNmtTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(model(x)[valid], logits, atol=1e-5)
             trained = [model(x, training=True)[valid] for _ in range(2)]
             self.assertNotAllClose(*trained)
+
+    @parameterized.parameters("gpipe", "1f1b")
+    @pytest.mark.slow
+    def test_trains_as_a_pipeline(self, schedule):
+        def make():
+            return transformer_nmt(**SMALL)
+
+        x = batch()
+        # As a target is fed shifted right, so is its padding.
+        data = [(x, np.where(x["target"] > 0, x["source"][:, :5], 0))]
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        common = {
+            "loss": loss,
+            # Not Adam: the gradient by the keys' bias is nothing but rounding.
+            "optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        }
+        plain = comparison.train(make, data, **common)
+        pipelined = comparison.train(
+            make,
+            data,
+            **common,
+            num_stages=4,
+            num_micro_batches=2,
+            schedule=schedule,
+        )
+        comparison.assert_same(self, plain, pipelined, rtol=1e-4, atol=1e-5)
+        # The matrix of embeddings and logits lives on the first stage.
+        first, *_, last = pipelined[0].stages
+        (matrix,) = pipelined[0].get_layer("embedding").weights
+        self.assertIn(matrix.path, [v.path for v in first.owned])
+        self.assertIn(matrix.path, [v.path for v in last.borrowed])
 
     def test_learns_to_copy(self):
         model = compiled(transformer_nmt(**{**SMALL, "num_layers": 1}))

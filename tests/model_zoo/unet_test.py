@@ -3,10 +3,12 @@ import sys
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from model_zoo.unet import unet
+from tests.tf_gpipe import comparison
 
 SMALL = {
     "num_blocks": 2,
@@ -150,6 +152,20 @@ class UNetTest(tf.test.TestCase, parameterized.TestCase):
         )
         losses = [model.train_on_batch(x, y) for _ in range(12)]
         self.assertLess(losses[-1], 0.8 * losses[0])
+
+    @pytest.mark.slow
+    def test_trains_as_a_pipeline(self):
+        def make():
+            return unet(**{**SMALL, "num_blocks": 1})
+
+        x = images()
+        data = [(x, np.digitize(x[..., 0], [0.0, 1.0]))]
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        plain = comparison.train(make, data, loss=loss)
+        pipelined = comparison.train(
+            make, data, loss=loss, num_stages=4, num_micro_batches=1
+        )
+        comparison.assert_same(self, plain, pipelined, rtol=1e-3, atol=1e-4)
 
     def test_saving(self):
         model = unet(**SMALL, dropout=0.1)
