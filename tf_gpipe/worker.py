@@ -55,12 +55,12 @@ def serve(port: int, bind: str = "127.0.0.1") -> None:
         {"worker": [f"{bind}:{port}"]}, job_name="worker", task_index=0
     )
     if bind != _EVERY_ADDRESS:
-        _accept_only(bind, port)
+        accept_only(bind, port)
     print(f"worker at {bind}:{port}", flush=True)
     server.join()
 
 
-def _accept_only(address: str, port: int) -> None:
+def accept_only(address: str, port: int) -> None:
     """Makes the server unreachable by other addresses of the host.
 
     TensorFlow listens to all of them and cannot be told otherwise. A filter

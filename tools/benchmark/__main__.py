@@ -1,4 +1,4 @@
-"""`python -m tools.benchmark step|trace|pipeline|memory|plan [--json]`."""
+"""`python -m tools.benchmark COMMAND [--json]`."""
 
 import argparse
 import os
@@ -6,6 +6,7 @@ import os
 # Before TensorFlow is imported: it reports at start that there is no GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+from tools.benchmark import baselines  # noqa: E402
 from tools.benchmark import memory  # noqa: E402
 from tools.benchmark import pipeline  # noqa: E402
 from tools.benchmark import plan  # noqa: E402
@@ -18,7 +19,7 @@ def main():
         prog="python -m tools.benchmark", description=__doc__
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (step, trace, pipeline, memory, plan):
+    for module in (step, trace, pipeline, baselines, memory, plan):
         name = module.__name__.rpartition(".")[-1]
         command = commands.add_parser(
             name,
@@ -34,7 +35,10 @@ def main():
         )
         command.set_defaults(main=module.main)
     args = parser.parse_args()
-    args.main(args)
+    try:
+        args.main(args)
+    except argparse.ArgumentError as e:
+        commands.choices[args.command].error(str(e))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`pipeline`: how much faster K workers are than one."""
 
+import argparse
 import functools
 import statistics
 import time
@@ -22,7 +23,9 @@ def add_arguments(parser):
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--remat", default="never")
     parser.add_argument(
-        "--workload", choices=workloads.WORKLOADS, default="transformer"
+        "--workload",
+        choices=workloads.WORKLOADS,
+        help="what stages compute; transformer if not given",
     )
     parser.add_argument(
         "--workers",
@@ -46,8 +49,14 @@ def main(args):
     waits instead of computing, 20 ms forward and 40 ms backward for each row,
     so that there may be more workers than cores.
     """
-    make = workloads.WORKLOADS[args.workload]
+    what = args.workload or "transformer"
+    make = workloads.WORKLOADS[what]
     if args.simulated:
+        if args.workload:
+            raise argparse.ArgumentError(
+                None, "--workload is not for --simulated, which computes none"
+            )
+        what = "waiting"
         make = functools.partial(workloads.waiting, args.num_stages)
     x, y = workloads.data(make(), args.batch_size)
     num_stages, num_micro_batches = args.num_stages, args.num_micro_batches
@@ -72,38 +81,23 @@ def main(args):
                 devices=devices,
             ),
         }
-        cores = {name: [] for name in models}
-        client = {name: [] for name in models}
-
-        def measure(name):
-            cpu = _cpu_seconds(processes), time.process_time()
-            seconds = timing.step_seconds(models[name], x, y, args.num_steps)
-            total = seconds * args.num_steps
-            cores[name].append((_cpu_seconds(processes) - cpu[0]) / total)
-            client[name].append((time.process_time() - cpu[1]) / total)
-            return seconds
-
-        for name, model in models.items():
-            workloads.compiled(model)
-            measure(name)
-            cores[name].clear()
-            client[name].clear()
-        seconds = timing.interleaved(
-            {name: lambda name=name: measure(name) for name in models},
-            args.num_repeats,
-        )
+        runs = {
+            name: Run(model, x, y, processes, args.num_steps)
+            for name, model in models.items()
+        }
+        seconds = timed(runs, args.num_repeats)
     speedup = timing.median_ratio(seconds["one"], seconds["all"])
     # Of equal stages; a backward pass costs two forward passes.
-    ideal = _simulated(models["all"], [1.0] * num_stages)
-    predicted = _simulated(
+    ideal = simulated_speedup(models["all"], [1.0] * num_stages)
+    predicted = simulated_speedup(
         models["all"], _stage_seconds(models["all"], make()[1:], x)
     )
     rows = [
         {
             "workers": count,
             "samples/s": args.batch_size / statistics.median(seconds[name]),
-            "workers' cores": statistics.median(cores[name]),
-            "client's cores": statistics.median(client[name]),
+            "workers' cores": statistics.median(runs[name].cores),
+            "client's cores": statistics.median(runs[name].client),
             "speed-up": speed,
         }
         for name, count, speed in (
@@ -113,9 +107,7 @@ def main(args):
     ]
     rows[0]["ideal"], rows[1]["ideal"] = 1.0, ideal
     rows[0]["fraction"], rows[1]["fraction"] = 1.0, speedup / ideal
-    what, one = args.workload, "one core"
-    if args.simulated:
-        what, one = "waiting", "a simulated accelerator"
+    one = "a simulated accelerator" if args.simulated else "one core"
     timing.report(
         f"{what}: K={num_stages}, M={num_micro_batches}, "
         f"{args.schedule}, remat {args.remat}, {one} a worker, "
@@ -133,8 +125,59 @@ def main(args):
     )
 
 
-def _cpu_seconds(processes):
-    return sum(process.cpu_seconds() for process in processes)
+class Run:
+    """A pipeline over worker processes, which is timed.
+
+    Args:
+        model: A `PipelinedSequential`, not yet compiled.
+        x: Inputs of a batch.
+        y: Labels of a batch.
+        processes: List of the workers.
+        num_steps: Integer, steps in each measurement.
+
+    Attributes:
+        cores: List of the cores that the workers used, one number a
+            measurement.
+        client: List of those that this process used.
+    """
+
+    def __init__(self, model, x, y, processes, num_steps):
+        self.model = workloads.compiled(model)
+        self.x, self.y = x, y
+        self.processes = processes
+        self.num_steps = num_steps
+        self.cores, self.client = [], []
+
+    def __call__(self):
+        """Returns the seconds of a step."""
+        cpu = self._cpu_seconds(), time.process_time()
+        seconds = timing.step_seconds(
+            self.model, self.x, self.y, self.num_steps
+        )
+        total = seconds * self.num_steps
+        self.cores.append((self._cpu_seconds() - cpu[0]) / total)
+        self.client.append((time.process_time() - cpu[1]) / total)
+        return seconds
+
+    def _cpu_seconds(self):
+        return sum(process.cpu_seconds() for process in self.processes)
+
+
+def timed(runs, num_repeats):
+    """Times `Run`s by turns, after a first turn in which they trace.
+
+    Args:
+        runs: Dict of `Run`s.
+        num_repeats: Integer.
+
+    Returns:
+        Dict of lists of `num_repeats` numbers, seconds of a step.
+    """
+    for run in runs.values():
+        run()
+        run.cores.clear()
+        run.client.clear()
+    return timing.interleaved(runs, num_repeats)
 
 
 def _stage_seconds(model, layers, x):
@@ -149,7 +192,7 @@ def _stage_seconds(model, layers, x):
     return [sum(next(seconds) for _ in stage.nodes) for stage in model.stages]
 
 
-def _simulated(model, stages):
+def simulated_speedup(model, stages):
     """Returns the speed-up by the simulator, from the stages' costs."""
     schedule = model._pipeline.schedule
     # A third of it is the forward pass.

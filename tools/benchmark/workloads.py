@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers as L
 
+from model_zoo import resnet
 from tf_gpipe.function_call import FunctionCall
 
 NUM_CLASSES = 10
@@ -187,6 +188,18 @@ def convolutional(num_blocks=8, filters=32, size=32):
         L.GlobalAveragePooling2D(),
         L.Dense(NUM_CLASSES),
     ]
+
+
+def resnet50(size=64):
+    """Returns the model zoo's ResNet-50 for small images, a list of layers.
+
+    Args:
+        size: Integer, height and width of the images.
+
+    Returns:
+        List of layers from `(B, size, size, 3)` to `(B, 10)`.
+    """
+    return resnet.resnet50(NUM_CLASSES, (size, size, 3))
 
 
 WORKLOADS = {"transformer": transformer, "convolutional": convolutional}

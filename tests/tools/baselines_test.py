@@ -1,0 +1,110 @@
+"""`python -m tools.benchmark baselines`, and the flags that it refuses."""
+
+import contextlib
+import io
+import sys
+from unittest import mock
+
+import keras
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_gpipe
+from tests.tools.benchmark_test import benchmark
+from tools.benchmark import __main__ as command
+from tools.benchmark import pipeline
+
+
+def pipelined(num_stages, num_micro_batches, **kwargs):
+    return tf_gpipe.PipelinedSequential(
+        [keras.Input((2,)), *(keras.layers.Dense(2) for _ in range(4))],
+        num_stages=num_stages,
+        num_micro_batches=num_micro_batches,
+        **kwargs,
+    )
+
+
+class BaselinesTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.product(
+        num_stages=(2, 4), num_micro_batches=(1, 8), schedule=("gpipe", "1f1b")
+    )
+    def test_bound(self, num_stages, num_micro_batches, schedule):
+        bound = num_stages * num_micro_batches
+        bound /= num_micro_batches + num_stages - 1
+        bounds = {
+            remat: pipeline.simulated_speedup(
+                pipelined(
+                    num_stages,
+                    num_micro_batches,
+                    schedule=schedule,
+                    remat=remat,
+                ),
+                [1.0] * num_stages,
+            )
+            for remat in ("never", "always")
+        }
+        self.assertAllClose(bounds["never"], bound)
+        self.assertLess(bounds["always"], bound)
+
+    @parameterized.parameters(
+        ("baselines --num_stages=1", "--num_stages must be at least 2"),
+        ("baselines --num_stages=3", "into 3 equal parts"),
+        ("baselines --num_micro_batches=2,48", "into 48 equal parts"),
+        ("baselines --num_micro_batches=2,x", "not a positive integer: 'x'"),
+        ("baselines --num_micro_batches=0", "not a positive integer: '0'"),
+        ("baselines --batch_size=0", "not a positive integer: '0'"),
+        ("baselines --schedule=none", "invalid choice: 'none'"),
+        ("baselines --remat=none", "invalid choice: 'none'"),
+        ("baselines --workload=none", "invalid choice: 'none'"),
+        (
+            "pipeline --simulated --workload=transformer",
+            "--workload is not for --simulated",
+        ),
+    )
+    def test_refused(self, args, message):
+        errors = io.StringIO()
+        with (
+            mock.patch.object(sys, "argv", ["benchmark", *args.split()]),
+            contextlib.redirect_stderr(errors),
+            self.assertRaises(SystemExit) as raised,
+        ):
+            command.main()
+        self.assertEqual(raised.exception.code, 2)
+        self.assertIn(message, errors.getvalue())
+        self.assertIn(f"benchmark {args.split()[0]}: error", errors.getvalue())
+
+    @parameterized.parameters(
+        ("transformer", "1f1b", "never"), ("resnet50", "gpipe", "always")
+    )
+    @pytest.mark.slow
+    def test_rows(self, workload, schedule, remat):
+        rows = benchmark(
+            "baselines",
+            f"--workload={workload}",
+            f"--schedule={schedule}",
+            f"--remat={remat}",
+            "--num_micro_batches=2,4",
+            "--batch_size=4",
+            "--num_steps=1",
+            "--num_repeats=1",
+        )["rows"]
+        bounds = {
+            "one device": 1,
+            "naive model parallel": 1,
+            "data parallel": 2,
+            **{
+                f"pipeline, M={m}": pipeline.simulated_speedup(
+                    pipelined(2, m, schedule=schedule, remat=remat), [1.0] * 2
+                )
+                for m in (2, 4)
+            },
+        }
+        self.assertEqual(list(rows), list(bounds))
+        one = rows["one device"]["samples_per_second"]
+        for name, row in rows.items():
+            self.assertAllClose(row["bound"], bounds[name])
+            self.assertAllClose(row["fraction"], row["speedup"] / row["bound"])
+            # Of one repeat, medians are the figures themselves.
+            self.assertAllClose(row["speedup"], row["samples_per_second"] / one)
+            self.assertGreater(row["cores_used"], 0)

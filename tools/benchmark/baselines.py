@@ -1,0 +1,266 @@
+"""`baselines`: the pipeline, and what else one does with K workers.
+
+Run as a module, this file is a process of the data-parallel baseline.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing.connection
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+import keras
+import tensorflow as tf
+
+import tf_gpipe
+from tf_gpipe import worker
+from tf_gpipe.remat import MODES
+from tf_gpipe.schedule import NAMES
+from tools import command_line
+from tools import workers
+from tools.benchmark import pipeline
+from tools.benchmark import timing
+from tools.benchmark import workloads
+
+_WORKLOADS = {**workloads.WORKLOADS, "resnet50": workloads.resnet50}
+_HOST = "127.0.0.1"
+
+
+def add_arguments(parser):
+    parser.add_argument("--workload", choices=_WORKLOADS, default="transformer")
+    parser.add_argument(
+        "--num_stages",
+        type=command_line.positive,
+        default=2,
+        help="K, also the number of workers",
+    )
+    parser.add_argument(
+        "--num_micro_batches",
+        type=_positives,
+        default="1,2,4,8,16",
+        help="the M of each pipeline",
+    )
+    parser.add_argument("--batch_size", type=command_line.positive, default=64)
+    parser.add_argument("--schedule", choices=NAMES, default="1f1b")
+    parser.add_argument("--remat", choices=MODES, default="never")
+    parser.add_argument("--num_steps", type=command_line.positive, default=3)
+    parser.add_argument("--num_repeats", type=command_line.positive, default=5)
+
+
+def main(args):
+    """One device, naive model parallel, data parallel, and the pipeline.
+
+    Each on worker processes of one core each. Naive model parallel is K
+    stages with M=1 and without remat: one works at a time. Data parallel has
+    no tf_gpipe in it: K processes, each with the whole model and a part of
+    the batch, train by Keras's train_step under MultiWorkerMirroredStrategy.
+    Bounds leave out all communication.
+    """
+    num_stages = args.num_stages
+    _check(args)
+    make = _WORKLOADS[args.workload]
+    x, y = workloads.data(make(), args.batch_size)
+    with (
+        workers.connected(num_stages, one_core=True) as processes,
+        _data_parallel(args) as data_parallel,
+    ):
+
+        def run(num_stages, num_micro_batches, remat="never"):
+            model = tf_gpipe.PipelinedSequential(
+                make(),
+                num_stages=num_stages,
+                num_micro_batches=num_micro_batches,
+                balance="flops",
+                schedule=args.schedule,
+                remat=remat,
+                devices=[process.device for process in processes],
+            )
+            return pipeline.Run(model, x, y, processes, args.num_steps)
+
+        pipelines = {
+            f"pipeline, M={m}": run(num_stages, m, args.remat)
+            for m in args.num_micro_batches
+        }
+        runs = {
+            "one device": run(1, 1),
+            "naive model parallel": run(num_stages, 1),
+            "data parallel": data_parallel,
+            **pipelines,
+        }
+        seconds = pipeline.timed(runs, args.num_repeats)
+    bounds = {
+        "one device": 1.0,
+        "naive model parallel": 1.0,
+        "data parallel": float(num_stages),
+        # Of equal stages; a backward pass costs two forward passes.
+        **{
+            name: pipeline.simulated_speedup(each.model, [1.0] * num_stages)
+            for name, each in pipelines.items()
+        },
+    }
+    found = {}
+    for name, each in runs.items():
+        speedup = timing.median_ratio(seconds["one device"], seconds[name])
+        found[name] = {
+            "samples_per_second": args.batch_size
+            / statistics.median(seconds[name]),
+            "speedup": speedup,
+            "bound": bounds[name],
+            "fraction": speedup / bounds[name],
+            "cores_used": statistics.median(each.cores),
+            "client_cores_used": statistics.median(each.client),
+        }
+    timing.report(
+        f"{args.workload}: K={num_stages}, batch of {args.batch_size}, "
+        f"pipelines {args.schedule}, remat {args.remat}; one core a worker",
+        [
+            {
+                "": name,
+                "samples/s": row["samples_per_second"],
+                "speed-up": row["speedup"],
+                "bound": row["bound"],
+                "fraction": row["fraction"],
+                "cores used": row["cores_used"],
+            }
+            for name, row in found.items()
+        ],
+        {"rows": found},
+        args.json,
+    )
+
+
+def _check(args):
+    if args.num_stages < 2:
+        raise argparse.ArgumentError(None, "--num_stages must be at least 2")
+    for parts in (args.num_stages, *args.num_micro_batches):
+        # Bounds are those of equal parts.
+        if args.batch_size % parts:
+            raise argparse.ArgumentError(
+                None,
+                f"--batch_size={args.batch_size} cannot be cut into {parts} "
+                "equal parts, for --num_stages and --num_micro_batches",
+            )
+
+
+def _positives(text):
+    return [command_line.positive(each) for each in text.split(",")]
+
+
+class _DataParallel:
+    """Processes that train one model together; timed as a `pipeline.Run`."""
+
+    def __init__(self, processes, num_steps):
+        self.processes = processes
+        self.num_steps = num_steps
+        self.cores, self.client = [], []
+
+    def __call__(self):
+        start = time.process_time()
+        for process in self.processes:
+            print(self.num_steps, file=process.stdin, flush=True)
+        answers = []
+        waiting = [process.stdout for process in self.processes]
+        # Whichever comes first: when one fails, others may wait for it.
+        while waiting:
+            for output in multiprocessing.connection.wait(waiting):
+                line = output.readline()
+                if not line:
+                    raise RuntimeError("A data-parallel process has failed.")
+                answers.append(json.loads(line))
+                waiting.remove(output)
+        # They wait for one another in every step.
+        total = max(answer["seconds"] for answer in answers)
+        self.cores.append(sum(answer["cpu"] for answer in answers) / total)
+        self.client.append((time.process_time() - start) / total)
+        return total / self.num_steps
+
+
+@contextlib.contextmanager
+def _data_parallel(args):
+    """Starts the processes, on the cores of the workers, and ends them."""
+    with contextlib.ExitStack() as stack:
+        # All open at once, so that all ports differ.
+        sockets = [
+            stack.enter_context(socket.socket()) for _ in range(args.num_stages)
+        ]
+        for each in sockets:
+            each.bind((_HOST, 0))
+        addresses = [f"{_HOST}:{each.getsockname()[1]}" for each in sockets]
+    cores = sorted(os.sched_getaffinity(0))
+    processes = []
+    try:
+        for index in range(args.num_stages):
+            config = {
+                "cluster": {"worker": addresses},
+                "task": {"type": "worker", "index": index},
+            }
+            processes.append(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "tools.benchmark.baselines",
+                        args.workload,
+                        str(args.batch_size),
+                    ],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={
+                        **os.environ,
+                        "TF_CONFIG": json.dumps(config),
+                        # As in workers of one core.
+                        "TF_NUM_INTEROP_THREADS": "2",
+                    },
+                    preexec_fn=lambda core=cores[index]: os.sched_setaffinity(
+                        0, {core}
+                    ),
+                )
+            )
+        yield _DataParallel(processes, args.num_steps)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _replica(workload, batch_size):
+    """Trains as many steps as each line of the input says.
+
+    Prints how long they took, a JSON object for each line.
+    """
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    resolver = strategy.cluster_resolver
+    index = resolver.task_id
+    address = resolver.cluster_spec().task_address("worker", index)
+    # TensorFlow's server listens to all addresses of the host.
+    worker.accept_only(_HOST, int(address.rpartition(":")[2]))
+    make = _WORKLOADS[workload]
+    x, y = workloads.data(make(), batch_size)
+    with strategy.scope():
+        model = workloads.compiled(keras.Sequential(make()))
+        model.optimizer.build(model.trainable_variables)
+    share = slice(index, None, strategy.num_replicas_in_sync)
+    batches = iter(tf.data.Dataset.from_tensors((x[share], y[share])).repeat())
+
+    # Not `fit`, which fails under this strategy: Keras's issue 20585.
+    @tf.function
+    def step(batch):
+        strategy.run(model.train_step, (batch,))
+
+    for line in sys.stdin:
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in range(int(line)):
+            step(next(batches))
+        seconds = time.perf_counter() - start
+        cpu = time.process_time() - cpu
+        print(json.dumps({"seconds": seconds, "cpu": cpu}), flush=True)
+
+
+if __name__ == "__main__":
+    _replica(sys.argv[1], int(sys.argv[2]))
