@@ -222,6 +222,11 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
             )
 
         self.compare_outputs(small(), numbers(2, 32, 32, 3), num_stages)
+        # Some fifty normalisations of small batches amplify rounding.
+        self.addCleanup(
+            keras.config.set_dtype_policy, keras.config.dtype_policy()
+        )
+        keras.config.set_dtype_policy("float64")
         keras.utils.set_random_seed(0)
         plain = small()
         keras.utils.set_random_seed(0)
@@ -229,14 +234,16 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
             small(), num_stages=num_stages, num_micro_batches=1
         )
         x, y = numbers(4, 32, 32, 3), np.arange(4)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        loss = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, dtype="float64"
+        )
         for each in (plain, model):
             each.compile("sgd", loss)
         self.assertAllClose(
-            plain.train_on_batch(x, y), model.train_on_batch(x, y), rtol=1e-4
+            plain.train_on_batch(x, y), model.train_on_batch(x, y)
         )
         for a, b in zip(plain.variables, model.variables, strict=True):
-            self.assertAllClose(a, b, rtol=1e-3, atol=1e-4, msg=a.path)
+            self.assertAllClose(a, b, rtol=1e-6, atol=1e-6, msg=a.path)
 
     def compare_outputs(self, plain, x, num_stages):
         expected = plain(x)
