@@ -15,7 +15,7 @@ import tf_gpipe
 from tests.tf_gpipe import comparison
 
 GRID = {
-    "num_micro_batches": (1, 4, 7),
+    "num_micro_batches": (1, 4),
     "schedule": ("gpipe", "1f1b"),
     "remat": ("always", "except_last", "never"),
 }
@@ -128,9 +128,9 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(**SAMPLE, num_stages=(2, 4))
     def test_two_inputs_two_outputs(self, **kwargs):
-        self.compare(two_by_two, two_by_two_data(8), **TWO_LOSSES, **kwargs)
+        self.compare(two_by_two, two_by_two_data(7), **TWO_LOSSES, **kwargs)
 
-    @parameterized.product(**GRID, num_stages=(1, 2, 4))
+    @parameterized.product(**GRID, num_stages=(1, 3))
     @pytest.mark.slow
     def test_two_inputs_two_outputs_over_the_grid(self, **kwargs):
         self.compare(two_by_two, two_by_two_data(8), **TWO_LOSSES, **kwargs)
@@ -139,7 +139,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
     def test_shared_layer(self, **kwargs):
         self.assert_shared_layer(**kwargs)
 
-    @parameterized.product(**GRID, num_stages=(2, 4))
+    @parameterized.product(**GRID, num_stages=(4,))
     @pytest.mark.slow
     def test_shared_layer_over_the_grid(self, **kwargs):
         self.assert_shared_layer(**kwargs)
@@ -172,7 +172,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
         num_micro_batches=(2, 4),
         schedule=("gpipe", "1f1b"),
         remat=("always", "never"),
-        num_stages=(2, 4),
+        num_stages=(4,),
     )
     @pytest.mark.slow
     def test_unet(self, **kwargs):
