@@ -113,6 +113,8 @@ class Plan:
             "stages": [
                 {
                     **dataclasses.asdict(stage),
+                    # The keys of JSON's objects are strings.
+                    "sends": {str(k): size for k, size in stage.sends.items()},
                     "boundary_bytes": stage.boundary_bytes,
                 }
                 for stage in self.stages

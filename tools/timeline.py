@@ -34,9 +34,6 @@ from tools import workers  # noqa: E402
 from trainers import devices as host_devices  # noqa: E402
 from trainers import models  # noqa: E402
 
-# Of sequences and images of any size.
-_LENGTH = 32
-
 
 def make_parser():
     parser = command_line.make_parser("timeline", __doc__)
@@ -181,7 +178,7 @@ def _measured(args, devices):
     generator = np.random.default_rng(0)
 
     def random(tensor):
-        shape = (rows, *(size or _LENGTH for size in tensor.shape[1:]))
+        shape = (rows, *tensor.shape[1:])
         if "float" in tensor.dtype:
             return generator.standard_normal(shape, dtype="float32")
         # Tokens: 1 is there in any vocabulary, and 0 may be padding.

@@ -133,7 +133,7 @@ class TimelineTest(parameterized.TestCase):
         result = timeline(
             "--model=transformer_nmt",
             "--model_args=num_layers=1,dim=8,ffn_dim=16,num_heads=2,"
-            "vocabulary=5",
+            "vocabulary=5,source_length=4,target_length=4",
             "--num_stages=3",
             "--num_micro_batches=4",
             "--batch_size=8",
