@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend import AutocastScope
 from keras.src.losses.loss import scale_loss_for_distribution
 from keras.src.losses.loss import unscale_loss_for_distribution
 
@@ -54,7 +55,10 @@ class PipelinedTraining(_Mixin):
         """
         if mask is not None:
             inputs = Activations(inputs, mask).unpack()
-        return self._run(inputs, training)
+        # Else variables would be their values, cast, under mixed precision.
+        # Each layer enters a scope of its own.
+        with AutocastScope(None):
+            return self._run(inputs, training)
 
     @tf.autograph.experimental.do_not_convert
     def loss_and_gradients(self, x, y=None, sample_weight=None):

@@ -6,6 +6,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
 
+import tf_gpipe
 from tests.tf_gpipe import comparison
 
 SOFTMAX = keras.losses.SparseCategoricalCrossentropy
@@ -229,6 +230,53 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
                 policy == "mixed_float16",
             )
             comparison.assert_same(self, plain, pipelined, rtol=0.1, atol=0.03)
+
+    @parameterized.parameters("mixed_bfloat16", "mixed_float16")
+    def test_calls_in_mixed_precision(self, policy):
+        self.addCleanup(keras.config.set_dtype_policy, "float32")
+        keras.config.set_dtype_policy(policy)
+        x, y, _ = batches([8])[0]
+        found = []
+        for make in (
+            keras.Sequential,
+            lambda x: tf_gpipe.PipelinedSequential(
+                x, num_stages=2, num_micro_batches=1
+            ),
+        ):
+            keras.utils.set_random_seed(1)
+            inner = make(
+                [
+                    keras.Input((6,)),
+                    L.Dense(8),
+                    L.BatchNormalization(),
+                    L.Dense(3),
+                ]
+            )
+            inputs = keras.Input((6,))
+            model = keras.Model(inputs, inner(L.Dense(6)(inputs)))
+            inner.compile(loss=SOFTMAX(from_logits=True))
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x, training=True))
+            gradients = tape.gradient(
+                loss, [v.value for v in model.trainable_variables]
+            )
+            found.append(
+                [
+                    inner.predict(x, verbose=0),
+                    inner.evaluate(x, y, verbose=0),
+                    *gradients,
+                    *(v.numpy() for v in model.variables),
+                ]
+            )
+        for plain, pipelined in zip(*found, strict=True):
+            dtypes = [getattr(z, "dtype", None) for z in (plain, pipelined)]
+            self.assertEqual(dtypes[0], dtypes[1])
+            self.assertAllClose(
+                np.asarray(plain, "float32"),
+                np.asarray(pipelined, "float32"),
+                rtol=0.02,
+                atol=0.02,
+            )
 
     def test_dropout_depends_on_the_seed_alone(self):
         def make():
