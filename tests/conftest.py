@@ -17,6 +17,8 @@ def pytest_configure():
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * NUM_DEVICES,
     )
+    # From here on a trainer under test cannot choose another number.
+    tf.config.list_logical_devices()
 
 
 def pytest_report_header():

@@ -1,23 +1,47 @@
 """A checkpoint each epoch, and resumption from the last one."""
 
+import errno
+import math
+import os
 import pathlib
 import re
+import shutil
+from typing import NamedTuple
 
 import keras
+import tensorflow as tf
 
 from trainers.command_line import UserError
 
-_NAME = "epoch_{:05d}.weights.h5"
-_PATTERN = re.compile(r"epoch_(\d{5,})\.weights\.h5")
+_PATTERN = re.compile(r"epoch_(\d{5,})(?:_step_(\d+))?\.weights\.h5")
+_PARTIAL = "partial.weights.h5"
+
+
+class Position(NamedTuple):
+    """Where a training run stands.
+
+    Attributes:
+        epochs: Integer, epochs that are done.
+        steps: Integer, steps that are done of the next epoch.
+    """
+
+    epochs: int = 0
+    steps: int = 0
+
+    def __str__(self):
+        steps = f" and {self.steps} steps" if self.steps else ""
+        return f"{self.epochs} epochs{steps}"
 
 
 class Checkpoints(keras.callbacks.Callback):
     """Saves weights and optimizer state at the end of each epoch.
 
-    Unlike `keras.callbacks.BackupAndRestore`, it keeps the last checkpoint
-    when training is done, so that running again only evaluates. The number of
-    finished epochs is part of the file's name, and the file gets its name
-    once it is complete: whenever a run is killed, a whole checkpoint remains.
+    If training is stopped within an epoch, by `model.stop_training`, it saves
+    after the last step. Unlike `keras.callbacks.BackupAndRestore`, it keeps
+    the last checkpoint when training is done, so that running again only
+    evaluates. What has been done is part of the file's name, and the file gets
+    its name once it is complete: whenever a run is killed, or the disk is
+    full, a whole checkpoint remains.
 
     Args:
         directory: Path, made if it does not exist.
@@ -28,8 +52,13 @@ class Checkpoints(keras.callbacks.Callback):
 
     ```python
     checkpoints = Checkpoints("/tmp/job")
-    first_epoch = checkpoints.restore(model)
-    model.fit(x, y, initial_epoch=first_epoch, callbacks=[checkpoints])
+    checkpoints.restore(model)
+    model.fit(
+        x,
+        y,
+        initial_epoch=checkpoints.position().epochs,
+        callbacks=[checkpoints],
+    )
     ```
     """
 
@@ -38,6 +67,9 @@ class Checkpoints(keras.callbacks.Callback):
         self.is_chief = is_chief
         self.directory = pathlib.Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._epoch = 0
+        # Done of this epoch, before this run or in it.
+        self._steps = 0
 
     def restore(self, model):
         """Loads the last checkpoint, if there is one.
@@ -45,56 +77,91 @@ class Checkpoints(keras.callbacks.Callback):
         Args:
             model: A built and compiled `keras.Model`.
 
-        Returns:
-            Integer, the number of epochs that the model has been trained for:
-            `0` without a checkpoint.
-
         Raises:
             UserError: If the checkpoint is not one of this model.
         """
-        num_epochs = self.num_epochs()
-        if num_epochs:
-            # Keras skips the optimizer's state in the file if the optimizer
-            # has no variables yet.
-            model.optimizer.build(model.trainable_variables)
-            path = self._path(num_epochs)
-            try:
-                model.load_weights(path)
-            except (KeyError, OSError, ValueError) as error:
-                # Keras lists every variable with its values.
-                raise UserError(
-                    f"The checkpoint {path} is damaged or not one of this "
-                    "model. Choose another directory, or the flags that it "
-                    "was made with."
-                ) from error
-        return num_epochs
+        path = newest(self.directory)
+        if path is None:
+            return
+        # Keras skips the optimizer's state in the file if the optimizer has
+        # no variables yet.
+        model.optimizer.build(model.trainable_variables)
+        try:
+            model.load_weights(path)
+        except (KeyError, OSError, ValueError) as error:
+            # Keras lists every variable with its values.
+            raise UserError(
+                f"The checkpoint {path} is damaged or not one of this model. "
+                "Choose another directory, or the flags that it was made with."
+            ) from error
 
-    def num_epochs(self):
-        """Returns the number of epochs before the last checkpoint, or 0."""
-        return max(_saved(self.directory), default=0)
+    def position(self):
+        """Returns the `Position` of the last checkpoint, or `(0, 0)`."""
+        return max(_saved(self.directory), default=Position())
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+        before = self.position()
+        self._steps = before.steps if before.epochs == epoch else 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._steps += 1
+        # Not as the epoch ends: there may be a long validation before.
+        if self.model.stop_training:
+            self._save(Position(self._epoch, self._steps))
 
     def on_epoch_end(self, epoch, logs=None):
+        if not self.model.stop_training:
+            self._save(Position(epoch + 1))
+
+    def _save(self, position):
         if not self.is_chief:
             return
-        num_epochs = epoch + 1
-        partial = self.directory / "partial.weights.h5"
-        self.model.save_weights(partial, overwrite=True)
-        partial.replace(self._path(num_epochs))
-        for older in _saved(self.directory):
-            if older != num_epochs:
-                self._path(older).unlink()
-
-    def _path(self, num_epochs):
-        return self.directory / _NAME.format(num_epochs)
+        partial = self.directory / _PARTIAL
+        try:
+            # HDF5 crashes where a disk is full.
+            _check_space(partial, self.model)
+            self.model.save_weights(partial, overwrite=True)
+            partial.replace(_path(self.directory, position))
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise UserError(
+                f"Cannot write a checkpoint of {position}: {error}. The "
+                f"newest one is {newest(self.directory) or 'none'}."
+            ) from error
+        for other in _saved(self.directory):
+            if other != position:
+                _path(self.directory, other).unlink()
 
 
 def newest(directory):
     """Returns the path of the last checkpoint in `directory`, or `None`."""
-    num_epochs = max(_saved(directory), default=0)
-    return directory / _NAME.format(num_epochs) if num_epochs else None
+    position = max(_saved(directory), default=None)
+    return position and _path(directory, position)
+
+
+def _check_space(path, model):
+    """Raises `OSError` if the disk has no room for a checkpoint."""
+    variables = [*model.variables, *model.optimizer.variables]
+    num_bytes = sum(
+        math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables
+    )
+    # HDF5's own share; each variable has a header.
+    num_bytes += 2**20 + 2**12 * len(variables)
+    with path.open("wb") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        elif shutil.disk_usage(path.parent).free < num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _path(directory, position):
+    epochs, steps = position
+    suffix = f"_step_{steps:06d}" if steps else ""
+    return directory / f"epoch_{epochs:05d}{suffix}.weights.h5"
 
 
 def _saved(directory):
-    """Returns the numbers of epochs that there are checkpoints of."""
+    """Returns the positions that there are checkpoints of."""
     matches = (_PATTERN.fullmatch(p.name) for p in directory.glob("*"))
-    return [int(match[1]) for match in matches if match]
+    return [Position(int(m[1]), int(m[2] or 0)) for m in matches if m]

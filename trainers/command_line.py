@@ -6,6 +6,8 @@ from absl import app
 from absl import flags
 from absl import logging
 
+from trainers.interruption import Stopped
+
 
 class UserError(Exception):
     """What the user has to put right: a flag, a file, a worker process.
@@ -18,16 +20,20 @@ class UserError(Exception):
         super().__init__(" ".join(str(error).split()))
 
 
-def run(main):
+def run(main, **defaults):
     """Parses the flags, calls `main()`, and exits.
 
     A bad flag and a `UserError` end the program with one line on standard
-    error and exit status 1. Other exceptions keep their traceback: they are
-    not the user's mistakes.
+    error and exit status 1, a signal that has stopped a training run with 128
+    and its number. Other exceptions keep their traceback: they are not the
+    user's mistakes.
 
     Args:
         main: Function without arguments.
+        **defaults: Values of flags that are not given.
     """
+    for name, value in defaults.items():
+        flags.FLAGS.set_default(name, value)
 
     def guarded_main(argv):
         if len(argv) > 1:
@@ -36,6 +42,10 @@ def run(main):
             main()
         except UserError as error:
             sys.exit(f"Error: {error}")
+        except Stopped as stopped:
+            print(stopped)
+            # As a shell tells of a command that a signal has ended.
+            sys.exit(128 + stopped.number)
 
     app.run(guarded_main, flags_parser=_parse)
 

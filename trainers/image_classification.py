@@ -6,16 +6,28 @@ trains a small ResNet on 1,442 handwritten digits, in two stages. It takes
 half a minute on two CPU cores and ends with a test accuracy above 98.5%.
 
     python -m trainers.image_classification --dataset=cifar10 \\
-        --num_stages=4 --num_micro_batches=16 --workdir=/tmp/cifar10
+        --num_stages=4 --num_micro_batches=16 --crop=pad --flip \\
+        --workdir=/tmp/cifar10
 
 does so for another dataset of TFDS, with four stages, and keeps in the
 working directory:
 
     flags.txt     the flags, to repeat the run with --flagfile
-    checkpoints/  weights and optimizer state after the last whole epoch; the
-                  same command goes on from there
+    checkpoints/  weights and optimizer state after the last whole epoch, or
+                  where Ctrl-C has stopped the run; the same command goes on
+                  from there
     losses.csv    the loss of every step
     logs/         for TensorBoard
+
+Flags for several tasks are in trainers/recipes, with results:
+
+    python -m trainers.image_classification \\
+        --flagfile=trainers/recipes/fashion_mnist.cfg
+
+Transfer, as in Table 4 of the GPipe paper: all but the last layer starts with
+the weights of a model that was trained on other images.
+
+    python -m trainers.image_classification --init_from=/tmp/cifar10
 
 More hardware:
 
@@ -32,87 +44,21 @@ rematerialisation, but for rounding. They do depend on the number of
 micro-batches, each of which is normalised by itself in training.
 """
 
-import contextlib
-import math
-import pathlib
-import re
-
 import keras
-import tensorflow as tf
 from absl import flags
 
 import model_zoo
+from trainers import augmentation
 from trainers import command_line
-from trainers import devices
 from trainers import images
-from trainers import models
-from trainers.checkpoints import Checkpoints
-from trainers.checkpoints import newest
+from trainers import job_flags
+from trainers import transfer
+from trainers.augmentation import Augmentation
 from trainers.command_line import UserError
-from trainers.loss_log import LossLog
+from trainers.job import Job
 
 _MODEL = flags.DEFINE_enum(
     "model", "resnet_small", model_zoo.names(), "Model of model_zoo."
-)
-_MODEL_ARGS = flags.DEFINE_string(
-    "model_args",
-    "",
-    "Hyper-parameters of the model, such as num_blocks=8,num_filters=64.",
-)
-_DATASET = flags.DEFINE_string(
-    "dataset", "digits", "Dataset of labelled images, by its name in TFDS."
-)
-_DATA_DIR = flags.DEFINE_string(
-    "data_dir", None, "Directory of TFDS datasets. Default: that of TFDS."
-)
-_NUM_STAGES = flags.DEFINE_integer(
-    "num_stages", 2, "Pipeline stages, each on a device.", lower_bound=1
-)
-_NUM_MICRO_BATCHES = flags.DEFINE_integer(
-    "num_micro_batches", 8, "Micro-batches of a mini-batch.", lower_bound=1
-)
-_BALANCE = flags.DEFINE_string(
-    "balance",
-    "parameters",
-    "What the stages get equal shares of, or the number of layers of each "
-    "stage, as in 5,4.",
-)
-_SCHEDULE = flags.DEFINE_enum(
-    "schedule", "1f1b", ["gpipe", "1f1b"], "Order of micro-batches."
-)
-_REMAT = flags.DEFINE_enum(
-    "remat",
-    "always",
-    ["always", "except_last", "never"],
-    "Which micro-batches compute activations again instead of keeping them.",
-)
-_STRATEGY = flags.DEFINE_enum(
-    "strategy",
-    "none",
-    devices.STRATEGIES,
-    "Replicas of the pipeline: none; several on this host; one on each host "
-    "of TF_CONFIG; or several on a TPU.",
-)
-_NUM_REPLICAS = flags.DEFINE_integer(
-    "num_replicas",
-    None,
-    "Replicas with --strategy=mirrored or tpu. Default: as many as there are "
-    "accelerators for; 2 without any.",
-    lower_bound=1,
-)
-_WORKERS = flags.DEFINE_list(
-    "workers", None, "Worker processes to run stages on: host:port,..."
-)
-_WORKER_TIMEOUT = flags.DEFINE_float(
-    "worker_timeout",
-    30.0,
-    "Seconds to wait for workers that are missing at the start.",
-    lower_bound=0.0,
-)
-_TPU = flags.DEFINE_string(
-    "tpu",
-    None,
-    "Name or address of the TPU with --strategy=tpu. Default: this host's.",
 )
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size",
@@ -120,113 +66,112 @@ _BATCH_SIZE = flags.DEFINE_integer(
     "Images of a mini-batch, over all replicas.",
     lower_bound=1,
 )
-_NUM_EPOCHS = flags.DEFINE_integer(
-    "num_epochs", 20, "Passes over the training images.", lower_bound=0
+_IMAGE_SIZE = flags.DEFINE_integer(
+    "image_size",
+    None,
+    "Height and width that images are resized to. Default: as they are.",
+    lower_bound=1,
 )
-_LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", 0.01, "At the start; it falls to zero as a cosine."
+_NUM_TRAIN_PER_CLASS = flags.DEFINE_integer(
+    "num_train_per_class",
+    None,
+    "Training images of each class, drawn by --seed. Default: all.",
+    lower_bound=1,
 )
-_WEIGHT_DECAY = flags.DEFINE_float(
-    "weight_decay", 0.1, "Weight decay of AdamW.", lower_bound=0.0
+_CROP = flags.DEFINE_enum(
+    "crop",
+    "none",
+    augmentation.CROPS,
+    "Random crops: none; of the image's size after padding by an eighth; or "
+    "of 8% to 100% of the area.",
 )
-_SEED = flags.DEFINE_integer(
-    "seed", 0, "Seed of all randomness.", lower_bound=0
+_FLIP = flags.DEFINE_bool("flip", False, "Flip half of the images.")
+_RAND_AUGMENT = flags.DEFINE_integer(
+    "rand_augment", 0, "Operations of RandAugment an image.", lower_bound=0
 )
-_VERBOSE = flags.DEFINE_integer(
-    "verbose",
-    1,
-    "0: no progress, 1: a progress bar, 2: a line each epoch.",
-    lower_bound=0,
-    upper_bound=2,
+_RAND_AUGMENT_FACTOR = flags.DEFINE_float(
+    "rand_augment_factor",
+    0.5,
+    "How strong the operations of RandAugment are.",
+    lower_bound=0.0,
+    upper_bound=1.0,
 )
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Directory to keep results in and to resume from."
+_MIXUP = flags.DEFINE_float(
+    "mixup", 0.0, "Alpha of mixup; 0 for none.", lower_bound=0.0
+)
+_LABEL_SMOOTHING = flags.DEFINE_float(
+    "label_smoothing",
+    0.0,
+    "Share of a label that is spread over all classes.",
+    lower_bound=0.0,
+    upper_bound=1.0,
+)
+_INIT_FROM = flags.DEFINE_string(
+    "init_from",
+    None,
+    "Checkpoint, or working directory of an earlier run, to take all weights "
+    "from but those of the last layer.",
 )
 
-# In the working directory.
-_CHECKPOINTS = "checkpoints"
-
-flags.register_validator(
-    _LEARNING_RATE,
-    lambda value: 0 < value < float("inf"),
-    message="should be positive",
-)
+flags.adopt_module_key_flags(job_flags)
 
 
 def train_and_evaluate(
+    config,
+    optimization,
     *,
     model,
     dataset,
-    num_stages,
-    num_micro_batches,
-    balance,
-    schedule,
-    remat,
     batch_size,
-    num_epochs,
-    learning_rate,
-    weight_decay,
-    seed,
-    strategy="none",
-    num_replicas=None,
-    workers=None,
-    worker_timeout=30.0,
-    tpu=None,
     model_args=None,
     data_dir=None,
-    workdir=None,
-    verbose=1,
+    image_size=None,
+    num_train_per_class=None,
+    augmentation=Augmentation(),  # noqa: B008
+    label_smoothing=0.0,
+    init_from=None,
 ):
     """Trains a model, resuming where an earlier run stopped, and tests it.
 
     Args:
+        config: `JobConfig`.
+        optimization: `Optimization`.
         model: String, one of `model_zoo.names()`.
         dataset: String, name of a TFDS dataset of labelled images.
-        num_stages: As of `tf_gpipe.PipelinedSequential`, and so are
-            `num_micro_batches`, `balance`, `schedule` and `remat`.
-        num_micro_batches: See `num_stages`.
-        balance: See `num_stages`.
-        schedule: See `num_stages`.
-        remat: See `num_stages`.
         batch_size: Positive integer, images of a mini-batch.
-        num_epochs: Integer, epochs in all, those of earlier runs included.
-        learning_rate: Positive float, at the start; over `num_epochs` it
-            falls to zero as a cosine.
-        weight_decay: Float, of AdamW.
-        seed: Integer, of the weights and the order of the images.
-        strategy: As of `devices.start`, and so are `num_replicas`, `workers`,
-            `worker_timeout` and `tpu`.
-        num_replicas: See `strategy`.
-        workers: See `strategy`.
-        worker_timeout: See `strategy`.
-        tpu: See `strategy`.
         model_args: Dictionary, other hyper-parameters of the model.
         data_dir: Directory of TFDS datasets. Defaults to that of TFDS.
-        workdir: Directory for checkpoints, losses and logs. Defaults to
-            `None`: nothing is kept.
-        verbose: `0`, `1` or `2`, as of `keras.Model.fit`. Defaults to `1`.
+        image_size: Positive integer, height and width that images are resized
+            to. Defaults to `None`: as they are.
+        num_train_per_class: Positive integer, training images of each class,
+            which ones follows from the seed. Defaults to `None`: all.
+        augmentation: `Augmentation` of training images. Defaults to none.
+        label_smoothing: Float, of the loss. Defaults to `0.0`.
+        init_from: Checkpoint or working directory to take all weights from
+            but those of the last layer. Defaults to `None`.
 
     Returns:
-        The trained model and its test accuracy.
+        Tuple of the model and a dictionary of `loss` and metrics on the test
+        images.
 
     Raises:
+        Stopped: If Ctrl-C or SIGTERM has stopped the training.
         UserError: If the arguments do not fit one another, the dataset, the
             machine or the checkpoint (nothing has been trained then), or a
-            worker process has failed.
+            worker process has failed, the data is damaged or a disk full.
     """
     # First of all: TensorFlow's devices are fixed once it has started.
-    with _workers_may_fail(workdir):
-        hardware = devices.start(
-            num_stages, strategy, num_replicas, workers, worker_timeout, tpu
-        )
-    if batch_size % hardware.num_replicas:
+    job = Job(config)
+    if batch_size % job.hardware.num_replicas:
         raise UserError(
             "Each replica must get as many images of a batch. Received: "
-            f"batch_size={batch_size}, {hardware.num_replicas} replicas"
+            f"batch_size={batch_size}, {job.hardware.num_replicas} replicas"
         )
-    data = images.load(dataset, data_dir)
+    data = images.load(dataset, data_dir, image_size)
+    if num_train_per_class:
+        data = data.some_of_each_class(num_train_per_class, config.seed)
     # Only now: preparing a dataset, the first time, draws random numbers too.
-    keras.utils.set_random_seed(seed)
+    keras.utils.set_random_seed(config.seed)
     steps_per_epoch = len(data.train) // batch_size
     if not steps_per_epoch:
         raise UserError(
@@ -234,176 +179,90 @@ def train_and_evaluate(
             f"{len(data.train)} training images. "
             f"Received: batch_size={batch_size}"
         )
-    checkpoints, first_epoch, callbacks = None, 0, []
-    try:
-        with hardware.strategy.scope():
-            network = models.pipelined(
-                model,
-                {
-                    **(model_args or {}),
-                    "num_classes": data.num_classes,
-                    "input_shape": data.shape,
-                },
-                num_stages=num_stages,
-                num_micro_batches=num_micro_batches,
-                balance=balance,
-                schedule=schedule,
-                remat=remat,
-                devices=hardware.devices,
-            )
-            if network.output_shape != (None, data.num_classes):
-                raise UserError(
-                    "A classifier must return a logit for each of the "
-                    f"{data.num_classes} classes. Received: model={model}, "
-                    f"which returns {network.output_shape}"
-                )
-            network.compile(
-                _optimizer(
-                    learning_rate, weight_decay, num_epochs * steps_per_epoch
-                ),
-                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                metrics=["accuracy"],
-            )
-            if workdir is not None:
-                workdir = pathlib.Path(workdir)
-                checkpoints = Checkpoints(
-                    workdir / _CHECKPOINTS, hardware.is_chief
-                )
-                first_epoch = checkpoints.num_epochs()
-            if not hardware.agree(first_epoch):
-                raise UserError(
-                    "All hosts must resume from the same checkpoint: "
-                    "--workdir must be a directory that they share. Received: "
-                    f"workdir={workdir}"
-                )
-            if checkpoints is not None:
-                checkpoints.restore(network)
-    # A TypeError is a model's that is not one of images.
-    except (TypeError, ValueError) as error:
-        raise UserError(error) from error
-    if checkpoints is not None:
-        if hardware.is_chief:
-            callbacks = [
-                LossLog(workdir / "losses.csv", steps_per_epoch),
-                keras.callbacks.TensorBoard(
-                    workdir / "logs", write_graph=False
-                ),
-            ]
-        # Last, so that what it saves is also in the other files.
-        callbacks.append(checkpoints)
 
-    if hardware.is_chief:
-        network.summary()
-        print(
-            _what_runs_where(network, num_micro_batches, batch_size, schedule)
+    def make():
+        network = job.pipelined(
+            model,
+            {
+                **(model_args or {}),
+                "num_classes": data.num_classes,
+                "input_shape": data.shape,
+            },
         )
-    if first_epoch:
-        print(f"Resuming: {first_epoch} of {num_epochs} epochs are done.")
-    with _workers_may_fail(workdir):
-        if first_epoch >= num_epochs:
-            print("Only testing.")
-        else:
-            network.fit(
-                data.train_batches(batch_size, first_epoch, num_epochs, seed),
-                initial_epoch=first_epoch,
-                epochs=num_epochs,
-                steps_per_epoch=steps_per_epoch,
-                callbacks=callbacks,
-                verbose=verbose if hardware.is_chief else 0,
-                # Keras warns otherwise that it does not shuffle a dataset.
-                shuffle=False,
+        if network.output_shape != (None, data.num_classes):
+            raise UserError(
+                "A classifier must return a logit for each of the "
+                f"{data.num_classes} classes. Received: model={model}, "
+                f"which returns {network.output_shape}"
             )
-        accuracy = network.evaluate(
-            data.test_batches(batch_size), verbose=0, return_dict=True
-        )["accuracy"]
-    print(f"test accuracy: {accuracy:.4f} ({len(data.test)} images)")
-    return network, accuracy
+        if init_from is not None:
+            transfer.load_all_but_head(network, init_from)
+        metrics = [keras.metrics.CategoricalAccuracy(name="accuracy")]
+        if data.num_classes > 5:
+            metrics.append(
+                keras.metrics.TopKCategoricalAccuracy(5, name="top_5")
+            )
+        network.compile(
+            optimization.make(
+                config.num_epochs * steps_per_epoch, steps_per_epoch
+            ),
+            keras.losses.CategoricalCrossentropy(
+                from_logits=True, label_smoothing=label_smoothing
+            ),
+            metrics=metrics,
+        )
+        return network
 
-
-@contextlib.contextmanager
-def _workers_may_fail(workdir):
-    """Adds the newest checkpoint to what is told of a lost worker."""
-    try:
-        yield
-    except tf.errors.UnavailableError as error:
-        found = None
-        if workdir is not None:
-            found = newest(pathlib.Path(workdir) / _CHECKPOINTS)
-        raise UserError(
-            f"{error.message} The newest checkpoint is "
-            f"{found or 'none: there is no --workdir, or no epoch is done'}."
-        ) from error
-
-
-def _optimizer(learning_rate, weight_decay, num_steps):
-    return keras.optimizers.AdamW(
-        keras.optimizers.schedules.CosineDecay(
-            learning_rate, max(1, num_steps)
+    network = job.build(make)
+    test_batches = data.test_batches(batch_size)
+    job.fit(
+        network,
+        lambda first, last: data.train_batches(
+            batch_size, first, last, config.seed, augmentation
         ),
-        weight_decay=weight_decay,
+        steps_per_epoch,
+        batch=f"{batch_size} images",
+        validation_batches=test_batches,
     )
-
-
-def _what_runs_where(network, num_micro_batches, batch_size, schedule):
-    rows = zip(*(stage.devices for stage in network.stages), strict=True)
-    names = "; ".join(
-        ", ".join(device.removeprefix("/device:") for device in row)
-        for row in rows
+    scores = job.evaluate(network, test_batches)
+    top_5 = f", top 5 {scores['top_5']:.4f}" if "top_5" in scores else ""
+    print(
+        f"test accuracy: {scores['accuracy']:.4f}{top_5} "
+        f"({len(data.test)} images)"
     )
-    share = batch_size // network.distribute_strategy.num_replicas_in_sync
-    return (
-        f"Training {len(network.stages)} stages on {names}, schedule "
-        f"{schedule}: batches of {share} images a replica in "
-        f"{num_micro_batches} micro-batches of up to "
-        f"{math.ceil(share / num_micro_batches)}."
-    )
-
-
-def _parse_balance(text):
-    if re.fullmatch(r"\d+(,\d+)*", text):
-        return [int(count) for count in text.split(",")]
-    return text
-
-
-def _model_args(text):
-    try:
-        return models.parse_hyper_parameters(text)
-    except ValueError as error:
-        raise UserError(f"--model_args: {error}") from error
+    return network, scores
 
 
 def main():
-    if _WORKDIR.value is not None:
-        try:
-            workdir = pathlib.Path(_WORKDIR.value)
-            workdir.mkdir(parents=True, exist_ok=True)
-            (workdir / "flags.txt").write_text(flags.FLAGS.flags_into_string())
-        except OSError as error:
-            raise UserError(f"Cannot write to --workdir: {error}") from error
+    config = job_flags.job()
+    job_flags.keep()
+    dataset, data_dir = job_flags.data()
     train_and_evaluate(
+        config,
+        job_flags.optimization(),
         model=_MODEL.value,
-        dataset=_DATASET.value,
-        num_stages=_NUM_STAGES.value,
-        num_micro_batches=_NUM_MICRO_BATCHES.value,
-        balance=_parse_balance(_BALANCE.value),
-        schedule=_SCHEDULE.value,
-        remat=_REMAT.value,
+        dataset=dataset,
         batch_size=_BATCH_SIZE.value,
-        num_epochs=_NUM_EPOCHS.value,
-        learning_rate=_LEARNING_RATE.value,
-        weight_decay=_WEIGHT_DECAY.value,
-        seed=_SEED.value,
-        strategy=_STRATEGY.value,
-        num_replicas=_NUM_REPLICAS.value,
-        workers=_WORKERS.value,
-        worker_timeout=_WORKER_TIMEOUT.value,
-        tpu=_TPU.value,
-        model_args=_model_args(_MODEL_ARGS.value),
-        data_dir=_DATA_DIR.value,
-        workdir=_WORKDIR.value,
-        verbose=_VERBOSE.value,
+        model_args=job_flags.model_args(),
+        data_dir=data_dir,
+        image_size=_IMAGE_SIZE.value,
+        num_train_per_class=_NUM_TRAIN_PER_CLASS.value,
+        augmentation=Augmentation(
+            crop=_CROP.value,
+            flip=_FLIP.value,
+            rand_augment=_RAND_AUGMENT.value,
+            rand_augment_factor=_RAND_AUGMENT_FACTOR.value,
+            mixup=_MIXUP.value,
+        ),
+        label_smoothing=_LABEL_SMOOTHING.value,
+        init_from=_INIT_FROM.value,
     )
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(
+        main,
+        dataset="digits",
+        learning_rate=0.01,
+        optimizer_args="weight_decay=0.1",
+    )

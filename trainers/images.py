@@ -1,15 +1,19 @@
 """Labelled images from TFDS, as batches for training and testing."""
 
+import collections
 import dataclasses
+from typing import Any
 
+import keras
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from trainers import datasets  # noqa: F401 (registers ours with TFDS)
+from trainers.augmentation import Augmentation
 from trainers.command_line import UserError
 
-# Images in memory to draw from. Datasets of TFDS are stored shuffled, so it
-# need not hold all of a large one.
+# Images in memory to draw from, still encoded. Datasets of TFDS are stored
+# shuffled, so it need not hold all of a large one.
 _SHUFFLE_BUFFER = 10_000
 
 
@@ -18,49 +22,139 @@ class Images:
     """A dataset of labelled images.
 
     Attributes:
-        train: `tf.data.Dataset` of `(image, label)`, the image `float32`
-            `(height, width, channels)` in [0, 1].
+        train: `tf.data.Dataset` of `(image, label)`, the image encoded.
         test: The same, of the images to test with.
         num_classes: Integer, labels are `0` to `num_classes - 1`.
-        shape: Tuple `(height, width, channels)`.
+        shape: Tuple `(height, width, channels)` of the images in batches.
+        resize: Boolean, whether stored images have other sizes than `shape`.
+        feature: `tfds.features.Image`, which decodes an image.
     """
 
     train: tf.data.Dataset
     test: tf.data.Dataset
     num_classes: int
     shape: tuple[int, int, int]
+    resize: bool
+    feature: Any
 
-    def train_batches(self, batch_size, first_epoch, num_epochs, seed):
+    def train_batches(
+        self,
+        batch_size,
+        first_epoch,
+        num_epochs,
+        seed,
+        augmentation=Augmentation(),  # noqa: B008
+    ):
         """Returns the batches of epochs `first_epoch` to `num_epochs - 1`.
 
-        The order in an epoch follows from the seed and the number of the
-        epoch, so that a resumed run sees what an uninterrupted one would. The
-        images that fill no batch are left out, others in each epoch.
+        What is in an epoch, and in which order, follows from the seed and the
+        number of the epoch, so that a resumed run sees what an uninterrupted
+        one would. The images that fill no batch are left out, others in each
+        epoch.
+
+        Args:
+            batch_size: Positive integer.
+            first_epoch: Integer.
+            num_epochs: Integer.
+            seed: Integer.
+            augmentation: `Augmentation`. Defaults to one that does nothing.
+
+        Returns:
+            `tf.data.Dataset` of tuples of images `float32` `(batch_size,
+            height, width, channels)` in [0, 1], and labels `(batch_size,
+            num_classes)` that sum up to 1.
         """
+        change = augmentation.image_function(self.shape[:2])
+        mix = augmentation.batch_function()
+        fits = augmentation.crop == "inception"
 
         def batches(epoch):
             # The seed of this function's graph. It must not be 0: TensorFlow
             # would then compare `epoch`, a tensor, with 0 in Python.
             tf.random.set_seed(seed + 1)
+            epoch_seed = epoch * (seed + 1)
+
+            def prepare(index, example):
+                image, label = example
+                image = self.feature.decode_example(image)
+                image = image if fits else self._resized(image)
+                image = change(epoch_seed, index, image)
+                image = tf.ensure_shape(image, self.shape)
+                return image / 255.0, tf.one_hot(label, self.num_classes)
+
             shuffled = self.train.shuffle(_SHUFFLE_BUFFER, seed=epoch)
-            return shuffled.batch(batch_size, drop_remainder=True)
+            images = shuffled.enumerate().map(
+                prepare, num_parallel_calls=tf.data.AUTOTUNE
+            )
+            batched = images.batch(batch_size, drop_remainder=True)
+            return batched.enumerate().map(
+                lambda index, batch: mix(epoch_seed, index, *batch)
+            )
 
         epochs = tf.data.Dataset.range(first_epoch, num_epochs)
         return _by_batch(epochs.flat_map(batches))
 
     def test_batches(self, batch_size):
         """Returns the test images in batches; the last may be smaller."""
-        return _by_batch(self.test.batch(batch_size))
+
+        def prepare(image, label):
+            image = self._resized(self.feature.decode_example(image))
+            image = tf.cast(tf.ensure_shape(image, self.shape), tf.float32)
+            return image / 255.0, tf.one_hot(label, self.num_classes)
+
+        images = self.test.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+        return _by_batch(images.batch(batch_size))
+
+    def some_of_each_class(self, count, seed):
+        """Returns the same with `count` training images of each class.
+
+        Args:
+            count: Positive integer.
+            seed: Integer, from which follows which ones.
+
+        Raises:
+            UserError: If a class has fewer images.
+        """
+        chosen = collections.defaultdict(list)
+        shuffled = self.train.shuffle(_SHUFFLE_BUFFER, seed=seed)
+        for image, label in shuffled.as_numpy_iterator():
+            if len(chosen[int(label)]) < count:
+                chosen[int(label)].append(image)
+            if sum(map(len, chosen.values())) == count * self.num_classes:
+                break
+        for label in range(self.num_classes):
+            if len(chosen[label]) < count:
+                raise UserError(
+                    f"Class {label} has {len(chosen[label])} training images. "
+                    f"Received: --num_train_per_class={count}"
+                )
+        examples = [(x, k) for k in sorted(chosen) for x in chosen[k]]
+        train = tf.data.Dataset.from_tensor_slices(
+            tuple(map(list, zip(*examples, strict=True)))
+        )
+        return dataclasses.replace(self, train=train)
+
+    def _resized(self, image):
+        if not self.resize:
+            return image
+        # The largest part of the image that has the new shape.
+        height, width, _ = self.shape
+        return keras.layers.Resizing(height, width, crop_to_aspect_ratio=True)(
+            image
+        )
 
 
-def load(name, data_dir=None):
+def load(name, data_dir=None, image_size=None):
     """Loads a dataset of labelled images with `tfds.load`.
 
     Args:
-        name: String, name of a dataset with features `image`, all of the same
-            shape, and `label`; a split `train`; and a split `test` or
-            `validation`, of which the first is used to test.
+        name: String, name of a dataset with features `image` and `label`; a
+            split `train`; and a split `test` or `validation`, of which the
+            first is used to test.
         data_dir: Directory of prepared datasets. Defaults to that of TFDS.
+        image_size: Positive integer, height and width to resize images to.
+            Defaults to `None`, for those of the dataset, which must then be
+            of one size.
 
     Returns:
         An `Images`.
@@ -70,7 +164,11 @@ def load(name, data_dir=None):
     """
     try:
         splits, info = tfds.load(
-            name, data_dir=data_dir, as_supervised=True, with_info=True
+            name,
+            data_dir=data_dir,
+            as_supervised=True,
+            with_info=True,
+            decoders={"image": tfds.decode.SkipDecoding()},
         )
     except tfds.core.DatasetNotFoundError as error:
         raise UserError(f"TFDS has no dataset {name!r}.") from error
@@ -82,19 +180,30 @@ def load(name, data_dir=None):
         "train" not in splits
         or test is None
         or info.supervised_keys != ("image", "label")
+        or not isinstance(info.features["image"], tfds.features.Image)
         or not isinstance(info.features["label"], tfds.features.ClassLabel)
-        or None in info.features["image"].shape
     ):
         raise UserError(
-            f"Dataset {name!r} cannot be used. Expected images of one shape "
-            "with a label each, in splits 'train' and 'test' or 'validation'. "
+            f"Dataset {name!r} cannot be used. Expected images with a label "
+            "each, in splits 'train' and 'test' or 'validation'. "
             f"Received: features={info.features}, splits={list(splits)}"
         )
+    feature = info.features["image"]
+    shape = tuple(feature.shape)
+    if image_size:
+        shape = (image_size, image_size, shape[-1])
+    if None in shape:
+        raise UserError(
+            f"The images of {name!r} differ in size: choose one for all with "
+            f"--image_size. Received: shape {shape}"
+        )
     return Images(
-        train=splits["train"].map(_scale),
-        test=splits[test].map(_scale),
+        train=splits["train"],
+        test=splits[test],
         num_classes=info.features["label"].num_classes,
-        shape=tuple(info.features["image"].shape),
+        shape=shape,
+        resize=shape != tuple(feature.shape),
+        feature=feature,
     )
 
 
@@ -105,8 +214,3 @@ def _by_batch(batches):
         tf.data.experimental.AutoShardPolicy.DATA
     )
     return batches.with_options(options).prefetch(tf.data.AUTOTUNE)
-
-
-def _scale(image, label):
-    # Divides integers by the largest one of their type.
-    return tf.image.convert_image_dtype(image, tf.float32), label

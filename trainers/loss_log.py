@@ -4,6 +4,8 @@ import pathlib
 
 import keras
 
+from trainers.checkpoints import Position
+
 
 class LossLog(keras.callbacks.Callback):
     """Writes a line `step,loss` for each step, counted from 0 over all epochs.
@@ -14,12 +16,14 @@ class LossLog(keras.callbacks.Callback):
     Args:
         path: Path of the file.
         steps_per_epoch: Positive integer. All batches must be equally large.
+        position: `Position` that training resumes from. Defaults to the start.
     """
 
-    def __init__(self, path, steps_per_epoch):
+    def __init__(self, path, steps_per_epoch, position=Position()):  # noqa: B008
         super().__init__()
         self.path = pathlib.Path(path)
         self.steps_per_epoch = steps_per_epoch
+        self.position = position
 
     def on_epoch_begin(self, epoch, logs=None):
         self._total = 0.0
@@ -33,6 +37,8 @@ class LossLog(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         first = epoch * self.steps_per_epoch
+        if epoch == self.position.epochs:
+            first += self.position.steps
         lines = ["step,loss\n"]
         if first and self.path.exists():
             with self.path.open() as file:

@@ -1,8 +1,12 @@
 import collections
 import contextlib
+import dataclasses
 import functools
 import io
+import os
 import pathlib
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,9 +28,14 @@ from trainers import command_line
 from trainers import devices
 from trainers import image_classification
 from trainers import images
+from trainers import job
+from trainers.augmentation import Augmentation
 from trainers.command_line import UserError
 from trainers.datasets import digits
+from trainers.interruption import Stopped
+from trainers.job import JobConfig
 from trainers.loss_log import LossLog
+from trainers.optimization import Optimization
 
 
 class TinyImages(tfds.core.GeneratorBasedBuilder):
@@ -34,6 +43,7 @@ class TinyImages(tfds.core.GeneratorBasedBuilder):
 
     VERSION = tfds.core.Version("1.0.0")
     SHAPE = (6, 5, 3)
+    NUM_CLASSES = 3
 
     def _info(self):
         return tfds.core.DatasetInfo(
@@ -41,7 +51,9 @@ class TinyImages(tfds.core.GeneratorBasedBuilder):
             features=tfds.features.FeaturesDict(
                 {
                     "image": tfds.features.Image(shape=self.SHAPE),
-                    "label": tfds.features.ClassLabel(num_classes=3),
+                    "label": tfds.features.ClassLabel(
+                        num_classes=self.NUM_CLASSES
+                    ),
                 }
             ),
             supervised_keys=("image", "label"),
@@ -56,11 +68,63 @@ class TinyImages(tfds.core.GeneratorBasedBuilder):
     def _generate_examples(self, start, stop):
         for index in range(start, stop):
             image = np.random.default_rng(index).integers(0, 256, (6, 5, 3))
-            yield index, {"image": image.astype("uint8"), "label": index % 3}
+            label = index % self.NUM_CLASSES
+            yield index, {"image": image.astype("uint8"), "label": label}
 
 
 class TinyImagesOfAnyShape(TinyImages):
     SHAPE = (None, None, 3)
+
+
+class TinyImagesOfTwoClasses(TinyImages):
+    NUM_CLASSES = 2
+
+
+class NoImages(TinyImages):
+    def _generate_examples(self, start, stop):
+        return iter(())
+
+
+@contextlib.contextmanager
+def _signal_after(calls):
+    """Sends SIGTERM to this process in a step of training."""
+    count = 0
+    # A callback that is always there, with a working directory or without.
+    before = job._NotANumber.on_train_batch_end
+
+    def send(self, batch, logs=None):
+        nonlocal count
+        before(self, batch, logs)
+        count += 1
+        if count == calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with mock.patch.object(job._NotANumber, "on_train_batch_end", send):
+        yield
+
+
+def _on_full_disk(function, *args, **kwargs):
+    """Calls a function that cannot write files of more than 10 kB."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        return function(*args, **kwargs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def _with_damaged_image(data):
+    """Overwrites the first image, and mends the record's checksums."""
+    with tempfile.TemporaryDirectory() as directory:
+        old = pathlib.Path(directory) / "old"
+        old.write_bytes(data)
+        new = pathlib.Path(directory) / "new"
+        with tf.io.TFRecordWriter(str(new)) as writer:
+            for record in tf.data.TFRecordDataset(str(old)):
+                writer.write(record.numpy().replace(b"\x89PNG", b"none"))
+        return new.read_bytes()
 
 
 class TestCase(tf.test.TestCase, parameterized.TestCase):
@@ -111,12 +175,18 @@ class ImagesTest(TestCase):
         self.assertEqual(data.num_classes, 3)
         self.assertEqual(data.shape, (6, 5, 3))
         self.assertLen(data.train, 24)
-        x = np.stack([image for image, _ in data.train.as_numpy_iterator()])
+        (x, y), *_ = data.train_batches(24, 0, 1, seed=0)
         self.assertEqual(x.dtype, np.float32)
         self.assertAllInRange(x, 0.0, 1.0)
-        self.assertGreater(x.max(), 0.9)
-        sizes = [len(y) for _, y in data.test_batches(4)]
-        self.assertEqual(sizes, [4, 3])
+        self.assertGreater(np.max(x), 0.9)
+        self.assertAllEqual(np.sum(y, axis=0), [8, 8, 8])
+        batches = list(data.test_batches(4))
+        self.assertEqual([len(y) for _, y in batches], [4, 3])
+        # The image of index 24 is the first one: decoded, not encoded.
+        expected = np.random.default_rng(24).integers(0, 256, (6, 5, 3))
+        images_of_test = np.concatenate([x for x, _ in batches])
+        distance = np.abs(images_of_test - expected / 255).max((1, 2, 3))
+        self.assertLess(distance.min(), 1e-6)
 
     def test_order_follows_from_seed_and_epoch(self):
         data = images.load("tiny_images", self.data_dir)
@@ -134,7 +204,7 @@ class ImagesTest(TestCase):
 
     @parameterized.parameters(
         ("nonsuch", "no dataset 'nonsuch'"),
-        ("tiny_images_of_any_shape", "images of one shape"),
+        ("tiny_images_of_any_shape", "--image_size"),
     )
     def test_unusable(self, name, message):
         with self.assertRaisesRegex(UserError, message):
@@ -154,26 +224,26 @@ class TrainTest(TestCase):
     def train(self, **kwargs):
         """Returns the model and what was printed."""
         arguments = {
+            "num_micro_batches": 2,
+            "num_epochs": 2,
+            "verbose": 0,
+            "optimizer_args": {"weight_decay": 0.1},
+            "learning_rate": 0.01,
             "model": "tiny",
             "dataset": "tiny_images",
-            "num_stages": 2,
-            "num_micro_batches": 2,
-            "balance": "parameters",
-            "schedule": "1f1b",
-            "remat": "always",
             "batch_size": 6,
-            "num_epochs": 2,
-            "learning_rate": 0.01,
-            "weight_decay": 0.1,
-            "seed": 0,
             "data_dir": self.data_dir,
-            "verbose": 0,
+            **kwargs,
         }
+        configs = []
+        for cls in (JobConfig, Optimization):
+            names = {field.name for field in dataclasses.fields(cls)}
+            names &= set(arguments)
+            configs.append(cls(**{x: arguments.pop(x) for x in names}))
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            model, accuracy = image_classification.train_and_evaluate(
-                **{**arguments, **kwargs}
+            model, self.scores = image_classification.train_and_evaluate(
+                *configs, **arguments
             )
-        self.assertBetween(accuracy, 0.0, 1.0)
         return model, printed.getvalue()
 
     def losses(self, workdir):
@@ -186,10 +256,11 @@ class TrainTest(TestCase):
         model, printed = self.train(num_epochs=1, workdir=workdir)
         self.assertLen(model.stages, 2)
         self.assertIn("2 stages on CPU:0, CPU:1", printed)
-        self.assertIn("2 micro-batches of up to 3.", printed)
+        self.assertIn("batches of 6 images, 2 micro-batches", printed)
         self.assertRegex(
             printed.splitlines()[-1], r"^test accuracy: [01]\.\d{4} \(7 images"
         )
+        self.assertBetween(self.scores["accuracy"], 0.0, 1.0)
         self.assertLen(self.losses(workdir), 4)
         self.assertNotEmpty(list(workdir.glob("logs/train/*")))
 
@@ -225,7 +296,7 @@ class TrainTest(TestCase):
         # What a run killed while saving leaves behind does no harm.
         (parts_dir / "checkpoints" / "partial.weights.h5").write_bytes(b"x")
         parts, printed = self.train(workdir=parts_dir)
-        self.assertIn("Resuming: 1 of 2 epochs are done.", printed)
+        self.assertIn("Resuming: 1 epochs of 2 are done.", printed)
         self.assert_same_state(whole, parts)
         self.assertAllEqual(self.losses(whole_dir), self.losses(parts_dir))
 
@@ -243,11 +314,147 @@ class TrainTest(TestCase):
             x, y = [v.numpy() for v in x], [v.numpy() for v in y]
             self.assertAllClose(x, y, rtol=0, atol=1e-6)
 
+    def test_stopped_within_an_epoch_it_resumes_exactly(self):
+        # Everything that is drawn for a step must be drawn again.
+        arguments = {
+            "num_epochs": 3,
+            "ema": 0.9,
+            "augmentation": Augmentation("pad", flip=True, mixup=0.2),
+            "validate_every": 2,
+        }
+        whole_dir, parts_dir = self.make_directory(), self.make_directory()
+        whole, _ = self.train(workdir=whole_dir, **arguments)
+        whole_scores = self.scores
+        # An epoch has four steps: in the first one, and at the end of one.
+        for calls, name in (
+            (2, "epoch_00000_step_000002"),
+            (6, "epoch_00001_step_000004"),
+        ):
+            with _signal_after(calls), self.assertRaises(Stopped) as caught:
+                self.train(workdir=parts_dir, **arguments)
+            self.assertEqual(caught.exception.number, signal.SIGTERM)
+            self.assertIn(name, str(caught.exception))
+            (saved,) = (parts_dir / "checkpoints").iterdir()
+            self.assertEqual(saved.name, f"{name}.weights.h5")
+        parts, printed = self.train(workdir=parts_dir, **arguments)
+        self.assertIn("Resuming: 1 epochs and 4 steps of 3 are done.", printed)
+        self.assert_same_state(whole, parts)
+        self.assertEqual(whole_scores, self.scores)
+        self.assertAllEqual(self.losses(whole_dir), self.losses(parts_dir))
+
+    def test_full_disk(self):
+        workdir = self.make_directory()
+        whole = self.make_directory()
+        self.train(workdir=whole)
+        save = checkpoints.Checkpoints._save
+
+        def save_on_full_disk(self, position):
+            if position.epochs == 1:
+                save(self, position)
+            else:
+                _on_full_disk(save, self, position)
+
+        with (
+            mock.patch.object(
+                checkpoints.Checkpoints, "_save", save_on_full_disk
+            ),
+            self.assertRaisesRegex(
+                UserError, "Cannot write .*2 epochs.* one is .*epoch_00001.wei"
+            ),
+        ):
+            self.train(workdir=workdir)
+        (saved,) = (workdir / "checkpoints").iterdir()
+        self.assertEqual(saved.name, "epoch_00001.weights.h5")
+        self.train(workdir=workdir)
+        self.assertAllEqual(self.losses(whole), self.losses(workdir))
+
+    def test_stopped_without_workdir(self):
+        with _signal_after(1), self.assertRaisesRegex(Stopped, "--workdir"):
+            self.train()
+
+    @pytest.mark.slow
+    def test_transfer(self):
+        source = self.make_directory()
+        trained, _ = self.train(workdir=source)
+
+        def name(variable):
+            # After that of the model.
+            return variable.path.partition("/")[2]
+
+        weights = {name(v): v.numpy() for v in trained.variables}
+        # More stages, other images, other classes; nothing is trained.
+        model, _ = self.train(
+            init_from=source,
+            dataset="tiny_images_of_two_classes",
+            num_stages=3,
+            num_epochs=0,
+        )
+        heads = 0
+        for variable in model.variables:
+            if "logits" in variable.path:
+                heads += 1
+            elif "seed" not in variable.path:
+                self.assertAllEqual(variable, weights[name(variable)])
+        self.assertEqual(heads, 2)
+        # As many classes, and the last layer is a new one all the same.
+        again, _ = self.train(init_from=source, num_epochs=0, seed=1)
+        kernel = next(v for v in again.variables if "logits/k" in v.path)
+        self.assertNotAllClose(kernel, weights[name(kernel)])
+        # A checkpoint of its own goes before.
+        resumed, _ = self.train(init_from=source, workdir=source)
+        self.assert_same_state(trained, resumed)
+
+    def test_transfer_from_something_else(self):
+        for path in ("/nonsuch", str(self.make_directory())):
+            with self.assertRaisesRegex(UserError, f"Received: {path}"):
+                self.train(init_from=path)
+        path = self.make_directory() / "other.weights.h5"
+        keras.Sequential([keras.Input((2,)), _dense()]).save_weights(path)
+        with self.assertRaisesRegex(UserError, "layers but the last one"):
+            self.train(init_from=path)
+
+    def test_loss_that_is_not_a_number(self):
+        workdir = self.make_directory()
+        with self.assertRaisesRegex(UserError, "loss is nan.*none"):
+            self.train(
+                workdir=workdir,
+                optimizer="sgd",
+                optimizer_args={},
+                learning_rate=1e30,
+            )
+        self.assertEmpty(list((workdir / "checkpoints").iterdir()))
+
+    @parameterized.parameters(
+        # A damaged record, and a whole record of a damaged image.
+        (lambda data: data[:-9] + bytes(9),),
+        (_with_damaged_image,),
+    )
+    def test_damaged_data(self, damage):
+        data_dir = self.make_directory()
+        images.load("tiny_images", data_dir)
+        (record,) = data_dir.glob("*/*/*train.tfrecord*")
+        record.write_bytes(damage(record.read_bytes()))
+        with self.assertRaisesRegex(UserError, "data set is damaged"):
+            self.train(data_dir=data_dir)
+
+    def test_empty_data(self):
+        with self.assertRaisesRegex(UserError, "No examples were yielded"):
+            self.train(dataset="no_images")
+
+    def test_images_of_any_size(self):
+        model, _ = self.train(
+            dataset="tiny_images_of_any_shape", image_size=4, num_epochs=1
+        )
+        self.assertEqual(model.input_shape, (None, 4, 4, 3))
+
     def test_checkpoint_of_another_model(self):
         workdir = self.make_directory()
         saved = checkpoints.Checkpoints(workdir / "checkpoints")
-        saved.set_model(keras.Sequential([keras.Input((2,)), _dense()]))
-        saved.on_epoch_end(0)
+        other = keras.Sequential([keras.Input((2,)), _dense()])
+        other.compile(loss="mse")
+        saved.set_model(other)
+        zero = np.zeros((1, 1))
+        other.fit(np.zeros((1, 2)), zero, verbose=0, callbacks=[saved])
         with self.assertRaisesRegex(UserError, "not one of this model"):
             self.train(workdir=workdir)
 
@@ -384,6 +591,7 @@ class CommandLineTest(TestCase):
     def run_main(self, *arguments):
         """Returns what a run ends with, having trained nothing."""
         argv = ["image_classification", f"--data_dir={self.data_dir}"]
+        argv += ["--dataset=digits"]
         with (
             flagsaver.flagsaver(),
             mock.patch.object(sys, "argv", [*argv, *arguments]),
@@ -443,17 +651,24 @@ class CommandLineTest(TestCase):
         workdir = self.make_directory()
         with (
             flagsaver.flagsaver(
-                balance="4,5", seed=3, remat="never", workdir=str(workdir)
+                balance="4,5",
+                seed=3,
+                remat="never",
+                workdir=str(workdir),
+                optimizer_args="weight_decay=0.1",
+                crop="pad",
             ),
             mock.patch.object(
                 image_classification, "train_and_evaluate"
             ) as train,
         ):
             image_classification.main()
-        arguments = train.call_args.kwargs
-        self.assertEqual(arguments["balance"], [4, 5])
-        self.assertEqual(arguments["seed"], 3)
-        self.assertEqual(arguments["remat"], "never")
+        config, optimization = train.call_args.args
+        self.assertEqual(config.balance, [4, 5])
+        self.assertEqual(config.seed, 3)
+        self.assertEqual(config.remat, "never")
+        self.assertEqual(optimization.optimizer_args, {"weight_decay": 0.1})
+        self.assertEqual(train.call_args.kwargs["augmentation"].crop, "pad")
         self.assertIn("--seed=3", (workdir / "flags.txt").read_text())
 
 

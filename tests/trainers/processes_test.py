@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,21 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             wait_for_step(process, steps.randint(first, last))
             process.kill()
             process.communicate()
+        self.finish(trainer(parts))
+        self.assert_same_state(state(whole), state(parts), rtol=0, atol=0)
+
+    def test_stopped_by_ctrl_c_it_resumes_exactly(self):
+        whole, parts = self.make_directory(), self.make_directory()
+        self.finish(trainer(whole))
+        process = trainer(parts)
+        wait_for_step(process, 5)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate()
+        self.assertEqual(process.returncode, 128 + signal.SIGINT, errors)
+        self.assertNotIn("Traceback", errors)
+        (path,) = (parts / "checkpoints").iterdir()
+        self.assertRegex(path.name, r"^epoch_00000_step_\d{6}.weights.h5$")
+        self.assertIn(f"newest checkpoint is {path}", output)
         self.finish(trainer(parts))
         self.assert_same_state(state(whole), state(parts), rtol=0, atol=0)
 

@@ -1,0 +1,139 @@
+"""Random changes of images, which follow from a seed alone."""
+
+import dataclasses
+
+import keras
+import tensorflow as tf
+
+from trainers.command_line import UserError
+
+CROPS = ("none", "pad", "inception")
+
+# Random numbers that a layer may draw for an image before they are those of
+# the next image.
+_DRAWS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmentation:
+    """Random changes of the images that a model is trained on.
+
+    All are Keras's layers, but for the crop `"inception"`. What is drawn
+    follows from the seed that is given, so that a resumed run sees the same
+    images as an uninterrupted one.
+
+    Attributes:
+        crop: `"none"`; `"pad"`, a crop of the image's own size after an eighth
+            of it has been added on each side; or `"inception"`, a crop of 8%
+            to 100% of the area, resized, of Szegedy et al., "Going Deeper with
+            Convolutions", 2014, https://arxiv.org/abs/1409.4842, section 6.
+        flip: Boolean, whether half of the images are flipped left to right.
+        rand_augment: Integer, number of operations of
+            `keras.layers.RandAugment`; `0` for none.
+        rand_augment_factor: Float in [0, 1], how strong they are.
+        mixup: Float, alpha of `keras.layers.MixUp`; `0` for none.
+    """
+
+    crop: str = "none"
+    flip: bool = False
+    rand_augment: int = 0
+    rand_augment_factor: float = 0.5
+    mixup: float = 0.0
+
+    def image_function(self, size):
+        """Returns a function of a seed and an image that changes the image.
+
+        Args:
+            size: Tuple `(height, width)` of what the function returns.
+
+        Returns:
+            Function of two integers, the seed, and a tensor `(height, width,
+            channels)` of numbers in [0, 255], of any size with the crop
+            `"inception"`, else of `size`. It returns a tensor `float32` in
+            [0, 255].
+
+        Raises:
+            UserError: If the crop does not exist.
+        """
+        layers = []
+        if self.crop == "pad":
+            rows, columns = (max(1, length // 8) for length in size)
+            layers += [
+                keras.layers.ZeroPadding2D((rows, columns)),
+                keras.layers.RandomCrop(*size),
+            ]
+        elif self.crop not in CROPS:
+            raise UserError(
+                f"`crop` must be one of {CROPS}. Received: crop={self.crop!r}"
+            )
+        if self.flip:
+            layers.append(keras.layers.RandomFlip("horizontal"))
+        if self.rand_augment:
+            layers.append(
+                keras.layers.RandAugment(
+                    num_ops=self.rand_augment, factor=self.rand_augment_factor
+                )
+            )
+        draw = _seeded(layers)
+
+        def change(seed, index, image):
+            image = tf.cast(image, tf.float32)
+            if self.crop == "inception":
+                image = _inception_crop(image, size, (seed, index))
+            # Of a batch, RandomCrop and RandAugment would change all alike.
+            return draw(seed, index, image[tf.newaxis])[0]
+
+        return change
+
+    def batch_function(self):
+        """Returns a function of a seed, images and labels that mixes them.
+
+        Returns:
+            Function of two integers, the seed, a tensor of images and one of
+            labels `(batch_size, num_classes)`. It returns images and labels.
+        """
+        draw = _seeded([keras.layers.MixUp(self.mixup)] if self.mixup else [])
+
+        def mix(seed, index, images, labels):
+            mixed = draw(seed, index, {"images": images, "labels": labels})
+            return mixed["images"], mixed["labels"]
+
+        return mix
+
+
+def _seeded(layers):
+    """Returns a function that applies layers with a seed given to it."""
+    for layer in layers:
+        layer.build((1, None, None, None))
+
+    def apply(seed, index, x):
+        for number, layer in enumerate(layers):
+            generator = getattr(layer, "generator", None)
+            mapping = []
+            if generator is not None:
+                state = tf.stack(
+                    [
+                        tf.cast(seed, tf.int64) * len(layers) + number,
+                        tf.cast(index, tf.int64) * _DRAWS,
+                    ]
+                )
+                dtype = generator.state.dtype
+                mapping = [(generator.state, tf.cast(state, dtype))]
+            # The layer's own state would depend on what it drew before.
+            with keras.StatelessScope(state_mapping=mapping):
+                x = layer(x, training=True) if mapping else layer(x)
+        return x
+
+    return apply
+
+
+def _inception_crop(image, size, seed):
+    begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
+        tf.shape(image),
+        tf.zeros((0, 0, 4)),
+        seed=tf.cast(tf.stack(seed), tf.int64),
+        area_range=(0.08, 1.0),
+        aspect_ratio_range=(3 / 4, 4 / 3),
+        use_image_if_no_bounding_boxes=True,
+    )
+    return tf.image.resize(tf.slice(image, begin, extent), size)

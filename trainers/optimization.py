@@ -1,0 +1,113 @@
+"""The optimizer of a training run, with its learning rate."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from trainers.command_line import UserError
+from trainers.learning_rates import InverseSquareRoot
+from trainers.learning_rates import WarmUp
+
+SCHEDULES = ("constant", "cosine", "exponential", "inverse_sqrt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimization:
+    """How weights follow from gradients.
+
+    Attributes:
+        optimizer: String, a Keras optimizer by its name.
+        optimizer_args: Dictionary, its other arguments, such as
+            `weight_decay`.
+        learning_rate: Positive float, the highest learning rate.
+        learning_rate_schedule: `"constant"`; `"cosine"`, which ends at 0 with
+            the last step; `"exponential"`; or `"inverse_sqrt"`, which falls
+            with the square root of the number of steps, once warm-up is over.
+        warmup_steps: Integer, steps in which the learning rate rises from 0.
+        decay_rate: Float, with `"exponential"`: what the learning rate is
+            multiplied with. Defaults to `None`, for 0.97.
+        decay_epochs: Float, with `"exponential"`: once in how many epochs.
+            Defaults to `None`, for 2.4.
+        ema: Float, the momentum of an exponential moving average of the
+            weights, which are tested in place of the last ones. Defaults to
+            `None`: no average.
+    """
+
+    optimizer: str = "adamw"
+    optimizer_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    learning_rate: float = 0.001
+    learning_rate_schedule: str = "cosine"
+    warmup_steps: int = 0
+    decay_rate: float | None = None
+    decay_epochs: float | None = None
+    ema: float | None = None
+
+    def make(self, num_steps, steps_per_epoch):
+        """Returns the `keras.Optimizer`.
+
+        Args:
+            num_steps: Integer, steps of the whole training run.
+            steps_per_epoch: Integer.
+
+        Raises:
+            UserError: If the attributes do not fit one another, or the
+                optimizer.
+        """
+        given = set(self.optimizer_args) & {
+            "learning_rate",
+            "use_ema",
+            "ema_momentum",
+            "ema_overwrite_frequency",
+        }
+        if given:
+            raise UserError(
+                "The learning rate and the average of weights have flags of "
+                "their own. Received in --optimizer_args: "
+                f"{', '.join(sorted(given))}"
+            )
+        config = {
+            "learning_rate": self._learning_rate(num_steps, steps_per_epoch),
+            **self.optimizer_args,
+        }
+        if self.ema is not None:
+            config |= {"use_ema": True, "ema_momentum": self.ema}
+        try:
+            # By the class: a configuration is for serialized arguments.
+            optimizer = type(keras.optimizers.get(self.optimizer))
+            return optimizer(**config)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"--optimizer={self.optimizer}, --optimizer_args="
+                f"{dict(self.optimizer_args)}: {error}"
+            ) from error
+
+    def _learning_rate(self, num_steps, steps_per_epoch):
+        schedules = keras.optimizers.schedules
+        name, rate = self.learning_rate_schedule, self.learning_rate
+        if name != "exponential":
+            for key in ("decay_rate", "decay_epochs"):
+                if getattr(self, key) is not None:
+                    raise UserError(
+                        f"--{key} is for --learning_rate_schedule=exponential. "
+                        f"Received: {name}"
+                    )
+        if name == "cosine":
+            rate = schedules.CosineDecay(rate, max(1, num_steps))
+        elif name == "exponential":
+            epochs = 2.4 if self.decay_epochs is None else self.decay_epochs
+            rate = schedules.ExponentialDecay(
+                rate,
+                max(1, round(epochs * steps_per_epoch)),
+                0.97 if self.decay_rate is None else self.decay_rate,
+                staircase=True,
+            )
+        elif name == "inverse_sqrt":
+            rate = InverseSquareRoot(rate, max(1, self.warmup_steps))
+        elif name != "constant":
+            raise ValueError(
+                f"`learning_rate_schedule` must be one of {SCHEDULES}. "
+                f"Received: learning_rate_schedule={name!r}"
+            )
+        return WarmUp(rate, self.warmup_steps) if self.warmup_steps else rate
