@@ -1,5 +1,7 @@
 """Datasets for `tfds.load` that need no network. Importing registers them."""
 
 from trainers.datasets.digits import Digits
+from trainers.datasets.django_messages import DjangoMessages
+from trainers.datasets.home_assistant import HomeAssistant
 
-__all__ = ["Digits"]
+__all__ = ["Digits", "DjangoMessages", "HomeAssistant"]
