@@ -20,7 +20,7 @@ class UserError(Exception):
         super().__init__(" ".join(str(error).split()))
 
 
-def run(main, **defaults):
+def run(main, takes_arguments=False, **defaults):
     """Parses the flags, calls `main()`, and exits.
 
     A bad flag and a `UserError` end the program with one line on standard
@@ -29,17 +29,20 @@ def run(main, **defaults):
     user's mistakes.
 
     Args:
-        main: Function without arguments.
+        main: Function without arguments, or of the list of arguments that
+            are not flags.
+        takes_arguments: Boolean, whether there may be such arguments. Defaults
+            to `False`.
         **defaults: Values of flags that are not given.
     """
     for name, value in defaults.items():
         flags.FLAGS.set_default(name, value)
 
     def guarded_main(argv):
-        if len(argv) > 1:
+        if len(argv) > 1 and not takes_arguments:
             sys.exit(f"Error: unexpected arguments: {' '.join(argv[1:])}")
         try:
-            main()
+            main(argv[1:]) if takes_arguments else main()
         except UserError as error:
             sys.exit(f"Error: {error}")
         except Stopped as stopped:

@@ -99,13 +99,6 @@ _RAND_AUGMENT_FACTOR = flags.DEFINE_float(
 _MIXUP = flags.DEFINE_float(
     "mixup", 0.0, "Alpha of mixup; 0 for none.", lower_bound=0.0
 )
-_LABEL_SMOOTHING = flags.DEFINE_float(
-    "label_smoothing",
-    0.0,
-    "Share of a label that is spread over all classes.",
-    lower_bound=0.0,
-    upper_bound=1.0,
-)
 _INIT_FROM = flags.DEFINE_string(
     "init_from",
     None,
@@ -254,7 +247,7 @@ def main():
             rand_augment_factor=_RAND_AUGMENT_FACTOR.value,
             mixup=_MIXUP.value,
         ),
-        label_smoothing=_LABEL_SMOOTHING.value,
+        label_smoothing=job_flags.label_smoothing(),
         init_from=_INIT_FROM.value,
     )
 

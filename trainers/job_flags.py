@@ -90,6 +90,13 @@ flags.DEFINE_integer(
     lower_bound=0,
 )
 flags.DEFINE_integer("seed", 0, "Seed of all randomness.", lower_bound=0)
+_LABEL_SMOOTHING = flags.DEFINE_float(
+    "label_smoothing",
+    0.0,
+    "Share of a label that is spread over all classes, or all tokens.",
+    lower_bound=0.0,
+    upper_bound=1.0,
+)
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Directory to keep results in and to resume from."
 )
@@ -181,6 +188,11 @@ def keep():
 def data():
     """Returns the name of the dataset and the directory of datasets."""
     return _DATASET.value, _DATA_DIR.value
+
+
+def label_smoothing():
+    """Returns the label smoothing of the loss."""
+    return _LABEL_SMOOTHING.value
 
 
 def model_args():
