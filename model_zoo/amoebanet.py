@@ -306,7 +306,7 @@ class AuxiliaryHead(keras.layers.Layer):
             _normalization(self.momentum, name="norm_2"),
             keras.layers.ReLU(name="relu_2"),
             keras.layers.Flatten(name="flatten"),
-            _logits(self.num_classes),
+            keras.layers.Dense(self.num_classes, name="logits"),
         ]
         _build_chain(tail, left)
         self.chain = [*head, *tail]
@@ -360,7 +360,7 @@ class Classifier(keras.layers.Layer):
             keras.layers.ReLU(name="relu"),
             keras.layers.GlobalAveragePooling2D(name="pool"),
             keras.layers.Dropout(dropout, name="drop"),
-            _logits(num_classes),
+            keras.layers.Dense(num_classes, name="logits"),
         ]
 
     def build(self, input_shape):
@@ -633,9 +633,3 @@ def _outputs(logits, aux_logits):
     if not aux_logits:
         return logits
     return {"logits": logits, "aux_logits": aux_logits[0]}
-
-
-def _logits(num_classes):
-    # In the precision of weights: losses and metrics lose too much otherwise.
-    dtype = keras.config.dtype_policy().variable_dtype
-    return keras.layers.Dense(num_classes, dtype=dtype, name="logits")

@@ -217,7 +217,7 @@ def resnet_small(
             )
         )
     layers.append(keras.layers.GlobalAveragePooling2D(name="pool"))
-    layers.append(_logits(num_classes))
+    layers.append(keras.layers.Dense(num_classes, name="logits"))
     return layers
 
 
@@ -333,7 +333,7 @@ def _resnet(group_sizes, num_classes, input_shape, num_filters, momentum):
                 )
             )
     layers.append(keras.layers.GlobalAveragePooling2D(name="pool"))
-    layers.append(_logits(num_classes))
+    layers.append(keras.layers.Dense(num_classes, name="logits"))
     return layers
 
 
@@ -370,9 +370,3 @@ def _call_chain(layers, inputs, training):
         else:
             inputs = layer(inputs)
     return inputs
-
-
-def _logits(num_classes):
-    # In the precision of weights: losses and metrics lose too much otherwise.
-    dtype = keras.config.dtype_policy().variable_dtype
-    return keras.layers.Dense(num_classes, dtype=dtype, name="logits")

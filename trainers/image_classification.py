@@ -192,9 +192,7 @@ def train_and_evaluate(
             transfer.load_all_but_head(network, init_from)
         metrics = [keras.metrics.CategoricalAccuracy(name="accuracy")]
         if data.num_classes > 5:
-            metrics.append(
-                keras.metrics.TopKCategoricalAccuracy(5, name="top_5")
-            )
+            metrics.append(_TopKAccuracy(5, name="top_5"))
         network.compile(
             optimization.make(
                 config.num_epochs * steps_per_epoch, steps_per_epoch
@@ -224,6 +222,14 @@ def train_and_evaluate(
         f"({len(data.test)} images)"
     )
     return network, scores
+
+
+class _TopKAccuracy(keras.metrics.TopKCategoricalAccuracy):
+    """Takes logits of mixed precision, which Keras's own refuses."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        y_pred = keras.ops.cast(y_pred, self.dtype)
+        return super().update_state(y_true, y_pred, sample_weight)
 
 
 def main():

@@ -368,6 +368,20 @@ class TrainTest(TestCase):
         self.train(workdir=workdir)
         self.assertAllEqual(self.losses(whole), self.losses(workdir))
 
+    @parameterized.parameters("mixed_bfloat16", "mixed_float16")
+    def test_mixed_precision(self, policy):
+        model, printed = self.train(
+            dataset="digits",
+            batch_size=128,
+            num_epochs=1,
+            dtype_policy=policy,
+            validate_every=1,
+        )
+        self.assertIn(policy, printed)
+        self.assertIn(", top 5 ", printed)
+        self.assertEqual(model.layers[-1].compute_dtype, policy[6:])
+        self.assertEqual(keras.config.dtype_policy().name, "float32")
+
     def test_stopped_without_workdir(self):
         with _signal_after(1), self.assertRaisesRegex(Stopped, "--workdir"):
             self.train()
