@@ -41,6 +41,7 @@ import tensorflow_datasets as tfds  # noqa: E402
 
 from tools import command_line  # noqa: E402
 from trainers import datasets  # noqa: E402
+from trainers import placeholders  # noqa: E402
 from trainers.command_line import UserError  # noqa: E402
 from trainers.datasets import fashion_mnist  # noqa: E402
 from trainers.datasets import message_pairs  # noqa: E402
@@ -302,7 +303,8 @@ def _sentences(builder, max_examples):
         for texts in zip(*(batch[key] for key in keys), strict=True):
             texts = [message_pairs.normalized(x.decode()) for x in texts]
             if not is_whole or message_pairs.split_of(texts[0]) != "test":
-                yield from texts
+                found = placeholders.find(texts[0])
+                yield from (placeholders.replace(x, found) for x in texts)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,18 @@ import re
 import shutil
 from typing import NamedTuple
 
+import h5py
 import keras
+import numpy as np
 import tensorflow as tf
 
 from trainers.command_line import UserError
 
 _PATTERN = re.compile(r"epoch_(\d{5,})(?:_step_(\d+))?\.weights\.h5")
 _PARTIAL = "partial.weights.h5"
+# Beside what Keras saves, which leaves out the state of random numbers.
+_SEEDS = "seed_generator_states"
+_SEED_STATE = "seed_generator_state"
 
 
 class Position(NamedTuple):
@@ -88,6 +93,10 @@ class Checkpoints(keras.callbacks.Callback):
         model.optimizer.build(model.trainable_variables)
         try:
             model.load_weights(path)
+            with h5py.File(path) as file:
+                seeds = file[_SEEDS][:]
+            for variable, seed in zip(_seeds(model), seeds, strict=True):
+                variable.assign(seed)
         except (KeyError, OSError, ValueError) as error:
             # Keras lists every variable with its values.
             raise UserError(
@@ -122,6 +131,9 @@ class Checkpoints(keras.callbacks.Callback):
             # HDF5 crashes where a disk is full.
             _check_space(partial, self.model)
             self.model.save_weights(partial, overwrite=True)
+            with h5py.File(partial, "a") as file:
+                seeds = [v.numpy() for v in _seeds(self.model)]
+                file[_SEEDS] = np.reshape(seeds, (-1, 2)).astype("int64")
             partial.replace(_path(self.directory, position))
         except OSError as error:
             partial.unlink(missing_ok=True)
@@ -132,6 +144,11 @@ class Checkpoints(keras.callbacks.Callback):
         for other in _saved(self.directory):
             if other != position:
                 _path(self.directory, other).unlink()
+
+
+def _seeds(model):
+    """Returns the states from which dropout and the like draw."""
+    return [v for v in model.variables if v.path.endswith(_SEED_STATE)]
 
 
 def newest(directory):

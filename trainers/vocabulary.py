@@ -9,6 +9,7 @@ import urllib.parse
 import sentencepiece
 import tensorflow_datasets as tfds
 
+from trainers import placeholders
 from trainers.command_line import UserError
 
 # The ids of sentencepiece's control symbols. Those of the languages follow.
@@ -29,7 +30,8 @@ class Vocabulary:
     Id 0 is padding, 1 the start of a text, 2 its end. 3 would be what cannot
     be encoded, and never occurs. Then there is a token for each language,
     `<2de>`, which tells a model what to translate into. No text is encoded to
-    any of these, not even `"<2de>"`.
+    any of these, not even `"<2de>"`. The symbols of `placeholders` are tokens,
+    too.
 
     Args:
         model: Bytes, a model of sentencepiece as `train` makes it.
@@ -133,6 +135,7 @@ class Vocabulary:
                 control_symbols=[
                     f"<2{language}>" for language in sorted(set(languages))
                 ],
+                user_defined_symbols=list(placeholders.SYMBOLS),
                 byte_fallback=True,
                 normalization_rule_name="identity",
                 remove_extra_whitespaces=False,
@@ -192,12 +195,13 @@ class Vocabulary:
         """Returns the ids of texts, without start and end.
 
         Args:
-            texts: List of strings.
+            texts: Iterable of strings.
 
         Returns:
             List of lists of integers.
         """
-        return self._processor.encode(list(texts)) if len(texts) else []
+        texts = list(texts)
+        return self._processor.encode(texts) if texts else []
 
     def decode(self, ids):
         """Returns the texts of ids.

@@ -13,7 +13,7 @@ from trainers.command_line import UserError
 from trainers.vocabulary import Vocabulary
 from trainers.vocabulary import vocabulary_path
 
-SIZE = 290
+SIZE = 310
 LANGUAGES = ["pt-BR", "de", "en"]
 
 
@@ -107,7 +107,7 @@ class VocabularyTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ("too few ids", 100, "size 100 .* required_chars"),
         ("too many ids", 5000, "size 5000 .* value <= "),
-        ("no sentences", SIZE, "size 290"),
+        ("no sentences", SIZE, "size 310"),
     )
     def test_cannot_train(self, why, size, message):
         path = self.make_directory() / "a.model"

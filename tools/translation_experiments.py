@@ -1,0 +1,220 @@
+"""Experiments with translation models, after the GPipe paper's section 5.
+
+    python -m tools.translation_experiments languages --data_dir=/tmp/data
+    python -m tools.translation_experiments depth --data_dir=/tmp/data
+    python -m tools.translation_experiments batch --data_dir=/tmp/data
+
+`languages` compares a model of all languages with one for each of the five
+that have the fewest training pairs, of those with at least 500: does it help
+them to be trained with others? `depth` compares a deep model with a wide one
+of as many parameters, each with and without the two measures that keep deep
+models stable: the scaled initial values of feed-forward layers, and the
+clipped logits. `batch` compares three sizes of batches in tokens, and all see
+the same number of tokens.
+
+A run is trainers.translation with a recipe of trainers/recipes and the flags
+that are printed. It has a directory of its own below --workdir: the same
+command goes on where it was stopped, and only prints the table once all runs
+are done. Further arguments are flags of trainers.translation for all runs.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import pathlib
+import shlex
+import statistics
+import subprocess
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from trainers.command_line import UserError
+from trainers.sentence_pairs import SentencePairs
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_DATASET = "django_messages"
+# What counts as few training pairs, and how many such languages are taken.
+_MIN_PAIRS = 500
+_NUM_LANGUAGES = 5
+# Of an epoch, in the experiment with batches.
+_EPOCH_TOKENS = 2**19
+_SCORES = ("loss", "bleu", "chrf", "copy_chrf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a table: the scores of a run.
+
+    Attributes:
+        kind: String, what is compared: there is a mean over rows of a kind.
+        run: String, the name of the run's directory.
+        recipe: String, a file in trainers/recipes.
+        flags: List of strings, flags of the run that differ from the recipe.
+        languages: List of strings, the languages whose mean is shown.
+            Defaults to `None`, for all.
+    """
+
+    kind: str
+    run: str
+    recipe: str
+    flags: list[str] = dataclasses.field(default_factory=list)
+    languages: list[str] | None = None
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.translation_experiments",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("experiment", choices=_EXPERIMENTS)
+    parser.add_argument(
+        "--data_dir", help="directory of datasets; that of TFDS if not given"
+    )
+    parser.add_argument(
+        "--workdir",
+        default="/tmp/translation_experiments",
+        help="directory of the runs (default: /tmp/translation_experiments)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object on the last line",
+    )
+    args, flags = parser.parse_known_args(argv)
+    if args.data_dir is not None:
+        flags = [f"--data_dir={args.data_dir}", *flags]
+    try:
+        rows = _EXPERIMENTS[args.experiment](args.data_dir)
+    except UserError as error:
+        sys.exit(f"Error: {error}")
+    directory = pathlib.Path(args.workdir) / args.experiment
+    found, by_kind = [], collections.defaultdict(list)
+    for row in rows:
+        scores = _scores(row, flags, directory / row.run)
+        languages = row.languages or sorted(scores)
+        means = _means([scores[language] for language in languages])
+        shown = languages if row.languages else ["all"]
+        found.append({"run": row.kind, "languages": ",".join(shown), **means})
+        by_kind[row.kind].append(means)
+    for kind, several in by_kind.items():
+        if len(several) > 1:
+            means = _means(several)
+            found.append({"run": kind, "languages": "mean", **means})
+    table = Table("run", "languages", "loss", "BLEU", "chrF", "copied chrF")
+    for row in found:
+        numbers = [f"{row['loss']:.3f}"]
+        numbers += [f"{row[name]:.1f}" for name in _SCORES[1:]]
+        table.add_row(row["run"], row["languages"], *numbers)
+    Console().print(table)
+    if args.json:
+        print(json.dumps(found))
+
+
+def _means(scores):
+    return {x: statistics.mean(score[x] for score in scores) for x in _SCORES}
+
+
+def _languages(data_dir):
+    """Returns rows of each language by itself and among all."""
+    counts = collections.Counter()
+    for direction, sources, _ in SentencePairs([_DATASET], data_dir).texts(
+        "train"
+    ):
+        counts[direction.other] += len(sources)
+    enough = [x for x in counts if counts[x] >= _MIN_PAIRS]
+    fewest = sorted(enough, key=lambda x: (counts[x], x))[:_NUM_LANGUAGES]
+    recipe = "translation_multilingual.cfg"
+    print(
+        "Training pairs: "
+        + ", ".join(f"{language} {counts[language]:,}" for language in fewest)
+    )
+    # So many batches as of all languages would be too many of so few pairs.
+    epochs = "--num_epochs=3"
+    bilingual = [
+        Row(
+            "bilingual",
+            f"bilingual_{language}",
+            recipe,
+            [f"--languages={language}", epochs],
+            [language],
+        )
+        for language in fewest
+    ]
+    multilingual = [
+        Row("multilingual", "multilingual", recipe, languages=[language])
+        for language in fewest
+    ]
+    return [*bilingual, *multilingual]
+
+
+def _depth(data_dir):
+    """Returns rows of deep and wide models, with the measures and without."""
+    return [
+        Row(
+            f"{shape}{name}",
+            f"{shape}{name}",
+            "translation_depth.cfg",
+            [f"--model_args={sizes},dim=128,head_size=32{arguments}"],
+        )
+        for name, arguments in (
+            ("", ""),
+            ("_unstabilised", ",scale_ffn_init=False,logit_clip=None"),
+        )
+        for shape, sizes in (
+            ("deep", "num_layers=6,ffn_dim=256,num_heads=2"),
+            ("wide", "num_layers=3,ffn_dim=512,num_heads=4"),
+        )
+    ]
+
+
+def _batch(data_dir):
+    """Returns rows of three sizes of batches, of as many tokens in all."""
+    return [
+        Row(
+            f"{batch_tokens} tokens",
+            f"{batch_tokens}_tokens",
+            "translation_batch.cfg",
+            [
+                f"--batch_tokens={batch_tokens}",
+                f"--steps_per_epoch={_EPOCH_TOKENS // batch_tokens}",
+                # By the square root of the size, as is usual with Adam.
+                f"--learning_rate={0.005 * (batch_tokens / 2048) ** 0.5:.4f}",
+                f"--warmup_steps={_EPOCH_TOKENS // batch_tokens // 2}",
+            ],
+        )
+        for batch_tokens in (1024, 4096, 16384)
+    ]
+
+
+def _scores(row, flags, workdir):
+    """Returns the scores of a run by language. It is made if need be."""
+    path = workdir / "scores.json"
+    command = [
+        sys.executable,
+        "-m",
+        "trainers.translation",
+        f"--flagfile=trainers/recipes/{row.recipe}",
+        f"--workdir={workdir}",
+        *row.flags,
+        *flags,
+    ]
+    if not path.exists():
+        print(shlex.join(["python", *command[1:]]), flush=True)
+        result = subprocess.run(
+            [*command, "--verbose=2"], cwd=_ROOT, stdout=sys.stderr
+        )
+        if result.returncode:
+            sys.exit(f"Error: the run in {workdir} has failed; see above.")
+    directions = json.loads(path.read_text())["directions"]
+    return {x["target"]: x for x in directions}
+
+
+_EXPERIMENTS = {"languages": _languages, "depth": _depth, "batch": _batch}
+
+
+if __name__ == "__main__":
+    main()

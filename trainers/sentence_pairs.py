@@ -1,0 +1,241 @@
+"""Sentences with their translations, from TFDS."""
+
+import collections
+import dataclasses
+import hashlib
+import unicodedata
+from typing import NamedTuple
+
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from trainers import datasets  # noqa: F401 (registers ours with TFDS)
+from trainers.command_line import UserError
+from trainers.datasets import message_pairs
+
+DIRECTIONS = ("en-x", "x-en", "both")
+
+# How many examples are read and tokenised at a time.
+_CHUNK = 4096
+
+
+class Direction(NamedTuple):
+    """What is translated into what.
+
+    Attributes:
+        source: String, the code of the source's language.
+        target: String, the code of the target's language.
+    """
+
+    source: str
+    target: str
+
+    @property
+    def other(self):
+        """The language beside English."""
+        return self.target if self.source == "en" else self.source
+
+    def __str__(self):
+        return f"{self.source} > {self.target}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SentencePairs:
+    """Which sentences of which datasets are translated.
+
+    A dataset has one of two forms. Either its features are `language`, the
+    code of a language, `source`, an English text, and `target`, its
+    translation; or they are those of `tfds.features.Translation`, as in
+    `wmt16_translate/de-en`, where one of the two languages is English.
+
+    Its splits are `train`, and `test` or `validation` or both. A dataset of
+    only `train` is split by its English texts, as those of `trainers.datasets`
+    are, so that none of them is both in training and in the test, whatever it
+    is translated into.
+
+    Attributes:
+        datasets: List of strings, names of datasets in TFDS.
+        data_dir: Directory of prepared datasets. Defaults to that of TFDS.
+        directions: `"en-x"` to translate from English, `"x-en"` to translate
+            into English, or `"both"`. Defaults to `"en-x"`.
+        languages: List of strings, the languages other than English. Defaults
+            to `None`, for all that there are.
+
+    Example:
+
+    ```python
+    pairs = SentencePairs(["django_messages"], languages=["de"])
+    test = pairs.held_out(num_pairs=10)
+    test[Direction("en", "de")]  # List of 10 tuples of two texts.
+    ```
+    """
+
+    datasets: list[str]
+    data_dir: str | None = None
+    directions: str = "en-x"
+    languages: list[str] | None = None
+
+    def texts(self, split):
+        """Yields the pairs of a split, some at a time.
+
+        Args:
+            split: `"train"`, `"validation"` or `"test"`. If a dataset has only
+                one of the latter two, that is taken for both.
+
+        Yields:
+            Tuples of a `Direction`, a list of sources and one of targets.
+
+        Raises:
+            UserError: If a dataset cannot be loaded, there are no pairs, or a
+                language has none to train with.
+        """
+        found = set()
+        for name in self.datasets:
+            for language, english, other in _read(name, self.data_dir, split):
+                if self.languages and language not in self.languages:
+                    continue
+                found.add(language)
+                if self.directions != "x-en":
+                    yield Direction("en", language), english, other
+                if self.directions != "en-x":
+                    yield Direction(language, "en"), other, english
+        self._check(found, split)
+
+    def held_out(self, num_pairs, split="test"):
+        """Returns pairs of texts that are not for training.
+
+        Which they are follows from a hash of the English text: the languages
+        of a dataset whose texts are all translated are tested with the same.
+
+        Args:
+            num_pairs: Positive integer, pairs at most of each direction.
+            split: As of `texts`. Defaults to `"test"`.
+
+        Returns:
+            Dictionary of lists of tuples `(source, target)` by `Direction`.
+
+        Raises:
+            UserError: As `texts`.
+        """
+        found = {}
+        for direction, sources, targets in self.texts(split):
+            pairs = found.setdefault(direction, [])
+            pairs += zip(sources, targets, strict=True)
+        chosen = {}
+        for direction in sorted(found):
+            english = direction.index("en")
+            by_hash = sorted(
+                (hashlib.sha256(pair[english].encode()).digest(), pair)
+                for pair in found[direction]
+            )
+            chosen[direction] = [pair for _, pair in by_hash[:num_pairs]]
+        return chosen
+
+    def _check(self, found, split):
+        """Checks that languages have been found."""
+        names = ",".join(self.datasets)
+        missing = sorted(set(self.languages or ()) - found)
+        # A language with few pairs may have none to test with.
+        if missing and (split == "train" or not found):
+            present = {
+                language
+                for name in self.datasets
+                for language, *_ in _read(name, self.data_dir, split)
+            }
+            raise UserError(
+                f"Dataset {names} has no {split} pairs in "
+                f"{', '.join(missing)}. It has: {', '.join(sorted(present))}. "
+                f"Received: --languages={','.join(self.languages)}"
+            )
+        if not found:
+            raise UserError(
+                f"Dataset {names} has no {split} pairs. Prepare it again, or "
+                "choose another --dataset."
+            )
+
+
+def chunks(pairs):
+    """Yields what `held_out` has returned as `texts` would."""
+    for direction, found in pairs.items():
+        yield direction, *map(list, zip(*found, strict=True))
+
+
+def _read(name, data_dir, split):
+    """Yields `(language, English texts, other texts)` of a dataset's split."""
+    try:
+        examples, other, part = _load(name, data_dir, split)
+        for chunk in tfds.as_numpy(examples.batch(_CHUNK)):
+            if other:
+                rows = [[other] * len(chunk["en"]), chunk["en"], chunk[other]]
+            else:
+                rows = [chunk[x] for x in ("language", "source", "target")]
+            found = collections.defaultdict(lambda: ([], []))
+            for row in zip(*rows, strict=True):
+                language, english, text = map(_clean, row)
+                if part and message_pairs.split_of(english) != part:
+                    continue
+                if english and text:
+                    found[language][0].append(english)
+                    found[language][1].append(text)
+            for language, texts in found.items():
+                yield language, *texts
+    except tfds.core.DatasetNotFoundError as error:
+        raise UserError(f"TFDS has no dataset {name!r}.") from error
+    except UserError:
+        raise
+    # Whatever the dataset's own code, the network or the disk may raise.
+    except Exception as error:
+        raise UserError(
+            f"Cannot load dataset {name!r}: {error}. If its files are damaged, "
+            "delete them and prepare it again."
+        ) from error
+
+
+def _load(name, data_dir, split):
+    """Returns the examples that a split is read from, and how.
+
+    Returns:
+        Tuple of a `tf.data.Dataset`; the language beside English if examples
+        are of `tfds.features.Translation`, else `None`; and, if examples are
+        to be split, those parts of `message_pairs.split_of` that are wanted.
+    """
+    builder = tfds.builder(name, data_dir=data_dir)
+    command = builder.MANUAL_DOWNLOAD_INSTRUCTIONS
+    if command and not builder.is_prepared():
+        place = "" if data_dir is None else f" --data_dir={data_dir}"
+        raise UserError(
+            f"Dataset {name!r} is not in {builder.data_dir}. Prepare it with: "
+            f"{command}{place}"
+        )
+    builder.download_and_prepare()
+    features, other = builder.info.features, None
+    if isinstance(features, tfds.features.Translation):
+        other = (set(features) - {"en"}).pop()
+        if set(features) != {"en", other}:
+            raise UserError(
+                f"Dataset {name!r} must be of English, 'en', and one other "
+                f"language. Received: {', '.join(sorted(features))}"
+            )
+    elif not {"language", "source", "target"} <= set(features):
+        raise UserError(
+            f"Dataset {name!r} cannot be used. Expected the features "
+            "'language', 'source' and 'target', or a "
+            f"tfds.features.Translation. Received: features={features}"
+        )
+    available = builder.info.splits
+    if "train" not in available:
+        raise UserError(
+            f"Dataset {name!r} has no split 'train'. It has: {list(available)}"
+        )
+    wanted = [split]
+    if split != "train":
+        wanted += [{"test": "validation", "validation": "test"}[split]]
+    if set(available) & {"test", "validation"}:
+        key = next(x for x in wanted if x in available)
+        return builder.as_dataset(key), other, None
+    return builder.as_dataset("train"), other, split
+
+
+def _clean(text):
+    # As the texts that vocabularies are trained on.
+    return unicodedata.normalize("NFC", tf.compat.as_text(text)).strip()

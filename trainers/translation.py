@@ -1,0 +1,500 @@
+"""Trains a multilingual translation model as a pipeline.
+
+    python -m tools.prepare_data django_messages --vocabulary_size=4000
+    python -m trainers.translation --workdir=/tmp/django
+
+trains a small Transformer, in two stages, to translate the messages of Django
+from English into 97 languages, and ends with its scores on messages that it
+has not seen: loss, BLEU and chrF by language and by resource group, beside
+those of copying the source.
+
+    python -m trainers.translation --workdir=/tmp/django \\
+        --mode=translate --to=de "Save and continue editing"
+
+translates with it: texts that are given, or else the lines of standard input.
+
+    python -m trainers.translation --workdir=/tmp/django \\
+        --mode=evaluate --beam_size=4
+
+only tests it, here by beam search. These two modes take the flags that are not
+given from the run in the working directory, which has:
+
+    flags.txt         the flags, to repeat the run with --flagfile
+    model.json        hyper-parameters, target languages
+    vocabulary.model  a copy of the vocabulary
+    checkpoints/      weights and optimizer state after the last whole epoch,
+                      or where Ctrl-C has stopped the run; the same command
+                      goes on from there
+    losses.csv        the loss of every step
+    logs/             for TensorBoard
+    scores.json       the scores of the last evaluation
+    scores.png        BLEU and chrF against training pairs
+
+Datasets are those of TFDS that have features `language`, `source` in English
+and `target`, or are of the kind `tfds.features.Translation`, as are
+`wmt16_translate/de-en` and those of `opus`. Several, with commas, are taken
+together. The source begins with a token that tells the target's language, and
+all languages share a vocabulary, which `tools.prepare_data` makes.
+
+A direction with n training pairs gets n ** (1 / --temperature) of the batches,
+in proportion. Resource groups are thirds of the languages by training pairs:
+high, middle, low.
+
+The model is `transformer_nmt` of `model_zoo`, by default with num_layers=2,
+ffn_dim=512, num_heads=4, dim=128, head_size=32 and dropout=0.1. --model_args
+changes any of these: the GPipe paper's T(6, 8192, 16) is
+--model_args=num_layers=6,ffn_dim=8192,num_heads=16,dim=1024,head_size=64
+
+Flags for several tasks are in trainers/recipes, with results. Flags for more
+hardware are those of trainers.image_classification.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import sys
+
+import keras
+from absl import flags
+
+from trainers import command_line
+from trainers import job_flags
+from trainers import sentence_pairs
+from trainers import token_batches
+from trainers import token_pairs
+from trainers import translation_evaluation
+from trainers.command_line import UserError
+from trainers.job import Job
+from trainers.sentence_pairs import SentencePairs
+from trainers.token_batches import TokenBatches
+from trainers.token_losses import SmoothedCrossentropy
+from trainers.token_losses import token_metrics
+from trainers.translation_model import TranslationModel
+from trainers.translator import Translator
+from trainers.vocabulary import Vocabulary
+from trainers.vocabulary import vocabulary_path
+
+# Of `transformer_nmt`: small enough for a CPU.
+_MODEL_ARGS = {
+    "num_layers": 2,
+    "ffn_dim": 512,
+    "num_heads": 4,
+    "dim": 128,
+    "head_size": 32,
+    "dropout": 0.1,
+}
+# Of flags that other trainers have, too: the job in translation_django.cfg.
+_DEFAULTS = {
+    "dataset": "django_messages",
+    "num_micro_batches": 2,
+    "balance": "flops",
+    "remat": "never",
+    "num_epochs": 12,
+    "optimizer": "adam",
+    "optimizer_args": "beta_2=0.98",
+    "learning_rate": 0.005,
+    "warmup_steps": 100,
+    "label_smoothing": 0.1,
+}
+# That the data tells.
+_OF_THE_DATA = {"vocabulary", "source_length", "target_length"}
+
+_MODE = flags.DEFINE_enum(
+    "mode",
+    "train",
+    ["train", "evaluate", "translate"],
+    "Whether to train and evaluate, only evaluate, or translate texts.",
+)
+_TO = flags.DEFINE_string(
+    "to", None, "Language to translate into, with --mode=translate."
+)
+_VOCABULARY = flags.DEFINE_string(
+    "vocabulary",
+    None,
+    "Path of the vocabulary. Default: that of tools.prepare_data for "
+    "--dataset and --vocabulary_size.",
+)
+_VOCABULARY_SIZE = flags.DEFINE_integer(
+    "vocabulary_size", 4000, "Word pieces of the vocabulary.", lower_bound=1
+)
+_DIRECTIONS = flags.DEFINE_enum(
+    "directions",
+    "en-x",
+    sentence_pairs.DIRECTIONS,
+    "Whether to translate from English, into English, or both.",
+)
+_LANGUAGES = flags.DEFINE_list(
+    "languages", None, "Languages other than English: de,fr,... Default: all."
+)
+_MAX_LENGTH = flags.DEFINE_integer(
+    "max_length",
+    64,
+    "Tokens of a source or a target: longer training pairs are left out, and "
+    "translations are cut off.",
+    lower_bound=3,
+)
+_BATCH_TOKENS = flags.DEFINE_integer(
+    "batch_tokens",
+    2048,
+    "Tokens of a mini-batch, sources and targets with their padding, over all "
+    "replicas.",
+    lower_bound=1,
+)
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature",
+    5.0,
+    "How much more often languages with few pairs are drawn: 1 for "
+    "proportionally, inf for all languages alike.",
+    lower_bound=1.0,
+)
+_STEPS_PER_EPOCH = flags.DEFINE_integer(
+    "steps_per_epoch", 200, "Batches that are called an epoch.", lower_bound=1
+)
+_NUM_TEST_PAIRS = flags.DEFINE_integer(
+    "num_test_pairs",
+    100,
+    "Pairs of a direction to evaluate with, at most.",
+    lower_bound=1,
+)
+_BEAM_SIZE = flags.DEFINE_integer(
+    "beam_size", 1, "Hypotheses of beam search; 1 is greedy.", lower_bound=1
+)
+_LENGTH_PENALTY = flags.DEFINE_float(
+    "length_penalty",
+    0.6,
+    "The larger, the longer the translations of beam search.",
+    lower_bound=0.0,
+)
+
+flags.adopt_module_key_flags(job_flags)
+
+
+def train_and_evaluate(
+    config,
+    optimization,
+    *,
+    pairs,
+    vocabulary,
+    batch_tokens,
+    steps_per_epoch,
+    max_length,
+    num_test_pairs,
+    model_args=None,
+    temperature=5.0,
+    label_smoothing=0.1,
+    beam_size=1,
+    length_penalty=0.6,
+):
+    """Trains a model, resuming where an earlier run stopped, and tests it.
+
+    Args:
+        config: `JobConfig`.
+        optimization: `Optimization`.
+        pairs: `SentencePairs` to train and to test with.
+        vocabulary: Path of the vocabulary.
+        batch_tokens: As of `TokenBatches`.
+        steps_per_epoch: Positive integer.
+        max_length: Positive integer, tokens of a source or a target, beyond
+            which pairs are left out of training and translations cut off.
+        num_test_pairs: Positive integer, test pairs at most of a direction.
+        model_args: Dictionary, hyper-parameters of `transformer_nmt` that
+            differ from the default. Defaults to `None`.
+        temperature: As of `TokenBatches`. Defaults to `5.0`.
+        label_smoothing: Float, of the loss. Defaults to `0.1`.
+        beam_size: As of `Translator`, to test with.
+        length_penalty: As of `Translator`, to test with.
+
+    Returns:
+        Tuple of the model and a list of `DirectionScores`.
+
+    Raises:
+        Stopped: If Ctrl-C or SIGTERM has stopped training.
+        UserError: If the arguments do not fit one another, the dataset, the
+            vocabulary, the machine or the checkpoint (nothing has been trained
+            then), or a worker process has failed, the data is damaged or a
+            disk full.
+    """
+    # First of all: TensorFlow's devices are fixed once it has started.
+    job = Job(_balanced(config))
+    path, vocabulary = vocabulary, Vocabulary.load(vocabulary)
+    tokens = token_pairs.tokenise(vocabulary, pairs.texts("train"), max_length)
+    num_replicas = job.hardware.num_replicas
+    batches = TokenBatches(
+        tokens, batch_tokens, temperature, num_replicas, config.seed
+    )
+    texts = pairs.held_out(num_test_pairs)
+    model = TranslationModel(
+        vocabulary,
+        _hyper_parameters(model_args or {}),
+        {direction: len(x) for direction, x in tokens.directions.items()},
+    )
+    if job.hardware.is_chief:
+        _print_data(tokens, batches, max_length)
+        if job.workdir:
+            model.keep(job.workdir, path)
+    # Only now: preparing a dataset, the first time, draws random numbers too.
+    keras.utils.set_random_seed(config.seed)
+    network = _build(job, optimization, model, label_smoothing, steps_per_epoch)
+    validation_batches = None
+    if config.validate_every:
+        found = token_pairs.tokenise(
+            vocabulary,
+            sentence_pairs.chunks(pairs.held_out(num_test_pairs, "validation")),
+        )
+        validation_batches = token_batches.each_once(
+            found, found.indices(), batch_tokens, num_replicas
+        )
+    job.fit(
+        network,
+        lambda first, last: batches.epochs(first, last, steps_per_epoch),
+        steps_per_epoch,
+        batch=f"up to {batch_tokens} tokens",
+        validation_batches=validation_batches,
+    )
+    translator = Translator(
+        network, vocabulary, max_length, beam_size, length_penalty
+    )
+    scores = translation_evaluation.evaluate(
+        job, network, model, texts, batch_tokens, translator
+    )
+    return network, scores
+
+
+def evaluate(
+    config,
+    optimization,
+    *,
+    pairs,
+    batch_tokens,
+    max_length,
+    num_test_pairs,
+    label_smoothing=0.1,
+    beam_size=1,
+    length_penalty=0.6,
+):
+    """Tests the model in the working directory.
+
+    Args:
+        config: `JobConfig`.
+        optimization: `Optimization` that the model was trained with.
+        pairs: `SentencePairs` to test with.
+        batch_tokens: As of `train_and_evaluate`, and so are all others.
+        max_length: See `batch_tokens`.
+        num_test_pairs: See `batch_tokens`.
+        label_smoothing: See `batch_tokens`.
+        beam_size: See `batch_tokens`.
+        length_penalty: See `batch_tokens`.
+
+    Returns:
+        List of `DirectionScores`.
+
+    Raises:
+        UserError: If there is no such model, or the arguments do not fit it.
+    """
+    job = Job(_balanced(config))
+    model = TranslationModel.load(config.workdir)
+    model.check_languages(pairs.languages or [])
+    texts = pairs.held_out(num_test_pairs)
+    network = _build(job, optimization, model, label_smoothing)
+    translator = Translator(
+        network, model.vocabulary, max_length, beam_size, length_penalty
+    )
+    return translation_evaluation.evaluate(
+        job, network, model, texts, batch_tokens, translator
+    )
+
+
+def translate(
+    config,
+    optimization,
+    *,
+    texts,
+    language,
+    max_length,
+    beam_size=1,
+    length_penalty=0.6,
+):
+    """Translates with the model in the working directory.
+
+    Args:
+        config: `JobConfig`.
+        optimization: `Optimization` that the model was trained with.
+        texts: List of strings.
+        language: String, the language to translate into. `None` is enough if
+            the model translates into one only.
+        max_length: As of `Translator`, and so are `beam_size` and
+            `length_penalty`.
+        beam_size: See `max_length`.
+        length_penalty: See `max_length`.
+
+    Returns:
+        List of strings.
+
+    Raises:
+        UserError: If there is no such model, or it was not trained to
+            translate into this language.
+    """
+    job = Job(_balanced(config))
+    model = TranslationModel.load(config.workdir)
+    language = model.target(language)
+    network = _build(job, optimization, model)
+    translator = Translator(
+        network, model.vocabulary, max_length, beam_size, length_penalty
+    )
+    return translator.translate(texts, [language] * len(texts))
+
+
+def _balanced(config):
+    if config.balance != "flops":
+        return config
+
+    def cost(layer, input_shape):
+        # The library counts operations only where it knows all lengths. Here
+        # each weight is multiplied once a token, but for those looked up.
+        if isinstance(layer, keras.layers.Embedding) and len(input_shape) == 2:
+            return 0
+        return layer.count_params()
+
+    return dataclasses.replace(config, balance=cost)
+
+
+def _hyper_parameters(model_args):
+    given = set(model_args) & _OF_THE_DATA
+    if given:
+        raise UserError(
+            "The vocabulary's size and the lengths follow from the data. "
+            f"Received in --model_args: {', '.join(sorted(given))}"
+        )
+    return {**_MODEL_ARGS, **model_args}
+
+
+def _build(job, optimization, model, label_smoothing=0.0, steps_per_epoch=1):
+    def make():
+        network = job.pipelined(
+            "transformer_nmt",
+            {**model.model_args, "vocabulary": model.vocabulary.size},
+        )
+        network.compile(
+            optimization.make(
+                job.config.num_epochs * steps_per_epoch, steps_per_epoch
+            ),
+            SmoothedCrossentropy(label_smoothing),
+            metrics=token_metrics(),
+        )
+        return network
+
+    return job.build(make)
+
+
+def _print_data(tokens, batches, max_length):
+    shares = batches.shares()
+    most, least = max(shares, key=shares.get), min(shares, key=shares.get)
+    print(
+        f"{len(tokens):,} training pairs in {len(shares)} directions take "
+        f"{tokens.nbytes / 2**20:.1f} MiB, "
+        f"{tokens.nbytes / len(tokens):.0f} bytes a pair; "
+        f"{tokens.num_dropped:,} with more than {max_length} tokens are left "
+        f"out. In batches {batches.padding():.1%} of the tokens are padding; "
+        f"{most} has {shares[most]:.1%} of the pairs, {least} "
+        f"{shares[least]:.1%}."
+    )
+
+
+# Flags of the run in the working directory that other modes do not take over.
+_NOT_OF_THE_MODEL = {
+    "mode",
+    "to",
+    "workdir",
+    "num_stages",
+    "num_micro_batches",
+    "balance",
+    "schedule",
+    "remat",
+    "strategy",
+    "num_replicas",
+    "workers",
+    "worker_timeout",
+    "tpu",
+}
+
+
+def _take_flags_of(workdir):
+    """Gives flags the values of a run, where they are not given."""
+    path = pathlib.Path(workdir) / "flags.txt"
+    if not path.exists():
+        return
+    for argument in flags.FLAGS.read_flags_from_files([f"--flagfile={path}"]):
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if equals and name not in _NOT_OF_THE_MODEL:
+            flags.FLAGS.set_default(name, value)
+
+
+def _pairs():
+    dataset, data_dir = job_flags.data()
+    return SentencePairs(
+        dataset.split(","), data_dir, _DIRECTIONS.value, _LANGUAGES.value
+    )
+
+
+def main(texts):
+    mode = _MODE.value
+    if mode != "translate" and (texts or _TO.value):
+        raise UserError(
+            "Texts and --to are for --mode=translate. Received: "
+            f"--mode={mode}, --to={_TO.value or ''} {' '.join(texts)}"
+        )
+    workdir = flags.FLAGS.workdir
+    if mode != "train":
+        if workdir is None:
+            raise UserError(
+                f"--mode={mode} needs the --workdir of a training run."
+            )
+        _take_flags_of(workdir)
+    config, optimization = job_flags.job(), job_flags.optimization()
+    search = {
+        "max_length": _MAX_LENGTH.value,
+        "beam_size": _BEAM_SIZE.value,
+        "length_penalty": _LENGTH_PENALTY.value,
+    }
+    if mode == "translate":
+        texts = texts or sys.stdin.read().splitlines()
+        # What is told of the machine is no translation.
+        with contextlib.redirect_stdout(sys.stderr):
+            found = translate(
+                config,
+                optimization,
+                texts=texts,
+                language=_TO.value,
+                **search,
+            )
+        print("\n".join(found))
+        return
+    common = {
+        "pairs": _pairs(),
+        "batch_tokens": _BATCH_TOKENS.value,
+        "num_test_pairs": _NUM_TEST_PAIRS.value,
+        "label_smoothing": job_flags.label_smoothing(),
+        **search,
+    }
+    if mode == "evaluate":
+        evaluate(config, optimization, **common)
+        return
+    job_flags.keep()
+    vocabulary = _VOCABULARY.value or vocabulary_path(
+        common["pairs"].datasets,
+        _VOCABULARY_SIZE.value,
+        common["pairs"].data_dir,
+    )
+    train_and_evaluate(
+        config,
+        optimization,
+        vocabulary=vocabulary,
+        steps_per_epoch=_STEPS_PER_EPOCH.value,
+        model_args=job_flags.model_args(),
+        temperature=_TEMPERATURE.value,
+        **common,
+    )
+
+
+if __name__ == "__main__":
+    command_line.run(main, takes_arguments=True, **_DEFAULTS)

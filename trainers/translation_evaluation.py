@@ -1,0 +1,137 @@
+"""Tests a translation model: losses, translations, scores, samples."""
+
+import rich.console
+
+from trainers import sentence_pairs
+from trainers import token_batches
+from trainers import token_pairs
+from trainers import translation_scores
+from trainers.command_line import UserError
+from trainers.translation_scores import DirectionScores
+
+# Test pairs of a direction whose translations are shown.
+_SAMPLES = 2
+
+
+def evaluate(job, network, model, texts, batch_tokens, translator):
+    """Tests a model, prints what is found, and saves it if there is a workdir.
+
+    Every process that trains has to call it. Only the chief translates.
+
+    Args:
+        job: `Job` of the model.
+        network: The model.
+        model: `TranslationModel` of it.
+        texts: What `SentencePairs.held_out` returns. Directions that the
+            model was not trained for are passed over.
+        batch_tokens: As of `TokenBatches`.
+        translator: `Translator` of the model.
+
+    Returns:
+        List of `DirectionScores`, one a direction; an empty one if the process
+        is not the chief.
+
+    Raises:
+        UserError: If there is nothing to test, or the disk is full.
+    """
+    texts = {x: texts[x] for x in model.num_train if x in texts}
+    if not texts:
+        raise UserError(
+            "There are no test pairs of what the model translates: "
+            f"{', '.join(map(str, model.num_train))}. Use the --dataset, "
+            "--directions and --languages that it was trained with."
+        )
+    tokens = token_pairs.tokenise(
+        model.vocabulary, sentence_pairs.chunks(texts)
+    )
+    metrics = {}
+    for direction in texts:
+        batches = token_batches.each_once(
+            tokens,
+            tokens.indices(direction),
+            batch_tokens,
+            job.hardware.num_replicas,
+        )
+        metrics[direction] = job.evaluate(network, batches)
+    if not job.hardware.is_chief:
+        return []
+    translations = _translations(translator, texts)
+    groups = translation_scores.resource_groups(
+        {
+            direction.other: number
+            for direction, number in model.num_train.items()
+        }
+    )
+    scores = [
+        DirectionScores(
+            source=direction.source,
+            target=direction.target,
+            num_train=model.num_train[direction],
+            group=groups[direction.other],
+            num_test=len(pairs),
+            loss=metrics[direction]["cross_entropy"],
+            accuracy=metrics[direction]["accuracy"],
+            **translation_scores.corpus_scores(
+                translations[direction], pairs, direction.target
+            ),
+        )
+        for direction, pairs in texts.items()
+    ]
+    untested = [str(x) for x in model.num_train if x not in texts]
+    if untested:
+        print(f"Without test pairs: {', '.join(untested)}.")
+    _print_samples(texts, translations, groups)
+    _print_scores(scores)
+    if job.workdir:
+        _save(scores, job.workdir)
+    return scores
+
+
+def _translations(translator, texts):
+    """Returns translations of all sources, by direction."""
+    # All at a time, so that those of similar length are translated together.
+    every = [
+        (source, direction.target)
+        for direction, pairs in texts.items()
+        for source, _ in pairs
+    ]
+    found = iter(translator.translate(*zip(*every, strict=True)))
+    return {
+        direction: [next(found) for _ in pairs]
+        for direction, pairs in texts.items()
+    }
+
+
+def _print_samples(texts, translations, groups):
+    """Prints some translations, of one direction a group."""
+    # The first one counts that is put there last.
+    for direction in {groups[x.other]: x for x in reversed(texts)}.values():
+        for (source, reference), translation in list(
+            zip(texts[direction], translations[direction], strict=True)
+        )[:_SAMPLES]:
+            print(
+                f"{direction}: {source}\n  reference: {reference}\n"
+                f"  model:     {translation}"
+            )
+
+
+def _print_scores(scores):
+    console = rich.console.Console(width=100, highlight=False)
+    for table in translation_scores.tables(scores):
+        console.print(table)
+    for name in sorted({x.bleu_signature for x in scores}):
+        print(f"BLEU: {name}")
+    print(f"chrF: {scores[0].chrf_signature}")
+
+
+def _save(scores, workdir):
+    path, picture = workdir / "scores.json", workdir / "scores.png"
+    try:
+        translation_scores.save(scores, path)
+        translation_scores.draw(scores, picture)
+    except ImportError:
+        print(f"Saved {path}. A picture needs: pip install tf_gpipe[plot]")
+    except OSError as error:
+        raise UserError(f"Cannot write to --workdir: {error}") from error
+    else:
+        print(f"Saved {path} and {picture}.")

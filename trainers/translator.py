@@ -1,0 +1,111 @@
+"""Translates texts with a trained model."""
+
+import contextlib
+
+import keras
+import numpy as np
+
+from model_zoo import decoding
+from trainers import placeholders
+
+# Hypotheses that are extended at a time.
+_BATCH = 256
+
+
+class Translator:
+    """Translates texts with a `transformer_nmt`.
+
+    Placeholders of a text are in its translation as they were.
+
+    Args:
+        model: The model, which may be a pipeline. If its optimizer keeps
+            averages of the weights, these are used.
+        vocabulary: `Vocabulary` that the model was trained with.
+        max_length: Positive integer, where translations are cut off, in
+            tokens.
+        beam_size: As of `model_zoo.decoding.decode`. Defaults to `1`: greedy.
+        length_penalty: As of `model_zoo.decoding.decode`.
+
+    Example:
+
+    ```python
+    translator = Translator(model, vocabulary, max_length=64)
+    translator.translate(["Save", "Delete"], ["de", "fr"])
+    ```
+    """
+
+    def __init__(
+        self, model, vocabulary, max_length, beam_size=1, length_penalty=0.6
+    ):
+        self._model = model
+        self._vocabulary = vocabulary
+        self._max_length = max_length
+        self._beam_size = beam_size
+        self._length_penalty = length_penalty
+
+    def translate(self, texts, languages):
+        """Returns translations.
+
+        Args:
+            texts: List of strings.
+            languages: List of strings, the language to translate each into.
+
+        Returns:
+            List of strings.
+
+        Raises:
+            UserError: If the vocabulary lacks a language.
+        """
+        vocabulary = self._vocabulary
+        found = [placeholders.find(text) for text in texts]
+        masked = map(placeholders.replace, texts, found)
+        sources = [
+            [vocabulary.language_token(language), *tokens, vocabulary.end]
+            for language, tokens in zip(
+                languages, vocabulary.encode(masked), strict=True
+            )
+        ]
+        # A batch takes as long as its longest translation.
+        order = np.argsort([len(source) for source in sources], kind="stable")
+        rows = max(1, _BATCH // self._beam_size)
+        translations = [""] * len(texts)
+        with _averaged(self._model):
+            for start in range(0, len(order), rows):
+                selected = order[start : start + rows]
+                decoded = self._decode([sources[i] for i in selected])
+                for i, text in zip(selected, decoded, strict=True):
+                    translations[i] = placeholders.restore(text, found[i])
+        return translations
+
+    def _decode(self, sources):
+        padded = np.zeros((len(sources), len(sources[-1])), np.int32)
+        for row, source in zip(padded, sources, strict=True):
+            row[: len(source)] = source
+        tokens = decoding.decode(
+            self._model,
+            padded,
+            self._vocabulary.start,
+            self._vocabulary.end,
+            self._max_length,
+            beam_size=self._beam_size,
+            length_penalty=self._length_penalty,
+        )
+        return self._vocabulary.decode(tokens.numpy())
+
+
+@contextlib.contextmanager
+def _averaged(model):
+    """Has the model use averages of its weights, if there are any."""
+    optimizer = getattr(model, "optimizer", None)
+    # A LossScaleOptimizer holds another one.
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not getattr(optimizer, "use_ema", False):
+        yield
+        return
+    swap = keras.callbacks.SwapEMAWeights()
+    swap.set_model(model)
+    swap.on_test_begin()
+    try:
+        yield
+    finally:
+        swap.on_test_end()
