@@ -15,7 +15,8 @@ class LossLog(keras.callbacks.Callback):
 
     Args:
         path: Path of the file.
-        steps_per_epoch: Positive integer.
+        steps_per_epoch: Positive integer. Where batches differ in rows, as
+            those of equally many tokens do, losses are approximate.
         position: `Position` that training resumes from. Defaults to the start.
     """
 
@@ -26,16 +27,14 @@ class LossLog(keras.callbacks.Callback):
         self.position = position
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._total = self._count = 0.0
+        self._total = 0.0
         self._losses = []
 
     def on_train_batch_end(self, batch, logs=None):
-        # Keras reports the mean over the epoch so far, weighted by rows.
-        count = float(self.model.metrics[0].count)
-        total = count * logs["loss"]
-        loss = (total - self._total) / (count - self._count)
-        self._losses.append(loss)
-        self._total, self._count = total, count
+        # Keras reports the mean over the epoch so far.
+        total = (batch + 1) * logs["loss"]
+        self._losses.append(total - self._total)
+        self._total = total
 
     def on_epoch_end(self, epoch, logs=None):
         first = epoch * self.steps_per_epoch

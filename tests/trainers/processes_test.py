@@ -138,7 +138,7 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             processes[1] = workers.Worker(port=port)
             processes[1].wait_until_ready()
             output = self.finish(trainer(workdir, *flags))
-            self.assertIn("Resuming: 1 of 2 epochs are done.", output)
+            self.assertIn("Resuming: 1 epochs of 2 are done.", output)
         uninterrupted = self.make_directory()
         self.finish(trainer(uninterrupted))
         self.assert_same_state(
@@ -181,7 +181,7 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         )
         # Without replicas it goes on from there.
         output = self.finish(trainer(alone, "--num_epochs=3"))
-        self.assertIn("Resuming: 2 of 3 epochs are done.", output)
+        self.assertIn("Resuming: 2 epochs of 3 are done.", output)
 
     def test_hosts_that_do_not_share_a_directory(self):
         directories = self.make_directory(), self.make_directory()
