@@ -11,6 +11,8 @@ from tf_gpipe import replicas
 from tf_gpipe import timeline
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
+from tf_gpipe.schedule import RECOMPUTE
+from tf_gpipe.schedule import WEIGHTS
 from tf_gpipe.simulate import Simulation
 from tf_gpipe.simulate import Span
 from tf_gpipe.simulate import simulate
@@ -67,9 +69,9 @@ class Timeline(keras.callbacks.Callback):
         with tf.device("CPU:0"):
             # How many tasks there are is known when the model is built.
             self._times = tf.Variable(
-                tf.zeros((0, 3), tf.float64),
+                tf.zeros((0, 2), tf.float64),
                 trainable=False,
-                shape=(None, 3),
+                shape=(None, 2),
             )
 
     def set_model(self, model):
@@ -141,12 +143,14 @@ class Timeline(keras.callbacks.Callback):
                 for k in range(schedule.num_stages)
             ]
 
+        weights = mean(WEIGHTS)
         return simulate(
             schedule,
             mean(FORWARD),
-            mean(BACKWARD),
-            mean("R"),
+            [sum(x) for x in zip(mean(BACKWARD), weights, strict=True)],
+            mean(RECOMPUTE),
             remat=self.model._pipeline.remat,
+            weights=weights,
         )
 
     def _record(self, times: tf.Tensor) -> None:
@@ -165,13 +169,10 @@ class Timeline(keras.callbacks.Callback):
         ]
         times = self._times.numpy()
         times -= times.min()
-        spans = []
-        for task, (start, middle, end) in zip(
-            schedule.order, times.tolist(), strict=True
-        ):
-            device = schedule.devices[task.stage]
-            if middle > start:
-                recompute = task._replace(kind="R")
-                spans.append(Span(device, recompute, start, middle))
-            spans.append(Span(device, task, max(start, middle), end))
+        spans = [
+            Span(schedule.devices[task.stage], task, start, end)
+            for task, (start, end) in zip(
+                schedule.steps(pipeline.remat), times.tolist(), strict=True
+            )
+        ]
         return sorted(spans, key=lambda span: span.start)

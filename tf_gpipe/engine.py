@@ -15,14 +15,16 @@ from tf_gpipe.gradients import GradientSum
 from tf_gpipe.gradients import add
 from tf_gpipe.micro_batch import Split
 from tf_gpipe.pipeline import Pipeline
-from tf_gpipe.remat import recomputes
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
+from tf_gpipe.schedule import RECOMPUTE
+from tf_gpipe.schedule import WEIGHTS
 from tf_gpipe.schedule import Task
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage_function import Result
-from tf_gpipe.stage_function import StageCall
 from tf_gpipe.stage_function import StageFunction
+from tf_gpipe.stage_phases import StagePhases
+from tf_gpipe.stage_tape import TapedStage
 from tf_gpipe.task_order import TaskOrder
 
 LossFunction = Callable[..., tuple[list[tf.Tensor], list]]
@@ -36,8 +38,12 @@ class MiniBatch:
         for task in schedule.order:
             if task is forward:
                 call[k, m] = stages[k](what it takes of micro-batch m)
-            else:
-                gradients += call[k, m].gradient(gradients of what it made)
+            elif task is recompute:
+                call[k, m].recompute()
+            elif task is backward:
+                call[k, m].backward(gradients of what it made)
+            if task is weights, or is backward and that is not split:
+                gradients += call[k, m].weights()
 
     Walked while `tf.function` traces, the loop emits the operations of a task
     on its stage's device, after those of that device's previous task. Values
@@ -84,7 +90,8 @@ class MiniBatch:
             self.split, self._first, pipeline.device_of
         )
         self._initial: dict[tuple[int, int], tf.Tensor] = {}
-        self._calls: dict[tuple[int, int], StageCall] = {}
+        # `PhasedCall`, `TurnedCall` or `TapedCall`.
+        self._calls: dict[tuple[int, int], Any] = {}
         self._losses: dict[tuple[int, int], list[tf.Tensor]] = {}
         # By the flat outputs of each micro-batch, from the loss.
         self._upstream: dict[int, list] = {}
@@ -92,18 +99,13 @@ class MiniBatch:
         self._direct: frozenset[Task] = frozenset()
         self._loss: Any = None
         self._loss_gradient: Any = None
-        self._functions: dict[tuple[int, bool], StageFunction] = {}
+        self._stages: dict[int, Any] = {}
+        self._steps = pipeline.schedule.steps(pipeline.remat)
         self._apart = apart and not tf.executing_eagerly()
-        clock = Clock() if timed and not tf.executing_eagerly() else None
-        self._order = TaskOrder(pipeline, clock)
-        self._function_arguments: dict[str, Any] = {
-            "training": training,
-            "apart": self._apart,
-            "jit_compile": jit_compile,
-            "repeatable": repeatable,
-            "clock": clock,
-            "turn": self._turn,
-        }
+        self._clock = Clock() if timed and not tf.executing_eagerly() else None
+        self._order = TaskOrder(pipeline, self._clock)
+        self._training = training
+        self._jit_compile = jit_compile
         self._stop_inputs = stop_inputs
         self._pass_weights = pass_weights
         self._repeatable = repeatable
@@ -118,7 +120,7 @@ class MiniBatch:
         Args:
             tape: Boolean, whether a backward pass will follow.
         """
-        for task in self.pipeline.schedule.order:
+        for task in self._steps:
             if task.kind == FORWARD:
                 self._forward(task, tape)
 
@@ -140,12 +142,16 @@ class MiniBatch:
             else self.split.unmerge(gradient, part)
             for gradient, part in zip(output_gradients, parts, strict=True)
         ]
-        for task in self.pipeline.schedule.order:
-            if task.kind == BACKWARD:
-                m = task.micro_batch
+        for task in self._steps:
+            m = task.micro_batch
+            if task.kind == RECOMPUTE:
+                self._recompute(task)
+            elif task.kind == BACKWARD:
                 if task.stage == self._last:
                     self._upstream[m] = [x[m] for x in pieces]
                 self._backward(task, loss_gradients)
+            elif task.kind == WEIGHTS:
+                self._weights(task)
 
     def interleave(
         self,
@@ -170,11 +176,14 @@ class MiniBatch:
         """
         self._sums = [GradientSum() for _ in self.pipeline.stages]
         self._direct = self.pipeline.schedule.direct
-        last = self._last
         losses: dict[int, list[tf.Tensor]] = {}
-        for task in self.pipeline.schedule.order:
+        for task in self._steps:
             m = task.micro_batch
-            if task.kind == FORWARD:
+            if task.kind == RECOMPUTE:
+                self._recompute(task)
+            elif task.kind == WEIGHTS:
+                self._weights(task)
+            elif task.kind == FORWARD:
                 turns = task._replace(kind=BACKWARD) in self._direct
                 if turns and self._loss is None:
                     like = self._outputs_like(m)
@@ -184,10 +193,9 @@ class MiniBatch:
                     losses[m] = self._at_once(task, loss_inputs(m))
                 else:
                     self._forward(task, tape=True)
-                continue
-            if task.stage == last:
-                if m in losses:
-                    continue
+            elif task.stage < self._last:
+                self._backward(task, [loss_gradient] * self._num_losses())
+            elif m not in losses:
                 outputs = self._exchange.outputs(m)
                 with self._order.task(task):
                     # Unfinished: the backward task itself follows.
@@ -196,7 +204,7 @@ class MiniBatch:
                     losses[m], self._upstream[m] = self._loss(
                         outputs, *loss_inputs(m)
                     )
-            self._backward(task, [loss_gradient] * self._num_losses())
+                self._backward(task, [loss_gradient] * self._num_losses())
         return [losses[m] for m in range(self.split.num_micro_batches)]
 
     def outputs(self) -> Any:
@@ -267,63 +275,85 @@ class MiniBatch:
 
     def _forward(self, task: Task, tape: bool) -> None:
         k, m = task.stage, task.micro_batch
-        function = self._function(k, tape and self._recomputes(k, m))
-        inputs, carried = self._arguments(function, m)
+        stage = self._stage(k)
+        inputs, carried = self._arguments(stage.function, m)
         with self._order.task(task, inputs) as finish:
             if tape:
-                call = function.start(inputs, carried)
+                backward = task._replace(kind=BACKWARD)
+                remat = self.pipeline.schedule.recomputes(
+                    backward, self.pipeline.remat
+                )
+                call = stage.start(inputs, carried, remat)
                 self._calls[k, m] = call
                 result = call.result
             else:
-                result = function(inputs, carried)
+                result = stage(inputs, carried)
             finish(result)
-        self._keep(function, result, m)
+        self._keep(stage.function, result, m)
+
+    def _recompute(self, task: Task) -> None:
+        with self._order.task(task) as finish:
+            finish(self._calls[task.stage, task.micro_batch].recompute())
 
     def _backward(
         self, task: Task, loss_gradients: Sequence[tf.Tensor]
     ) -> None:
         k, m = task.stage, task.micro_batch
         call = self._calls[k, m]
-        if not self._repeatable:
-            del self._calls[k, m]
         first = sum(len(self._losses[i, m]) for i in range(k))
-        function = self._function(k, self._recomputes(k, m))
         last = k == self._last
         arrived = self._upstream.pop(m) if last else self._exchange.back(k, m)
         with self._order.task(task, arrived) as finish:
             upstream = arrived if last else self._exchange.total(k, arrived)
-            inputs, gradients, times = call.gradient(
-                upstream,
-                [
-                    _gradient(loss, gradient, *self._shares(m))
-                    for loss, gradient in zip(
-                        call.result.losses, loss_gradients[first:], strict=False
-                    )
-                ],
-            )
+            added = [
+                _gradient(loss, gradient, *self._shares(m))
+                for loss, gradient in zip(
+                    call.result.losses, loss_gradients[first:], strict=False
+                )
+            ]
+            inputs = call.backward(upstream + added)
             self._exchange.put_gradients(k, m, inputs)
-            self._sums[k].add(gradients, function.dense, function.sparse)
-            finish((inputs, self._sums[k].tensors), times)
+            finish((inputs, self._after_backward(task)))
+
+    def _after_backward(self, task: Task) -> list[tf.Tensor]:
+        """Adds the gradients of weights, unless a task of their own does."""
+        if self.pipeline.schedule.splits:
+            return []
+        return self._add_gradients(task)
+
+    def _weights(self, task: Task) -> None:
+        with self._order.task(task) as finish:
+            finish(self._add_gradients(task))
+
+    def _add_gradients(self, task: Task) -> list[tf.Tensor]:
+        """Adds the gradients of weights of a micro-batch. Returns the sums."""
+        k, m = task.stage, task.micro_batch
+        self._sums[k].add(*self._calls[k, m].weights())
+        if not self._repeatable:
+            del self._calls[k, m]
+        return self._sums[k].tensors
 
     def _at_once(self, task: Task, loss_inputs: tuple) -> list[tf.Tensor]:
         """Runs a task of the last stage and the backward task after it."""
         k, m = task.stage, task.micro_batch
-        function = self._function(k, remat=False)
-        inputs, carried = self._arguments(function, m)
+        stage = self._stage(k)
+        inputs, carried = self._arguments(stage.function, m)
         with self._order.task(task, inputs) as finish:
-            found, gradients, times, result, losses = function.at_once(
+            call = stage.at_once(
                 inputs, carried, (loss_inputs, self._shares(m))
             )
-            self._exchange.put_gradients(k, m, found)
-            self._sums[k].add(gradients, function.dense, function.sparse)
-            finish((losses, found, self._sums[k].tensors), times)
-        self._order.turned(task)
-        self._keep(function, result, m)
-        return losses
+            self._calls[k, m] = call
+            self._exchange.put_gradients(k, m, call.input_gradients)
+            finish(
+                (call.rest, call.input_gradients, self._after_backward(task))
+            )
+        self._order.turned(task, call.times)
+        self._keep(stage.function, call.result, m)
+        return call.rest
 
     def _turn(
         self, result: Result, arguments: tuple
-    ) -> tuple[list, list, list[tf.Tensor]]:
+    ) -> tuple[list, list[tf.Tensor]]:
         """Returns the gradients for the way back from the last stage."""
         loss_inputs, shares = arguments
         losses, gradients = self._loss(result.outputs, *loss_inputs)
@@ -331,7 +361,7 @@ class MiniBatch:
             _gradient(loss, self._loss_gradient, *shares)
             for loss in result.losses
         ]
-        return gradients, added, losses
+        return gradients + added, losses
 
     def _set_loss(
         self,
@@ -356,8 +386,10 @@ class MiniBatch:
 
         `None` where its shape is not known before it runs.
         """
-        function = self._function(self._last, remat=False)
-        return function.outputs_like(*self._arguments(function, m))
+        stage = self._stage(self._last)
+        if not isinstance(stage, StagePhases):
+            return None
+        return stage.outputs_like(*self._arguments(stage.function, m))
 
     def _arguments(
         self, function: StageFunction, m: int
@@ -372,13 +404,9 @@ class MiniBatch:
         self._losses[k, m] = result.losses
         self._versions.write(function.updated, result.updates, m)
 
-    def _recomputes(self, k: int, m: int) -> bool:
-        return Task(BACKWARD, k, m) not in self._direct and recomputes(
-            self.pipeline.remat, m, self.split.num_micro_batches
-        )
-
-    def _function(self, k: int, remat: bool) -> StageFunction:
-        if (k, remat) not in self._functions:
+    def _stage(self, k: int) -> Any:
+        """Returns the `StagePhases` or the `TapedStage` of a stage."""
+        if k not in self._stages:
             stage = self.pipeline.stages[k]
             # Snapshots: a recomputation must not see what has been assigned
             # since the forward pass.
@@ -387,14 +415,24 @@ class MiniBatch:
                 for v in stage.owned
                 if self._pass_weights or not v.value.trainable
             ]
-            self._functions[k, remat] = StageFunction(
+            function = StageFunction(
                 stage,
-                carried=[self.pipeline.seed, *states, *stage.borrowed],
-                remat=remat,
-                stopped=self.pipeline.graph.inputs if self._stop_inputs else (),
-                **self._function_arguments,
+                [self.pipeline.seed, *states, *stage.borrowed],
+                self._training,
+                self.pipeline.graph.inputs if self._stop_inputs else (),
             )
-        return self._functions[k, remat]
+            self._stages[k] = (
+                StagePhases(
+                    function,
+                    self.pipeline.schedule.splits,
+                    self._jit_compile,
+                    self._clock,
+                    self._turn,
+                )
+                if self._apart
+                else TapedStage(function, self._repeatable)
+            )
+        return self._stages[k]
 
     def _read(self, variable: keras.Variable, m: int) -> tf.Tensor:
         value = self._versions.read(variable, m)

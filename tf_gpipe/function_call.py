@@ -10,70 +10,42 @@ import tensorflow as tf
 class FunctionCall:
     """A function that a graph calls many times: traced once, never inlined.
 
-    It does what a `tf.function` does, for less time at each call:
+    It does what a `tf.function` does, for less time at each call: TensorFlow
+    infers the shapes of all that is in a function again at each call of it.
+    Here the call says that it need not.
 
-    - TensorFlow infers the shapes of all that is in a function again at each
-      call of it. Here the call says that it need not.
-    - TensorFlow goes through the body of each function that a graph calls
-      several times while it optimises the graph. Here the body is one call
-      more away.
+    TensorFlow also goes through the body of each function that a graph calls
+    several times, while it optimises the graph. A long body should be one
+    call more away.
 
     A gradient tape does not see such a call.
 
     Args:
         function: Function from nested structures of tensors to another one.
-        jit_compile: Boolean, whether XLA compiles it.
-        finish: Function, applied to its results; XLA does not compile it.
         stateless: Boolean, whether the call tells TensorFlow that it has no
             side effects, true or not.
     """
 
-    def __init__(
-        self,
-        function: Callable,
-        jit_compile: bool = False,
-        finish: Callable = lambda results: results,
-        stateless: bool = False,
-    ):
-        self._type = "StatefulPartitionedCall"
-        if stateless:
-            self._type = "PartitionedCall"
-        attributes = {"_noinline": True}
-        body = tf.function(
+    def __init__(self, function: Callable, stateless: bool = False):
+        self._stateless = stateless
+        self._function = tf.function(
             function,
             autograph=False,
-            jit_compile=jit_compile or None,
-            experimental_attributes=attributes,
-        )
-        self._function = tf.function(
-            lambda *args: finish(body(*args)),
-            autograph=False,
-            experimental_attributes=attributes,
+            experimental_attributes={"_noinline": True},
         )
 
     def __call__(self, *args: Any) -> Any:
         concrete = self._function.get_concrete_function(*args)
-        graph = tf.compat.v1.get_default_graph()
-        concrete.add_to_graph(graph)
+        concrete.add_to_graph(tf.compat.v1.get_default_graph())
         inputs = [x for x in _flatten(args) if isinstance(x, tf.Tensor)]
-        inputs += concrete.captured_inputs
-        outputs = concrete.outputs
-        call = graph.create_op(
-            self._type,
-            inputs,
-            [x.dtype for x in outputs],
-            attrs={
-                "Tin": _types(inputs),
-                "Tout": _types(outputs),
-                "f": tf.compat.v1.AttrValue(
-                    func=tf.compat.v1.NameAttrList(name=concrete.name)
-                ),
-                "_disable_call_shape_inference": tf.compat.v1.AttrValue(b=True),
-            },
+        found = iter(
+            emit_call(
+                concrete.name,
+                [*inputs, *concrete.captured_inputs],
+                concrete.outputs,
+                stateless=self._stateless,
+            )
         )
-        for x, inferred in zip(call.outputs, outputs, strict=True):
-            x.set_shape(inferred.shape)
-        found = iter(call.outputs)
         return tf.nest.pack_sequence_as(
             concrete.structured_outputs,
             [
@@ -82,6 +54,43 @@ class FunctionCall:
             ],
             expand_composites=True,
         )
+
+
+def emit_call(
+    name: str | bytes,
+    inputs: Sequence[tf.Tensor],
+    like: Sequence[tf.Tensor],
+    stateless: bool = False,
+    xla: bool = False,
+) -> list[tf.Tensor]:
+    """Adds a call of a function to the graph.
+
+    Args:
+        name: String, the function's name.
+        inputs: List of tensors, all that it is given.
+        like: List of tensors of the dtypes and shapes that it returns.
+        stateless: As of `FunctionCall`.
+        xla: Boolean, whether XLA compiles the function.
+
+    Returns:
+        List of tensors.
+    """
+    value = tf.compat.v1.AttrValue
+    call = tf.compat.v1.get_default_graph().create_op(
+        "PartitionedCall" if stateless else "StatefulPartitionedCall",
+        inputs,
+        [x.dtype for x in like],
+        attrs={
+            "Tin": _types(inputs),
+            "Tout": _types(like),
+            "f": value(func=tf.compat.v1.NameAttrList(name=name)),
+            "_disable_call_shape_inference": value(b=True),
+            **({"_XlaMustCompile": value(b=True)} if xla else {}),
+        },
+    )
+    for x, inferred in zip(call.outputs, like, strict=True):
+        x.set_shape(inferred.shape)
+    return list(call.outputs)
 
 
 def _flatten(structure: Any) -> list:

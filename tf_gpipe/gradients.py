@@ -7,6 +7,9 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tf_gpipe.pack import pack
+from tf_gpipe.pack import unpack
+
 
 class Gradients(NamedTuple):
     """Gradients of one micro-batch, a structure that functions can return."""
@@ -15,16 +18,8 @@ class Gradients(NamedTuple):
     sparse: list[tf.IndexedSlices]  # one a variable, of embeddings
 
     def packed(self) -> "Gradients":
-        """Returns the dense ones packed into a single tensor.
-
-        A function with hundreds of results, called once a micro-batch, costs
-        TensorFlow more time than the layers in it before the first step. The
-        pack is summed as a whole; it cannot leave the process.
-        """
-        if not self.dense:
-            return self
-        pack = tf.raw_ops.OptionalFromValue(components=self.dense)
-        return Gradients([pack], self.sparse)
+        """Returns the dense ones as a pack, which is summed as a whole."""
+        return Gradients(pack(self.dense), self.sparse)
 
 
 class GradientSum:
@@ -72,11 +67,7 @@ class GradientSum:
         sums: dict[int, Any] = {key: _concat(xs) for key, xs in slices.items()}
         for variables, totals in self._dense.values():
             if totals and totals[0].dtype == tf.variant:
-                totals = tf.raw_ops.OptionalGetValue(
-                    optional=totals[0],
-                    output_types=[v.value.dtype for v in variables],
-                    output_shapes=[v.value.shape for v in variables],
-                )
+                totals = unpack(totals, [v.value for v in variables])
             for variable, total in zip(variables, totals, strict=True):
                 sums[id(variable)] = add(sums.get(id(variable)), total)
         return sums

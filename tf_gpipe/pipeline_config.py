@@ -14,7 +14,7 @@ from tf_gpipe import batch_norm
 from tf_gpipe import placement
 from tf_gpipe import remat
 from tf_gpipe import replicas
-from tf_gpipe import schedule as schedules
+from tf_gpipe import schedules
 from tf_gpipe.graph import Graph
 from tf_gpipe.partition import costs
 from tf_gpipe.partition.contiguous import split

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from tf_gpipe import abstract
-from tf_gpipe import schedule as schedules
+from tf_gpipe import schedules
 from tf_gpipe import slots
 from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Part

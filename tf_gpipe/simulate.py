@@ -13,6 +13,8 @@ from typing import NamedTuple
 from tf_gpipe.remat import check
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
+from tf_gpipe.schedule import RECOMPUTE
+from tf_gpipe.schedule import WEIGHTS
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.schedule import Task
 
@@ -33,8 +35,8 @@ class Simulation:
     """What `simulate` returns.
 
     Attributes:
-        spans: List of `Span`s by start, those of recomputation apart (kind
-            `"R"`).
+        spans: List of `Span`s by start, those of recomputation among them
+            (kind `"R"`).
         makespan: Float, from the first task's start to the last one's end.
         busy: List with the time that each device works.
         bubble: Float, the share of the time that devices are idle.
@@ -61,6 +63,7 @@ def simulate(
     recompute: Costs = 0.0,
     transfer: Costs | Mapping[tuple[int, int], float] = 0.0,
     remat: str = "always",
+    weights: Costs | None = None,
 ) -> Simulation:
     """Returns when each task of a schedule runs, given what it costs.
 
@@ -82,6 +85,9 @@ def simulate(
             None is spent between stages of the same device.
         remat: Which micro-batches are recomputed: `"always"`,
             `"except_last"` or `"never"`.
+        weights: As `forward`, the share of `backward` that the gradients of
+            weights take, where the schedule has tasks for them. Defaults to
+            half of it.
 
     Returns:
         A `Simulation`.
@@ -92,42 +98,49 @@ def simulate(
 
     Example:
 
-    >>> from tf_gpipe.schedule import gpipe
+    >>> from tf_gpipe.schedules import gpipe
     >>> simulate(gpipe(4, 12)).bubble
     0.2
     """
     check(remat)
     num_stages = schedule.num_stages
-    forwards = _costs("forward", forward, num_stages)
     backwards = _costs("backward", backward, num_stages)
-    recomputations = _costs("recompute", recompute, num_stages)
+    durations = {
+        FORWARD: _costs("forward", forward, num_stages),
+        RECOMPUTE: _costs("recompute", recompute, num_stages),
+        BACKWARD: backwards,
+    }
+    if schedule.splits:
+        if weights is None:
+            weights = [x / 2 for x in backwards]
+        durations[WEIGHTS] = _costs("weights", weights, num_stages)
+        durations[BACKWARD] = _costs(
+            "backward - weights",
+            [x - y for x, y in zip(backwards, durations[WEIGHTS], strict=True)],
+            num_stages,
+        )
     transfers = _transfers(transfer, num_stages)
     device_of = schedule.devices
     free = [0.0] * len(schedule.tasks)
     busy = [0.0] * len(schedule.tasks)
     ends: dict[Task, float] = {}
     spans = []
-    for task in schedule.order:
+    for task in schedule.steps(remat):
         device = device_of[task.stage]
         start = free[device]
         for other in schedule.needs(task):
             start = max(start, ends[other])
-        for (first, last), seconds in transfers.items():
-            here, there = last, first
-            if task.kind == BACKWARD:
-                here, there = first, last
-            if here == task.stage and device_of[there] != device:
-                arrived = ends[task._replace(stage=there)] + seconds
-                start = max(start, arrived)
-        end = start
-        if task.kind == BACKWARD and schedule.recomputes(task, remat):
-            end += recomputations[task.stage]
-            if end > start:
-                spans.append(Span(device, task._replace(kind="R"), start, end))
-        begin = end
-        durations = forwards if task.kind == FORWARD else backwards
-        end += durations[task.stage]
-        spans.append(Span(device, task, begin, end))
+        if task.kind in (FORWARD, BACKWARD):
+            for (first, last), seconds in transfers.items():
+                here, there = last, first
+                if task.kind == BACKWARD:
+                    here, there = first, last
+                if here == task.stage and device_of[there] != device:
+                    arrived = ends[task._replace(stage=there)] + seconds
+                    start = max(start, arrived)
+        end = start + durations[task.kind][task.stage]
+        if task.kind != RECOMPUTE or end > start:
+            spans.append(Span(device, task, start, end))
         busy[device] += end - start
         free[device] = ends[task] = end
     makespan = max(free)
@@ -154,10 +167,13 @@ def peaks(tasks: Iterable[Task]) -> list[int]:
     Args:
         tasks: Tasks of all stages, those of a stage in their order.
     """
+    tasks = list(tasks)
+    splits = any(task.kind == WEIGHTS for task in tasks)
+    last = WEIGHTS if splits else BACKWARD
     kept: collections.Counter[int] = collections.Counter()
     most: collections.Counter[int] = collections.Counter()
     for task in tasks:
-        if task.kind in (FORWARD, BACKWARD):
+        if task.kind in (FORWARD, last):
             kept[task.stage] += 1 if task.kind == FORWARD else -1
         most[task.stage] = max(most[task.stage], kept[task.stage])
     return [most[stage] for stage in range(1 + max(most))]

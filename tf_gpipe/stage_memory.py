@@ -5,6 +5,8 @@ This module imports no TensorFlow.
 
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
+from tf_gpipe.schedule import RECOMPUTE
+from tf_gpipe.schedule import WEIGHTS
 from tf_gpipe.schedule import Schedule
 
 
@@ -40,16 +42,17 @@ def peak_activations(
         passing: Integer, the bytes that it needs at a time.
     """
     held = most = schedule.num_micro_batches * given
-    for task in schedule.order:
+    last = WEIGHTS if schedule.splits else BACKWARD
+    for task in schedule.steps(remat):
         if task.stage != stage:
             continue
-        backward = task._replace(kind=BACKWARD)
-        again = schedule.recomputes(backward, remat)
-        kept = inputs if again else inputs + stored
         if task.kind == FORWARD:
-            held += kept
-            most = max(most, held)
-        else:
-            most = max(most, held - kept + inputs + stored + passing)
-            held -= kept
+            backward = task._replace(kind=BACKWARD)
+            again = schedule.recomputes(backward, remat)
+            held += inputs if again else inputs + stored
+        elif task.kind == RECOMPUTE:
+            held += stored
+        most = max(most, held + (passing if task.kind == BACKWARD else 0))
+        if task.kind == last:
+            held -= inputs + stored
     return most

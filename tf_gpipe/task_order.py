@@ -34,6 +34,7 @@ class TaskOrder:
         self._pipeline = pipeline
         self._clock = clock
         self._done: dict[str, tf.Operation] = {}
+        # When each task started and ended.
         self._times: dict[Task, list[tf.Tensor]] = {}
 
     @contextlib.contextmanager
@@ -47,19 +48,18 @@ class TaskOrder:
             needs: Nested structure of what other devices send for it.
 
         Yields:
-            Function to call with a nested structure of the results, and with
-            a list of times within the task.
+            Function to call with a nested structure of the results.
         """
         device = self._pipeline.stages[task.stage].device
         before: list = [self._done[device]] if device in self._done else []
 
-        def finish(results: Any, times: Sequence[tf.Tensor] = ()) -> None:
+        def finish(results: Any) -> None:
             if tf.executing_eagerly():
                 return
             after = _tensors(results)
             if self._clock is not None:
                 after = [self._clock.stamp(after)]
-                self._times[task] += [*times, *after]
+                self._times[task] += after
             with tf.control_dependencies(after):
                 self._done[device] = tf.no_op(name="done")
 
@@ -72,13 +72,16 @@ class TaskOrder:
             with tf.control_dependencies(before):
                 yield finish
 
-    def turned(self, task: Task) -> None:
+    def turned(self, task: Task, turn: Sequence[tf.Tensor]) -> None:
         """Notes that a forward task has done its backward task as well.
 
-        The one ends and the other starts at the time within.
+        Args:
+            task: `Task`.
+            turn: List with the time when the one ended and the other started,
+                empty if it was not taken.
         """
         if self._clock is not None:
-            start, *turn, end = self._times[task]
+            start, end = self._times[task]
             self._times[task] = [start, *(turn or [end])]
             backward = task._replace(kind=BACKWARD)
             self._times[backward] = [*(turn or [end]), end]
@@ -86,14 +89,13 @@ class TaskOrder:
     def times(self) -> tf.Tensor | None:
         """Returns when tasks ran, or `None` if that was not asked for.
 
-        Float64 tensor of shape `(tasks, 3)`, a row a task in the order of the
-        schedule: its start, the end of its recomputation (its start, where
-        that is not known) and its end, in seconds, by the clock of the host
-        of its stage.
+        Float64 tensor of shape `(tasks, 2)`, a row for each of
+        `Schedule.steps`: its start and its end, in seconds, by the clock of
+        the host of its stage.
         """
         if not self._times:
             return None
-        order = self._pipeline.schedule.order
+        order = self._pipeline.schedule.steps(self._pipeline.remat)
         rows: list[int] = []
         parts = []
         for stage in self._pipeline.stages:
@@ -101,11 +103,9 @@ class TaskOrder:
             found = [self._times[order[i]] for i in own]
             # Together, since each tensor from another host is a message.
             with tf.device(stage.device):
-                parts.append(
-                    tf.stack([x for t in found for x in (t[0], t[-2], t[-1])])
-                )
+                parts.append(tf.stack([x for pair in found for x in pair]))
             rows += own
-        times = tf.reshape(tf.concat(parts, axis=0), (-1, 3))
+        times = tf.reshape(tf.concat(parts, axis=0), (-1, 2))
         return tf.gather(times, tf.argsort(rows))
 
 

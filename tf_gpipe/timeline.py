@@ -10,14 +10,26 @@ from collections.abc import Sequence
 
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
+from tf_gpipe.schedule import RECOMPUTE
+from tf_gpipe.schedule import WEIGHTS
 from tf_gpipe.simulate import Span
 from tf_gpipe.simulate import bubble
 from tf_gpipe.simulate import peaks
 
-KINDS = {FORWARD: "forward", "R": "recompute", BACKWARD: "backward"}
+KINDS = {
+    FORWARD: "forward",
+    RECOMPUTE: "recompute",
+    BACKWARD: "backward",
+    WEIGHTS: "weights",
+}
 # Of Okabe and Ito's palette for the colour-blind; also unlike in lightness,
 # and light enough for black digits.
-_COLOURS = {FORWARD: "#56B4E9", "R": "#F0E442", BACKWARD: "#D55E00"}
+_COLOURS = {
+    FORWARD: "#56B4E9",
+    RECOMPUTE: "#F0E442",
+    BACKWARD: "#D55E00",
+    WEIGHTS: "#009E73",
+}
 # The least columns for the time in a text chart, however long the names are.
 _MIN_COLUMNS = 20
 # Points of the digits in a picture's boxes.

@@ -3,7 +3,7 @@
 import argparse
 
 from tf_gpipe import remat
-from tf_gpipe import schedule
+from tf_gpipe import schedules
 from trainers import models
 
 
@@ -28,7 +28,7 @@ def make_parser(name, description):
     )
     parser.add_argument(
         "--schedule",
-        choices=schedule.NAMES,
+        choices=schedules.NAMES,
         default="1f1b",
         help="the order of the tasks",
     )

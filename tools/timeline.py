@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 
 import model_zoo  # noqa: E402
 import tf_gpipe  # noqa: E402
-from tf_gpipe import schedule  # noqa: E402
+from tf_gpipe import schedules  # noqa: E402
 from tf_gpipe import simulate  # noqa: E402
 from tf_gpipe import timeline  # noqa: E402
 from tools import command_line  # noqa: E402
@@ -137,7 +137,7 @@ def main(argv=None):
 
 def simulated(args):
     """Returns a dict with the spans on paper, and the devices' names."""
-    plan = schedule.get(
+    plan = schedules.get(
         args.schedule, args.num_stages, args.num_micro_batches, args.num_devices
     )
     spans = simulate.simulate(

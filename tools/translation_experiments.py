@@ -4,9 +4,9 @@
     python -m tools.translation_experiments depth --data_dir=/tmp/data
     python -m tools.translation_experiments batch --data_dir=/tmp/data
 
-`languages` compares a model of all languages with one for each of the five
-that have the fewest training pairs, of those with at least 500: does it help
-them to be trained with others? `depth` compares a deep model with a wide one
+`languages` compares, for the five languages that have the fewest training
+pairs, of those with at least 500, a model for each with one that was trained
+with their relatives, too: does that help? `depth` compares a deep model with a wide one
 of as many parameters, each with and without the two measures that keep deep
 models stable: the scaled initial values of feed-forward layers, and the
 clipped logits. `batch` compares three sizes of batches in tokens, and all see
@@ -133,7 +133,7 @@ def _languages(data_dir):
         + ", ".join(f"{language} {counts[language]:,}" for language in fewest)
     )
     # So many batches as of all languages would be too many of so few pairs.
-    epochs = "--num_epochs=3"
+    epochs = "--num_epochs=2"
     bilingual = [
         Row(
             "bilingual",
@@ -158,7 +158,7 @@ def _depth(data_dir):
             f"{shape}{name}",
             f"{shape}{name}",
             "translation_depth.cfg",
-            [f"--model_args={sizes},dim=128,head_size=32{arguments}"],
+            [f"--model_args={sizes},dim=128,head_size=32,dropout=0.2{arguments}"],
         )
         for name, arguments in (
             ("", ""),
@@ -182,11 +182,11 @@ def _batch(data_dir):
                 f"--batch_tokens={batch_tokens}",
                 f"--steps_per_epoch={_EPOCH_TOKENS // batch_tokens}",
                 # By the square root of the size, as is usual with Adam.
-                f"--learning_rate={0.005 * (batch_tokens / 2048) ** 0.5:.4f}",
-                f"--warmup_steps={_EPOCH_TOKENS // batch_tokens // 2}",
+                f"--learning_rate={0.002 * (batch_tokens / 512) ** 0.5:.4f}",
+                f"--warmup_steps={_EPOCH_TOKENS // batch_tokens // 4}",
             ],
         )
-        for batch_tokens in (1024, 4096, 16384)
+        for batch_tokens in (512, 2048, 8192)
     ]
 
 

@@ -5,7 +5,7 @@ import itertools
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from tf_gpipe import schedule
+from tf_gpipe import schedules
 
 
 def clock(plan):
@@ -46,7 +46,7 @@ class ScheduleTest(parameterized.TestCase):
         ),
     )
     def test_gpipe(self, num_stages, num_micro_batches, picture):
-        plan = schedule.gpipe(num_stages, num_micro_batches)
+        plan = schedules.gpipe(num_stages, num_micro_batches)
         self.assertEqual(clock(plan), picture)
         self.assertTrue(plan.forwards_first)
 
@@ -65,7 +65,7 @@ class ScheduleTest(parameterized.TestCase):
         ),
     )
     def test_one_f_one_b(self, num_stages, num_micro_batches, picture):
-        plan = schedule.one_f_one_b(num_stages, num_micro_batches)
+        plan = schedules.one_f_one_b(num_stages, num_micro_batches)
         self.assertEqual(clock(plan), picture)
         self.assertEqual(plan.forwards_first, num_micro_batches == 1)
 
@@ -75,18 +75,18 @@ class ScheduleTest(parameterized.TestCase):
         num_micro_batches=(1, 2, 3, 7, 16),
     )
     def test_takes_the_least_time(self, name, num_stages, num_micro_batches):
-        plan = schedule.get(name, num_stages, num_micro_batches)
+        plan = schedules.get(name, num_stages, num_micro_batches)
         columns = {len(row.split()) for row in clock(plan)}
         self.assertEqual(columns, {2 * (num_micro_batches + num_stages - 1)})
 
     @parameterized.parameters(
-        (schedule.one_f_one_b(3, 4), "B2.0 B2.1 B2.2 B2.3"),
-        (schedule.interleaved(4, 4, 2), "B3.0 B3.1 B3.2 B3.3"),
+        (schedules.one_f_one_b(3, 4), "B2.0 B2.1 B2.2 B2.3"),
+        (schedules.interleaved(4, 4, 2), "B3.0 B3.1 B3.2 B3.3"),
         # The loss of the whole mini-batch comes between.
-        (schedule.gpipe(3, 4), ""),
-        (schedule.one_f_one_b(3, 1), ""),
+        (schedules.gpipe(3, 4), ""),
+        (schedules.one_f_one_b(3, 1), ""),
         (
-            schedule.Schedule(
+            schedules.Schedule(
                 [["F0.0", "F0.1", "B0.1", "F0.2", "B0.0", "B0.2"]]
             ),
             "B0.1",
@@ -99,7 +99,7 @@ class ScheduleTest(parameterized.TestCase):
                 self.assertEqual(before, task._replace(kind="F"))
 
     def test_one_f_one_b_holds_few_micro_batches(self):
-        plan = schedule.one_f_one_b(4, 7)
+        plan = schedules.one_f_one_b(4, 7)
         for k, row in enumerate(plan.tasks):
             held = most = 0
             for task in row:
@@ -122,14 +122,14 @@ class ScheduleTest(parameterized.TestCase):
         ),
     )
     def test_interleaved(self, num_micro_batches, *rows):
-        plan = schedule.interleaved(4, num_micro_batches, num_devices=2)
+        plan = schedules.interleaved(4, num_micro_batches, num_devices=2)
         self.assertEqual(str(plan).splitlines(), list(rows))
 
     @parameterized.product(
         num_devices=(1, 2, 3, 4), chunks=(2, 3), groups=(1, 2, 4)
     )
     def test_interleaved_warm_up(self, num_devices, chunks, groups):
-        plan = schedule.interleaved(
+        plan = schedules.interleaved(
             chunks * num_devices, groups * num_devices, num_devices
         )
         for rank, row in enumerate(plan.tasks):
@@ -147,27 +147,27 @@ class ScheduleTest(parameterized.TestCase):
         self, num_stages, num_micro_batches, num_devices, message
     ):
         for make in (
-            schedule.interleaved,
-            lambda *args: schedule.get("interleaved", *args),
+            schedules.interleaved,
+            lambda *args: schedules.get("interleaved", *args),
         ):
             with self.assertRaisesRegex(ValueError, message):
                 make(num_stages, num_micro_batches, num_devices)
 
     def test_devices(self):
-        self.assertEqual(schedule.gpipe(3, 2).devices, [0, 1, 2])
-        plan = schedule.interleaved(6, 2, num_devices=2)
+        self.assertEqual(schedules.gpipe(3, 2).devices, [0, 1, 2])
+        plan = schedules.interleaved(6, 2, num_devices=2)
         self.assertEqual(plan.devices, [0, 1, 0, 1, 0, 1])
-        plan = schedule.Schedule([["F1.0", "B1.0"], ["F0.0", "B0.0"]])
+        plan = schedules.Schedule([["F1.0", "B1.0"], ["F0.0", "B0.0"]])
         self.assertEqual(plan.devices, [1, 0])
 
     def test_get_with_devices(self):
-        plan = schedule.get("interleaved", 4, 4, num_devices=2)
-        self.assertEqual(plan.tasks, schedule.interleaved(4, 4, 2).tasks)
+        plan = schedules.get("interleaved", 4, 4, num_devices=2)
+        self.assertEqual(plan.tasks, schedules.interleaved(4, 4, 2).tasks)
         self.assertEqual(plan.name, "interleaved")
-        plan = schedule.get("interleaved", 4, 4)
-        self.assertEqual(plan.tasks, schedule.one_f_one_b(4, 4).tasks)
+        plan = schedules.get("interleaved", 4, 4)
+        self.assertEqual(plan.tasks, schedules.one_f_one_b(4, 4).tasks)
         for name in ("1f1b", "gpipe"):
-            plan = schedule.get(name, 4, 4, num_devices=2)
+            plan = schedules.get(name, 4, 4, num_devices=2)
             self.assertEqual(plan.devices, [0, 1, 2, 3])
 
     @parameterized.parameters(
@@ -184,11 +184,11 @@ class ScheduleTest(parameterized.TestCase):
     )
     def test_refuses(self, tasks, message):
         with self.assertRaisesRegex(ValueError, message):
-            schedule.Schedule(tasks)
+            schedules.Schedule(tasks)
 
     def test_config_round_trip(self):
-        plan = schedule.one_f_one_b(2, 3)
-        copy = schedule.Schedule(**plan.get_config())
+        plan = schedules.one_f_one_b(2, 3)
+        copy = schedules.Schedule(**plan.get_config())
         self.assertEqual(copy.tasks, plan.tasks)
         self.assertEqual(str(copy), str(plan))
 

@@ -7,7 +7,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 import tf_gpipe
-from tf_gpipe import schedule
+from tf_gpipe import schedules
 from tf_gpipe.simulate import simulate
 
 
@@ -25,18 +25,14 @@ def recomputed(simulation):
 
 class SimulateTest(parameterized.TestCase):
     @parameterized.product(
-        case=(("gpipe", 0), ("gpipe", 1), ("1f1b", 0)),
+        name=("gpipe", "1f1b"),
         num_stages=(1, 2, 3, 4, 8),
         num_micro_batches=(1, 2, 4, 7, 32),
     )
-    def test_bubble(self, case, num_stages, num_micro_batches):
-        name, recompute = case
-        result = simulate(
-            schedule.get(name, num_stages, num_micro_batches),
-            recompute=recompute,
-        )
+    def test_bubble(self, name, num_stages, num_micro_batches):
+        result = simulate(schedules.get(name, num_stages, num_micro_batches))
         slots = num_micro_batches + num_stages - 1
-        self.assertEqual(result.makespan, (3 + recompute) * slots)
+        self.assertEqual(result.makespan, 3 * slots)
         # Whole numbers: a product is exact where a quotient is rounded.
         self.assertEqual(
             sum(result.idle) * slots,
@@ -47,13 +43,57 @@ class SimulateTest(parameterized.TestCase):
     @parameterized.product(
         num_stages=(1, 2, 3, 4, 8), num_micro_batches=(1, 2, 4, 7, 32)
     )
+    def test_recomputation_waits_for_no_gradient(
+        self, num_stages, num_micro_batches
+    ):
+        result = simulate(
+            schedules.gpipe(num_stages, num_micro_batches), recompute=1.0
+        )
+        slots = num_micro_batches + num_stages - 1
+        # All stages but the last one do the first of it while they wait.
+        self.assertEqual(result.makespan, 4 * slots - (num_stages - 1))
+
+    @parameterized.product(num_stages=(2, 3, 4, 8), more=(0, 1, 4, 24))
+    def test_zero_bubble(self, num_stages, more):
+        num_micro_batches = num_stages + more
+        result, unsplit = (
+            simulate(schedules.get(name, num_stages, num_micro_batches))
+            for name in ("zero_bubble", "1f1b")
+        )
+        # Forward, inputs and weights take as long as one another.
+        self.assertAlmostEqual(sum(result.idle), sum(unsplit.idle) / 3)
+        self.assertEqual(
+            max(result.peak_micro_batches), max(unsplit.peak_micro_batches)
+        )
+
+    def test_gradients_of_weights(self):
+        schedule = schedules.zero_bubble(2, 2)
+        spans = simulate(schedule, 1.0, 5.0, weights=[2.0, 1.0]).spans
+        found = {(x.task.kind, x.task.stage): x.end - x.start for x in spans}
+        self.assertEqual(
+            found,
+            {
+                ("F", 0): 1.0,
+                ("F", 1): 1.0,
+                ("B", 0): 3.0,
+                ("B", 1): 4.0,
+                ("W", 0): 2.0,
+                ("W", 1): 1.0,
+            },
+        )
+        with self.assertRaisesRegex(ValueError, "must not be negative"):
+            simulate(schedule, 1.0, 1.0, weights=2.0)
+
+    @parameterized.product(
+        num_stages=(1, 2, 3, 4, 8), num_micro_batches=(1, 2, 4, 7, 32)
+    )
     def test_peak_micro_batches(self, num_stages, num_micro_batches):
-        gpipe = schedule.gpipe(num_stages, num_micro_batches)
+        gpipe = schedules.gpipe(num_stages, num_micro_batches)
         self.assertEqual(
             simulate(gpipe).peak_micro_batches,
             [num_micro_batches] * num_stages,
         )
-        one_f_one_b = schedule.one_f_one_b(num_stages, num_micro_batches)
+        one_f_one_b = schedules.one_f_one_b(num_stages, num_micro_batches)
         self.assertEqual(
             simulate(one_f_one_b).peak_micro_batches,
             [min(num_stages - k, num_micro_batches) for k in range(num_stages)],
@@ -64,7 +104,7 @@ class SimulateTest(parameterized.TestCase):
     )
     def test_interleaved(self, num_devices, chunks, groups):
         num_micro_batches = groups * num_devices
-        plan = schedule.interleaved(
+        plan = schedules.interleaved(
             chunks * num_devices, num_micro_batches, num_devices
         )
         result = simulate(plan)
@@ -72,12 +112,12 @@ class SimulateTest(parameterized.TestCase):
         self.assertEqual(result.makespan, 3 * slots)
         self.assertEqual(result.bubble, round((num_devices - 1) / slots, 12))
         if chunks == 1:
-            same = schedule.one_f_one_b(num_devices, num_micro_batches)
+            same = schedules.one_f_one_b(num_devices, num_micro_batches)
             self.assertEqual(plan.tasks, same.tasks)
 
     def test_example(self):
         result = simulate(
-            schedule.gpipe(2, 2),
+            schedules.gpipe(2, 2),
             forward=[1, 2],
             backward=[2, 3],
             recompute=[0.5, 1],
@@ -89,10 +129,10 @@ class SimulateTest(parameterized.TestCase):
                 [
                     "F0.0 0-1",
                     "F0.1 1-2",
-                    "R0.1 9.5-10",
-                    "B0.1 10-12",
-                    "R0.0 13.5-14",
-                    "B0.0 14-16",
+                    "R0.1 2-2.5",
+                    "B0.1 9.5-11.5",
+                    "R0.0 11.5-12",
+                    "B0.0 13.5-15.5",
                 ],
                 [
                     "F1.0 1.25-3.25",
@@ -104,14 +144,14 @@ class SimulateTest(parameterized.TestCase):
                 ],
             ],
         )
-        self.assertEqual(result.makespan, 16)
+        self.assertEqual(result.makespan, 15.5)
         self.assertEqual(result.busy, [7, 12])
-        self.assertEqual(result.idle, [9, 4])
-        self.assertEqual(result.bubble, 13 / 32)
+        self.assertEqual(result.idle, [8.5, 3.5])
+        self.assertEqual(result.bubble, round(12 / 31, 12))
 
     def test_each_boundary_has_its_transfer(self):
         result = simulate(
-            schedule.one_f_one_b(3, 1), forward=1, backward=1, transfer=[1, 4]
+            schedules.one_f_one_b(3, 1), forward=1, backward=1, transfer=[1, 4]
         )
         self.assertEqual(
             written(result),
@@ -123,7 +163,7 @@ class SimulateTest(parameterized.TestCase):
         )
 
     def test_no_transfer_within_a_device(self):
-        plan = schedule.interleaved(4, 2, 1)
+        plan = schedules.interleaved(4, 2, 1)
         self.assertEqual(simulate(plan, transfer=9).makespan, 24)
         self.assertEqual(simulate(plan, transfer=9).bubble, 0)
 
@@ -137,16 +177,16 @@ class SimulateTest(parameterized.TestCase):
         ("1f1b", "never", "", [9, 9]),
     )
     def test_remat(self, name, remat, tasks, busy):
-        result = simulate(schedule.get(name, 2, 3), recompute=1, remat=remat)
+        result = simulate(schedules.get(name, 2, 3), recompute=1, remat=remat)
         self.assertCountEqual(recomputed(result), tasks.split())
         self.assertEqual(result.busy, busy)
 
     def test_no_span_without_recomputation(self):
-        self.assertEmpty(recomputed(simulate(schedule.gpipe(2, 2))))
+        self.assertEmpty(recomputed(simulate(schedules.gpipe(2, 2))))
 
     @parameterized.parameters("gpipe", "1f1b", "interleaved")
     def test_busy_and_idle(self, name):
-        plan = schedule.get(name, 4, 4, num_devices=2)
+        plan = schedules.get(name, 4, 4, num_devices=2)
         result = simulate(
             plan,
             forward=[1, 2, 3, 4],
@@ -172,7 +212,7 @@ class SimulateTest(parameterized.TestCase):
         self.assertEqual(sum(result.busy), 4 * (10 + 10) + 3 * recomputed)
 
     def test_free_tasks_leave_no_bubble(self):
-        result = simulate(schedule.gpipe(2, 2), forward=0, backward=0)
+        result = simulate(schedules.gpipe(2, 2), forward=0, backward=0)
         self.assertEqual((result.makespan, result.bubble), (0, 0))
 
     @parameterized.parameters(
@@ -188,7 +228,7 @@ class SimulateTest(parameterized.TestCase):
     )
     def test_refuses(self, arguments, message):
         with self.assertRaisesRegex(ValueError, message):
-            simulate(schedule.gpipe(2, 2), **arguments)
+            simulate(schedules.gpipe(2, 2), **arguments)
 
     @parameterized.parameters(
         "simulate",

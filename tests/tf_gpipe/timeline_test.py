@@ -10,7 +10,7 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from tf_gpipe import schedule
+from tf_gpipe import schedules
 from tf_gpipe import timeline
 from tf_gpipe.schedule import Task
 from tf_gpipe.simulate import Span
@@ -24,7 +24,7 @@ class TotalsTest(parameterized.TestCase):
         transfer=(0.0, 0.5),
     )
     def test_agrees_with_the_simulation(self, name, remat, transfer):
-        plan = schedule.get(name, 4, 6, 2)
+        plan = schedules.get(name, 4, 6, 2)
         simulation = simulate(
             plan, recompute=1.0, transfer=transfer, remat=remat
         )
@@ -74,21 +74,21 @@ class TextChartTest(parameterized.TestCase):
         ),
     )
     def test_schedules(self, name, lines):
-        spans = simulate(schedule.get(name, 3, 4), backward=1.0).spans
+        spans = simulate(schedules.get(name, 3, 4), backward=1.0).spans
         chart = timeline.text_chart(spans, width=46)
         self.assertEqual(chart.splitlines(), lines)
 
     def test_to_scale_with_recomputation(self):
-        spans = simulate(schedule.gpipe(2, 2), recompute=1.0).spans
+        spans = simulate(schedules.gpipe(2, 2), recompute=1.0).spans
         self.assertEqual(
             timeline.text_chart(spans, width=39, devices=["a", "b"]),
-            "a  F0-F1-............R1-B1----R0-B0----\n"
-            "b  ...F0-F1-R1-B1----R0-B0----.........\n"
-            "makespan 12, bubble 33.3%",
+            "a  F0-F1--R1-..........B1----R0-B0-----\n"
+            "b  ...F0--F1-R1-B1-----R0-B0----.......\n"
+            "makespan 11, bubble 27.3%",
         )
 
     def test_several_stages_a_device(self):
-        plan = schedule.interleaved(4, 2, 2)
+        plan = schedules.interleaved(4, 2, 2)
         spans = simulate(plan, backward=1.0).spans
         self.assertEqual(
             timeline.text_chart(spans, width=50),
@@ -159,7 +159,7 @@ class ChromeTraceTest(absltest.TestCase):
         self.assertEqual(json.loads(json.dumps(trace)), trace)
 
     def test_default_names(self):
-        spans = simulate(schedule.gpipe(2, 1)).spans
+        spans = simulate(schedules.gpipe(2, 1)).spans
         events = timeline.chrome_trace(spans)["traceEvents"]
         names = [e["args"]["name"] for e in events if e["ph"] == "M"]
         self.assertEqual(names, ["device 0", "device 1"])
@@ -176,7 +176,7 @@ class PictureTest(absltest.TestCase):
         from matplotlib import colors
         from matplotlib import image
 
-        spans = simulate(schedule.one_f_one_b(3, 4), recompute=1.0).spans
+        spans = simulate(schedules.zero_bubble(3, 4), recompute=1.0).spans
         without = [x for x in spans if x.task.kind != "R"]
         path = self.path("a.png")
         timeline.picture(
@@ -191,7 +191,7 @@ class PictureTest(absltest.TestCase):
             self.assertGreater(same.mean(), 0.02, colour)
 
     def test_svg(self):
-        spans = simulate(schedule.interleaved(4, 2, 2)).spans
+        spans = simulate(schedules.interleaved(4, 2, 2)).spans
         path = self.path("a.svg")
         # As text and not as outlines, to be found.
         from matplotlib import rc_context
@@ -227,7 +227,7 @@ class PictureTest(absltest.TestCase):
         self.assertGreater(os.path.getsize(path), 0)
 
     def test_without_matplotlib(self):
-        spans = simulate(schedule.gpipe(1, 1)).spans
+        spans = simulate(schedules.gpipe(1, 1)).spans
         path = self.path("a.png")
         with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
             with self.assertRaisesRegex(
@@ -253,7 +253,7 @@ class ErrorsTest(parameterized.TestCase):
     def test_refuses(self, draw):
         with self.assertRaisesRegex(ValueError, r"nothing to draw.*spans=\[\]"):
             draw([], devices=None)
-        spans = simulate(schedule.gpipe(3, 1)).spans
+        spans = simulate(schedules.gpipe(3, 1)).spans
         with self.assertRaisesRegex(ValueError, r"3 devices.*\['a', 'b'\]"):
             draw(spans, devices=["a", "b"])
 

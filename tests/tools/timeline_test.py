@@ -42,18 +42,18 @@ class TimelineTest(parameterized.TestCase):
         self.assertEqual(
             lines,
             [
-                "device 0  F0-F1-............R1-B1----R0-B0----",
-                "device 1  ...F0-F1-R1-B1----R0-B0----.........",
-                "makespan 12, bubble 33.3%",
+                "device 0  F0-F1--R1-..........B1----R0-B0-----",
+                "device 1  ...F0--F1-R1-B1-----R0-B0----.......",
+                "makespan 11, bubble 27.3%",
                 "most micro-batches kept, by stage: 2, 2",
             ],
         )
         self.assertEqual(
             json.loads(last),
             {
-                "makespan": 12.0,
+                "makespan": 11.0,
                 "busy": [8.0, 8.0],
-                "bubble": 0.333333333333,
+                "bubble": 0.272727272727,
                 "peak_micro_batches": [2, 2],
             },
         )

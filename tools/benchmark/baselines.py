@@ -20,7 +20,7 @@ import tensorflow as tf
 import tf_gpipe
 from tf_gpipe import worker
 from tf_gpipe.remat import MODES
-from tf_gpipe.schedule import NAMES
+from tf_gpipe.schedules import NAMES
 from tools import command_line
 from tools import workers
 from tools.benchmark import pipeline
