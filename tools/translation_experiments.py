@@ -5,12 +5,12 @@
     python -m tools.translation_experiments batch --data_dir=/tmp/data
 
 `languages` compares, for the five languages that have the fewest training
-pairs, of those with at least 500, a model for each with one that was trained
-with their relatives, too: does that help? `depth` compares a deep model with a wide one
-of as many parameters, each with and without the two measures that keep deep
-models stable: the scaled initial values of feed-forward layers, and the
-clipped logits. `batch` compares three sizes of batches in tokens, and all see
-the same number of tokens.
+pairs, of those with at least 500, a model for each with one of all of them and
+their relatives: does it help to be trained with others? `depth` compares a
+deep model with a wide one of as many parameters, each with and without the two
+measures that keep deep models stable: the scaled initial values of
+feed-forward layers, and the clipped logits. `batch` compares three sizes of
+batches in tokens, and all see the same number of tokens.
 
 A run is trainers.translation with a recipe of trainers/recipes and the flags
 that are printed. It has a directory of its own below --workdir: the same
@@ -119,7 +119,7 @@ def _means(scores):
 
 
 def _languages(data_dir):
-    """Returns rows of each language by itself and among all."""
+    """Returns rows of each language by itself and among others."""
     counts = collections.Counter()
     for direction, sources, _ in SentencePairs([_DATASET], data_dir).texts(
         "train"
@@ -132,7 +132,7 @@ def _languages(data_dir):
         "Training pairs: "
         + ", ".join(f"{language} {counts[language]:,}" for language in fewest)
     )
-    # So many batches as of all languages would be too many of so few pairs.
+    # So many batches as of all of them would be too many of so few pairs.
     epochs = "--num_epochs=2"
     bilingual = [
         Row(
@@ -158,7 +158,9 @@ def _depth(data_dir):
             f"{shape}{name}",
             f"{shape}{name}",
             "translation_depth.cfg",
-            [f"--model_args={sizes},dim=128,head_size=32,dropout=0.2{arguments}"],
+            [
+                f"--model_args={sizes},dim=128,head_size=32,dropout=0.2{arguments}"
+            ],
         )
         for name, arguments in (
             ("", ""),

@@ -53,6 +53,7 @@ class RecipesTest(tf.test.TestCase, parameterized.TestCase):
             flags.FLAGS(["translation", f"--flagfile={path}"])
             found = {name: flags.FLAGS[name].value for name in names}
         defaults["model_args"] = translation._MODEL_ARGS
+        defaults["languages"] = translation._SLAVIC
         found["model_args"] = models.parse_hyper_parameters(found["model_args"])
         self.assertEqual(found, defaults)
         self.assertContainsSubset(translation._DEFAULTS, found)
@@ -144,7 +145,7 @@ class ExperimentsTest(tf.test.TestCase, parameterized.TestCase):
         found, printed = self.main("batch", f"--workdir={directory}")
         self.assertEqual([x["chrf"] for x in found], [1.0, 2.0, 3.0])
         self.assertEqual({x["languages"] for x in found}, {"all"})
-        self.assertIn("16384 tokens", printed)
+        self.assertIn("8192 tokens", printed)
 
     def test_failure(self):
         with self.assertRaisesRegex(SystemExit, "^Error: the run .* failed"):
