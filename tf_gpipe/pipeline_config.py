@@ -186,6 +186,7 @@ class ResolvedConfig:
             costs.of_nodes(self.balance, graph, self.devices[0][0], self.remat),
             self.schedule.num_stages,
             costs.of_cuts(graph),
+            costs.of_stages(self.balance, self.schedule, self.remat),
         )
 
 

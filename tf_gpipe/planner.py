@@ -207,7 +207,7 @@ class _Planner:
             schedule, num_stages, num_micro_batches, num_devices
         )
         traces = self.traced(math.ceil(self.rows / num_micro_batches))
-        counts = self._counts(balance, num_stages, remat)
+        counts = self._counts(balance, schedule, remat)
         stages = self._stages(counts, traces, schedule, remat)
         # Without a speed, an operation is the unit of time.
         device_flops, bandwidth, latency = speeds
@@ -285,12 +285,13 @@ class _Planner:
             "layer alone needs more, or the mini-batch is too large."
         )
 
-    def _counts(self, balance, num_stages, remat):
+    def _counts(self, balance, schedule, remat):
         if isinstance(balance, list):
             if sum(balance) != len(self.graph.nodes):
                 raise ValueError(
-                    f"`balance` must have {num_stages} layer counts that sum "
-                    f"to {len(self.graph.nodes)}. Received: balance={balance}"
+                    f"`balance` must have {schedule.num_stages} layer counts "
+                    f"that sum to {len(self.graph.nodes)}. Received: "
+                    f"balance={balance}"
                 )
             return balance
         if balance == "time":
@@ -300,8 +301,9 @@ class _Planner:
             )
         return split(
             costs.of_nodes(balance, self.graph, "", remat, self.weights),
-            num_stages,
+            schedule.num_stages,
             costs.of_cuts(self.graph),
+            costs.of_stages(balance, schedule, remat),
         )
 
     def _stages(self, counts, traces, schedule, remat):

@@ -209,6 +209,14 @@ class Schedule:
             remat, task.micro_batch, self.num_micro_batches
         )
 
+    def recomputed_share(self, stage: int, remat: str) -> float:
+        """Returns the share of micro-batches that a stage recomputes."""
+        count = sum(
+            self.recomputes(Task(BACKWARD, stage, m), remat)
+            for m in range(self.num_micro_batches)
+        )
+        return count / self.num_micro_batches
+
     def steps(self, remat: str) -> list[Task]:
         """Returns the tasks of `order` and, in a remat mode, recomputations.
 

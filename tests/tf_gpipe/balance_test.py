@@ -117,7 +117,7 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
         # that it is alone, whatever they take.
         widths = [8, 2000, 2000, 8, 8, 8]
         layers = [keras.Input((8,)), *(LAYERS.Dense(n) for n in widths)]
-        model = pipelined(layers, "time", num_stages=3)
+        model = pipelined(layers, "time", num_stages=3, remat="never")
         self.assertEqual(counts(model), [2, 1, 3])
 
     @parameterized.parameters("time", "flops", "memory")
@@ -182,7 +182,22 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
         # Operations of a row: 36 each, 2 * 4 * 32 * 2 + 36, 2 * 4 * 8 * 2 + 16.
         # Parameters: 20 each, 292 and 76.
         for balance in ("flops", "parameters"):
-            self.assertEqual(counts(pipelined(layers, balance)), [4, 1])
+            model = pipelined(layers, balance, remat="never")
+            self.assertEqual(counts(model), [4, 1])
+
+    @parameterized.parameters(
+        ("1f1b", "always", [3, 5]),
+        ("zero_bubble", "always", [3, 5]),
+        ("gpipe", "always", [4, 4]),
+        ("1f1b", "never", [4, 4]),
+    )
+    def test_what_is_recomputed_counts(self, schedule, remat, expected):
+        layers = [keras.Input((4,)), *(LAYERS.Dense(4) for _ in range(8))]
+        for balance in ("flops", "parameters"):
+            model = pipelined(layers, balance, schedule=schedule, remat=remat)
+            # Parameters take no time: they are shared out evenly.
+            counted = expected if balance == "flops" else [4, 4]
+            self.assertEqual(counts(model), counted)
 
     def test_saved_with_a_function(self):
         model = pipelined(

@@ -10,13 +10,17 @@ from absl.testing import parameterized
 from tf_gpipe.partition import contiguous
 
 
-def brute_force(costs, num_parts):
+def brute_force(costs, num_parts, factors=None):
     """Returns the smallest (largest part, sum of squares) of all splits."""
     best = None
+    factors = factors or [1] * num_parts
     for cuts in itertools.combinations(range(1, len(costs)), num_parts - 1):
         bounds = [0, *cuts, len(costs)]
         parts = [
-            sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)
+            factor * sum(costs[a:b])
+            for factor, (a, b) in zip(
+                factors, itertools.pairwise(bounds), strict=True
+            )
         ]
         value = (max(parts), sum(part * part for part in parts))
         best = value if best is None else min(best, value)
@@ -70,6 +74,18 @@ class ContiguousTest(parameterized.TestCase):
                 brute_force(costs, num_parts),
                 rtol=1e-9,
             )
+
+    @parameterized.product(seed=tuple(range(8)), num_parts=(1, 2, 3, 4))
+    def test_factors(self, seed, num_parts):
+        random = np.random.default_rng([seed, num_parts])
+        costs = random.integers(0, 20, 8).tolist()
+        factors = random.integers(1, 5, num_parts).tolist()
+        sizes = contiguous.split(costs, num_parts, factors=factors)
+        self.assertGreater(min(sizes), 0)
+        parts = np.multiply(factors, parts_of(costs, sizes))
+        self.assertEqual(
+            (max(parts), sum(parts**2)), brute_force(costs, num_parts, factors)
+        )
 
     def test_beats_the_histogram(self):
         costs = [2, 2, 5, 1]

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Node
 from tf_gpipe.partition import layer_graph
+from tf_gpipe.schedule import Schedule
 
 NAMES = ("parameters", "flops", "time", "memory")
 
@@ -106,6 +107,23 @@ def of_nodes(
             )
         costs.append(float(cost))
     return costs
+
+
+def of_stages(
+    balance: str | Callable, schedule: Schedule, remat: str
+) -> list[float]:
+    """Returns how many times as much a layer costs in each stage.
+
+    A stage that recomputes takes a third more time, so the last one of `1f1b`
+    and `zero_bubble`, which never does, gets more layers. What a function
+    given as `balance` measures is not known, and nothing is added to it.
+    """
+    if balance not in ("flops", "time"):
+        return [1.0] * schedule.num_stages
+    return [
+        1 + schedule.recomputed_share(stage, remat) / 3
+        for stage in range(schedule.num_stages)
+    ]
 
 
 def of_cuts(graph: Graph) -> list[int]:
