@@ -37,6 +37,8 @@ class Exchange:
         # What the model is given, cut into micro-batches where it is used.
         self._cut: dict[tuple[Value, str], list[Activations]] = {}
         self._made: dict[tuple[int, int], Activations] = {}
+        # What a device has got from another one.
+        self._received: dict[tuple[Value, int, str], Any] = {}
         # Flat gradients by value, micro-batch and device.
         self._gradients: dict[tuple[Value, int], dict[str, list]] = {}
 
@@ -80,8 +82,12 @@ class Exchange:
             List with, for each output, a list with the flat gradients that
             each device has sent. `total` sums them.
         """
+        here = self._pipeline.stages[k].device
         return [
-            list(self._gradients.pop((value, m), {}).values())
+            [
+                [self._sent(x, device, here) for x in part]
+                for device, part in self._gradients.pop((value, m), {}).items()
+            ]
             for value in self._pipeline.stages[k].outputs
         ]
 
@@ -122,7 +128,12 @@ class Exchange:
         if value not in self._given:
             maker, i = self._pipeline.maker[value]
             made = self._made[maker.index, m]
-            return Activations(made.tensors[i], made.masks[i])
+            if (value, m, device) not in self._received:
+                self._received[value, m, device] = keras.tree.map_structure(
+                    lambda x: self._sent(x, maker.device, device),
+                    made.tensors[i],
+                )
+            return Activations(self._received[value, m, device], made.masks[i])
         if (value, device) not in self._cut:
             whole = Activations.of(self._given[value])
             with tf.device(device):
@@ -131,6 +142,22 @@ class Exchange:
                     for i in range(self._split.num_micro_batches)
                 ]
         return self._cut[value, device][m]
+
+    def _sent(self, x: Any, sender: str, receiver: str) -> Any:
+        """Returns a tensor that goes from device to device, or `None`."""
+        dtype = self._pipeline.boundary_dtype
+        if (
+            dtype is None
+            or sender == receiver
+            or x is None
+            or not x.dtype.is_floating
+            or x.dtype.size <= tf.as_dtype(dtype).size
+        ):
+            return x
+        with tf.device(sender):
+            narrow = tf.cast(x, dtype)
+        with tf.device(receiver):
+            return tf.cast(narrow, x.dtype)
 
 
 def _sum(value: Value, parts: list[list]) -> list:

@@ -47,6 +47,7 @@ class PipelinedModel(Pipelined, Functional):
         schedule: As of `PipelinedSequential`.
         remat: As of `PipelinedSequential`.
         devices: As of `PipelinedSequential`.
+        boundary_dtype: As of `PipelinedSequential`.
         trainable: Boolean, whether the layers are trainable, or `None` to
             leave them as they are.
 
@@ -82,6 +83,7 @@ class PipelinedModel(Pipelined, Functional):
         schedule: str | Schedule = "1f1b",
         remat: str = "always",
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        boundary_dtype: str | None = None,
         trainable: bool | None = None,
     ):
         super().__init__(inputs, outputs, name=name, trainable=trainable)
@@ -95,6 +97,7 @@ class PipelinedModel(Pipelined, Functional):
             schedule=schedule,
             remat=remat,
             devices=devices,
+            boundary_dtype=boundary_dtype,
         )
         self._pipeline = None
         for x in self.inputs:

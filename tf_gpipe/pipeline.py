@@ -23,6 +23,7 @@ class Pipeline:
     stages: tuple[Stage, ...]
     schedule: Schedule
     remat: str  # one of `remat.MODES`
+    boundary_dtype: str | None  # of what travels from device to device
     seed: keras.Variable  # state of Keras's global seed generator
 
     @functools.cached_property

@@ -20,6 +20,8 @@ from tf_gpipe.partition import costs
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.schedule import Schedule
 
+_BOUNDARY_DTYPES = (None, "bfloat16", "float16")
+
 
 @dataclasses.dataclass
 class PipelineConfig:
@@ -37,6 +39,7 @@ class PipelineConfig:
     schedule: str | Schedule
     remat: str
     devices: Sequence[str] | Sequence[Sequence[str]] | None
+    boundary_dtype: str | None = None
 
     def __post_init__(self):
         self.num_stages = _count("num_stages", self.num_stages)
@@ -44,6 +47,11 @@ class PipelineConfig:
             "num_micro_batches", self.num_micro_batches
         )
         remat.check(self.remat)
+        if self.boundary_dtype not in _BOUNDARY_DTYPES:
+            raise ValueError(
+                "`boundary_dtype` must be 'bfloat16', 'float16' or None. "
+                f"Received: boundary_dtype={self.boundary_dtype!r}"
+            )
         if isinstance(self.schedule, Schedule):
             self.num_stages = self.num_stages or self.schedule.num_stages
             self.num_micro_batches = (
@@ -161,6 +169,7 @@ class PipelineConfig:
             schedule,
             balance,
             self.remat,
+            self.boundary_dtype,
             [[row[i] for row in rows] for i in schedule.devices],
         )
 
@@ -172,6 +181,7 @@ class ResolvedConfig:
     schedule: Schedule
     balance: Any
     remat: str
+    boundary_dtype: str | None
     devices: list[list[str]]  # of each stage, one a replica
 
     def counts(self, graph: Graph) -> list[int]:

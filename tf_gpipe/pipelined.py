@@ -166,6 +166,7 @@ class Pipelined(PipelinedTraining):
             tuple(stages),
             config.schedule,
             config.remat,
+            config.boundary_dtype,
             state.global_seed(),
         )
 

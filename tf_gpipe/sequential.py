@@ -47,10 +47,11 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         schedule: `"1f1b"` (one forward, one backward), `"gpipe"` (all
             forward, then all backward), `"interleaved"` (as 1F1B, stage s on
             device s modulo the number of `devices`, so that `num_stages` is a
-            multiple of it), or a `tf_gpipe.Schedule`. `"1f1b"` holds fewer
-            activations than `"gpipe"`, which accepts losses that need the
-            whole mini-batch; `"interleaved"` has the smallest bubble.
-            Defaults to `"1f1b"`.
+            multiple of it), `"zero_bubble"` (as 1F1B, with the gradients of
+            weights in what was bubble), or a `tf_gpipe.Schedule`. `"1f1b"`
+            holds fewer activations than `"gpipe"`, which accepts losses that
+            need the whole mini-batch; `"interleaved"` and `"zero_bubble"`
+            have smaller bubbles. Defaults to `"1f1b"`.
         remat: Which micro-batches keep only the input of each stage and
             compute the activations again for the backward pass: `"always"`,
             `"except_last"` (all but the last one) or `"never"`. None is where
@@ -64,6 +65,12 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             on TPUs, where stages are the logical cores of a replica. Defaults
             to the visible accelerators in order (CPUs where there are none),
             row by row.
+        boundary_dtype: `"bfloat16"` or `"float16"`, in which activations and
+            their gradients travel from one device to another, where they have
+            a wider floating-point type: half the bytes of float32, for a
+            relative error of up to 2^-8 or 2^-11 in each number; with float16
+            those beyond 65,504 overflow. Defaults to `None`: they travel
+            as they are, and the numbers are those of the plain model.
         trainable: Boolean, whether the layers are trainable.
         name: String.
 
@@ -97,6 +104,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         schedule: str | Schedule = "1f1b",
         remat: str = "always",
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        boundary_dtype: str | None = None,
         trainable: bool = True,
         name: str | None = None,
     ):
@@ -111,6 +119,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             schedule=schedule,
             remat=remat,
             devices=devices,
+            boundary_dtype=boundary_dtype,
         )
         self._pipeline = None
         if layers is None:

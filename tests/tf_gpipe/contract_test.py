@@ -62,6 +62,21 @@ class SelfAttention(L.Layer):
         return input_shape
 
 
+@keras.saving.register_keras_serializable(package="contract_test")
+class Narrowed(L.Layer):
+    """Rounds what goes through it, and the gradients that come back."""
+
+    def __init__(self, dtype_name, **kwargs):
+        super().__init__(**kwargs)
+        self.dtype_name = dtype_name
+
+    def call(self, x):
+        def rounded(y):
+            return tf.cast(tf.cast(y, self.dtype_name), y.dtype)
+
+        return tf.custom_gradient(lambda y: (rounded(y), rounded))(x)
+
+
 class ContractTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         num_stages=(1, 2, 4),
@@ -204,6 +219,40 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
             schedule=schedule,
         )
         comparison.assert_same(self, plain, pipelined)
+
+    @parameterized.product(
+        boundary_dtype=("bfloat16", "float16"),
+        schedule=("gpipe", "1f1b", "zero_bubble"),
+    )
+    def test_boundary_dtype(self, boundary_dtype, schedule):
+        def make():
+            return [keras.Input((6,)), L.Dense(8, "tanh"), L.Dense(3)]
+
+        def make_rounded():
+            first, *rest, last = make()
+            return [first, *rest, Narrowed(boundary_dtype), last]
+
+        data = batches([8, 7])
+        loss = SOFTMAX(from_logits=True)
+        arguments = {
+            "num_micro_batches": 2,
+            "schedule": schedule,
+            "boundary_dtype": boundary_dtype,
+        }
+        rounded, exact, narrow, here = (
+            comparison.train(layers, data, loss=loss, **kwargs)
+            for layers, kwargs in (
+                (make_rounded, {}),
+                (make, {}),
+                (make, {"num_stages": 2, **arguments}),
+                # What does not travel is not rounded.
+                (make, {"devices": ["CPU:0", "CPU:0"], **arguments}),
+            )
+        )
+        comparison.assert_same(self, rounded, narrow)
+        comparison.assert_same(self, exact, here)
+        with self.assertRaises(AssertionError):
+            comparison.assert_same(self, exact, narrow)
 
     @parameterized.parameters("mixed_bfloat16", "mixed_float16")
     def test_mixed_precision(self, policy):
