@@ -7,8 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import added_losses
 from tf_gpipe import replicas
-from tf_gpipe import state
+from tf_gpipe.added_losses import AddedLosses
 from tf_gpipe.clock import Clock
 from tf_gpipe.exchange import Exchange
 from tf_gpipe.gradients import GradientSum
@@ -25,6 +26,7 @@ from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageFunction
 from tf_gpipe.stage_phases import StagePhases
 from tf_gpipe.stage_tape import TapedStage
+from tf_gpipe.state import StateVersions
 from tf_gpipe.task_order import TaskOrder
 
 LossFunction = Callable[..., tuple[list[tf.Tensor], list]]
@@ -84,15 +86,10 @@ class MiniBatch:
         inputs = replicas.fed(inputs)
         self.split = Split(inputs, pipeline.schedule.num_micro_batches)
         self._exchange = Exchange(pipeline, self.split, inputs)
-        # Seeds are by number over all replicas, so that all masks differ.
-        self._first = replicas.number() * self.split.num_micro_batches
-        self._versions = state.StateVersions(
-            self.split, self._first, pipeline.device_of
-        )
-        self._initial: dict[tuple[int, int], tf.Tensor] = {}
+        self._versions = StateVersions(self.split, pipeline.device_of)
         # `PhasedCall`, `TurnedCall` or `TapedCall`.
         self._calls: dict[tuple[int, int], Any] = {}
-        self._losses: dict[tuple[int, int], list[tf.Tensor]] = {}
+        self._added = AddedLosses(pipeline.stages, self.split)
         # By the flat outputs of each micro-batch, from the loss.
         self._upstream: dict[int, list] = {}
         self._sums: list[GradientSum] = []
@@ -194,7 +191,7 @@ class MiniBatch:
                 else:
                     self._forward(task, tape=True)
             elif task.stage < self._last:
-                self._backward(task, [loss_gradient] * self._num_losses())
+                self._backward(task, [loss_gradient] * self._added.count())
             elif m not in losses:
                 outputs = self._exchange.outputs(m)
                 with self._order.task(task):
@@ -204,7 +201,7 @@ class MiniBatch:
                     losses[m], self._upstream[m] = self._loss(
                         outputs, *loss_inputs(m)
                     )
-                self._backward(task, [loss_gradient] * self._num_losses())
+                self._backward(task, [loss_gradient] * self._added.count())
         return [losses[m] for m in range(self.split.num_micro_batches)]
 
     def outputs(self) -> Any:
@@ -220,31 +217,8 @@ class MiniBatch:
             ).unpack()
 
     def losses(self) -> list[tf.Tensor]:
-        """Returns the losses that layers added, for the whole mini-batch.
-
-        A scalar that a layer adds is taken for a mean over rows, as Keras's
-        activity regularisers are, so micro-batches count by their rows.
-        """
-        totals = []
-        for stage in self.pipeline.stages:
-            with tf.device(stage.device):
-                parts = [
-                    self._losses[stage.index, m]
-                    for m in range(self.split.num_micro_batches)
-                ]
-                totals += [
-                    tf.add_n(
-                        [
-                            tf.reduce_sum(x) * _share(x, *self._shares(m))
-                            for m, x in enumerate(losses)
-                        ]
-                    )
-                    for losses in zip(*parts, strict=True)
-                ]
-        return totals
-
-    def _shares(self, m: int) -> tuple[tf.Tensor, tf.Tensor]:
-        return self.split.weight(m), self.split.valid(m)
+        """Returns the losses that layers added, for the whole mini-batch."""
+        return self._added.totals()
 
     def commit_state(self) -> None:
         """Assigns the state that layers have updated."""
@@ -300,17 +274,11 @@ class MiniBatch:
     ) -> None:
         k, m = task.stage, task.micro_batch
         call = self._calls[k, m]
-        first = sum(len(self._losses[i, m]) for i in range(k))
         last = k == self._last
         arrived = self._upstream.pop(m) if last else self._exchange.back(k, m)
         with self._order.task(task, arrived) as finish:
             upstream = arrived if last else self._exchange.total(k, arrived)
-            added = [
-                _gradient(loss, gradient, *self._shares(m))
-                for loss, gradient in zip(
-                    call.result.losses, loss_gradients[first:], strict=False
-                )
-            ]
+            added = self._added.gradients(k, m, loss_gradients)
             inputs = call.backward(upstream + added)
             self._exchange.put_gradients(k, m, inputs)
             finish((inputs, self._after_backward(task)))
@@ -340,7 +308,7 @@ class MiniBatch:
         inputs, carried = self._arguments(stage.function, m)
         with self._order.task(task, inputs) as finish:
             call = stage.at_once(
-                inputs, carried, (loss_inputs, self._shares(m))
+                inputs, carried, (loss_inputs, self._added.shares(m))
             )
             self._calls[k, m] = call
             self._exchange.put_gradients(k, m, call.input_gradients)
@@ -357,10 +325,8 @@ class MiniBatch:
         """Returns the gradients for the way back from the last stage."""
         loss_inputs, shares = arguments
         losses, gradients = self._loss(result.outputs, *loss_inputs)
-        added = [
-            _gradient(loss, self._loss_gradient, *shares)
-            for loss in result.losses
-        ]
+        upstream = [self._loss_gradient] * len(result.losses)
+        added = added_losses.gradients(result.losses, upstream, shares)
         return gradients + added, losses
 
     def _set_loss(
@@ -396,12 +362,12 @@ class MiniBatch:
     ) -> tuple[Activations, list]:
         k = function.stage.index
         inputs = self._exchange.inputs(k, m)
-        return inputs, [self._read(v, m) for v in function.carried]
+        return inputs, [self._versions.read(v, m) for v in function.carried]
 
     def _keep(self, function: StageFunction, result: Result, m: int) -> None:
         k = function.stage.index
         self._exchange.put(k, m, result.outputs)
-        self._losses[k, m] = result.losses
+        self._added.put(k, m, result.losses)
         self._versions.write(function.updated, result.updates, m)
 
     def _stage(self, k: int) -> Any:
@@ -434,23 +400,6 @@ class MiniBatch:
             )
         return self._stages[k]
 
-    def _read(self, variable: keras.Variable, m: int) -> tf.Tensor:
-        value = self._versions.read(variable, m)
-        if value is not None:
-            return value
-        seed = self._first + m if state.is_seed(variable) else 0
-        if (id(variable), seed) not in self._initial:
-            with tf.device(self.pipeline.device_of(variable)):
-                self._initial[id(variable), seed] = tf.stop_gradient(
-                    state.initial(variable, seed)
-                )
-        return self._initial[id(variable), seed]
-
-    def _num_losses(self) -> int:
-        return sum(
-            len(self._losses[stage.index, 0]) for stage in self.pipeline.stages
-        )
-
     def _flat_outputs(self) -> list[list[tf.Tensor]]:
         """Returns, for each flat output tensor, its parts by micro-batch."""
         parts = [
@@ -462,16 +411,3 @@ class MiniBatch:
     def times(self) -> tf.Tensor | None:
         """Returns when tasks ran; see `TaskOrder.times`."""
         return self._order.times()
-
-
-def _share(loss: tf.Tensor, weight: tf.Tensor, valid: tf.Tensor) -> tf.Tensor:
-    """Returns how much a loss that a layer added counts in the mini-batch."""
-    # One value a row, of which Keras takes the sum, unless it is a scalar.
-    return tf.cast(weight if loss.shape.rank == 0 else valid, loss.dtype)
-
-
-def _gradient(
-    loss: tf.Tensor, gradient: tf.Tensor, *shares: tf.Tensor
-) -> tf.Tensor:
-    share = _share(loss, *shares)
-    return tf.ones_like(loss) * share * tf.cast(gradient, loss.dtype)

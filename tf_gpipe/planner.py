@@ -1,27 +1,20 @@
 """What a pipeline will need, before anything of it is allocated."""
 
-import contextlib
 import dataclasses
 import math
-import random
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
-from keras.src.models.functional import Functional
 
 from tf_gpipe import abstract
+from tf_gpipe import planned_graph
 from tf_gpipe import schedules
 from tf_gpipe import slots
-from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Part
 from tf_gpipe.graph import Value
-from tf_gpipe.graph import chain
-from tf_gpipe.graph import functional
 from tf_gpipe.partition import costs
 from tf_gpipe.partition import layer_graph
 from tf_gpipe.partition.contiguous import split
@@ -101,7 +94,7 @@ def plan(
     config = PipelineConfig(
         num_stages, num_micro_batches, balance, schedule, remat, devices=None
     )
-    with _policy(dtype_policy) as replaced:
+    with abstract.policy(dtype_policy) as replaced:
         planner = _Planner(layers, input_spec, optimizer, replaced)
     _check_speeds(device_flops, bandwidth, latency)
     options = {
@@ -129,7 +122,7 @@ class _Planner:
     """
 
     def __init__(self, model, input_spec, optimizer, replaced):
-        graph = _graph(model, input_spec)
+        graph = planned_graph.of(model, input_spec)
         self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
         self.weights: list[list] = []
         self.replaced = replaced
@@ -161,7 +154,7 @@ class _Planner:
         """Returns a copy of a layer, built without values, and its outputs."""
         if not isinstance(layer, keras.Layer):
             return layer, layer.compute_output_spec(*args, **kwargs)
-        config = _replaced(layer.get_config(), *self.replaced)
+        config = abstract.replaced(layer.get_config(), *self.replaced)
         copy = type(layer).from_config(config)
         with abstract.no_values():
             outputs = copy(*args, **kwargs)
@@ -234,9 +227,7 @@ class _Planner:
 
         simulation = simulated(transfer)
         makespan = simulation.makespan
-        # Transfers that take no time need no simulation without them.
-        slow = any(transfer.values())
-        computing = simulated({}).makespan if slow else makespan
+        computing = simulated({}).makespan
         alone = num_micro_batches * (sum(forward) + sum(backward))
         return Plan(
             stages=stages,
@@ -408,99 +399,3 @@ def _passing(trace: layer_graph.LayerGraph) -> int:
     its largest tensor.
     """
     return 2 * trace.largest_bytes + trace.output_bytes
-
-
-def _graph(model: Any, input_spec: Any) -> Graph:
-    """Returns the graph of what `plan` is given, with the input spec."""
-    if isinstance(model, Functional):
-        graph = functional(model)
-        flat = keras.tree.flatten(_standardize(input_spec))
-        expected = [value.spec for value in graph.inputs]
-        if len(flat) != len(expected) or any(
-            len(x.shape) != len(y.shape)
-            for x, y in zip(flat, expected, strict=False)
-        ):
-            raise ValueError(
-                "`input_spec` must be like the inputs of the model, "
-                f"{model.input}. Received: input_spec={input_spec}"
-            )
-        specs = {
-            value: keras.KerasTensor(x.shape, value.spec.dtype)
-            for value, x in zip(graph.inputs, flat, strict=True)
-        }
-        return graph.with_specs(specs)
-    if isinstance(model, keras.Model) and not isinstance(
-        model, keras.Sequential
-    ):
-        raise TypeError(
-            "A plan is made from layers, or from a functional or sequential "
-            f"model. Received: model={model.name!r} (of type "
-            f"{type(model).__name__}), whose layers only its `call` knows."
-        )
-    layers = model.layers if isinstance(model, keras.Sequential) else model
-    layers = [
-        x
-        for x in layers
-        if not isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
-    ]
-    if not layers:
-        raise ValueError("A plan needs layers. Received none.")
-    return chain(layers, _standardize(input_spec))
-
-
-@contextlib.contextmanager
-def _policy(policy: Any) -> Iterator[tuple[dict, dict]]:
-    """A scope to copy layers in, in which they have a policy by default.
-
-    Yields the configuration of the global policy, and that of its stand-in.
-    """
-    before = keras.config.dtype_policy()
-    # Copies of layers draw seeds that they do not need.
-    drawn = random.getstate()
-    if policy is not None:
-        keras.config.set_dtype_policy(policy)
-    try:
-        yield tuple(
-            keras.dtype_policies.serialize(x)
-            for x in (before, keras.config.dtype_policy())
-        )
-    finally:
-        keras.config.set_dtype_policy(before)
-        random.setstate(drawn)
-
-
-def _replaced(config: Any, old: Any, new: Any) -> Any:
-    """Returns a nested configuration with each `old` replaced by `new`."""
-    if config == old:
-        return new
-    if isinstance(config, dict):
-        return {k: _replaced(x, old, new) for k, x in config.items()}
-    if isinstance(config, (list, tuple)):
-        return type(config)(_replaced(x, old, new) for x in config)
-    return config
-
-
-def _standardize(spec: Any) -> Any:
-    """Returns an input spec as `KerasTensor`s with a batch size."""
-
-    def standardize(x):
-        if isinstance(x, tf.TensorShape):
-            x = x.as_list()
-        if isinstance(x, dict):
-            return {key: standardize(part) for key, part in x.items()}
-        if isinstance(x, (tuple, list)):
-            if not all(n is None or isinstance(n, int) for n in x):
-                return type(x)(map(standardize, x))
-            return keras.KerasTensor(tuple(x), "float32")
-        return keras.KerasTensor(
-            tuple(x.shape), keras.backend.standardize_dtype(x.dtype)
-        )
-
-    spec = standardize(spec)
-    for x in keras.tree.flatten(spec):
-        if not x.shape or None in x.shape:
-            raise ValueError(
-                "`input_spec` must give all sizes, that of the mini-batch "
-                f"first. Received a shape of {x.shape}"
-            )
-    return spec

@@ -1,22 +1,20 @@
 """The phases of a stage as functions, traced once for all micro-batches."""
 
 import functools
-import itertools
 from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tf_gpipe.clock import Clock
-from tf_gpipe.function_call import FunctionCall
 from tf_gpipe.gradients import Gradients
-from tf_gpipe.pack import pack
-from tf_gpipe.pack import unpack
 from tf_gpipe.stage import Activations
+from tf_gpipe.stage_cuts import Backward
+from tf_gpipe.stage_cuts import Cut
+from tf_gpipe.stage_cuts import Weights
+from tf_gpipe.stage_cuts import inputs_of
+from tf_gpipe.stage_cuts import outputs_of
 from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageFunction
 from tf_gpipe.traced_function import TracedFunction
@@ -99,7 +97,7 @@ class StagePhases:
             graph = concrete.graph
             if graph not in self._cuts:
                 upstream = self._upstream[graph]
-                self._cuts[graph] = _Cut(
+                self._cuts[graph] = Cut(
                     self.function, concrete, upstream, self._splits
                 )
             return PhasedCall(self._cuts[graph], _tensors(given), remat)
@@ -119,15 +117,15 @@ class StagePhases:
             concrete = self._turned.get_concrete_function(*given)
             graph = concrete.graph
             if graph not in self._cuts:
-                feeds = _arguments(concrete)
+                feeds = inputs_of(concrete)
                 traced = TracedFunction(concrete, feeds)
-                made, dense, sparse = _made(concrete)
-                self._cuts[graph] = _Backward(
+                returned, dense, sparse = outputs_of(concrete)
+                self._cuts[graph] = Backward(
                     traced,
                     feeds,
-                    made,
-                    _Weights(self.function.dense, dense),
-                    _Weights(self.function.sparse, sparse),
+                    returned,
+                    Weights(self.function.dense, dense),
+                    Weights(self.function.sparse, sparse),
                     traced.effects(),
                     self._splits,
                 )
@@ -188,7 +186,7 @@ class PhasedCall:
         result: `Result`.
     """
 
-    def __init__(self, cut: "_Cut", inputs: list[tf.Tensor], remat: bool):
+    def __init__(self, cut: Cut, inputs: list[tf.Tensor], remat: bool):
         self._cut = cut
         self._inputs = inputs
         self._stored: list[tf.Tensor] = []
@@ -248,7 +246,7 @@ class TurnedCall:
         input_gradients: List with a gradient or `None` for each flat input.
     """
 
-    def __init__(self, backward: "_Backward", inputs: list[tf.Tensor]):
+    def __init__(self, backward: Backward, inputs: list[tf.Tensor]):
         self._backward = backward
         made, self._rest = backward([], inputs)
         self.result, self.times, self.rest, self.input_gradients = made
@@ -258,238 +256,7 @@ class TurnedCall:
         return self._backward.weights(self._rest)
 
 
-class _Made(NamedTuple):
-    """Some of what a traced function returns."""
-
-    structure: Any
-    tensors: list[tf.Tensor]  # the leaves of `structure` that are not None
-
-    def filled(self, tensors: Sequence[tf.Tensor]) -> Any:
-        """Returns the structure with other tensors."""
-        found = iter(tensors)
-        return tf.nest.pack_sequence_as(
-            self.structure,
-            [None if x is None else next(found) for x in _flat(self.structure)],
-            expand_composites=True,
-        )
-
-
-class _Weights(NamedTuple):
-    """Gradients of weights in a traced function, and whose they are."""
-
-    variables: list[keras.Variable]
-    made: _Made  # a list with one a variable
-
-    def of(self, operations: Collection[tf.Operation]) -> "_Weights":
-        """Returns those that operations make."""
-        variables, structure, tensors = [], [], []
-        rest = list(self.made.tensors)
-        for variable, like in zip(
-            self.variables, self.made.structure, strict=True
-        ):
-            size = len(_flat(like))
-            own, rest = rest[:size], rest[size:]
-            if any(x.op in operations for x in own):
-                variables.append(variable)
-                structure.append(like)
-                tensors += own
-        return _Weights(variables, _Made(structure, tensors))
-
-
-class _Cut:
-    """The phases of a stage, cut from a trace.
-
-    Args:
-        function: `StageFunction`.
-        concrete: The trace: a concrete function that returns the result, the
-            gradients of inputs, and `Gradients`.
-        upstream: List of the placeholders in it of gradients of the result,
-            `None` where there are none.
-        splits: Boolean, whether the gradients of weights are apart.
-    """
-
-    def __init__(
-        self,
-        function: StageFunction,
-        concrete: Any,
-        upstream: list,
-        splits: bool,
-    ):
-        self._function = function
-        self._splits = splits
-        self._splits = splits
-        self._inputs = _arguments(concrete)
-        self._result, self._by_input, dense, sparse = _made(concrete)
-        self._dense = _Weights(function.dense, dense)
-        self._sparse = _Weights(function.sparse, sparse)
-        self._upstream = [x for x in upstream if x is not None]
-        self._traced = TracedFunction(
-            concrete, [*self._inputs, *self._upstream]
-        )
-        late = self._traced.users(self._upstream)
-        effects = self._traced.effects()
-        self._early_effects = effects - late
-        self._late_effects = effects & late
-        fetches = self._by_input.tensors + dense.tensors + sparse.tensors
-        early = self._traced.makers(fetches, self._late_effects) - late
-        # What is there once the stage has run.
-        self._stored = self._traced.handed(fetches, early, self._late_effects)
-        self._backward: dict[tuple, _Backward] = {}
-        self.forward = FunctionCall(self._forward)
-        self.storing = FunctionCall(self._forward_storing)
-        self.store = FunctionCall(self._store)
-
-    def _forward(self, inputs: list[tf.Tensor]) -> Result:
-        part = self._traced.part(
-            self._inputs, self._result.tensors, self._early_effects
-        )
-        return self._result.filled(part(inputs))
-
-    def _forward_storing(self, inputs: list[tf.Tensor]) -> tuple:
-        part = self._traced.part(
-            self._inputs,
-            self._result.tensors + self._stored,
-            self._early_effects,
-        )
-        found = part(inputs)
-        size = len(self._result.tensors)
-        return self._result.filled(found[:size]), pack(found[size:])
-
-    def _store(self, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-        return pack(self._traced.part(self._inputs, self._stored)(inputs))
-
-    def backward(self, arrived: tuple[bool, ...]) -> "_Backward":
-        """Returns the backward phase.
-
-        Args:
-            arrived: For each placeholder of a gradient, whether there is one.
-                What depends on none that is there is `None`, as by a tape.
-        """
-        if arrived not in self._backward:
-            there = itertools.compress(self._upstream, arrived)
-            alive = self._traced.users(there)
-            by_input = [
-                x if x is not None and x.op in alive else None
-                for x in self._by_input.filled(self._by_input.tensors)
-            ]
-            self._backward[arrived] = _Backward(
-                self._traced,
-                self._stored + self._upstream,
-                _Made(by_input, [x for x in by_input if x is not None]),
-                self._dense.of(alive),
-                self._sparse.of(alive),
-                self._late_effects,
-                self._splits,
-                stored=self._stored,
-            )
-        return self._backward[arrived]
-
-
-class _Backward:
-    """The backward phase of a stage, or both passes at once, and after that
-    the phase of weights.
-
-    Args:
-        traced: `TracedFunction`.
-        feeds: List of tensors of the graph that the phase is fed.
-        made: `_Made`, what it returns besides gradients of weights.
-        dense: `_Weights`.
-        sparse: `_Weights`.
-        effects: Operations with side effects that it runs.
-        splits: Boolean, whether the gradients of weights are apart.
-        stored: List of the first ones of `feeds`, which come in a pack.
-    """
-
-    def __init__(
-        self,
-        traced: TracedFunction,
-        feeds: list[tf.Tensor],
-        made: _Made,
-        dense: _Weights,
-        sparse: _Weights,
-        effects: Collection[tf.Operation],
-        splits: bool,
-        stored: Sequence[tf.Tensor] = (),
-    ):
-        self._traced = traced
-        self._feeds = feeds
-        self._stored = stored
-        self._made = made
-        self._dense = dense
-        self._sparse = sparse
-        self._effects = effects
-        self._gradients = dense.made.tensors + sparse.made.tensors
-        self._splits = splits
-        # What the phase of weights is fed.
-        self._kept: list[tf.Tensor] = []
-        if splits:
-            done = {x.op for x in feeds}
-            done |= traced.makers(made.tensors, effects)
-            self._kept = traced.handed(self._gradients, done)
-        self._run = FunctionCall(self._phase)
-        self._run_weights = FunctionCall(self._phase_of_weights)
-
-    def __call__(
-        self, packed: list[tf.Tensor], values: list[tf.Tensor]
-    ) -> tuple[Any, Any]:
-        """Runs the phase.
-
-        Args:
-            packed: The pack of the values of `stored`.
-            values: List of the values of the other feeds.
-
-        Returns:
-            Tuple of the values of `made`, and what `weights` takes.
-        """
-        return self._run(packed, values)
-
-    def weights(self, rest: Any) -> tuple[Gradients, list, list]:
-        """Returns the gradients of weights, and whose they are."""
-        gradients = self._run_weights(rest) if self._splits else rest
-        return gradients, self._dense.variables, self._sparse.variables
-
-    def _phase(self, packed: list[tf.Tensor], values: list[tf.Tensor]) -> tuple:
-        rest = self._kept if self._splits else self._gradients
-        part = self._traced.part(
-            self._feeds, self._made.tensors + rest, self._effects
-        )
-        found = part([*unpack(packed, self._stored), *values])
-        size = len(self._made.tensors)
-        made, found = self._made.filled(found[:size]), found[size:]
-        return made, pack(found) if self._splits else self._packed(found)
-
-    def _phase_of_weights(self, packed: list[tf.Tensor]) -> Gradients:
-        part = self._traced.part(self._kept, self._gradients)
-        return self._packed(part(unpack(packed, self._kept)))
-
-    def _packed(self, found: list[tf.Tensor]) -> Gradients:
-        size = len(self._dense.variables)
-        return Gradients(
-            self._dense.made.filled(found[:size]),
-            self._sparse.made.filled(found[size:]),
-        ).packed()
-
-
-def _arguments(concrete: Any) -> list[tf.Tensor]:
-    """Returns the inputs of a trace, without those that it has captured."""
-    size = len(concrete.inputs) - len(concrete.captured_inputs)
-    return concrete.inputs[:size]
-
-
-def _made(concrete: Any) -> list[_Made]:
-    """Returns what a trace returns, a tuple, one by one."""
-    found, rest = [], list(concrete.outputs)
-    for structure in concrete.structured_outputs:
-        size = sum(x is not None for x in _flat(structure))
-        found.append(_Made(structure, rest[:size]))
-        rest = rest[size:]
-    return found
-
-
-def _flat(structure: Any) -> list:
-    return tf.nest.flatten(structure, expand_composites=True)
-
-
 def _tensors(structure: Any) -> list[tf.Tensor]:
     # What else there may be, such as numbers, is a part of the trace.
-    return [x for x in _flat(structure) if isinstance(x, tf.Tensor)]
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [x for x in leaves if isinstance(x, tf.Tensor)]

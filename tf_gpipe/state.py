@@ -63,27 +63,35 @@ class StateVersions:
 
     Args:
         split: `Split` of the mini-batch.
-        first: Integer, the number that micro-batch 0 has among all replicas'.
         device_of: Function from a variable to its device.
     """
 
     def __init__(
         self,
         split: Split,
-        first: int,
         device_of: Callable[[keras.Variable], str],
     ):
         self._device_of = device_of
         self._split = split
-        self._first = first
+        # Seeds are by number over all replicas, so that all masks differ.
+        self._first = replicas.number() * split.num_micro_batches
+        self._initial: dict[tuple[int, int], tf.Tensor] = {}
         self._versions: list[dict[int, tf.Tensor]] = [
             {} for _ in range(split.num_micro_batches)
         ]
         self._updated: dict[int, keras.Variable] = {}
 
-    def read(self, variable: keras.Variable, m: int) -> tf.Tensor | None:
-        """Returns the version of micro-batch `m`, or `None` if unchanged."""
-        return self._versions[m].get(id(variable))
+    def read(self, variable: keras.Variable, m: int) -> tf.Tensor:
+        """Returns the version of micro-batch `m`."""
+        if id(variable) in self._versions[m]:
+            return self._versions[m][id(variable)]
+        seed = self._first + m if is_seed(variable) else 0
+        if (id(variable), seed) not in self._initial:
+            with tf.device(self._device_of(variable)):
+                self._initial[id(variable), seed] = tf.stop_gradient(
+                    initial(variable, seed)
+                )
+        return self._initial[id(variable), seed]
 
     def write(
         self,

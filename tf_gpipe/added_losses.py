@@ -1,0 +1,97 @@
+"""Losses that layers add while a mini-batch goes through the stages."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_gpipe.micro_batch import Split
+from tf_gpipe.stage import Stage
+
+Shares = tuple[tf.Tensor, tf.Tensor]
+
+
+class AddedLosses:
+    """What `add_loss` and activity regularisers add, by stage.
+
+    A scalar that a layer adds is taken for a mean over rows, as Keras's
+    activity regularisers are, so micro-batches count by their rows. Other
+    losses have one value a row, of which Keras takes the sum.
+
+    Args:
+        stages: List of the `Stage`s.
+        split: `Split` of the mini-batch.
+    """
+
+    def __init__(self, stages: Sequence[Stage], split: Split):
+        self._stages = stages
+        self._split = split
+        self._losses: dict[tuple[int, int], list[tf.Tensor]] = {}
+
+    def put(self, k: int, m: int, losses: list[tf.Tensor]) -> None:
+        """Takes those that stage `k` has added for micro-batch `m`."""
+        self._losses[k, m] = losses
+
+    def count(self) -> int:
+        """Returns how many there are in the mini-batch."""
+        return sum(len(self._losses[x.index, 0]) for x in self._stages)
+
+    def totals(self) -> list[tf.Tensor]:
+        """Returns them for the mini-batch, scalars."""
+        totals = []
+        for stage in self._stages:
+            with tf.device(stage.device):
+                parts = [
+                    self._losses[stage.index, m]
+                    for m in range(self._split.num_micro_batches)
+                ]
+                totals += [
+                    tf.add_n(
+                        [
+                            tf.reduce_sum(x) * _share(x, self.shares(m))
+                            for m, x in enumerate(losses)
+                        ]
+                    )
+                    for losses in zip(*parts, strict=True)
+                ]
+        return totals
+
+    def gradients(
+        self, k: int, m: int, upstream: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns the gradients by those of a stage and a micro-batch.
+
+        Args:
+            k: Integer, the stage.
+            m: Integer, the micro-batch.
+            upstream: List with the gradient by each of `totals()`.
+        """
+        first = sum(len(self._losses[i, m]) for i in range(k))
+        own = self._losses[k, m]
+        return gradients(
+            own, upstream[first : first + len(own)], self.shares(m)
+        )
+
+    def shares(self, m: int) -> Shares:
+        """Returns what a micro-batch counts: its weight, and if it is valid."""
+        return self._split.weight(m), self._split.valid(m)
+
+
+def gradients(
+    losses: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor], shares: Shares
+) -> list[tf.Tensor]:
+    """Returns the gradients by a micro-batch's losses.
+
+    Args:
+        losses: List of tensors.
+        upstream: List with the gradient by each of the mini-batch's.
+        shares: What `AddedLosses.shares` returns for the micro-batch.
+    """
+    return [
+        tf.ones_like(loss) * _share(loss, shares) * tf.cast(x, loss.dtype)
+        for loss, x in zip(losses, upstream, strict=True)
+    ]
+
+
+def _share(loss: tf.Tensor, shares: Shares) -> tf.Tensor:
+    weight, valid = shares
+    return tf.cast(weight if loss.shape.rank == 0 else valid, loss.dtype)
