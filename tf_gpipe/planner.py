@@ -287,8 +287,7 @@ class _Planner:
             return balance
         if balance == "time":
             raise ValueError(
-                "A plan measures nothing: balance='time' is for a "
-                "`PipelinedSequential`. Use 'flops'."
+                "A plan measures nothing, as balance='time' would. Use 'flops'."
             )
         return split(
             costs.of_nodes(balance, self.graph, "", remat, self.weights),

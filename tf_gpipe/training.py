@@ -4,61 +4,26 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import AutocastScope
 from keras.src.losses.loss import scale_loss_for_distribution
 from keras.src.losses.loss import unscale_loss_for_distribution
 
-from tf_gpipe import batch_norm
 from tf_gpipe import faults
-from tf_gpipe import replicas
+from tf_gpipe.calls import PipelinedCalls
 from tf_gpipe.colocation import colocate
 from tf_gpipe.colocation import following_inputs
-from tf_gpipe.engine import MiniBatch
 from tf_gpipe.gradients import add
 from tf_gpipe.loss import MicroBatchLoss
+from tf_gpipe.several_hosts import SeveralHosts
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import run_stage
 
-# A `keras.Model` supplies the rest, of which no types are known.
-_Mixin: Any = object
 
-
-class PipelinedTraining(_Mixin):
+class PipelinedTraining(PipelinedCalls, SeveralHosts):
     """What a Keras model needs to train through a pipeline.
 
     Mixed into a `keras.Model` that provides `_pipeline_for(x)`, which returns
     its `Pipeline` and, for `x`, the contents of each input of its graph.
     """
-
-    @property
-    def jit_compile(self) -> bool:
-        # Keras asks for the whole step, which spans devices, while XLA
-        # compiles for one. What `compile` was given is for the stages.
-        return False
-
-    @jit_compile.setter
-    def jit_compile(self, value: bool | str) -> None:
-        self._stage_jit_compile = value is True
-
-    def call(self, inputs, training=None, mask=None):
-        """Runs the pipeline forward; a gradient tape runs it backward.
-
-        Args:
-            inputs: Nested structure of tensors of shape `(batch_size, ...)`.
-            training: Boolean, whether to run in training mode. Gradients in
-                inference mode are right, but neither pipelined nor
-                rematerialised.
-            mask: Keras masks of the inputs, or `None`.
-
-        Returns:
-            The outputs of the last stage for the whole batch.
-        """
-        if mask is not None:
-            inputs = Activations(inputs, mask).unpack()
-        # Else variables would be their values, cast, under mixed precision.
-        # Each layer enters a scope of its own.
-        with AutocastScope(None):
-            return self._run(inputs, training)
 
     @tf.autograph.experimental.do_not_convert
     def loss_and_gradients(self, x, y=None, sample_weight=None):
@@ -125,38 +90,6 @@ class PipelinedTraining(_Mixin):
                     self.optimizer.build(self.trainable_variables)
         return super().make_train_function(force=force)
 
-    def _make_function(self, step_function):
-        if not replicas.on_several_hosts(self._distribute_strategy):
-            return super()._make_function(step_function)
-
-        def with_axis(data):
-            # Along which Keras takes means over replicas on several hosts.
-            return keras.tree.map_structure(
-                lambda x: tf.reshape(x, (1,)) if x.shape.rank == 0 else x,
-                step_function(data),
-            )
-
-        return super()._make_function(with_axis)
-
-    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        strategy = self._distribute_strategy
-        if strategy is not None and iterator is not None:
-            # Keras takes the mean of a batch over replicas, only to know its
-            # shape, and fails where replicas are on several hosts.
-            for _, _, steps in iterator:
-                data_batch = keras.tree.map_structure(
-                    lambda x: strategy.experimental_local_results(x)[0],
-                    next(steps),
-                )
-                break
-            iterator = None
-        if strategy is not None and not self.built:
-            # Keras goes on to build in a scope where no weight gets a value.
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
-            with strategy.scope():
-                self._pipeline_for(x)
-        super()._maybe_symbolic_build(iterator, data_batch)
-
     def train_step(self, data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         loss, gradients, y_pred = self.loss_and_gradients(x, y, sample_weight)
@@ -180,120 +113,15 @@ class PipelinedTraining(_Mixin):
     # Named here to tell whether a subclass overrides it.
     compute_loss = keras.Model.compute_loss
 
+    # Given by `callbacks.Timeline`: a function of the tasks' times.
+    _record_times: Any = None
+
     fit = faults.named(keras.Model.fit)
     evaluate = faults.named(keras.Model.evaluate)
     predict = faults.named(keras.Model.predict)
     train_on_batch = faults.named(keras.Model.train_on_batch)
     test_on_batch = faults.named(keras.Model.test_on_batch)
     predict_on_batch = faults.named(keras.Model.predict_on_batch)
-
-    @tf.autograph.experimental.do_not_convert
-    def _run(self, inputs, training):
-        pipeline, inputs = self._pipeline_for(inputs)
-        run: Any = None
-        outputs: Any = None
-        if not training:
-            run = self._mini_batch(pipeline, inputs, training)
-            run.forward(tape=False)
-            self._finish(run, run.losses())
-            return run.outputs()
-
-        flat = keras.tree.flatten(inputs)
-        masks = [getattr(x, "_keras_mask", None) for x in flat]
-        floats = [i for i, x in enumerate(flat) if x.dtype.is_floating]
-
-        @tf.custom_gradient
-        def pipelined(*args):
-            nonlocal run, outputs
-            # Out of sight of the tapes around the call, which else would
-            # differentiate the backward pass as well.
-            for i, x in zip(floats, args, strict=False):
-                flat[i] = tf.stop_gradient(x)
-                if masks[i] is not None:
-                    flat[i]._keras_mask = masks[i]
-            run = self._mini_batch(
-                pipeline,
-                keras.tree.pack_sequence_as(inputs, flat),
-                training,
-                pass_weights=True,
-                repeatable=True,
-            )
-            run.forward(tape=True)
-            outputs = run.outputs()
-            values = keras.tree.flatten(outputs)
-            differentiable = [x for x in values if x.dtype.is_floating]
-            losses = run.losses()
-
-            def gradient(*upstream, variables=None):
-                found = iter(upstream)
-                run.backward(
-                    [
-                        next(found) if x.dtype.is_floating else None
-                        for x in values
-                    ],
-                    list(found),
-                )
-                by_input = run.input_gradients()
-                by_input = [by_input[i] for i in floats] or [None]
-                if variables is None:
-                    return by_input
-                ids = {v.value.ref(): id(v) for v in self.variables}
-                found_by_id = run.gradients()
-                return by_input, [
-                    found_by_id.get(ids[v.ref()]) for v in variables
-                ]
-
-            return differentiable + losses, gradient
-
-        # An argument even where no input has a gradient.
-        args = [flat[i] for i in floats] or [tf.zeros(())]
-        results = iter(tf.nest.flatten(pipelined(*args)))
-        values = []
-        for x in keras.tree.flatten(outputs):
-            value = next(results) if x.dtype.is_floating else x
-            if getattr(x, "_keras_mask", None) is not None:
-                value._keras_mask = x._keras_mask
-            values.append(value)
-        self._finish(run, list(results))
-        return keras.tree.pack_sequence_as(outputs, values)
-
-    def _mini_batch(self, pipeline, inputs, training, **kwargs):
-        # Replicas cannot meet inside a function.
-        meets = replicas.several() and any(
-            batch_norm.synchronized(layer)
-            for stage in pipeline.stages
-            for layer in stage.layers
-        )
-        within_xla = replicas.within_xla()
-        if within_xla and kwargs.get("timed"):
-            raise ValueError(
-                "The Timeline callback cannot take times where XLA compiles "
-                "the whole step, as it does on TPUs."
-            )
-        jit_compile = getattr(self, "_stage_jit_compile", False)
-        if meets and jit_compile:
-            raise ValueError(
-                "XLA cannot compile a stage with a BatchNormalization of "
-                "synchronized=True for several replicas. Received: "
-                "compile(jit_compile=True)"
-            )
-        return MiniBatch(
-            pipeline,
-            inputs,
-            training,
-            jit_compile=jit_compile,
-            apart=not (meets or within_xla or self.run_eagerly),
-            **kwargs,
-        )
-
-    # Given by `callbacks.Timeline`: a function of the tasks' times.
-    _record_times: Any = None
-
-    def _finish(self, run: MiniBatch, losses: list) -> None:
-        for loss in losses:
-            # A functional model's own takes none.
-            keras.Layer.add_loss(self, loss)
-        run.commit_state()
 
     def _loss_of_call(self, x, y, sample_weight):
         """As Keras's own step: whatever `call` does around the pipeline."""

@@ -499,7 +499,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
         ({"input_spec": (None, 4)}, "must give all sizes"),
         ({"input_spec": keras.KerasTensor((None, 4))}, "must give all sizes"),
         ({"input_spec": ()}, "must give all sizes"),
-        ({"balance": "time"}, "measures nothing: balance='time'"),
+        ({"balance": "time"}, "measures nothing, as balance='time'"),
         ({"balance": "speed"}, "Received: balance='speed'"),
         ({"balance": [1, 1]}, "2 layer counts that sum to 3"),
         ({"balance": [1, 1, 1]}, "2 "),

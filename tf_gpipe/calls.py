@@ -1,0 +1,158 @@
+"""A Keras model's calls through a pipeline, within gradient tapes."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend import AutocastScope
+
+from tf_gpipe import batch_norm
+from tf_gpipe import replicas
+from tf_gpipe.engine import MiniBatch
+from tf_gpipe.stage import Activations
+
+# A `keras.Model` supplies the rest, of which no types are known.
+_Mixin: Any = object
+
+
+class PipelinedCalls(_Mixin):
+    """What a Keras model needs to be called as a pipeline.
+
+    Mixed into a `keras.Model` that provides `_pipeline_for(x)`, which returns
+    its `Pipeline` and, for `x`, the contents of each input of its graph.
+    """
+
+    @property
+    def jit_compile(self) -> bool:
+        # Keras asks for the whole step, which spans devices, while XLA
+        # compiles for one. What `compile` was given is for the stages.
+        return False
+
+    @jit_compile.setter
+    def jit_compile(self, value: bool | str) -> None:
+        self._stage_jit_compile = value is True
+
+    def call(self, inputs, training=None, mask=None):
+        """Runs the pipeline forward; a gradient tape runs it backward.
+
+        Args:
+            inputs: Nested structure of tensors of shape `(batch_size, ...)`.
+            training: Boolean, whether to run in training mode. Gradients in
+                inference mode are right, but neither pipelined nor
+                rematerialised.
+            mask: Keras masks of the inputs, or `None`.
+
+        Returns:
+            The outputs of the last stage for the whole batch.
+        """
+        if mask is not None:
+            inputs = Activations(inputs, mask).unpack()
+        # Else variables would be their values, cast, under mixed precision.
+        # Each layer enters a scope of its own.
+        with AutocastScope(None):
+            return self._run(inputs, training)
+
+    @tf.autograph.experimental.do_not_convert
+    def _run(self, inputs, training):
+        pipeline, inputs = self._pipeline_for(inputs)
+        run: Any = None
+        outputs: Any = None
+        if not training:
+            run = self._mini_batch(pipeline, inputs, training)
+            run.forward(tape=False)
+            self._finish(run, run.losses())
+            return run.outputs()
+
+        flat = keras.tree.flatten(inputs)
+        masks = [getattr(x, "_keras_mask", None) for x in flat]
+        floats = [i for i, x in enumerate(flat) if x.dtype.is_floating]
+
+        @tf.custom_gradient
+        def pipelined(*args):
+            nonlocal run, outputs
+            # Out of sight of the tapes around the call, which else would
+            # differentiate the backward pass as well.
+            for i, x in zip(floats, args, strict=False):
+                flat[i] = tf.stop_gradient(x)
+                if masks[i] is not None:
+                    flat[i]._keras_mask = masks[i]
+            run = self._mini_batch(
+                pipeline,
+                keras.tree.pack_sequence_as(inputs, flat),
+                training,
+                pass_weights=True,
+                repeatable=True,
+            )
+            run.forward(tape=True)
+            outputs = run.outputs()
+            values = keras.tree.flatten(outputs)
+            differentiable = [x for x in values if x.dtype.is_floating]
+            losses = run.losses()
+
+            def gradient(*upstream, variables=None):
+                found = iter(upstream)
+                run.backward(
+                    [
+                        next(found) if x.dtype.is_floating else None
+                        for x in values
+                    ],
+                    list(found),
+                )
+                by_input = run.input_gradients()
+                by_input = [by_input[i] for i in floats] or [None]
+                if variables is None:
+                    return by_input
+                ids = {v.value.ref(): id(v) for v in self.variables}
+                found_by_id = run.gradients()
+                return by_input, [
+                    found_by_id.get(ids[v.ref()]) for v in variables
+                ]
+
+            return differentiable + losses, gradient
+
+        # An argument even where no input has a gradient.
+        args = [flat[i] for i in floats] or [tf.zeros(())]
+        results = iter(tf.nest.flatten(pipelined(*args)))
+        values = []
+        for x in keras.tree.flatten(outputs):
+            value = next(results) if x.dtype.is_floating else x
+            if getattr(x, "_keras_mask", None) is not None:
+                value._keras_mask = x._keras_mask
+            values.append(value)
+        self._finish(run, list(results))
+        return keras.tree.pack_sequence_as(outputs, values)
+
+    def _mini_batch(self, pipeline, inputs, training, **kwargs):
+        # Replicas cannot meet inside a function.
+        meets = replicas.several() and any(
+            batch_norm.synchronized(layer)
+            for stage in pipeline.stages
+            for layer in stage.layers
+        )
+        within_xla = replicas.within_xla()
+        if within_xla and kwargs.get("timed"):
+            raise ValueError(
+                "The Timeline callback cannot take times where XLA compiles "
+                "the whole step, as it does on TPUs."
+            )
+        jit_compile = getattr(self, "_stage_jit_compile", False)
+        if meets and jit_compile:
+            raise ValueError(
+                "XLA cannot compile a stage with a BatchNormalization of "
+                "synchronized=True for several replicas. Received: "
+                "compile(jit_compile=True)"
+            )
+        return MiniBatch(
+            pipeline,
+            inputs,
+            training,
+            jit_compile=jit_compile,
+            apart=not (meets or within_xla or self.run_eagerly),
+            **kwargs,
+        )
+
+    def _finish(self, run: MiniBatch, losses: list) -> None:
+        for loss in losses:
+            # A functional model's own takes none.
+            keras.Layer.add_loss(self, loss)
+        run.commit_state()
