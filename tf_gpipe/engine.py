@@ -141,14 +141,12 @@ class MiniBatch:
         ]
         for task in self._steps:
             m = task.micro_batch
-            if task.kind == RECOMPUTE:
-                self._recompute(task)
-            elif task.kind == BACKWARD:
+            if task.kind == BACKWARD:
                 if task.stage == self._last:
                     self._upstream[m] = [x[m] for x in pieces]
                 self._backward(task, loss_gradients)
-            elif task.kind == WEIGHTS:
-                self._weights(task)
+            elif task.kind != FORWARD:
+                self._alone(task)
 
     def interleave(
         self,
@@ -176,10 +174,8 @@ class MiniBatch:
         losses: dict[int, list[tf.Tensor]] = {}
         for task in self._steps:
             m = task.micro_batch
-            if task.kind == RECOMPUTE:
-                self._recompute(task)
-            elif task.kind == WEIGHTS:
-                self._weights(task)
+            if task.kind in (RECOMPUTE, WEIGHTS):
+                self._alone(task)
             elif task.kind == FORWARD:
                 turns = task._replace(kind=BACKWARD) in self._direct
                 if turns and self._loss is None:
@@ -265,9 +261,13 @@ class MiniBatch:
             finish(result)
         self._keep(stage.function, result, m)
 
-    def _recompute(self, task: Task) -> None:
+    def _alone(self, task: Task) -> None:
+        """Runs a task that takes nothing from other stages."""
         with self._order.task(task) as finish:
-            finish(self._calls[task.stage, task.micro_batch].recompute())
+            if task.kind == RECOMPUTE:
+                finish(self._calls[task.stage, task.micro_batch].recompute())
+            else:
+                finish(self._add_gradients(task))
 
     def _backward(
         self, task: Task, loss_gradients: Sequence[tf.Tensor]
@@ -286,12 +286,8 @@ class MiniBatch:
     def _after_backward(self, task: Task) -> list[tf.Tensor]:
         """Adds the gradients of weights, unless a task of their own does."""
         if self.pipeline.schedule.splits:
-            return []
+            return self._calls[task.stage, task.micro_batch].kept
         return self._add_gradients(task)
-
-    def _weights(self, task: Task) -> None:
-        with self._order.task(task) as finish:
-            finish(self._add_gradients(task))
 
     def _add_gradients(self, task: Task) -> list[tf.Tensor]:
         """Adds the gradients of weights of a micro-batch. Returns the sums."""

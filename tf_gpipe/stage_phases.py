@@ -184,6 +184,7 @@ class PhasedCall:
 
     Attributes:
         result: `Result`.
+        kept: Nested structure of what `weights` takes, after `backward`.
     """
 
     def __init__(self, cut: Cut, inputs: list[tf.Tensor], remat: bool):
@@ -192,7 +193,7 @@ class PhasedCall:
         self._stored: list[tf.Tensor] = []
         # Known once the backward phase has run.
         self._backward: Any = None
-        self._rest: Any = None
+        self.kept: Any = None
         if remat:
             self.result = cut.forward(inputs)
         else:
@@ -223,7 +224,7 @@ class PhasedCall:
             else tf.cast(upstream[i], targets[i].dtype)
             for i in floats
         ]
-        by_input, self._rest = self._backward(self._stored, values)
+        by_input, self.kept = self._backward(self._stored, values)
         return by_input
 
     def weights(self) -> tuple[Gradients, list, list]:
@@ -233,7 +234,7 @@ class PhasedCall:
             Tuple of `Gradients`, the list of the variables of the dense ones,
             and that of the sparse ones.
         """
-        return self._backward.weights(self._rest)
+        return self._backward.weights(self.kept)
 
 
 class TurnedCall:
@@ -244,16 +245,17 @@ class TurnedCall:
         times: List with the time of the turn, if it is taken.
         rest: What the turn has returned besides gradients.
         input_gradients: List with a gradient or `None` for each flat input.
+        kept: As of `PhasedCall`.
     """
 
     def __init__(self, backward: Backward, inputs: list[tf.Tensor]):
         self._backward = backward
-        made, self._rest = backward([], inputs)
+        made, self.kept = backward([], inputs)
         self.result, self.times, self.rest, self.input_gradients = made
 
     def weights(self) -> tuple[Gradients, list, list]:
         """As that of `PhasedCall`."""
-        return self._backward.weights(self._rest)
+        return self._backward.weights(self.kept)
 
 
 def _tensors(structure: Any) -> list[tf.Tensor]:

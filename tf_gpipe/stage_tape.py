@@ -55,7 +55,7 @@ class TapedCall:
         self.result = result
         self._function = function
         self._gradient = gradient
-        self._gradients = Gradients([], [])
+        self.kept = Gradients([], [])
 
     def recompute(self) -> list[tf.Tensor]:
         """Does nothing."""
@@ -63,9 +63,9 @@ class TapedCall:
 
     def backward(self, upstream: list) -> list:
         """Runs the backward pass. Returns the gradients of the inputs."""
-        by_input, self._gradients = self._gradient(upstream)
+        by_input, self.kept = self._gradient(upstream)
         return by_input
 
     def weights(self) -> tuple[Gradients, list, list]:
         """Returns the gradients of weights, and whose they are."""
-        return self._gradients, self._function.dense, self._function.sparse
+        return self.kept, self._function.dense, self._function.sparse

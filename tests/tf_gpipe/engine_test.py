@@ -49,7 +49,7 @@ class Logged(keras.layers.Layer):
 
 class OrderTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
-        schedule=("1f1b", "gpipe", "interleaved"),
+        schedule=("1f1b", "gpipe", "interleaved", "zero_bubble"),
         devices=(["CPU:0", "CPU:1"], ["CPU:0"] * 4),
     )
     def test_order(self, schedule, devices):
@@ -72,6 +72,13 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
         log.clear()
         step(tf.constant(x), tf.constant(x))
         order = model._pipeline.schedule.order
+
+        def passes_back(stage):
+            # Nobody needs gradients by the inputs of the model: where the
+            # passes are split, the first stage has those of weights alone.
+            split = schedule == "zero_bubble" and stage == 0
+            return "W" if split else "B"
+
         for device in sorted(set(devices)):
             stages = {
                 stage.index
@@ -79,6 +86,11 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
                 if stage.device.endswith(device)
             }
             self.assertEqual(
-                [str(task) for task in order if task.stage in stages],
+                [
+                    str(task).replace("W", "B")
+                    for task in order
+                    if task.stage in stages
+                    and task.kind in ("F", passes_back(task.stage))
+                ],
                 [text for text in log if int(text[1]) in stages],
             )

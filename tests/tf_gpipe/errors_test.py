@@ -182,6 +182,17 @@ class ArgumentTest(ErrorTest):
         ):
             pipelined(remat=remat)
 
+    @parameterized.parameters("float32", "int8", 16)
+    def test_unknown_boundary_dtype(self, dtype):
+        with self.assert_raises(
+            ValueError,
+            "`boundary_dtype`",
+            "bfloat16",
+            "float16",
+            f"boundary_dtype={dtype!r}",
+        ):
+            pipelined(boundary_dtype=dtype)
+
     def test_unknown_argument(self):
         with self.assert_raises(TypeError, "num_chunks"):
             pipelined(num_chunks=3)
