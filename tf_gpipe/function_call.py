@@ -1,6 +1,7 @@
 """Calls of one function, many times in a graph."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +21,12 @@ class FunctionCall:
 
     A gradient tape does not see such a call.
 
+    TensorFlow runs calls that have side effects one after another, those of
+    different devices too. One that has none says so.
+
     Args:
         function: Function from nested structures of tensors to another one.
-        stateless: Boolean, whether the call tells TensorFlow that it has no
-            side effects, true or not.
+        stateless: Boolean, whether to say so even if it has some.
     """
 
     def __init__(self, function: Callable, stateless: bool = False):
@@ -43,7 +46,8 @@ class FunctionCall:
                 concrete.name,
                 [*inputs, *concrete.captured_inputs],
                 concrete.outputs,
-                stateless=self._stateless,
+                stateless=self._stateless
+                or not has_side_effects(concrete.graph.get_operations()),
             )
         )
         return tf.nest.pack_sequence_as(
@@ -54,6 +58,14 @@ class FunctionCall:
             ],
             expand_composites=True,
         )
+
+
+def has_side_effects(operations: Iterable[tf.Operation]) -> bool:
+    """Returns whether TensorFlow takes operations to have side effects.
+
+    Among them is to read a variable, which must come before it changes.
+    """
+    return any(op.op_def.is_stateful for op in operations)
 
 
 def emit_call(
@@ -69,7 +81,7 @@ def emit_call(
         name: String, the function's name.
         inputs: List of tensors, all that it is given.
         like: List of tensors of the dtypes and shapes that it returns.
-        stateless: As of `FunctionCall`.
+        stateless: Boolean, whether the call has no side effects.
         xla: Boolean, whether XLA compiles the function.
 
     Returns:

@@ -154,8 +154,8 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     those of weights k micro-batches late, so that no stage keeps more than K
     micro-batches, as the first one does under 1F1B. For K=3, M=4:
 
-        stage 0   F0 F1 F2  . B0 W0 F3 B1 W1 B2 W2 B3 W3
-        stage 1    . F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+        stage 0   F0 F1 F2  .  . B0 W0 F3 B1 W1 B2 W2 B3 W3
+        stage 1    . F0 F1  . B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
         stage 2    .  . F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
     Args:

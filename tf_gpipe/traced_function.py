@@ -14,6 +14,7 @@ from tensorflow.python.eager.polymorphic_function.atomic_function import (
 )
 
 from tf_gpipe.function_call import emit_call
+from tf_gpipe.function_call import has_side_effects
 
 
 class TracedFunction:
@@ -158,6 +159,7 @@ class TracedFunction:
                 definition.signature.name,
                 [*values, *outer],
                 fetches,
+                stateless=not has_side_effects(operations),
                 xla=definition.attr["_XlaMustCompile"].b,
             )
 

@@ -94,3 +94,39 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
                 ],
                 [text for text in log if int(text[1]) in stages],
             )
+
+    @parameterized.product(
+        schedule=("1f1b", "gpipe", "zero_bubble"), remat=("always", "never")
+    )
+    def test_stages_do_not_wait_for_side_effects(self, schedule, remat):
+        model = tf_gpipe.PipelinedSequential(
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(3),
+                # Without weights, and so without variables to read.
+                keras.layers.ReLU(),
+                keras.layers.Dense(3),
+            ],
+            balance=[1, 1, 1],
+            num_micro_batches=4,
+            schedule=schedule,
+            remat=remat,
+        )
+        model.compile("sgd", "mse")
+        x = tf.zeros((8, 3))
+        step = tf.function(model.loss_and_gradients)
+        graph = step.get_concrete_function(x, x).graph
+        calls = [
+            op
+            for op in graph.get_operations()
+            if op.type.endswith("PartitionedCall")
+        ]
+        self.assertGreaterEqual(len(calls), 20)
+        # TensorFlow would run these one after another, on whatever device.
+        chained = [
+            op.name
+            for op in calls
+            if op.op_def.is_stateful
+            and not any(x.dtype == tf.resource for x in op.inputs)
+        ]
+        self.assertEmpty(chained)

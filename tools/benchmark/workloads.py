@@ -88,8 +88,8 @@ class Wait(L.Layer):
     """A simulated layer: it waits instead of computing.
 
     Args:
-        seconds: Float, of the forward pass of a row. The backward pass takes
-            twice as long.
+        seconds: Float, of the forward pass of a row. The gradients of the
+            inputs take as long, and so do those of the weights.
         **kwargs: Arguments of `keras.layers.Layer`.
     """
 
@@ -104,15 +104,14 @@ class Wait(L.Layer):
         self._after = FunctionCall(_after, stateless=True)
 
     def call(self, x):
-        @tf.custom_gradient
-        def wait(x):
-            rows = tf.cast(tf.shape(x)[0], tf.float32)
-            seconds = rows * self.seconds
-            return self._after(x, seconds), lambda upstream: self._after(
-                upstream, 2 * seconds
-            )
+        seconds = tf.cast(tf.shape(x)[0], tf.float32) * self.seconds
 
-        return wait(x * self.scale)
+        def back(upstream):
+            return self._after(upstream, seconds)
+
+        scale = tf.custom_gradient(lambda scale: (tf.identity(scale), back))
+        wait = tf.custom_gradient(lambda x: (self._after(x, seconds), back))
+        return wait(x * scale(tf.convert_to_tensor(self.scale)))
 
     def compute_output_shape(self, input_shape):
         return input_shape
