@@ -63,6 +63,7 @@ class Cut:
         function: `StageFunction`.
         concrete: The trace: a concrete function that returns the result, the
             gradients of inputs, and `Gradients`.
+        num_forward: Integer, how many of its operations are forward.
         upstream: List of the placeholders in it of gradients of the result,
             `None` where there are none.
         splits: Boolean, whether the gradients of weights are apart.
@@ -72,6 +73,7 @@ class Cut:
         self,
         function: StageFunction,
         concrete: Any,
+        num_forward: int,
         upstream: list,
         splits: bool,
     ):
@@ -84,7 +86,10 @@ class Cut:
         self._traced = TracedFunction(
             concrete, [*self._inputs, *self._upstream]
         )
-        late = self._traced.users(self._upstream)
+        # All of the gradient, also what follows from the forward pass alone:
+        # it would only have to be stored.
+        operations = concrete.graph.get_operations()
+        late = set(operations[num_forward:])
         effects = self._traced.effects()
         self._early_effects = effects - late
         self._late_effects = effects & late

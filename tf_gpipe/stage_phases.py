@@ -72,8 +72,9 @@ class StagePhases:
         self._plain = trace(function)
         self._differentiated = trace(self._differentiate)
         self._turned = trace(self._forward_backward)
-        # Both by the graph of a trace.
-        self._upstream: dict[Any, list] = {}
+        # Both by the graph of a trace. Of the first, how many operations are
+        # forward, and placeholders of the gradients that arrive.
+        self._passes: dict[Any, tuple[int, list]] = {}
         self._cuts: dict[Any, Any] = {}
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
@@ -96,9 +97,8 @@ class StagePhases:
             concrete = self._differentiated.get_concrete_function(*given)
             graph = concrete.graph
             if graph not in self._cuts:
-                upstream = self._upstream[graph]
                 self._cuts[graph] = Cut(
-                    self.function, concrete, upstream, self._splits
+                    self.function, concrete, *self._passes[graph], self._splits
                 )
             return PhasedCall(self._cuts[graph], _tensors(given), remat)
 
@@ -152,6 +152,8 @@ class StagePhases:
     def _differentiate(self, inputs: Activations, carried: list) -> tuple:
         with self.function.on_device():
             result, gradient = self.function.differentiable(inputs, carried)
+            graph = tf.compat.v1.get_default_graph()
+            num_forward = len(graph.get_operations())
             # Of what arrives later: they are fed to parts of the trace.
             upstream = [
                 tf.compat.v1.placeholder(x.dtype, x.shape)
@@ -159,7 +161,7 @@ class StagePhases:
                 else None
                 for x in result.targets
             ]
-            self._upstream[tf.compat.v1.get_default_graph()] = upstream
+            self._passes[graph] = num_forward, upstream
             by_input, gradients = gradient(upstream)
             return result, by_input, *gradients
 
