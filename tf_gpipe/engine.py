@@ -37,7 +37,7 @@ class MiniBatch:
 
     The equivalent loop on one device:
 
-        for task in schedule.order:
+        for task in schedule.steps(remat):
             if task is forward:
                 call[k, m] = stages[k](what it takes of micro-batch m)
             elif task is recompute:

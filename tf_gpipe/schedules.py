@@ -4,6 +4,7 @@ This module imports no TensorFlow.
 """
 
 import functools
+import itertools
 
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
@@ -61,12 +62,9 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     rows = []
     for k in range(num_stages):
         warmup = min(num_stages - k - 1, num_micro_batches)
-        row = [Task(FORWARD, k, m) for m in range(warmup)]
-        for m in range(num_micro_batches):
-            if m + warmup < num_micro_batches:
-                row.append(Task(FORWARD, k, m + warmup))
-            row.append(Task(BACKWARD, k, m))
-        rows.append(row)
+        forward = [Task(FORWARD, k, m) for m in range(num_micro_batches)]
+        backward = [Task(BACKWARD, k, m) for m in range(num_micro_batches)]
+        rows.append(_alternating(forward, backward, warmup))
     return Schedule(rows, name="1f1b")
 
 
@@ -135,12 +133,13 @@ def interleaved(
         else:
             warmup = (chunks - 1) * num_devices + 2 * (num_devices - device - 1)
         warmup = min(warmup, total)
-        row = [forward(i) for i in range(warmup)]
-        for i in range(total):
-            if i + warmup < total:
-                row.append(forward(i + warmup))
-            row.append(backward(i))
-        rows.append(row)
+        rows.append(
+            _alternating(
+                [forward(i) for i in range(total)],
+                [backward(i) for i in range(total)],
+                warmup,
+            )
+        )
     return Schedule(rows, name="interleaved")
 
 
@@ -176,6 +175,16 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
         late = range(max(num_micro_batches - k, 0), num_micro_batches)
         rows.append(row + [Task(WEIGHTS, k, m) for m in late])
     return Schedule(rows, name="zero_bubble")
+
+
+def _alternating(
+    forward: list[Task], backward: list[Task], warmup: int
+) -> list[Task]:
+    """Returns `warmup` forward tasks, then one forward, one backward."""
+    row = forward[:warmup]
+    for pair in itertools.zip_longest(forward[warmup:], backward):
+        row += [task for task in pair if task is not None]
+    return row
 
 
 NAMES = ("1f1b", "gpipe", "interleaved", "zero_bubble")

@@ -78,8 +78,8 @@ class Cut:
         splits: bool,
     ):
         self._splits = splits
-        self._inputs = inputs_of(concrete)
-        self._result, self._by_input, dense, sparse = outputs_of(concrete)
+        self._inputs = _inputs(concrete)
+        self._result, self._by_input, dense, sparse = _outputs(concrete)
         self._dense = Weights(function.dense, dense)
         self._sparse = Weights(function.sparse, sparse)
         self._upstream = [x for x in upstream if x is not None]
@@ -233,13 +233,38 @@ class Backward:
         ).packed()
 
 
-def inputs_of(concrete: Any) -> list[tf.Tensor]:
+def both_passes(
+    function: StageFunction, concrete: Any, splits: bool
+) -> Backward:
+    """Returns forward and backward phase in one, cut from a trace.
+
+    Args:
+        function: `StageFunction`.
+        concrete: The trace: a concrete function that returns what `made` of
+            the phase is, and `Gradients`.
+        splits: Boolean, whether the gradients of weights are apart.
+    """
+    feeds = _inputs(concrete)
+    traced = TracedFunction(concrete, feeds)
+    made, dense, sparse = _outputs(concrete)
+    return Backward(
+        traced,
+        feeds,
+        made,
+        Weights(function.dense, dense),
+        Weights(function.sparse, sparse),
+        traced.effects(),
+        splits,
+    )
+
+
+def _inputs(concrete: Any) -> list[tf.Tensor]:
     """Returns the inputs of a trace, without those that it has captured."""
     size = len(concrete.inputs) - len(concrete.captured_inputs)
     return concrete.inputs[:size]
 
 
-def outputs_of(concrete: Any) -> list[Made]:
+def _outputs(concrete: Any) -> list[Made]:
     """Returns what a trace returns, a tuple, one by one."""
     found, rest = [], list(concrete.outputs)
     for structure in concrete.structured_outputs:

@@ -12,12 +12,9 @@ from tf_gpipe.gradients import Gradients
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage_cuts import Backward
 from tf_gpipe.stage_cuts import Cut
-from tf_gpipe.stage_cuts import Weights
-from tf_gpipe.stage_cuts import inputs_of
-from tf_gpipe.stage_cuts import outputs_of
+from tf_gpipe.stage_cuts import both_passes
 from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageFunction
-from tf_gpipe.traced_function import TracedFunction
 
 # From a `Result` and a nested structure of tensors to a gradient or `None` for
 # each of its targets, and a nested structure of tensors.
@@ -117,17 +114,8 @@ class StagePhases:
             concrete = self._turned.get_concrete_function(*given)
             graph = concrete.graph
             if graph not in self._cuts:
-                feeds = inputs_of(concrete)
-                traced = TracedFunction(concrete, feeds)
-                returned, dense, sparse = outputs_of(concrete)
-                self._cuts[graph] = Backward(
-                    traced,
-                    feeds,
-                    returned,
-                    Weights(self.function.dense, dense),
-                    Weights(self.function.sparse, sparse),
-                    traced.effects(),
-                    self._splits,
+                self._cuts[graph] = both_passes(
+                    self.function, concrete, self._splits
                 )
             return TurnedCall(self._cuts[graph], _tensors(given))
 
