@@ -16,8 +16,8 @@ from tf_gpipe import remat
 from tf_gpipe import replicas
 from tf_gpipe import schedules
 from tf_gpipe.graph import Graph
+from tf_gpipe.partition import balanced
 from tf_gpipe.partition import costs
-from tf_gpipe.partition.contiguous import split
 from tf_gpipe.schedule import Schedule
 
 _BOUNDARY_DTYPES = (None, "bfloat16", "float16")
@@ -192,11 +192,8 @@ class ResolvedConfig:
         """
         if isinstance(self.balance, list):
             return self.balance
-        return split(
-            costs.of_nodes(self.balance, graph, self.devices[0][0], self.remat),
-            self.schedule.num_stages,
-            costs.of_cuts(graph),
-            costs.of_stages(self.balance, self.schedule, self.remat),
+        return balanced.counts(
+            self.balance, graph, self.schedule, self.remat, self.devices[0][0]
         )
 
 

@@ -15,9 +15,8 @@ from tf_gpipe import schedules
 from tf_gpipe import slots
 from tf_gpipe.graph import Part
 from tf_gpipe.graph import Value
-from tf_gpipe.partition import costs
+from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_graph
-from tf_gpipe.partition.contiguous import split
 from tf_gpipe.pipeline_config import PipelineConfig
 from tf_gpipe.plans import Plan
 from tf_gpipe.plans import StagePlan
@@ -289,11 +288,8 @@ class _Planner:
             raise ValueError(
                 "A plan measures nothing, as balance='time' would. Use 'flops'."
             )
-        return split(
-            costs.of_nodes(balance, self.graph, "", remat, self.weights),
-            schedule.num_stages,
-            costs.of_cuts(self.graph),
-            costs.of_stages(balance, schedule, remat),
+        return balanced.counts(
+            balance, self.graph, schedule, remat, weights=self.weights
         )
 
     def _stages(self, counts, traces, schedule, remat):

@@ -68,6 +68,27 @@ def positive(text):
     return value
 
 
+def positives(text):
+    """Returns positive integers, with commas between, as the type of a flag."""
+    return [positive(each) for each in text.split(",")]
+
+
+def choices(names):
+    """Returns the type of a flag of several names, with commas between."""
+
+    def type_(text):
+        found = text.split(",")
+        for name in found:
+            if name not in names:
+                raise argparse.ArgumentTypeError(
+                    f"invalid choice: {name!r} (choose from "
+                    f"{', '.join(map(repr, names))})"
+                )
+        return found
+
+    return type_
+
+
 def model_args(text):
     """Returns hyper-parameters of a model, as the type of a flag."""
     try:

@@ -33,7 +33,6 @@ import json
 import math
 import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -50,13 +49,12 @@ import tensorflow as tf  # noqa: E402
 import model_zoo  # noqa: E402
 import tf_gpipe  # noqa: E402
 from tools import command_line  # noqa: E402
+from tools import local_devices  # noqa: E402
 from tools import workers  # noqa: E402
 from tools.benchmark import timing  # noqa: E402
 
 # Of each virtual device of a GPU.
 _GPU_MIB = 8192
-# What is left to the driver of a GPU.
-_RESERVED_MIB = 1024
 
 # What else would keep memory that TensorFlow has given back: the allocator of
 # oneDNN all of it, that of the C library small pieces.
@@ -277,7 +275,7 @@ def main(argv=None):
     try:
         if gpus:
             rows = [row for row in rows if row.model == "amoebanet_d"]
-            _measure(rows, _split(gpus[0]), args)
+            _measure(rows, local_devices.split_gpu(gpus[0], mib=_GPU_MIB), args)
         else:
             _check([args.model] if args.model else list(_FAMILIES), args)
     finally:
@@ -601,23 +599,6 @@ def _range(values):
     values = sorted(values)
     low, high = f"{values[0]:.2f}", f"{values[-1]:.2f}"
     return low if low == high else f"{low} to {high}"
-
-
-def _split(gpu):
-    """Splits a GPU into virtual devices of 8 GB, and returns their names."""
-    command = (
-        "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
-    )
-    output = subprocess.run(
-        command.split(), stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
-    count = (int(output.split()[0]) - _RESERVED_MIB) // _GPU_MIB
-    tf.config.set_visible_devices(gpu, "GPU")
-    tf.config.set_logical_device_configuration(
-        gpu,
-        [tf.config.LogicalDeviceConfiguration(memory_limit=_GPU_MIB)] * count,
-    )
-    return [x.name for x in tf.config.list_logical_devices("GPU")]
 
 
 def _measure(rows, devices, args):

@@ -65,6 +65,7 @@ def moved(function):
             if homes - {here} and op.type not in (
                 "If",
                 "StatelessIf",
+                "PartitionedCall",
                 "StatefulPartitionedCall",
             ):
                 found.append(op.name)

@@ -11,7 +11,8 @@ from absl.testing import parameterized
 import tf_gpipe
 from tf_gpipe import slots
 from tf_gpipe.planner import plan
-from tools.benchmark.workloads import TransformerBlock
+from tools.benchmark.workloads import FeedForward
+from tools.benchmark.workloads import SelfAttention
 
 LAYERS = keras.layers
 
@@ -21,6 +22,14 @@ def make_dense():
         LAYERS.Dense(8, activation="relu", name="a"),
         LAYERS.Dense(6, name="b"),
         LAYERS.Dense(2, name="c"),
+    ]
+
+
+def make_blocks(num_blocks, num_heads, inner_dim):
+    return [
+        half
+        for _ in range(num_blocks)
+        for half in (SelfAttention(num_heads), FeedForward(inner_dim))
     ]
 
 
@@ -138,7 +147,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         schedule=("gpipe", "1f1b"), remat=("always", "never")
     )
     def test_activations_fall_with_micro_batches(self, schedule, remat):
-        layers = [TransformerBlock(2, 32) for _ in range(4)]
+        layers = make_blocks(4, 2, 32)
         bytes_of = [
             [
                 stage.activation_bytes
@@ -158,7 +167,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertLess(a, b)
 
     def test_activations_fall_with_remat(self):
-        layers = [TransformerBlock(2, 32) for _ in range(4)]
+        layers = make_blocks(4, 2, 32)
         always, never = (
             plan(
                 layers,
@@ -344,7 +353,7 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
     def test_dtype_policy(self):
         def make():
             return [
-                TransformerBlock(2, 32, name="a"),
+                SelfAttention(2, name="a"),
                 LAYERS.Bidirectional(LAYERS.LSTM(8), name="d"),
                 LAYERS.Dense(3, name="b"),
                 LAYERS.Dense(3, dtype="float16", name="c"),
@@ -539,7 +548,7 @@ class NothingAllocatedTest(tf.test.TestCase):
 
     def test_84_billion_parameters(self):
         width, inner, num_blocks = 2048, 8192, 1663
-        layers = [TransformerBlock(16, inner) for _ in range(num_blocks)]
+        layers = make_blocks(num_blocks, 16, inner)
         start = time.perf_counter()
         found = plan(
             layers,

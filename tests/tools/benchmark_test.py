@@ -52,28 +52,60 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             "--num_steps=1",
             "--num_repeats=1",
         )
-        self.assertAllClose(found["ideal"], 2 * 4 / 5)
-        self.assertAllClose(
-            found["fraction"], found["speedup"] / found["ideal"]
-        )
-        self.assertLen(found["samples_per_second"], 2)
+        one, two = found["rows"]
+        self.assertEqual((one["num_stages"], one["speedup"]), (1, 1.0))
+        self.assertAllClose(two["ideal"], 2 * 4 / 5)
+        self.assertAllClose(two["simulated"], 2 * 4 / 5)
+        self.assertAllClose(two["fraction"], two["speedup"] / two["ideal"])
 
     @pytest.mark.slow
     def test_simulated(self):
         found = benchmark(
             "pipeline",
-            "--workers",
-            "--simulated",
-            "--num_stages=3",
+            "--on=simulated",
+            "--wait=1",
+            "--num_stages=2,3",
             "--num_micro_batches=6",
+            "--schedule=gpipe,1f1b",
+            "--remat=always",
             "--batch_size=6",
             "--num_steps=1",
             "--num_repeats=1",
         )
-        self.assertAllClose(found["ideal"], 3 * 6 / 8)
-        self.assertAllClose(
-            found["fraction"], found["speedup"] / found["ideal"]
+        self.assertEqual(
+            [(row["num_stages"], row["schedule"]) for row in found["rows"][1:]],
+            [(2, "gpipe"), (2, "1f1b"), (3, "gpipe"), (3, "1f1b")],
         )
+        for row in found["rows"][1:]:
+            ideal = row["num_stages"] * 6 / (5 + row["num_stages"]) * 3 / 4
+            self.assertAllClose(row["ideal"], ideal)
+
+    def test_local(self):
+        found = benchmark(
+            "pipeline",
+            "--on=local",
+            "--workload=convolutional",
+            "--num_micro_batches=2",
+            "--batch_size=4",
+            "--num_steps=1",
+            "--num_repeats=1",
+        )
+        self.assertLen(found["rows"], 2)
+
+    def test_flags_that_do_not_fit(self):
+        for flags in (
+            ["--on=simulated", "--workload=transformer"],
+            ["--wait=1"],
+            ["--schedule=gpipe,x"],
+            ["--num_stages=2,0"],
+        ):
+            result = subprocess.run(
+                [sys.executable, "-m", "tools.benchmark", "pipeline", *flags],
+                capture_output=True,
+                text=True,
+            )
+            self.assertEqual(result.returncode, 2)
+            self.assertIn(flags[-1].split("=")[0], result.stderr)
 
     @parameterized.product(
         # Large enough for the working memory of convolutions, some 32 MiB

@@ -213,26 +213,6 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
                 message("--run", "--model=transformer_lm"),
             )
 
-    # No GPU is needed for what is asked of TensorFlow about one.
-
-    def test_split(self):
-        configure = mock.Mock()
-        with (
-            mock.patch.object(
-                subprocess, "run", return_value=mock.Mock(stdout="24576\n")
-            ),
-            mock.patch.multiple(
-                tf.config,
-                set_visible_devices=mock.Mock(),
-                set_logical_device_configuration=configure,
-            ),
-        ):
-            command._split("a GPU")
-        (gpu, parts), _ = configure.call_args
-        self.assertEqual(gpu, "a GPU")
-        # Three would leave nothing to the driver.
-        self.assertEqual([x.memory_limit for x in parts], [8192, 8192])
-
     def test_measure(self):
         # Of a model that is traced in no time.
         family = dataclasses.replace(

@@ -8,6 +8,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from tools.benchmark import baselines  # noqa: E402
 from tools.benchmark import memory  # noqa: E402
+from tools.benchmark import peers  # noqa: E402
 from tools.benchmark import pipeline  # noqa: E402
 from tools.benchmark import plan  # noqa: E402
 from tools.benchmark import step  # noqa: E402
@@ -19,7 +20,7 @@ def main():
         prog="python -m tools.benchmark", description=__doc__
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (step, trace, pipeline, baselines, memory, plan):
+    for module in (step, trace, pipeline, baselines, peers, memory, plan):
         name = module.__name__.rpartition(".")[-1]
         command = commands.add_parser(
             name,

@@ -41,7 +41,7 @@ def add_arguments(parser):
     )
     parser.add_argument(
         "--num_micro_batches",
-        type=_positives,
+        type=command_line.positives,
         default="1,2,4,8,16",
         help="the M of each pipeline",
     )
@@ -97,9 +97,8 @@ def main(args):
         "one device": 1.0,
         "naive model parallel": 1.0,
         "data parallel": float(num_stages),
-        # Of equal stages; a backward pass costs two forward passes.
         **{
-            name: pipeline.simulated_speedup(each.model, [1.0] * num_stages)
+            name: pipeline.simulated_speedup(each.model)
             for name, each in pipelines.items()
         },
     }
@@ -145,10 +144,6 @@ def _check(args):
                 f"--batch_size={args.batch_size} cannot be cut into {parts} "
                 "equal parts, for --num_stages and --num_micro_batches",
             )
-
-
-def _positives(text):
-    return [command_line.positive(each) for each in text.split(",")]
 
 
 class _DataParallel:

@@ -1,128 +1,180 @@
-"""`pipeline`: how much faster K workers are than one."""
+"""`pipeline`: how much faster K devices are than one."""
 
 import argparse
+import contextlib
 import functools
+import itertools
+import math
 import statistics
 import time
 
-import keras
-
 import tf_gpipe
-from tf_gpipe import abstract
-from tf_gpipe.graph import chain
-from tf_gpipe.partition import costs
+from tf_gpipe import remat
+from tf_gpipe import schedules
 from tf_gpipe.simulate import simulate
+from tools import command_line
+from tools import local_devices
 from tools import workers
 from tools.benchmark import timing
 from tools.benchmark import workloads
 
+_WAIT = 15.36
+
 
 def add_arguments(parser):
-    parser.add_argument("--num_stages", type=int, default=2)
-    parser.add_argument("--num_micro_batches", type=int, default=8)
-    parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--remat", default="never")
+    parser.add_argument(
+        "--on",
+        choices=("workers", "local", "simulated"),
+        default="workers",
+        help="worker processes of one core each; GPUs of this host, or parts "
+        "of its CPU; or worker processes that wait instead of computing",
+    )
+    parser.add_argument(
+        "--num_stages",
+        type=command_line.positives,
+        default="2",
+        help="the K of each pipeline",
+    )
+    parser.add_argument(
+        "--num_micro_batches",
+        type=command_line.positives,
+        default="8",
+        help="the M of each pipeline",
+    )
+    parser.add_argument(
+        "--schedule",
+        type=command_line.choices(schedules.NAMES),
+        default="1f1b",
+        help="the schedule of each pipeline",
+    )
+    parser.add_argument(
+        "--remat",
+        type=command_line.choices(remat.MODES),
+        default="never",
+        help="the remat mode of each pipeline",
+    )
     parser.add_argument(
         "--workload",
         choices=workloads.WORKLOADS,
         help="what stages compute; transformer if not given",
     )
     parser.add_argument(
-        "--workers",
-        action="store_true",
-        help="stages run in worker processes, as they do without this flag",
+        "--wait",
+        type=float,
+        help="seconds that a step waits on one simulated accelerator, "
+        f"{_WAIT} if not given",
     )
-    parser.add_argument(
-        "--simulated",
-        action="store_true",
-        help="stages wait instead of computing",
-    )
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--num_steps", type=int, default=3)
-    parser.add_argument("--num_repeats", type=int, default=5)
+    parser.add_argument("--batch_size", type=command_line.positive, default=64)
+    parser.add_argument("--num_steps", type=command_line.positive, default=3)
+    parser.add_argument("--num_repeats", type=command_line.positive, default=5)
 
 
 def main(args):
-    """K worker processes of one core each against one such worker.
+    """Pipelines against one device, for each K, M, schedule and remat mode.
 
-    With --simulated a worker is a simulated accelerator: its stage, one layer,
-    waits instead of computing, 20 ms forward and 40 ms backward for each row,
-    so that there may be more workers than cores.
+    The ideal is K M / (M + K - 1), times 3/4 where all is recomputed, as the
+    GPipe paper does. What a schedule could reach with equal stages, simulated,
+    is more where it recomputes less or has a smaller bubble.
+
+    With --on=simulated a worker is a simulated accelerator: its stage waits
+    instead of computing, so that there may be more workers than cores. A
+    third of a step is its forward pass.
     """
-    what = args.workload or "transformer"
-    make = workloads.WORKLOADS[what]
-    if args.simulated:
-        if args.workload:
+    simulated = args.on == "simulated"
+    for name in ("workload",) if simulated else ("wait",):
+        if getattr(args, name) is not None:
             raise argparse.ArgumentError(
-                None, "--workload is not for --simulated, which computes none"
+                None, f"--{name} is not for --on={args.on}"
             )
-        what = "waiting"
-        make = functools.partial(workloads.waiting, args.num_stages)
-    x, y = workloads.data(make(), args.batch_size)
-    num_stages, num_micro_batches = args.num_stages, args.num_micro_batches
-    with workers.connected(
-        num_stages, one_core=not args.simulated
-    ) as processes:
-        devices = [process.device for process in processes]
-        models = {
-            "one": tf_gpipe.PipelinedSequential(
-                make(),
-                num_stages=1,
-                num_micro_batches=1,
-                remat="never",
-                devices=devices,
-            ),
-            "all": tf_gpipe.PipelinedSequential(
+    what = args.workload or "transformer"
+    make, balance = workloads.WORKLOADS[what], "flops"
+    if simulated:
+        wait = args.wait or _WAIT
+        what, balance = f"waiting for {wait:g} s", "parameters"
+        # As many in every stage.
+        num_layers = math.lcm(*args.num_stages)
+        seconds = wait / 3 / num_layers / args.batch_size
+        make = functools.partial(workloads.waiting, num_layers, seconds)
+    grid = list(
+        itertools.product(
+            args.num_stages, args.num_micro_batches, args.schedule, args.remat
+        )
+    )
+    with _devices(args.on, max(args.num_stages)) as (devices, processes, note):
+        # What follows starts TensorFlow.
+        x, y = workloads.data(make(), args.batch_size)
+
+        def run(num_stages, num_micro_batches, schedule, remat):
+            model = tf_gpipe.PipelinedSequential(
                 make(),
                 num_stages=num_stages,
                 num_micro_batches=num_micro_batches,
-                schedule=args.schedule,
-                remat=args.remat,
+                balance=balance,
+                schedule=schedule,
+                remat=remat,
                 devices=devices,
-            ),
-        }
-        runs = {
-            name: Run(model, x, y, processes, args.num_steps)
-            for name, model in models.items()
-        }
+            )
+            return Run(model, x, y, processes, args.num_steps)
+
+        one = 1, 1, "1f1b", "never"
+        runs = {one: run(*one), **{key: run(*key) for key in grid}}
         seconds = timed(runs, args.num_repeats)
-    speedup = timing.median_ratio(seconds["one"], seconds["all"])
-    # Of equal stages; a backward pass costs two forward passes.
-    ideal = simulated_speedup(models["all"], [1.0] * num_stages)
-    predicted = simulated_speedup(
-        models["all"], _stage_seconds(models["all"], make()[1:], x)
-    )
-    rows = [
-        {
-            "workers": count,
-            "samples/s": args.batch_size / statistics.median(seconds[name]),
-            "workers' cores": statistics.median(runs[name].cores),
-            "client's cores": statistics.median(runs[name].client),
-            "speed-up": speed,
-        }
-        for name, count, speed in (
-            ("one", 1, 1.0),
-            ("all", num_stages, speedup),
+    found = []
+    for key, each in runs.items():
+        num_stages, num_micro_batches, schedule, mode = key
+        speedup = timing.median_ratio(seconds[one], seconds[key])
+        ideal = ideal_speedup(num_stages, num_micro_batches, mode)
+        found.append(
+            {
+                "num_stages": num_stages,
+                "num_micro_batches": num_micro_batches,
+                "schedule": schedule,
+                "remat": mode,
+                "samples_per_second": args.batch_size
+                / statistics.median(seconds[key]),
+                "speedup": speedup,
+                "ideal": ideal,
+                "fraction": speedup / ideal,
+                "simulated": simulated_speedup(each.model),
+                "cores_used": statistics.median(each.cores),
+                "client_cores_used": statistics.median(each.client),
+            }
         )
-    ]
-    rows[0]["ideal"], rows[1]["ideal"] = 1.0, ideal
-    rows[0]["fraction"], rows[1]["fraction"] = 1.0, speedup / ideal
-    one = "a simulated accelerator" if args.simulated else "one core"
     timing.report(
-        f"{what}: K={num_stages}, M={num_micro_batches}, "
-        f"{args.schedule}, remat {args.remat}, {one} a worker, "
-        f"against K=1, M=1; predicted speed-up {predicted:.2f}",
-        rows,
-        {
-            "speedup": speedup,
-            "ideal": ideal,
-            "fraction": speedup / ideal,
-            "predicted": predicted,
-            "samples_per_second": [row["samples/s"] for row in rows],
-            "cores_used": [row["workers' cores"] for row in rows],
-        },
+        f"{what}, batch of {args.batch_size}, on {note}",
+        [
+            {
+                "K": row["num_stages"],
+                "M": row["num_micro_batches"],
+                "schedule": row["schedule"],
+                "remat": row["remat"],
+                "samples/s": row["samples_per_second"],
+                "speed-up": row["speedup"],
+                "ideal": row["ideal"],
+                "fraction": row["fraction"],
+                "simulated": row["simulated"],
+                "cores": row["cores_used"],
+                "client's": row["client_cores_used"],
+            }
+            for row in found
+        ],
+        {"rows": found},
         args.json,
     )
+
+
+@contextlib.contextmanager
+def _devices(where, count):
+    """Yields names of devices, the workers, and a description."""
+    if where == "local":
+        names, note = local_devices.find(count)
+        yield names, [], note
+        return
+    with workers.connected(count, one_core=where == "workers") as processes:
+        note = "worker processes of one core"
+        if where == "simulated":
+            note = "simulated accelerators"
+        yield [process.device for process in processes], processes, note
 
 
 class Run:
@@ -180,27 +232,23 @@ def timed(runs, num_repeats):
     return timing.interleaved(runs, num_repeats)
 
 
-def _stage_seconds(model, layers, x):
-    """Returns what the layers of each stage take on their own."""
-    rows = len(x) // model._pipeline.schedule.num_micro_batches
-    inputs = keras.KerasTensor((rows, *x.shape[1:]), "float32")
-    with abstract.no_values():
-        abstract.call(layers, inputs)
-    abstract.forget(v for layer in layers for v in layer.variables)
-    graph = chain(layers, inputs)
-    seconds = iter(costs.of_nodes("time", graph, "CPU:0", "never"))
-    return [sum(next(seconds) for _ in stage.nodes) for stage in model.stages]
+def ideal_speedup(num_stages, num_micro_batches, remat):
+    """Returns the GPipe paper's bound; K=1 and M=1 without remat have 1."""
+    bubble = num_micro_batches + num_stages - 1
+    ideal = num_stages * num_micro_batches / bubble
+    # A backward pass costs two forward passes, and recomputation one.
+    return ideal * 3 / 4 if remat == "always" else ideal
 
 
-def simulated_speedup(model, stages):
-    """Returns the speed-up by the simulator, from the stages' costs."""
+def simulated_speedup(model):
+    """Returns what a pipeline's schedule reaches with equal stages."""
     schedule = model._pipeline.schedule
-    # A third of it is the forward pass.
     found = simulate(
         schedule,
-        forward=[t / 3 for t in stages],
-        backward=[2 * t / 3 for t in stages],
-        recompute=[t / 3 for t in stages],
+        forward=1.0,
+        backward=2.0,
+        recompute=1.0,
         remat=model._pipeline.remat,
     )
-    return schedule.num_micro_batches * sum(stages) / found.makespan
+    work = 3.0 * schedule.num_stages * schedule.num_micro_batches
+    return work / found.makespan

@@ -12,46 +12,66 @@ NUM_CLASSES = 10
 
 
 @keras.saving.register_keras_serializable(package="benchmark")
-class TransformerBlock(L.Layer):
-    """Attention and feed-forward with layer normalisation in front of each.
+class SelfAttention(L.Layer):
+    """The first half of a Transformer block: `x + attention(norm(x))`.
 
     Args:
         num_heads: Integer.
-        ffn_dim: Integer, width of the feed-forward layer.
         **kwargs: Arguments of `keras.layers.Layer`.
     """
 
-    def __init__(self, num_heads=4, ffn_dim=1024, **kwargs):
+    def __init__(self, num_heads=4, **kwargs):
         super().__init__(**kwargs)
         self.num_heads = num_heads
-        self.ffn_dim = ffn_dim
 
     def build(self, input_shape):
-        width = input_shape[-1]
-        self.norm_1 = L.LayerNormalization(epsilon=1e-5)
+        self.norm = L.LayerNormalization(epsilon=1e-5)
         self.attention = L.MultiHeadAttention(
-            self.num_heads, width // self.num_heads
+            self.num_heads, input_shape[-1] // self.num_heads
         )
-        self.norm_2 = L.LayerNormalization(epsilon=1e-5)
-        self.inner = L.Dense(self.ffn_dim, activation="relu")
-        self.outer = L.Dense(width)
-        self.norm_1.build(input_shape)
+        self.norm.build(input_shape)
         self.attention.build(input_shape, input_shape)
-        self.norm_2.build(input_shape)
-        self.inner.build(input_shape)
-        self.outer.build((*input_shape[:-1], self.ffn_dim))
 
     def call(self, x):
-        h = self.norm_1(x)
-        x = x + self.attention(h, h)
-        return x + self.outer(self.inner(self.norm_2(x)))
+        h = self.norm(x)
+        return x + self.attention(h, h)
 
     def compute_output_shape(self, input_shape):
         return input_shape
 
     def get_config(self):
-        config = super().get_config()
-        return {**config, "num_heads": self.num_heads, "ffn_dim": self.ffn_dim}
+        return {**super().get_config(), "num_heads": self.num_heads}
+
+
+@keras.saving.register_keras_serializable(package="benchmark")
+class FeedForward(L.Layer):
+    """The second half of a Transformer block: `x + outer(inner(norm(x)))`.
+
+    Args:
+        inner_dim: Integer, the width between the two layers.
+        **kwargs: Arguments of `keras.layers.Layer`.
+    """
+
+    def __init__(self, inner_dim=1024, **kwargs):
+        super().__init__(**kwargs)
+        self.inner_dim = inner_dim
+
+    def build(self, input_shape):
+        self.norm = L.LayerNormalization(epsilon=1e-5)
+        self.inner = L.Dense(self.inner_dim, activation="relu")
+        self.outer = L.Dense(input_shape[-1])
+        self.norm.build(input_shape)
+        self.inner.build(input_shape)
+        self.outer.build((*input_shape[:-1], self.inner_dim))
+
+    def call(self, x):
+        return x + self.outer(self.inner(self.norm(x)))
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def get_config(self):
+        return {**super().get_config(), "inner_dim": self.inner_dim}
 
 
 @keras.saving.register_keras_serializable(package="benchmark")
@@ -154,6 +174,8 @@ def waiting(num_layers, seconds=0.02):
 def transformer(num_blocks=8, width=256, length=64):
     """Returns a stack of Transformer blocks, a list of layers.
 
+    Each half of a block is a layer, so that stages may be cut there.
+
     Args:
         num_blocks: Integer.
         width: Integer, size of the embedding axis.
@@ -164,7 +186,11 @@ def transformer(num_blocks=8, width=256, length=64):
     """
     return [
         keras.Input((length, width)),
-        *(TransformerBlock(ffn_dim=4 * width) for _ in range(num_blocks)),
+        *(
+            half
+            for _ in range(num_blocks)
+            for half in (SelfAttention(), FeedForward(4 * width))
+        ),
         L.Dense(NUM_CLASSES),
     ]
 
@@ -183,6 +209,8 @@ def convolutional(num_blocks=8, filters=32, size=32):
     return [
         keras.Input((size, size, 3)),
         L.Conv2D(filters, 3, padding="same", use_bias=False),
+        L.BatchNormalization(momentum=0.9, epsilon=1e-5),
+        L.ReLU(),
         *(ResidualBlock() for _ in range(num_blocks)),
         L.GlobalAveragePooling2D(),
         L.Dense(NUM_CLASSES),

@@ -1,0 +1,241 @@
+"""`peers`: this library beside others, one compute thread a stage."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+
+from tools import command_line
+from tools.benchmark import timing
+from tools.peers import program
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_REMATS = ("never", "always")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Peer:
+    """A library.
+
+    Attributes:
+        module: String, its program in `tools.peers`.
+        needs: String, the package that must be there to run it.
+        schedules: What its pipelines are called.
+        remats: The remat modes that it has.
+    """
+
+    module: str
+    needs: str
+    schedules: tuple[str, ...] = ()
+    remats: tuple[str, ...] = _REMATS
+
+
+_PEERS = {
+    "tf_gpipe": _Peer("pipelined", "tensorflow", ("1f1b", "zero_bubble")),
+    "Keras fit": _Peer("keras_fit", "tensorflow"),
+    "torch.distributed.pipelining": _Peer(
+        "torch_pipelining", "torch", ("gpipe", "1f1b")
+    ),
+    "torchgpipe": _Peer("torchgpipe_pipeline", "torchgpipe", ("gpipe",)),
+    "Lingvo": _Peer("lingvo_gpipe", "lingvo", ("gpipe",), ("always",)),
+}
+
+
+def add_arguments(parser):
+    parser.add_argument(
+        "--workload", choices=program.WORKLOADS, default="transformer"
+    )
+    parser.add_argument(
+        "--num_micro_batches", type=command_line.positive, default=8
+    )
+    parser.add_argument("--remat", choices=_REMATS, default="never")
+    parser.add_argument("--batch_size", type=command_line.positive, default=64)
+    parser.add_argument("--num_steps", type=command_line.positive, default=2)
+    parser.add_argument("--num_repeats", type=command_line.positive, default=5)
+    parser.add_argument(
+        "--torch",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="interpreter of an environment with torch and torchgpipe",
+    )
+    parser.add_argument(
+        "--lingvo",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="interpreter of an environment with lingvo and tensorflow",
+    )
+
+
+def main(args):
+    """Two stages with this library, and with others that are installed.
+
+    The same layers, initial weights and data for all; each against its own
+    training on one core without micro-batches. Losses must agree.
+
+    The ideal is K M / (M + K - 1), times 3/4 where all is recomputed, as the
+    paper does; a pipeline that recomputes less may exceed it.
+    """
+    if len(os.sched_getaffinity(0)) < 2:
+        raise argparse.ArgumentError(None, "two CPU cores are needed")
+    programs, missing = _programs(args)
+    with contextlib.ExitStack() as stack:
+        # One after another: they would slow each other's set-up.
+        running = {
+            key: stack.enter_context(_running(command, environment))
+            for key, (command, environment) in programs.items()
+        }
+        _check_losses(running)
+        measures = list(running)
+        for turn in range(args.num_repeats):
+            # No program always follows the same one.
+            random.Random(turn).shuffle(measures)
+            for key in measures:
+                running[key].measure(args.num_steps)
+    num_micro_batches = args.num_micro_batches
+    ideal = 2 * num_micro_batches / (num_micro_batches + 1)
+    if args.remat == "always":
+        ideal *= 3 / 4
+    rows = []
+    for (name, schedule), each in running.items():
+        speedup = timing.median_ratio(running[name, ""].seconds, each.seconds)
+        rows.append(
+            {
+                "library": name,
+                "schedule": schedule or "one core",
+                "samples_per_second": args.batch_size
+                / statistics.median(each.seconds),
+                "speedup": speedup,
+                "fraction": speedup / ideal if schedule else None,
+                "setup_seconds": each.ready["setup_seconds"],
+                "versions": each.ready["versions"],
+            }
+        )
+    timing.report(
+        f"{args.workload}: K=2, M={num_micro_batches}, remat {args.remat}, "
+        f"batch of {args.batch_size}; of an ideal speed-up {ideal:.2f}",
+        [
+            {
+                "library": row["library"],
+                "": row["schedule"],
+                "samples/s": row["samples_per_second"],
+                "speed-up": row["speedup"],
+                "of the ideal": row["fraction"] or "",
+                "set-up s": row["setup_seconds"],
+            }
+            for row in rows
+        ],
+        {"ideal": ideal, "rows": rows, "missing": missing},
+        args.json,
+    )
+    for name, why in missing.items():
+        print(f"Not measured: {name}, {why}")
+
+
+def _programs(args):
+    """Returns how to run each program, and why others cannot be run.
+
+    Returns:
+        Dict from library and schedule (`""` for one core) to a command and
+        what its environment has more than ours; and a dict from library to a
+        text.
+    """
+    found, missing = {}, {}
+    for name, peer in _PEERS.items():
+        python = {"lingvo": args.lingvo, "tensorflow": sys.executable}.get(
+            peer.needs, args.torch
+        )
+        look = "import importlib.util, sys; "
+        look += f"sys.exit(importlib.util.find_spec({peer.needs!r}) is None)"
+        if subprocess.run([python, "-c", look]).returncode:
+            missing[name] = f"{python} has no package {peer.needs}"
+            continue
+        command = [python, "-m", f"tools.peers.{peer.module}"]
+        command += [
+            f"--workload={args.workload}",
+            f"--batch_size={args.batch_size}",
+        ]
+        environment = {}
+        if peer.needs.startswith("torch"):
+            # Before PyTorch is imported.
+            environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        found[name, ""] = command, environment
+        if args.remat in peer.remats:
+            for schedule in peer.schedules:
+                flags = [
+                    "--num_stages=2",
+                    f"--num_micro_batches={args.num_micro_batches}",
+                    f"--schedule={schedule}",
+                    f"--remat={args.remat}",
+                ]
+                found[name, schedule] = command + flags, environment
+    return found, missing
+
+
+class _Program:
+    """A program that runs.
+
+    Attributes:
+        ready: Dict of what it said at first.
+        seconds: List of the seconds of a step, a number a measurement.
+    """
+
+    def __init__(self, process):
+        self._process = process
+        self.ready = self._answer()
+        self.seconds = []
+
+    def measure(self, num_steps):
+        print(num_steps, file=self._process.stdin, flush=True)
+        self.seconds.append(self._answer()["seconds"])
+
+    def _answer(self):
+        for line in self._process.stdout:
+            # Libraries print what they like.
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError(
+            f"A program has failed: {' '.join(self._process.args)}"
+        )
+
+
+@contextlib.contextmanager
+def _running(command, environment):
+    with subprocess.Popen(
+        command,
+        cwd=_ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    ) as process:
+        try:
+            yield _Program(process)
+            # The end of its input ends it, and the processes it started.
+            process.stdin.close()
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+
+
+def _check_losses(running):
+    """Checks that all train the same model."""
+    for keys in (
+        [key for key in running if not key[1]],
+        # Statistics are those of a micro-batch.
+        [key for key in running if key[1]],
+    ):
+        losses = {key: running[key].ready["losses"] for key in keys}
+        expected = losses[keys[0]]
+        for key, found in losses.items():
+            for a, b in zip(found, expected, strict=True):
+                if abs(a - b) > 1e-3 * abs(b):
+                    raise RuntimeError(
+                        "Not the same model, by the losses of its first "
+                        f"steps. {keys[0]}: {expected}; {key}: {found}"
+                    )

@@ -1,0 +1,70 @@
+"""Devices of this process: GPUs, parts of one GPU, or of the CPU.
+
+TensorFlow must not have started.
+"""
+
+import subprocess
+
+import tensorflow as tf
+
+from trainers import devices as host_devices
+
+# What is left to the driver of a GPU.
+_RESERVED_MIB = 1024
+
+
+def find(count):
+    """Returns devices for a pipeline, and what to know of its figures.
+
+    Args:
+        count: Integer, how many.
+
+    Returns:
+        List of names, and a string; the GPUs if there are enough, equal parts
+        of the only one, or of the CPU if there is none.
+
+    Raises:
+        ValueError: If there are GPUs, but too few.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if 1 < len(gpus) < count:
+        raise ValueError(f"{count} GPUs are needed. There are {len(gpus)}.")
+    if len(gpus) >= count:
+        names = [x.name for x in tf.config.list_logical_devices("GPU")]
+        return names[:count], f"{count} of {len(gpus)} GPUs"
+    if gpus:
+        return (
+            split_gpu(gpus[0], count=count),
+            f"{count} parts of one GPU: their memory is their own, the "
+            "processor is not, so a speed-up says nothing",
+        )
+    host_devices.ensure(count)
+    return [f"CPU:{k}" for k in range(count)], (
+        f"{count} logical devices of one CPU, which share its cores: a "
+        "speed-up says nothing"
+    )
+
+
+def split_gpu(gpu, count=None, mib=None):
+    """Splits a GPU into virtual devices, and returns their names.
+
+    Args:
+        gpu: The physical device.
+        count: Integer, how many; or `None` for as many as there is memory for.
+        mib: Integer, the memory of each; or `None` for equal parts.
+    """
+    command = (
+        "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
+    )
+    output = subprocess.run(
+        command.split(), stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    total = int(output.split()[0]) - _RESERVED_MIB
+    mib = mib or total // count
+    tf.config.set_visible_devices(gpu, "GPU")
+    tf.config.set_logical_device_configuration(
+        gpu,
+        [tf.config.LogicalDeviceConfiguration(memory_limit=mib)]
+        * (count or total // mib),
+    )
+    return [x.name for x in tf.config.list_logical_devices("GPU")]

@@ -1,0 +1,1 @@
+"""Programs that train the benchmark's models, each with another library."""
