@@ -13,7 +13,7 @@ from tf_gpipe.added_losses import AddedLosses
 from tf_gpipe.clock import Clock
 from tf_gpipe.exchange import Exchange
 from tf_gpipe.gradients import GradientSum
-from tf_gpipe.gradients import add
+from tf_gpipe.gradients import of_stages
 from tf_gpipe.micro_batch import Split
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.schedule import BACKWARD
@@ -224,20 +224,7 @@ class MiniBatch:
 
     def gradients(self) -> dict[int, Any]:
         """Returns the accumulated gradients by the ids of their variables."""
-        totals: dict[int, Any] = {}
-        for stage, gradient_sum in zip(
-            self.pipeline.stages, self._sums, strict=True
-        ):
-            with tf.device(stage.device):
-                found = gradient_sum.by_variable()
-            for variable in stage.variables:
-                gradient = found.get(id(variable))
-                # Layers of several stages may share the variable.
-                with tf.device(self.pipeline.device_of(variable)):
-                    total = add(totals.get(id(variable)), gradient)
-                if total is not None:
-                    totals[id(variable)] = total
-        return totals
+        return of_stages(self.pipeline, self._sums)
 
     def input_gradients(self) -> list:
         """Returns a gradient or `None` for each flat input tensor."""

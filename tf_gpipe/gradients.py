@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_gpipe.pack import pack
 from tf_gpipe.pack import unpack
+from tf_gpipe.pipeline import Pipeline
 
 
 class Gradients(NamedTuple):
@@ -71,6 +72,24 @@ class GradientSum:
             for variable, total in zip(variables, totals, strict=True):
                 sums[id(variable)] = add(sums.get(id(variable)), total)
         return sums
+
+
+def of_stages(
+    pipeline: Pipeline, sums: Sequence[GradientSum]
+) -> dict[int, Any]:
+    """Returns the sums of all stages by the ids of their variables."""
+    totals: dict[int, Any] = {}
+    for stage, gradient_sum in zip(pipeline.stages, sums, strict=True):
+        with tf.device(stage.device):
+            found = gradient_sum.by_variable()
+        for variable in stage.variables:
+            gradient = found.get(id(variable))
+            # Layers of several stages may share the variable.
+            with tf.device(pipeline.device_of(variable)):
+                total = add(totals.get(id(variable)), gradient)
+            if total is not None:
+                totals[id(variable)] = total
+    return totals
 
 
 def add(a: Any, b: Any) -> Any:

@@ -51,7 +51,8 @@ import tf_gpipe  # noqa: E402
 from tools import command_line  # noqa: E402
 from tools import local_devices  # noqa: E402
 from tools import workers  # noqa: E402
-from tools.benchmark import timing  # noqa: E402
+from tools.benchmark import report  # noqa: E402
+from tools.benchmark.report import Report  # noqa: E402
 
 # Of each virtual device of a GPU.
 _GPU_MIB = 8192
@@ -624,12 +625,11 @@ def _measure(rows, devices, args):
             }
         )
         runs.append({"name": row.name, "result": result, "peaks": peaks})
-    timing.report(
+    Report(
         f"AmoebaNet-D on {len(devices)} virtual devices of {_GPU_MIB} MiB",
         lines,
         {"runs": runs},
-        args.json,
-    )
+    ).print(args.json)
 
 
 def _peaks(row, devices, args):
@@ -689,16 +689,15 @@ def _check(models, args):
                 notes.append(f"AmoebaNet-D, remat {remat}: {_MERGED}")
             if remat == "never" and max(ratios) > 1.2:
                 notes.append(f"{_FAMILIES[model].title}: {_SHAPES}")
-    timing.report(
+    Report(
         "Small versions, a worker process a stage; peak MiB of activations and "
         "gradients",
         lines,
         {},
-        as_json=False,
-    )
+    ).print()
     _print_notes(notes)
     if args.json:
-        result = {"runs": runs, "notes": notes, "machine": timing.machine()}
+        result = {"runs": runs, "notes": notes, "machine": report.machine()}
         print(json.dumps(result))
 
 

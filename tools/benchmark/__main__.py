@@ -7,11 +7,13 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from tools.benchmark import baselines  # noqa: E402
+from tools.benchmark import breakdown  # noqa: E402
 from tools.benchmark import memory  # noqa: E402
 from tools.benchmark import peers  # noqa: E402
 from tools.benchmark import pipeline  # noqa: E402
-from tools.benchmark import plan  # noqa: E402
 from tools.benchmark import step  # noqa: E402
+from tools.benchmark import table2  # noqa: E402
+from tools.benchmark import table3  # noqa: E402
 from tools.benchmark import trace  # noqa: E402
 
 
@@ -20,7 +22,17 @@ def main():
         prog="python -m tools.benchmark", description=__doc__
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (step, trace, pipeline, baselines, peers, memory, plan):
+    for module in (
+        step,
+        trace,
+        pipeline,
+        peers,
+        baselines,
+        breakdown,
+        memory,
+        table2,
+        table3,
+    ):
         name = module.__name__.rpartition(".")[-1]
         command = commands.add_parser(
             name,
@@ -34,10 +46,19 @@ def main():
             action="store_true",
             help="print one JSON object on the last line",
         )
+        command.add_argument(
+            "--plot",
+            metavar="PATH",
+            help="save a picture of the table here (.png, .svg)",
+        )
         command.set_defaults(main=module.main)
     args = parser.parse_args()
     try:
-        args.main(args)
+        report = args.main(args)
+        if report:
+            report.print(args.json)
+            if args.plot:
+                report.plot(args.plot)
     except argparse.ArgumentError as e:
         commands.choices[args.command].error(str(e))
 

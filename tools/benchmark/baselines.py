@@ -26,6 +26,7 @@ from tools import workers
 from tools.benchmark import pipeline
 from tools.benchmark import timing
 from tools.benchmark import workloads
+from tools.benchmark.report import Report
 
 _WORKLOADS = {**workloads.WORKLOADS, "resnet50": workloads.resnet50}
 _HOST = "127.0.0.1"
@@ -80,6 +81,7 @@ def main(args):
                 remat=remat,
                 devices=[process.device for process in processes],
             )
+            workloads.compiled(model)
             return pipeline.Run(model, x, y, processes, args.num_steps)
 
         pipelines = {
@@ -114,7 +116,7 @@ def main(args):
             "cores_used": statistics.median(each.cores),
             "client_cores_used": statistics.median(each.client),
         }
-    timing.report(
+    return Report(
         f"{args.workload}: K={num_stages}, batch of {args.batch_size}, "
         f"pipelines {args.schedule}, remat {args.remat}; one core a worker",
         [
@@ -129,7 +131,7 @@ def main(args):
             for name, row in found.items()
         ],
         {"rows": found},
-        args.json,
+        "samples/s",
     )
 
 

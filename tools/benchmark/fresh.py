@@ -19,7 +19,7 @@ def measure(args, **options):
     flags = [
         f"--{name}={value}"
         for name, value in options.items()
-        if name not in ("command", "main", "json") and value is not None
+        if name not in ("command", "main", "json", "plot") and value is not None
     ]
     output = subprocess.run(
         [sys.executable, "-m", "tools.benchmark", args.command, *flags],

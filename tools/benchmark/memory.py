@@ -1,76 +1,162 @@
-"""`memory`: what each remat mode adds to the memory of a process."""
+"""`memory`: what a step needs, beside the plan and the paper's formula."""
 
-import json
+import math
 
-from tf_gpipe.remat import MODES
-from tools.benchmark import fresh
-from tools.benchmark import timing
+import keras
+
+import tf_gpipe
+from tf_gpipe import remat
+from tf_gpipe import schedules
+from tf_gpipe.simulate import peaks
+from tools import command_line
+from tools import workers
+from tools.benchmark import workloads
+from tools.benchmark.report import Report
+
+# What else would keep memory that TensorFlow has given back: the allocator of
+# oneDNN all of it, that of the C library small pieces.
+_GIVE_BACK = {
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+}
+_FLOAT = 4
 
 
 def add_arguments(parser):
-    parser.add_argument("--num_layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=32768)
-    parser.add_argument("--num_micro_batches", type=int, default=8)
-    parser.add_argument("--schedule", default="gpipe")
-    parser.add_argument("--mode", choices=MODES, help="measure this one only")
+    parser.add_argument("--num_stages", type=command_line.positive, default=2)
+    parser.add_argument(
+        "--num_micro_batches", type=command_line.positive, default=8
+    )
+    parser.add_argument(
+        "--schedule",
+        type=command_line.choices(schedules.NAMES),
+        default="gpipe,1f1b",
+        help="the schedule of each pipeline",
+    )
+    parser.add_argument(
+        "--remat",
+        type=command_line.choices(remat.MODES),
+        default="always,never",
+        help="the remat mode of each pipeline",
+    )
+    parser.add_argument(
+        "--workload", choices=workloads.WORKLOADS, default="transformer"
+    )
+    parser.add_argument("--batch_size", type=command_line.positive, default=256)
 
 
 def main(args):
-    """Peak resident memory above the model's own, one process a remat mode."""
-    if args.mode:
-        print(json.dumps(_measure(args)))
-        return
-    peaks = {mode: fresh.measure(args, mode=mode) for mode in reversed(MODES)}
-    timing.report(
-        f"Peak MiB above the model's own: {args.num_layers} layers of width "
-        f"{args.width}, batch of {args.batch_size}, K=1, "
-        f"M={args.num_micro_batches}, {args.schedule}",
+    """Peak memory of each stage in a step: planned, and in its worker.
+
+    Measured is the peak of the resident memory of the stage's process above
+    that between steps: activations, gradients and what operations need while
+    they run. The plan leaves out the latter; on a CPU a convolution's is
+    about the size of the last cache.
+
+    The formula is the GPipe paper's N + (L / K) (N / M): what a stage takes
+    in from the mini-batch, and the activations of its layers for a
+    micro-batch; with 1F1B of as many micro-batches as a stage keeps.
+    """
+    x, y = workloads.data(workloads.WORKLOADS[args.workload](), args.batch_size)
+    rows = []
+    with workers.connected(
+        args.num_stages, environment=_GIVE_BACK, one_core=True
+    ) as processes:
+        for schedule in args.schedule:
+            for mode in args.remat:
+                rows += _measured(args, schedule, mode, x, y, processes)
+    return Report(
+        f"{args.workload}: K={args.num_stages}, M={args.num_micro_batches}, "
+        f"batch of {args.batch_size}; peak MiB of activations and gradients",
         [
             {
-                "remat": mode,
-                "MiB": peak / 2**20,
-                "of never": peak / peaks["never"],
+                "schedule": row["schedule"],
+                "remat": row["remat"],
+                "stage": row["stage"],
+                **{
+                    name: row[name] / 2**20
+                    for name in ("formula", "planned", "measured")
+                },
+                "of the formula": row["measured"] / row["formula"],
+                "of the plan": row["measured"] / row["planned"],
             }
-            for mode, peak in peaks.items()
+            for row in rows
         ],
-        {"bytes": peaks},
-        args.json,
+        {"rows": rows},
+        "measured",
     )
 
 
-def _measure(args):
-    import keras
-    import tensorflow as tf
-
-    import tf_gpipe
-
+def _measured(args, schedule, mode, x, y, processes):
+    """Returns a row for each stage of a pipeline."""
+    make = workloads.WORKLOADS[args.workload]
+    options = {
+        "num_stages": args.num_stages,
+        "num_micro_batches": args.num_micro_batches,
+        "balance": "flops",
+        "schedule": schedule,
+        "remat": mode,
+    }
+    plan = tf_gpipe.plan(make(), x.shape, optimizer="sgd", **options)
     model = tf_gpipe.PipelinedSequential(
-        [keras.Input((args.width,))]
-        + [
-            keras.layers.Dense(args.width, "tanh")
-            for _ in range(args.num_layers)
-        ],
-        num_stages=1,
-        num_micro_batches=args.num_micro_batches,
-        schedule=args.schedule,
-        remat=args.mode,
+        make(), devices=[p.device for p in processes], **options
     )
-    model.compile(keras.optimizers.SGD(1e-3), "mse")
-    x = tf.random.normal((args.batch_size, args.width))
-    y = tf.zeros((args.batch_size, args.width))
-    # A step on few rows, after which everything but the activations is there.
-    rows = args.num_micro_batches
-    model.train_on_batch(x[:rows], y[:rows])
-    before = _status("VmRSS")
+    workloads.compiled(model)
+    # What the first steps leave is not the activations'.
+    for _ in range(2):
+        model.train_on_batch(x, y)
+    idle = [process.memory("VmRSS") for process in processes]
+    for process in processes:
+        process.forget_peak()
     model.train_on_batch(x, y)
-    return _status("VmHWM") - before
+    measured = [
+        process.memory("VmHWM") - before
+        for process, before in zip(processes, idle, strict=True)
+    ]
+    formula = _formula(args, model, x)
+    # All that a stage will hold, without what it holds between steps.
+    planned = [
+        expected.bytes
+        - sum(
+            v.shape.num_elements() * v.value.dtype.size for v in stage.variables
+        )
+        for expected, stage in zip(plan.stages, model.stages, strict=True)
+    ]
+    return [
+        {
+            "schedule": schedule,
+            "remat": mode,
+            "stage": k,
+            "formula": formula[k],
+            "planned": planned[k],
+            "measured": measured[k],
+        }
+        for k in range(args.num_stages)
+    ]
 
 
-def _status(field):
-    """Returns a figure of the process's memory in bytes."""
-    with open("/proc/self/status") as f:
-        for line in f:
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError(f"The system does not tell {field}.")
+def _formula(args, model, x):
+    """Returns the bytes that the paper's formula gives each stage."""
+    layers = workloads.WORKLOADS[args.workload]()
+    # The activations of all layers for all rows.
+    whole = tf_gpipe.plan(
+        layers, x.shape, num_stages=1, num_micro_batches=1, remat="never"
+    )
+    num_layers = sum(len(stage.nodes) for stage in model.stages)
+    num_micro_batches = args.num_micro_batches
+    kept = peaks(model._pipeline.schedule.order)
+    found = []
+    for k, stage in enumerate(model.stages):
+        share = len(stage.nodes) / num_layers / num_micro_batches
+        activations = share * whole.stages[0].activation_bytes
+        if model._pipeline.remat == "never":
+            found.append(kept[k] * activations)
+            continue
+        inputs = sum(
+            len(x) * math.prod(tensor.shape[1:]) * _FLOAT
+            for value in stage.inputs
+            for tensor in keras.tree.flatten(value.spec)
+        )
+        found.append(kept[k] / num_micro_batches * inputs + activations)
+    return found

@@ -13,6 +13,7 @@ import sys
 
 from tools import command_line
 from tools.benchmark import timing
+from tools.benchmark.report import Report
 from tools.peers import program
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -86,10 +87,10 @@ def main(args):
     programs, missing = _programs(args)
     with contextlib.ExitStack() as stack:
         # One after another: they would slow each other's set-up.
-        running = {
-            key: stack.enter_context(_running(command, environment))
-            for key, (command, environment) in programs.items()
-        }
+        running = {}
+        for key, (command, environment) in programs.items():
+            print(f"Starting {' '.join(key)}", file=sys.stderr)
+            running[key] = stack.enter_context(_running(command, environment))
         _check_losses(running)
         measures = list(running)
         for turn in range(args.num_repeats):
@@ -116,7 +117,7 @@ def main(args):
                 "versions": each.ready["versions"],
             }
         )
-    timing.report(
+    return Report(
         f"{args.workload}: K=2, M={num_micro_batches}, remat {args.remat}, "
         f"batch of {args.batch_size}; of an ideal speed-up {ideal:.2f}",
         [
@@ -131,10 +132,9 @@ def main(args):
             for row in rows
         ],
         {"ideal": ideal, "rows": rows, "missing": missing},
-        args.json,
+        "samples/s",
+        [f"Not measured: {name}, {why}" for name, why in missing.items()],
     )
-    for name, why in missing.items():
-        print(f"Not measured: {name}, {why}")
 
 
 def _programs(args):

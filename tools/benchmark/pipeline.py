@@ -17,6 +17,7 @@ from tools import local_devices
 from tools import workers
 from tools.benchmark import timing
 from tools.benchmark import workloads
+from tools.benchmark.report import Report
 
 _WAIT = 15.36
 
@@ -100,7 +101,7 @@ def main(args):
             args.num_stages, args.num_micro_batches, args.schedule, args.remat
         )
     )
-    with _devices(args.on, max(args.num_stages)) as (devices, processes, note):
+    with devices(args.on, max(args.num_stages)) as (names, processes, note):
         # What follows starts TensorFlow.
         x, y = workloads.data(make(), args.batch_size)
 
@@ -112,8 +113,9 @@ def main(args):
                 balance=balance,
                 schedule=schedule,
                 remat=remat,
-                devices=devices,
+                devices=names,
             )
+            workloads.compiled(model)
             return Run(model, x, y, processes, args.num_steps)
 
         one = 1, 1, "1f1b", "never"
@@ -140,7 +142,7 @@ def main(args):
                 "client_cores_used": statistics.median(each.client),
             }
         )
-    timing.report(
+    return Report(
         f"{what}, batch of {args.batch_size}, on {note}",
         [
             {
@@ -159,13 +161,21 @@ def main(args):
             for row in found
         ],
         {"rows": found},
-        args.json,
+        "speed-up",
     )
 
 
 @contextlib.contextmanager
-def _devices(where, count):
-    """Yields names of devices, the workers, and a description."""
+def devices(where, count):
+    """Finds devices for pipelines.
+
+    Args:
+        where: `"workers"`, `"local"` or `"simulated"`.
+        count: Integer, how many.
+
+    Yields:
+        List of names; list of the `workers.Worker`s; string, what they are.
+    """
     if where == "local":
         names, note = local_devices.find(count)
         yield names, [], note
@@ -181,7 +191,7 @@ class Run:
     """A pipeline over worker processes, which is timed.
 
     Args:
-        model: A `PipelinedSequential`, not yet compiled.
+        model: A compiled `PipelinedSequential`.
         x: Inputs of a batch.
         y: Labels of a batch.
         processes: List of the workers.
@@ -194,7 +204,7 @@ class Run:
     """
 
     def __init__(self, model, x, y, processes, num_steps):
-        self.model = workloads.compiled(model)
+        self.model = model
         self.x, self.y = x, y
         self.processes = processes
         self.num_steps = num_steps

@@ -7,6 +7,7 @@ import keras
 import tf_gpipe
 from tools.benchmark import timing
 from tools.benchmark import workloads
+from tools.benchmark.report import Report
 
 
 def add_arguments(parser):
@@ -49,9 +50,9 @@ def main(args):
                 "ratio": ratios[name],
             }
         )
-    timing.report(
+    return Report(
         "Seconds a step: K=1, M=1, remat never, against Keras fit",
         rows,
         {"ratios": ratios},
-        args.json,
+        "ratio",
     )

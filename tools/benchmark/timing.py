@@ -1,14 +1,9 @@
-"""Times training steps, and prints what a benchmark has found."""
+"""Times training steps."""
 
-import json
-import os
-import platform
 import statistics
 import time
 
 import keras
-import rich.console
-import rich.table
 import tensorflow as tf
 
 
@@ -29,9 +24,14 @@ class _Clock(keras.callbacks.Callback):
 def step_seconds(model, x, y, num_steps):
     """Returns the seconds that a step of `fit` takes, over `num_steps`."""
     clock = _Clock()
-    dataset = tf.data.Dataset.from_tensors((x, y)).repeat(num_steps)
-    model.fit(dataset, shuffle=False, verbose=0, callbacks=[clock])
+    fit(model, x, y, num_steps, [clock])
     return clock.seconds / num_steps
+
+
+def fit(model, x, y, num_steps, callbacks):
+    """Trains a model on the same batch in every step."""
+    dataset = tf.data.Dataset.from_tensors((x, y)).repeat(num_steps)
+    model.fit(dataset, shuffle=False, verbose=0, callbacks=callbacks)
 
 
 def interleaved(measures, num_repeats):
@@ -56,53 +56,3 @@ def median_ratio(numerators, denominators):
     return statistics.median(
         a / b for a, b in zip(numerators, denominators, strict=True)
     )
-
-
-def machine():
-    """Returns what a figure depends on: machine and versions."""
-    return {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "gpus": len(tf.config.list_physical_devices("GPU")),
-        "python": platform.python_version(),
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-    }
-
-
-def report(title, rows, result, as_json):
-    """Prints a table, the machine, and a JSON object where it is wanted.
-
-    Args:
-        title: String.
-        rows: List of dicts with the same keys, the columns.
-        result: Dict, what `--json` prints on the last line.
-        as_json: Boolean.
-    """
-    table = rich.table.Table(title=title)
-    for name in rows[0]:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(
-            *(
-                f"{x:.3f}" if isinstance(x, float) else str(x)
-                for x in row.values()
-            )
-        )
-    console = rich.console.Console(highlight=False)
-    console.print(table)
-    about = machine()
-    console.print(", ".join(f"{name} {value}" for name, value in about.items()))
-    if as_json:
-        print(json.dumps({**result, "machine": about}))
-
-
-def _processor():
-    try:
-        with open("/proc/cpuinfo") as f:
-            for line in f:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -11,6 +11,7 @@ import tf_gpipe
 from tools.benchmark import fresh
 from tools.benchmark import timing
 from tools.benchmark import workloads
+from tools.benchmark.report import Report
 
 
 def add_arguments(parser):
@@ -30,7 +31,7 @@ def main(args):
     """Tracing plus first step against plain Keras, one process a time."""
     if args.only:
         print(json.dumps(_first_step(args)))
-        return
+        return None
     seconds = timing.interleaved(
         {
             name: lambda name=name: fresh.measure(args, only=name)
@@ -40,14 +41,17 @@ def main(args):
     )
     ratio = timing.median_ratio(seconds["tf_gpipe"], seconds["keras"])
     medians = {k: statistics.median(v) for k, v in seconds.items()}
-    timing.report(
+    return Report(
         "Seconds to trace and run the first step: "
         f"{args.num_blocks} Transformer blocks, "
         f"K={args.num_stages}, M={args.num_micro_batches}, {args.schedule}, "
         f"remat {args.remat}",
-        [{**medians, "ratio": ratio}],
+        [
+            {"": name, "seconds": medians[name], "of keras": of_keras}
+            for name, of_keras in (("keras", 1.0), ("tf_gpipe", ratio))
+        ],
         {**medians, "ratio": ratio},
-        args.json,
+        "seconds",
     )
 
 

@@ -108,14 +108,16 @@ class Wait(L.Layer):
     """A simulated layer: it waits instead of computing.
 
     Args:
-        seconds: Float, of the forward pass of a row. The gradients of the
-            inputs take as long, and so do those of the weights.
+        seconds: Float, of the forward pass of a row.
+        backward: Float, of the backward pass of a row; twice as long if
+            `None`. Half of it is for the gradients of the weights.
         **kwargs: Arguments of `keras.layers.Layer`.
     """
 
-    def __init__(self, seconds, **kwargs):
+    def __init__(self, seconds, backward=None, **kwargs):
         super().__init__(**kwargs)
         self.seconds = seconds
+        self.backward = 2 * seconds if backward is None else backward
 
     def build(self, input_shape):
         self.scale = self.add_weight(shape=(), initializer="ones")
@@ -124,20 +126,26 @@ class Wait(L.Layer):
         self._after = FunctionCall(_after, stateless=True)
 
     def call(self, x):
-        seconds = tf.cast(tf.shape(x)[0], tf.float32) * self.seconds
+        num_rows = tf.cast(tf.shape(x)[0], tf.float32)
 
         def back(upstream):
-            return self._after(upstream, seconds)
+            return self._after(upstream, num_rows * self.backward / 2)
 
         scale = tf.custom_gradient(lambda scale: (tf.identity(scale), back))
-        wait = tf.custom_gradient(lambda x: (self._after(x, seconds), back))
+        wait = tf.custom_gradient(
+            lambda x: (self._after(x, num_rows * self.seconds), back)
+        )
         return wait(x * scale(tf.convert_to_tensor(self.scale)))
 
     def compute_output_shape(self, input_shape):
         return input_shape
 
     def get_config(self):
-        return {**super().get_config(), "seconds": self.seconds}
+        return {
+            **super().get_config(),
+            "seconds": self.seconds,
+            "backward": self.backward,
+        }
 
 
 def _after(x, seconds):

@@ -1,0 +1,117 @@
+"""`breakdown`: what the time of a step is spent on."""
+
+import statistics
+import time
+
+import tf_gpipe
+from tf_gpipe import remat
+from tf_gpipe import schedules
+from tf_gpipe import timeline
+from tools import command_line
+from tools.benchmark import pipeline
+from tools.benchmark import timing
+from tools.benchmark import workloads
+from tools.benchmark.report import Report
+
+
+def add_arguments(parser):
+    parser.add_argument(
+        "--on",
+        choices=("workers", "local"),
+        default="workers",
+        help="worker processes of one core each; or GPUs of this host, or "
+        "parts of its CPU",
+    )
+    parser.add_argument("--num_stages", type=command_line.positive, default=2)
+    parser.add_argument(
+        "--num_micro_batches", type=command_line.positive, default=8
+    )
+    parser.add_argument("--schedule", choices=schedules.NAMES, default="1f1b")
+    parser.add_argument("--remat", choices=remat.MODES, default="always")
+    parser.add_argument(
+        "--workload", choices=workloads.WORKLOADS, default="transformer"
+    )
+    parser.add_argument("--batch_size", type=command_line.positive, default=64)
+    parser.add_argument("--num_steps", type=command_line.positive, default=10)
+
+
+def main(args):
+    """Shares of a step's time, as in the GPipe paper's section on overhead.
+
+    From the times that the Timeline callback records, medians over the steps.
+    Compute and recompute are means over the stages; what the busiest stage
+    works more than the mean is imbalance. The bubble is what that one waits
+    in the schedule, simulated with the time that each stage takes; what it
+    waits beyond that, for transfers and for TensorFlow to start tasks, is
+    transfer. The update of the weights, and whatever else is before the first
+    task or after the last one, is update.
+    """
+    make = workloads.WORKLOADS[args.workload]
+    with pipeline.devices(args.on, args.num_stages) as (devices, _, note):
+        x, y = workloads.data(make(), args.batch_size)
+        model = tf_gpipe.PipelinedSequential(
+            make(),
+            num_stages=args.num_stages,
+            num_micro_batches=args.num_micro_batches,
+            balance="flops",
+            schedule=args.schedule,
+            remat=args.remat,
+            devices=devices,
+        )
+        workloads.compiled(model)
+        recorder = _Recorder()
+        timing.fit(model, x, y, args.num_steps + 1, [recorder])
+    parts = {
+        name: statistics.median(step[name] for step in recorder.parts)
+        for name in recorder.parts[0]
+    }
+    total = statistics.median(sum(x.values()) for x in recorder.parts)
+    return Report(
+        f"{args.workload}: K={args.num_stages}, M={args.num_micro_batches}, "
+        f"{args.schedule}, remat {args.remat}, batch of {args.batch_size}, on "
+        f"{note}; a step of {total:.3f} s",
+        [
+            {"": name, "seconds": seconds, "share": seconds / total}
+            for name, seconds in parts.items()
+        ],
+        {"seconds": parts, "step": total},
+        "seconds",
+    )
+
+
+class _Recorder(tf_gpipe.callbacks.Timeline):
+    """Keeps what each recorded step was spent on.
+
+    Attributes:
+        parts: List of dicts from a part to seconds, which sum to the step's.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.parts = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        # The times of the tasks have been read, so that all is done.
+        seconds = time.perf_counter() - self._start
+        if self.spans:
+            self.parts.append(self._parts(seconds))
+
+    def _parts(self, seconds):
+        makespan = timeline.totals(self.spans)["makespan"]
+        num_stages = self.model._pipeline.schedule.num_stages
+        work = dict.fromkeys(timeline.KINDS.values(), 0.0)
+        for _, task, start, end in self.spans:
+            work[timeline.KINDS[task.kind]] += (end - start) / num_stages
+        simulated = self.simulated()
+        longest = max(simulated.busy)
+        return {
+            **work,
+            "imbalance": longest - sum(work.values()),
+            "bubble": simulated.makespan - longest,
+            "transfer": makespan - simulated.makespan,
+            "update": seconds - makespan,
+        }

@@ -1,0 +1,113 @@
+"""`table2`: throughput by stages and micro-batches, beside the paper's."""
+
+import itertools
+
+import keras
+
+import tf_gpipe
+from tf_gpipe import schedules
+from tools import command_line
+from tools import workers
+from tools.benchmark import paper_models
+from tools.benchmark import pipeline
+from tools.benchmark import timing
+from tools.benchmark import workloads
+from tools.benchmark.report import Report
+
+_NUM_STAGES = (2, 4, 8)
+_NUM_MICRO_BATCHES = (1, 4, 32)
+_BATCH_SIZE = 32
+# Huang et al., 2019: rows of M, columns of K.
+_PUBLISHED = {
+    "AmoebaNet-D (18, 256)": (
+        (1.0, 1.13, 1.38),
+        (1.07, 1.26, 1.72),
+        (1.21, 1.84, 3.48),
+    ),
+    "Transformer-48": ((1.0, 1.07, 1.3), (1.7, 3.2, 4.8), (1.8, 3.4, 6.3)),
+}
+
+
+def add_arguments(parser):
+    parser.add_argument(
+        "--model", choices=_PUBLISHED, help="this one only; both if not given"
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=schedules.NAMES,
+        default="gpipe",
+        help="the paper's, or another one",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=10.0,
+        help="seconds that a step waits on one accelerator",
+    )
+    parser.add_argument("--num_repeats", type=command_line.positive, default=3)
+
+
+def main(args):
+    """The GPipe paper's Table 2 on simulated accelerators.
+
+    K worker processes wait instead of computing, each in proportion to the
+    operations of its stage of the paper's model, which the planner counts.
+    Everything is recomputed, as in the paper. Throughput is relative to K=2,
+    M=1. Ideal is K M / (M + K - 1), of equal stages.
+    """
+    names = [args.model] if args.model else list(_PUBLISHED)
+    keys = list(itertools.product(names, _NUM_MICRO_BATCHES, _NUM_STAGES))
+    with workers.connected(max(_NUM_STAGES)) as processes:
+        runs = {}
+        for name, num_micro_batches, num_stages in keys:
+            model = tf_gpipe.PipelinedSequential(
+                [keras.Input((1,)), *_layers(args.wait, name, num_stages)],
+                num_micro_batches=num_micro_batches,
+                balance=[1] * num_stages,
+                schedule=args.schedule,
+                remat="always",
+                devices=[process.device for process in processes],
+            )
+            model.compile("sgd", "mse")
+            x = keras.ops.ones((_BATCH_SIZE, 1))
+            runs[name, num_micro_batches, num_stages] = pipeline.Run(
+                model, x, x, processes, num_steps=1
+            )
+        seconds = pipeline.timed(runs, args.num_repeats)
+    rows = []
+    for name, num_micro_batches, num_stages in keys:
+        published = _PUBLISHED[name][
+            _NUM_MICRO_BATCHES.index(num_micro_batches)
+        ][_NUM_STAGES.index(num_stages)]
+        rows.append(
+            {
+                "model": name,
+                "M": num_micro_batches,
+                "K": num_stages,
+                "paper": published,
+                "ideal": pipeline.ideal_speedup(
+                    num_stages, num_micro_batches, "never"
+                ),
+                "measured": timing.median_ratio(
+                    seconds[name, 1, 2],
+                    seconds[name, num_micro_batches, num_stages],
+                ),
+            }
+        )
+    return Report(
+        f"Throughput relative to K=2, M=1; {args.schedule}, remat always, on "
+        "simulated accelerators",
+        rows,
+        {"rows": rows},
+        "measured",
+    )
+
+
+def _layers(wait, name, num_stages):
+    """Returns a layer a stage, all of which take as long as the model does."""
+    costs = [stage.flops for stage in paper_models.stages(name, num_stages)]
+    return [
+        # Forward pass, recomputation, and a backward pass twice as long.
+        workloads.Wait(wait / 4 * cost / sum(costs) / _BATCH_SIZE)
+        for cost in costs
+    ]
