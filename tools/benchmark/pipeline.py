@@ -60,6 +60,11 @@ def add_arguments(parser):
         help="what stages compute; transformer if not given",
     )
     parser.add_argument(
+        "--jit_compile",
+        action="store_true",
+        help="XLA compiles the stages of the pipelines",
+    )
+    parser.add_argument(
         "--wait",
         type=float,
         help="seconds that a step waits on one simulated accelerator, "
@@ -115,7 +120,9 @@ def main(args):
                 remat=remat,
                 devices=names,
             )
-            workloads.compiled(model)
+            # XLA is for the pipelines only: one device is what it is against.
+            jit_compile = args.jit_compile and num_stages > 1
+            workloads.compiled(model, jit_compile or "auto")
             return Run(model, x, y, processes, args.num_steps)
 
         one = 1, 1, "1f1b", "never"

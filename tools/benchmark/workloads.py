@@ -253,10 +253,11 @@ def data(layers, batch_size):
     return x, labels.astype("int32")
 
 
-def compiled(model):
+def compiled(model, jit_compile="auto"):
     """Compiles a model as all benchmarks do, and returns it."""
     model.compile(
         keras.optimizers.SGD(1e-3),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=jit_compile,
     )
     return model

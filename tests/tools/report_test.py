@@ -1,0 +1,45 @@
+"""Tables and pictures of what benchmarks have found."""
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+
+from absl.testing import absltest
+
+from tools.benchmark.report import Report
+from tools.benchmark.report import _label
+
+ROWS = [
+    {"": "tf_gpipe", "K": 2, "mode": "", "samples/s": 3.0},
+    {"": "Keras", "K": 1, "mode": "", "samples/s": 2.0},
+]
+
+
+class ReportTest(absltest.TestCase):
+    def test_print(self):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            Report("Title", ROWS, {"rows": ROWS}, notes=["Note"]).print(True)
+        *lines, last = output.getvalue().splitlines()
+        text = "\n".join(lines)
+        for expected in ("Title", "tf_gpipe", "3.000", "Note", "tensorflow"):
+            self.assertIn(expected, text)
+        found = json.loads(last)
+        self.assertEqual(found["rows"], ROWS)
+        self.assertIn("processor", found["machine"])
+
+    def test_plot(self):
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        path = os.path.join(folder, "a.png")
+        Report("Title", ROWS, {}, "samples/s").plot(path)
+        with open(path, "rb") as f:
+            self.assertEqual(f.read(4), b"\x89PNG")
+
+    def test_label(self):
+        self.assertEqual(_label(ROWS[0]), "tf_gpipe, K=2")
+
+
+if __name__ == "__main__":
+    absltest.main()
