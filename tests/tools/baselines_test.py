@@ -40,7 +40,6 @@ class BaselinesTest(parameterized.TestCase, tf.test.TestCase):
                     schedule=schedule,
                     remat=remat,
                 ),
-                [1.0] * num_stages,
             )
             for remat in ("never", "always")
         }
@@ -58,9 +57,12 @@ class BaselinesTest(parameterized.TestCase, tf.test.TestCase):
         ("baselines --remat=none", "invalid choice: 'none'"),
         ("baselines --workload=none", "invalid choice: 'none'"),
         (
-            "pipeline --simulated --workload=transformer",
-            "--workload is not for --simulated",
+            "pipeline --on=simulated --workload=transformer",
+            "--workload is not for --on=simulated",
         ),
+        ("pipeline --wait=1", "--wait is not for --on=workers"),
+        ("pipeline --schedule=gpipe,x", "invalid choice: 'x'"),
+        ("pipeline --num_stages=2,0", "not a positive integer: '0'"),
     )
     def test_refused(self, args, message):
         errors = io.StringIO()

@@ -86,21 +86,6 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         )
         self.assertLen(found["rows"], 2)
 
-    def test_flags_that_do_not_fit(self):
-        for flags in (
-            ["--on=simulated", "--workload=transformer"],
-            ["--wait=1"],
-            ["--schedule=gpipe,x"],
-            ["--num_stages=2,0"],
-        ):
-            result = subprocess.run(
-                [sys.executable, "-m", "tools.benchmark", "pipeline", *flags],
-                capture_output=True,
-                text=True,
-            )
-            self.assertEqual(result.returncode, 2)
-            self.assertIn(flags[-1].split("=")[0], result.stderr)
-
     @parameterized.product(
         # Large enough for the working memory of convolutions, some 32 MiB
         # each, to be small beside the activations.

@@ -5,9 +5,9 @@ import statistics
 import time
 
 import keras
-import tensorflow as tf
 
 import tf_gpipe
+from tools import local_devices
 from tools.benchmark import fresh
 from tools.benchmark import timing
 from tools.benchmark import workloads
@@ -57,10 +57,7 @@ def main(args):
 
 def _first_step(args):
     """Returns the seconds of a model's first step in this process."""
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * args.num_stages,
-    )
+    devices, _ = local_devices.find(args.num_stages)
     layers = workloads.transformer(args.num_blocks)
     x, y = workloads.data(layers, args.batch_size)
     if args.only == "keras":
@@ -72,6 +69,7 @@ def _first_step(args):
             num_micro_batches=args.num_micro_batches,
             schedule=args.schedule,
             remat=args.remat,
+            devices=devices,
         )
     model = workloads.compiled(model)
     ends = []

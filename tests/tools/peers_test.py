@@ -1,0 +1,68 @@
+"""The programs of `tools.peers` train the same model."""
+
+import argparse
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tools.benchmark import peers
+from tools.peers import keras_layers
+from tools.peers import program
+
+
+def arguments(workload):
+    return argparse.Namespace(workload=workload, batch_size=2)
+
+
+class ProgramTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(*program.WORKLOADS)
+    def test_weights_are_those_of_the_keras_model(self, workload):
+        args = arguments(workload)
+        model = keras.Sequential(keras_layers.make(args))
+        train = keras_layers.trained(args, model)
+        values = [w for _, weights in program.layers(args) for w in weights]
+        self.assertLen(values, len(model.trainable_variables))
+        for value, variable in zip(
+            values, model.trainable_variables, strict=True
+        ):
+            self.assertEqual(value.size, np.prod(variable.shape))
+        x, y = program.data(args)
+        expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(
+            y, model(x, training=True)
+        )
+        loss, seconds = train(1)
+        self.assertAllClose(loss, expected, rtol=1e-4)
+        self.assertGreater(seconds, 0)
+
+    @parameterized.parameters(*program.WORKLOADS)
+    def test_halves_have_as_many_blocks(self, workload):
+        kinds = [
+            [kind for kind, _ in half]
+            for half in program.halves(arguments(workload))
+        ]
+        for block in ("attention", "residual"):
+            self.assertEqual(kinds[0].count(block), kinds[1].count(block))
+        self.assertIn("dense", kinds[1][-1])
+
+
+class LossesTest(tf.test.TestCase):
+    def running(self, *losses):
+        return {
+            (f"library {i}", ""): argparse.Namespace(ready={"losses": found})
+            for i, found in enumerate(losses)
+        }
+
+    def test_same(self):
+        peers._check_losses(self.running([1.0, 0.5], [1.0001, 0.5001]))
+
+    def test_another_model(self):
+        with self.assertRaisesRegex(
+            RuntimeError, "library 1 .*0.6.* instead of .*0.5"
+        ):
+            peers._check_losses(self.running([1.0, 0.5], [1.0, 0.6]))
+
+
+if __name__ == "__main__":
+    tf.test.main()
