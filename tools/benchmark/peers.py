@@ -147,6 +147,9 @@ def _programs(args):
     """
     found, missing = {}, {}
     for name, peer in _PEERS.items():
+        if args.remat not in peer.remats:
+            missing[name] = f"it has no remat {args.remat}"
+            continue
         python = {"lingvo": args.lingvo, "tensorflow": sys.executable}.get(
             peer.needs, args.torch
         )
@@ -165,15 +168,14 @@ def _programs(args):
             # Before PyTorch is imported.
             environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         found[name, ""] = command, environment
-        if args.remat in peer.remats:
-            for schedule in peer.schedules:
-                flags = [
-                    "--num_stages=2",
-                    f"--num_micro_batches={args.num_micro_batches}",
-                    f"--schedule={schedule}",
-                    f"--remat={args.remat}",
-                ]
-                found[name, schedule] = command + flags, environment
+        for schedule in peer.schedules:
+            flags = [
+                "--num_stages=2",
+                f"--num_micro_batches={args.num_micro_batches}",
+                f"--schedule={schedule}",
+                f"--remat={args.remat}",
+            ]
+            found[name, schedule] = command + flags, environment
     return found, missing
 
 
