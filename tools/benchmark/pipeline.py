@@ -2,9 +2,7 @@
 
 import argparse
 import contextlib
-import functools
 import itertools
-import math
 import statistics
 import time
 
@@ -97,22 +95,26 @@ def main(args):
     if simulated:
         wait = args.wait or _WAIT
         what, balance = f"waiting for {wait:g} s", "parameters"
-        # As many in every stage.
-        num_layers = math.lcm(*args.num_stages)
-        seconds = wait / 3 / num_layers / args.batch_size
-        make = functools.partial(workloads.waiting, num_layers, seconds)
+        forward = wait / 3 / args.batch_size
     grid = list(
         itertools.product(
             args.num_stages, args.num_micro_batches, args.schedule, args.remat
         )
     )
     with devices(args.on, max(args.num_stages)) as (names, processes, note):
-        # What follows starts TensorFlow.
-        x, y = workloads.data(make(), args.batch_size)
+
+        def layers(num_stages):
+            if not simulated:
+                return make()
+            # One a stage: several would wait at the same time.
+            return workloads.waiting(num_stages, forward / num_stages)
+
+        # This starts TensorFlow.
+        x, y = workloads.data(layers(1), args.batch_size)
 
         def run(num_stages, num_micro_batches, schedule, remat):
             model = tf_gpipe.PipelinedSequential(
-                make(),
+                layers(num_stages),
                 num_stages=num_stages,
                 num_micro_batches=num_micro_batches,
                 balance=balance,
