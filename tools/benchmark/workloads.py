@@ -132,9 +132,14 @@ class Wait(L.Layer):
             return self._after(upstream, num_rows * self.backward / 2)
 
         scale = tf.custom_gradient(lambda scale: (tf.identity(scale), back))
-        wait = tf.custom_gradient(
-            lambda x: (self._after(x, num_rows * self.seconds), back)
-        )
+
+        @tf.custom_gradient
+        def wait(x):
+            y = self._after(x, num_rows * self.seconds)
+            # Takes the output, as most layers' gradients do, so that there is
+            # something to recompute; but too little to change the result.
+            return y, lambda upstream: back(upstream + 1e-30 * y)
+
         return wait(x * scale(tf.convert_to_tensor(self.scale)))
 
     def compute_output_shape(self, input_shape):
