@@ -87,13 +87,13 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(found["rows"], 2)
 
     @parameterized.product(
-        # Large enough for the working memory of convolutions, some 32 MiB
-        # each, to be small beside the activations.
-        workload=(("transformer", 256), ("convolutional", 1024)),
+        # With the MiB that operations need while they run, which the plan
+        # leaves out: those of convolutions about as much as the last cache.
+        workload=(("transformer", 256, 0), ("convolutional", 1024, 96)),
     )
     @pytest.mark.slow
     def test_memory(self, workload):
-        name, batch_size = workload
+        name, batch_size, working = workload
         rows = benchmark(
             "memory",
             f"--workload={name}",
@@ -101,7 +101,11 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             f"--batch_size={batch_size}",
         )["rows"]
         for row in rows:
-            self.assertAllClose(row["measured"], row["planned"], rtol=0.2)
+            self.assertBetween(
+                row["measured"],
+                0.85 * row["planned"],
+                1.15 * row["planned"] + working * 2**20,
+            )
         always, never = rows[:2], rows[2:]
         for less, more in zip(always, never, strict=True):
             self.assertLess(less["measured"], 0.8 * more["measured"])
