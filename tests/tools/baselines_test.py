@@ -97,7 +97,7 @@ class BaselinesTest(parameterized.TestCase, tf.test.TestCase):
             "data parallel": 2,
             **{
                 f"pipeline, M={m}": pipeline.simulated_speedup(
-                    pipelined(2, m, schedule=schedule, remat=remat), [1.0] * 2
+                    pipelined(2, m, schedule=schedule, remat=remat)
                 )
                 for m in (2, 4)
             },

@@ -132,8 +132,8 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(seconds["weights"], 0)
         self.assertTrue(os.path.getsize(picture))
 
-    @pytest.mark.slow
     @parameterized.parameters("table2", "table3")
+    @pytest.mark.slow
     def test_tables(self, command):
         model = {"table2": "Transformer-48", "table3": "Transformer-24"}
         rows = benchmark(
