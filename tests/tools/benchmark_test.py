@@ -106,9 +106,9 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
                 0.85 * row["planned"],
                 1.15 * row["planned"] + working * 2**20,
             )
-        always, never = rows[:2], rows[2:]
-        for less, more in zip(always, never, strict=True):
-            self.assertLess(less["measured"], 0.8 * more["measured"])
+        # The last stage of 1F1B recomputes nothing.
+        always, _, never, _ = rows
+        self.assertLess(always["measured"], 0.8 * never["measured"])
 
     @pytest.mark.slow
     def test_breakdown(self):
@@ -143,9 +143,12 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             "--num_repeats=1",
         )["rows"]
         self.assertEqual(rows[0]["measured"], 1.0)
-        # More accelerators are faster, if only by the paper's own measure.
-        last = {row["K"]: row["measured"] for row in rows}
-        self.assertLess(last[2], last[4])
+        self.assertEqual([row["K"] for row in rows[:3]], [2, 4, 8])
+        ideals = {
+            "table2": 8 * 32 / 39,
+            "table3": (8 * 32 / 39) / (2 * 32 / 33),
+        }
+        self.assertAllClose(rows[-1]["ideal"], ideals[command])
 
     @pytest.mark.slow
     def test_peers(self):
