@@ -57,13 +57,6 @@ from tools.benchmark.report import Report  # noqa: E402
 # Of each virtual device of a GPU.
 _GPU_MIB = 8192
 
-# What else would keep memory that TensorFlow has given back: the allocator of
-# oneDNN all of it, that of the C library small pieces.
-_GIVE_BACK = {
-    "TF_ENABLE_ONEDNN_OPTS": "0",
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-}
 
 _NUM_CLASSES = 10
 
@@ -655,7 +648,7 @@ def _check(models, args):
     """Prints the memory of worker processes beside what is planned for it."""
     lines, runs, notes = [], [], []
     with workers.connected(
-        2, environment=_GIVE_BACK, one_core=True
+        2, environment=workers.GIVE_BACK, one_core=True
     ) as processes:
         for model, remat in itertools.product(models, ("never", "always")):
             print(f"{model}, remat {remat}", file=sys.stderr)
@@ -713,17 +706,9 @@ def _memory(model, processes, options):
     pipeline = _model(
         make(), family, [process.device for process in processes], options
     )
-    # What the first steps leave is not the activations'.
-    for _ in range(2):
-        pipeline.train_on_batch(x, y)
-    idle = [process.memory("VmRSS") for process in processes]
-    for process in processes:
-        process.forget_peak()
-    pipeline.train_on_batch(x, y)
-    measured = [
-        process.memory("VmHWM") - before
-        for process, before in zip(processes, idle, strict=True)
-    ]
+    measured = workers.peak_memory(
+        processes, lambda: pipeline.train_on_batch(x, y)
+    )
     planned = [
         expected.activation_bytes
         + sum(

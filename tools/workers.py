@@ -15,6 +15,15 @@ import sys
 
 import tf_gpipe
 
+# The environment of workers whose memory is measured. Without it, memory that
+# TensorFlow has given back would be kept: by the allocator of oneDNN all of it,
+# by that of the C library small pieces.
+GIVE_BACK = {
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+}
+
 
 class Worker:
     """A worker process on this host.
@@ -116,6 +125,29 @@ def connected(num_workers, **kwargs):
         for worker, device in zip(workers, devices, strict=True):
             worker.device = device
         yield workers
+
+
+def peak_memory(workers, step):
+    """Returns what a step needs of each worker's memory, above that between.
+
+    Args:
+        workers: List of `Worker`s, with `GIVE_BACK` in their environment.
+        step: Function without arguments, which runs a step.
+
+    Returns:
+        List of bytes.
+    """
+    # What the first steps leave is not the activations'.
+    for _ in range(2):
+        step()
+    idle = [worker.memory("VmRSS") for worker in workers]
+    for worker in workers:
+        worker.forget_peak()
+    step()
+    return [
+        worker.memory("VmHWM") - before
+        for worker, before in zip(workers, idle, strict=True)
+    ]
 
 
 def main():

@@ -13,13 +13,6 @@ from tools import workers
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
 
-# What else would keep memory that TensorFlow has given back: the allocator of
-# oneDNN all of it, that of the C library small pieces.
-_GIVE_BACK = {
-    "TF_ENABLE_ONEDNN_OPTS": "0",
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-}
 _FLOAT = 4
 
 
@@ -58,14 +51,23 @@ def main(args):
     in from the mini-batch, and the activations of its layers for a
     micro-batch; with 1F1B of as many micro-batches as a stage keeps.
     """
-    x, y = workloads.data(workloads.WORKLOADS[args.workload](), args.batch_size)
+    make = workloads.WORKLOADS[args.workload]
+    x, y = workloads.data(make(), args.batch_size)
+    # The activations of all layers for all rows.
+    whole = (
+        tf_gpipe.plan(
+            make(), x.shape, num_stages=1, num_micro_batches=1, remat="never"
+        )
+        .stages[0]
+        .activation_bytes
+    )
     rows = []
     with workers.connected(
-        args.num_stages, environment=_GIVE_BACK, one_core=True
+        args.num_stages, environment=workers.GIVE_BACK, one_core=True
     ) as processes:
         for schedule in args.schedule:
             for mode in args.remat:
-                rows += _measured(args, schedule, mode, x, y, processes)
+                rows += _measured(args, schedule, mode, x, y, processes, whole)
     return Report(
         f"{args.workload}: K={args.num_stages}, M={args.num_micro_batches}, "
         f"batch of {args.batch_size}; peak MiB of activations and gradients",
@@ -88,7 +90,7 @@ def main(args):
     )
 
 
-def _measured(args, schedule, mode, x, y, processes):
+def _measured(args, schedule, mode, x, y, processes, whole):
     """Returns a row for each stage of a pipeline."""
     make = workloads.WORKLOADS[args.workload]
     options = {
@@ -103,18 +105,10 @@ def _measured(args, schedule, mode, x, y, processes):
         make(), devices=[p.device for p in processes], **options
     )
     workloads.compiled(model)
-    # What the first steps leave is not the activations'.
-    for _ in range(2):
-        model.train_on_batch(x, y)
-    idle = [process.memory("VmRSS") for process in processes]
-    for process in processes:
-        process.forget_peak()
-    model.train_on_batch(x, y)
-    measured = [
-        process.memory("VmHWM") - before
-        for process, before in zip(processes, idle, strict=True)
-    ]
-    formula = _formula(args, model, x)
+    measured = workers.peak_memory(
+        processes, lambda: model.train_on_batch(x, y)
+    )
+    formula = _formula(model, len(x), whole)
     # All that a stage will hold, without what it holds between steps.
     planned = [
         expected.bytes
@@ -136,25 +130,21 @@ def _measured(args, schedule, mode, x, y, processes):
     ]
 
 
-def _formula(args, model, x):
+def _formula(model, num_rows, whole):
     """Returns the bytes that the paper's formula gives each stage."""
-    layers = workloads.WORKLOADS[args.workload]()
-    # The activations of all layers for all rows.
-    whole = tf_gpipe.plan(
-        layers, x.shape, num_stages=1, num_micro_batches=1, remat="never"
-    )
     num_layers = sum(len(stage.nodes) for stage in model.stages)
-    num_micro_batches = args.num_micro_batches
-    kept = peaks(model._pipeline.schedule.order)
+    schedule = model._pipeline.schedule
+    num_micro_batches = schedule.num_micro_batches
+    kept = peaks(schedule.order)
     found = []
     for k, stage in enumerate(model.stages):
         share = len(stage.nodes) / num_layers / num_micro_batches
-        activations = share * whole.stages[0].activation_bytes
+        activations = share * whole
         if model._pipeline.remat == "never":
             found.append(kept[k] * activations)
             continue
         inputs = sum(
-            len(x) * math.prod(tensor.shape[1:]) * _FLOAT
+            num_rows * math.prod(tensor.shape[1:]) * _FLOAT
             for value in stage.inputs
             for tensor in keras.tree.flatten(value.spec)
         )

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 from tools import command_line
+from tools.benchmark import pipeline
 from tools.benchmark import timing
 from tools.benchmark.report import Report
 from tools.peers import program
@@ -99,9 +100,7 @@ def main(args):
             for key in measures:
                 running[key].measure(args.num_steps)
     num_micro_batches = args.num_micro_batches
-    ideal = 2 * num_micro_batches / (num_micro_batches + 1)
-    if args.remat == "always":
-        ideal *= 3 / 4
+    ideal = pipeline.ideal_speedup(2, num_micro_batches, args.remat)
     rows = []
     for (name, schedule), each in running.items():
         speedup = timing.median_ratio(running[name, ""].seconds, each.seconds)

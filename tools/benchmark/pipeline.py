@@ -6,6 +6,8 @@ import itertools
 import statistics
 import time
 
+import keras
+
 import tf_gpipe
 from tf_gpipe import remat
 from tf_gpipe import schedules
@@ -232,6 +234,26 @@ class Run:
 
     def _cpu_seconds(self):
         return sum(process.cpu_seconds() for process in self.processes)
+
+
+def simulated_run(layers, batch_size, processes, **options):
+    """Returns the `Run` of simulated layers, each a stage of its own.
+
+    Args:
+        layers: List of `workloads.Wait` layers.
+        batch_size: Integer.
+        processes: List of workers, at least one a layer.
+        **options: Arguments of `tf_gpipe.PipelinedSequential`.
+    """
+    model = tf_gpipe.PipelinedSequential(
+        [keras.Input((1,)), *layers],
+        balance=[1] * len(layers),
+        devices=[process.device for process in processes],
+        **options,
+    )
+    model.compile("sgd", "mse")
+    x = keras.ops.ones((batch_size, 1))
+    return Run(model, x, x, processes, num_steps=1)
 
 
 def timed(runs, num_repeats):

@@ -2,9 +2,6 @@
 
 import itertools
 
-import keras
-
-import tf_gpipe
 from tf_gpipe import schedules
 from tools import command_line
 from tools import workers
@@ -60,18 +57,13 @@ def main(args):
     with workers.connected(max(_NUM_STAGES)) as processes:
         runs = {}
         for name, num_micro_batches, num_stages in keys:
-            model = tf_gpipe.PipelinedSequential(
-                [keras.Input((1,)), *_layers(args.wait, name, num_stages)],
+            runs[name, num_micro_batches, num_stages] = pipeline.simulated_run(
+                _layers(args.wait, name, num_stages),
+                _BATCH_SIZE,
+                processes,
                 num_micro_batches=num_micro_batches,
-                balance=[1] * num_stages,
                 schedule=args.schedule,
                 remat="always",
-                devices=[process.device for process in processes],
-            )
-            model.compile("sgd", "mse")
-            x = keras.ops.ones((_BATCH_SIZE, 1))
-            runs[name, num_micro_batches, num_stages] = pipeline.Run(
-                model, x, x, processes, num_steps=1
             )
         seconds = pipeline.timed(runs, args.num_repeats)
     rows = []

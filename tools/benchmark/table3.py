@@ -2,9 +2,6 @@
 
 import itertools
 
-import keras
-
-import tf_gpipe
 from tools import command_line
 from tools import workers
 from tools.benchmark import paper_models
@@ -70,19 +67,13 @@ def main(args):
     with workers.connected(2 * max(_NUM_STAGES) - 1) as processes:
         runs = {}
         for name, num_stages in keys:
-            layers = _layers(args, name, num_stages)
-            model = tf_gpipe.PipelinedSequential(
-                [keras.Input((1,)), *layers],
+            runs[name, num_stages] = pipeline.simulated_run(
+                _layers(args, name, num_stages),
+                _BATCH_SIZE,
+                processes,
                 num_micro_batches=_NUM_MICRO_BATCHES,
-                balance=[1] * len(layers),
                 schedule="gpipe",
                 remat="never",
-                devices=[process.device for process in processes],
-            )
-            model.compile("sgd", "mse")
-            x = keras.ops.ones((_BATCH_SIZE, 1))
-            runs[name, num_stages] = pipeline.Run(
-                model, x, x, processes, num_steps=1
             )
         seconds = pipeline.timed(runs, args.num_repeats)
     ideal = {
