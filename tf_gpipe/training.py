@@ -1,5 +1,7 @@
 """The Keras training step over a pipeline."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -16,6 +18,32 @@ from tf_gpipe.loss import MicroBatchLoss
 from tf_gpipe.several_hosts import SeveralHosts
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import run_stage
+
+
+def _traced_once(step: Callable) -> Callable:
+    """Makes a step create variables outside the trace that it is in.
+
+    TensorFlow throws away a trace that creates variables, such as those of
+    metrics and optimizers, and makes a second one.
+    """
+
+    def create(next_creator, **kwargs):
+        # Values that are a part of the trace are there in it alone.
+        if not callable(kwargs["initial_value"]):
+            return next_creator(**kwargs)
+        kwargs["experimental_enable_variable_lifting"] = False
+        with tf.init_scope():
+            return next_creator(**kwargs)
+
+    @functools.wraps(step)
+    def run(self, data):
+        # Keras creates them before, under a strategy.
+        if tf.distribute.has_strategy():
+            return step(self, data)
+        with tf.variable_creator_scope(create):
+            return step(self, data)
+
+    return run
 
 
 class PipelinedTraining(PipelinedCalls, SeveralHosts):
@@ -84,12 +112,9 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     def make_train_function(self, force=False):
         if self.optimizer is not None:
             colocate(self.optimizer)
-            # A first trace that creates variables is thrown away for a second.
-            if self.built and not self.optimizer.built:
-                with self.distribute_strategy.scope():
-                    self.optimizer.build(self.trainable_variables)
         return super().make_train_function(force=force)
 
+    @_traced_once
     def train_step(self, data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         loss, gradients, y_pred = self.loss_and_gradients(x, y, sample_weight)
@@ -106,6 +131,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
                 x, y, y_pred, sample_weight=sample_weight
             )
 
+    @_traced_once
     def test_step(self, data):
         with following_inputs():
             return super().test_step(data)

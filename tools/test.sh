@@ -15,4 +15,5 @@ fi
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest "${marks[@]}" "$@"
+# Two processes, each with its own TensorFlow.
+exec python -m pytest --numprocesses=2 --dist=worksteal "${marks[@]}" "$@"

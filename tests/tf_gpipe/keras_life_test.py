@@ -928,6 +928,39 @@ class TracingTest(LifeTest):
             counts.append(layer.calls - start)
         self.assertLen(set(counts), 1, counts)
 
+    @parameterized.product(
+        schedule=("1f1b", "gpipe"),
+        built=(True, False),
+        evaluate_first=(True, False),
+    )
+    def test_steps_that_create_variables(self, schedule, built, evaluate_first):
+        traced = []
+
+        class Traced(tf_gpipe.PipelinedSequential):
+            def train_step(self, data):
+                traced.append("train")
+                return super().train_step(data)
+
+            def test_step(self, data):
+                traced.append("test")
+                return super().test_step(data)
+
+        model = Traced(
+            make_layers()[0 if built else 1 :],
+            num_stages=2,
+            num_micro_batches=3,
+            schedule=schedule,
+            devices=["CPU:0", "CPU:1"],
+        )
+        model.compile("adam", "mse", metrics=["mae", keras.metrics.R2Score()])
+        x, y = make_data(8)
+        if evaluate_first:
+            model.evaluate(x, y, batch_size=8, verbose=0)
+        for _ in range(2):
+            model.fit(x, y, batch_size=8, verbose=0)
+        model.evaluate(x, y, batch_size=8, verbose=0)
+        self.assertCountEqual(traced, ["train", "test"])
+
 
 class OwnTrainStep(tf_gpipe.PipelinedSequential):
     def train_step(self, data):
