@@ -64,7 +64,8 @@ class Timeline(keras.callbacks.Callback):
         self._trace = trace
         self._picture = picture
         self._chart = chart
-        self._step = 0
+        # Of the first step of the epoch, and of the step after the last one.
+        self._first = self._next = 0
         self._bubbles: list[float] = []
         with tf.device("CPU:0"):
             # How many tasks there are is known when the model is built.
@@ -86,17 +87,21 @@ class Timeline(keras.callbacks.Callback):
         model.train_function = None
 
     def on_train_begin(self, logs=None):
-        self._step = 0
+        self._first = self._next = 0
+        self.spans = []
+        self._times.assign(tf.zeros((0, 2), tf.float64))
 
     def on_epoch_begin(self, epoch, logs=None):
+        self._first = self._next
         self._bubbles = []
 
     def on_train_batch_end(self, batch, logs=None):
+        step = self._first + batch
         if self._steps is None:
-            chosen = self._step > 0
+            chosen = self._next > 0
         else:
-            chosen = self._step in self._steps
-        self._step += 1
+            chosen = step in self._steps
+        self._next = step + 1
         if chosen:
             self.spans = self._read()
             self._bubbles.append(
@@ -155,7 +160,7 @@ class Timeline(keras.callbacks.Callback):
 
     def _record(self, times: tf.Tensor) -> None:
         """Keeps the times of a step, while it is being traced."""
-        if replicas.number():
+        if replicas.current():
             return
         with tf.device("CPU:0"):
             self._times.assign(times)
@@ -163,11 +168,18 @@ class Timeline(keras.callbacks.Callback):
     def _read(self) -> list[Span]:
         pipeline = self.model._pipeline
         schedule = pipeline.schedule
+        times = self._times.numpy()
+        if not times.size:
+            raise ValueError(
+                "The Timeline callback got no times of the step. Tasks have "
+                "none where the model runs eagerly (run_eagerly=True), where "
+                "it overrides `call`, or where its own `train_step` does not "
+                "ask `loss_and_gradients`."
+            )
         self.devices = [
             pipeline.stages[schedule.devices.index(i)].device
             for i in range(len(schedule.tasks))
         ]
-        times = self._times.numpy()
         times -= times.min()
         spans = [
             Span(schedule.devices[task.stage], task, start, end)

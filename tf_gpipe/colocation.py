@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import replicas
+from tf_gpipe import slots
 
 # Their branches are graphs of their own.
 _CONTROL_FLOW = ("If", "StatelessIf", "While", "StatelessWhile")
@@ -38,10 +39,7 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
         return
     # Keras sums gradients over replicas by operations on those of all stages,
     # which would gather them on one device.
-    optimizers: list = [optimizer]
-    for x in optimizers:
-        optimizers += getattr(x, "optimizers", [])
-        optimizers += filter(None, [getattr(x, "inner_optimizer", None)])
+    for x in slots.with_inner(optimizer):
         x._all_reduce_sum_gradients = replicas.sum_gradients
     keras_apply = optimizer.apply
 

@@ -168,6 +168,15 @@ class PipelinedModel(Pipelined, Functional):
     def _calls(self):
         return [node.layer for node in self._graph.nodes]
 
+    def _convert_inputs_to_tensors(self, flat_inputs):
+        converted = super()._convert_inputs_to_tensors(flat_inputs)
+        for x, given in zip(converted, flat_inputs, strict=True):
+            # A tensor of another dtype has none.
+            mask = getattr(given, "_keras_mask", None)
+            if mask is not None:
+                x._keras_mask = mask
+        return converted
+
     def _pipeline_for(self, x: Any) -> tuple:
         x = keras.tree.map_structure(
             lambda t: t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t),

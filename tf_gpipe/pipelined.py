@@ -85,11 +85,12 @@ class Pipelined(PipelinedTraining):
         if optimizer is not None and optimizer.built:
             # Of those too that have been frozen since it was built.
             weights = optimizer._trainable_variables
-            for weight, own in zip(
-                weights, slots.of_optimizer(optimizer, weights), strict=True
-            ):
-                for slot in own:
-                    placement.place(slot, replicas.devices_of(weight.value))
+            with self._strategy_scope():
+                for weight, own in zip(
+                    weights, slots.of_optimizer(optimizer, weights), strict=True
+                ):
+                    for slot in own:
+                        placement.place(slot, replicas.devices_of(weight.value))
             slots.find_again(optimizer)
         self.train_function = None
         self.test_function = None
@@ -121,7 +122,8 @@ class Pipelined(PipelinedTraining):
         # optimizer does not have its variables yet.
         optimizer = getattr(self, "optimizer", None)
         if optimizer is not None and self.built and not optimizer.built:
-            optimizer.build(self.trainable_variables)
+            with self._strategy_scope():
+                optimizer.build(self.trainable_variables)
         super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     def stateless_call(self, *args, **kwargs):

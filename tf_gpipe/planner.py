@@ -93,6 +93,12 @@ def plan(
     config = PipelineConfig(
         num_stages, num_micro_batches, balance, schedule, remat, devices=None
     )
+    if num_devices is not None and schedule != "interleaved":
+        raise ValueError(
+            "`num_devices` is for schedule='interleaved'. Others have a device "
+            f"for each stage. Received: num_devices={num_devices}, "
+            f"schedule={schedule!r}"
+        )
     with abstract.policy(dtype_policy) as replaced:
         planner = _Planner(layers, input_spec, optimizer, replaced)
     _check_speeds(device_flops, bandwidth, latency)

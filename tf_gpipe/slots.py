@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
 from tf_gpipe import abstract
 
@@ -23,21 +24,20 @@ def of_optimizer(
     Returns:
         List with a list of variables for each weight.
     """
-    slots: list[list[keras.Variable]] = [[] for _ in weights]
-    for name, attribute in vars(optimizer).items():
-        found: Sequence = []
-        if isinstance(attribute, keras.optimizers.Optimizer):
-            # The one in a LossScaleOptimizer.
-            found = of_optimizer(attribute, weights)
-        elif (
-            isinstance(attribute, list)
-            and len(attribute) == len(weights)
-            and name not in ("_variables", "_trainable_variables")
-        ):
-            found = [[x] for x in attribute]
-        for own, new in zip(slots, found, strict=False):
-            own += [x for x in new if isinstance(x, keras.Variable)]
-    return slots
+    found: dict[int, list[keras.Variable]] = {id(w): [] for w in weights}
+    for x in with_inner(optimizer):
+        # One in a MultiOptimizer may have none, and is not built then.
+        own = getattr(x, "_trainable_variables", [])
+        for name, attribute in vars(x).items():
+            if (
+                isinstance(attribute, list)
+                and len(attribute) == len(own)
+                and name not in ("_variables", "_trainable_variables")
+            ):
+                for weight, slot in zip(own, attribute, strict=True):
+                    if isinstance(slot, keras.Variable):
+                        found[id(weight)].append(slot)
+    return [found[id(w)] for w in weights]
 
 
 def find_again(optimizer: keras.optimizers.Optimizer) -> None:
@@ -45,11 +45,32 @@ def find_again(optimizer: keras.optimizers.Optimizer) -> None:
 
     It finds the slots of a weight by the TensorFlow variable in it.
     """
-    for x in _with_inner(optimizer):
+    optimizers = [x for x in with_inner(optimizer) if x.built]
+    for x in optimizers:
         x._trainable_variables_indices = {
             x._var_key(weight): i
             for i, weight in enumerate(x._trainable_variables)
         }
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        # Which of its optimizers a weight has.
+        optimizer._var_to_optimizer_idx = {
+            optimizer._var_key(weight): i
+            for i, x in enumerate(optimizer.optimizers)
+            if x.built
+            for weight in x._trainable_variables
+        }
+
+
+def with_inner(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.optimizers.Optimizer]:
+    """Returns an optimizer, and those in it.
+
+    A LossScaleOptimizer has another one in it, a MultiOptimizer several.
+    """
+    inner = list(getattr(optimizer, "optimizers", []))
+    inner += filter(None, [getattr(optimizer, "inner_optimizer", None)])
+    return [optimizer, *(x for each in inner for x in with_inner(each))]
 
 
 def planned(
@@ -60,31 +81,24 @@ def planned(
     Nothing is allocated.
     """
     optimizer = type(optimizer).from_config(optimizer.get_config())
-    for x in _with_inner(optimizer):
-        # Keras's asks for the value of each weight.
-        x._var_key = id
     # In a graph, the values that Keras asks for are only symbols.
     with tf.Graph().as_default(), abstract.no_values():
-        with _values_deferred():
+        with _without_values():
             optimizer.build(weights)
     found = of_optimizer(optimizer, weights)
     abstract.forget(optimizer.variables)
     return found
 
 
-def _with_inner(optimizer: keras.optimizers.Optimizer) -> list:
-    """Returns an optimizer, and the one in a LossScaleOptimizer."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return [optimizer] if inner is None else [optimizer, inner]
-
-
 @contextlib.contextmanager
-def _values_deferred() -> Iterator[None]:
-    """Variables may be made from a value where Keras asks for a function.
+def _without_values() -> Iterator[None]:
+    """Optimizers can be built for weights without values.
 
-    As those of some of its optimizers are, such as Adafactor and Nadam.
+    Keras knows a weight by its value. And where it asks for a function that
+    makes a value, some of its optimizers have a value, such as Adafactor and
+    Nadam.
     """
-    init = keras.Variable.__init__
+    init, key = keras.Variable.__init__, TFOptimizer._var_key
 
     def deferred(self, initializer, shape=None, dtype=None, **kwargs):
         if not callable(initializer) and not isinstance(initializer, str):
@@ -93,7 +107,9 @@ def _values_deferred() -> Iterator[None]:
         init(self, initializer, shape=shape, dtype=dtype, **kwargs)
 
     keras.Variable.__init__ = deferred
+    TFOptimizer._var_key = lambda self, variable: id(variable)
     try:
         yield
     finally:
         keras.Variable.__init__ = init
+        TFOptimizer._var_key = key

@@ -112,6 +112,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     def make_train_function(self, force=False):
         if self.optimizer is not None:
             colocate(self.optimizer)
+            if self.built:
+                self._build_optimizer()
         return super().make_train_function(force=force)
 
     @_traced_once
@@ -123,6 +125,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             sample_weight=tf.shape(keras.tree.flatten(x)[0])[0],
         )
         if self.trainable_variables:
+            self._build_optimizer()
             self.optimizer.apply_gradients(
                 zip(gradients, self.trainable_variables, strict=True)
             )
@@ -148,6 +151,12 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     train_on_batch = faults.named(keras.Model.train_on_batch)
     test_on_batch = faults.named(keras.Model.test_on_batch)
     predict_on_batch = faults.named(keras.Model.predict_on_batch)
+
+    def _build_optimizer(self):
+        """Makes slots where their weights are, which a trace would not."""
+        if not self.optimizer.built:
+            with tf.init_scope(), self.distribute_strategy.scope():
+                self.optimizer.build(self.trainable_variables)
 
     def _loss_of_call(self, x, y, sample_weight):
         """As Keras's own step: whatever `call` does around the pipeline."""

@@ -26,8 +26,10 @@ if sys.platform == "linux" and len(os.sched_getaffinity(0)) == 1:
 _EVERY_ADDRESS = "0.0.0.0"
 # Of Linux, <asm-generic/socket.h> and <linux/filter.h>.
 _SO_ATTACH_FILTER = 26
-_LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-_IP_DESTINATION = 0xFFF00000 + 16
+_LOAD_WORD, _LOAD_BYTE, _AND = 0x20, 0x30, 0x54
+_JUMP_IF_EQUAL, _RETURN = 0x15, 0x06
+_IP_HEADER = 0xFFF00000
+_IP_DESTINATION = _IP_HEADER + 16
 
 
 def serve(port: int, bind: str = "127.0.0.1") -> None:
@@ -67,6 +69,10 @@ def accept_only(address: str, port: int) -> None:
     on its sockets drops what is sent to another one.
     """
     program = [
+        # In IPv6 the sender chooses what is where IPv4 has the destination.
+        (_LOAD_BYTE, 0, 0, _IP_HEADER),
+        (_AND, 0, 0, 0xF0),
+        (_JUMP_IF_EQUAL, 0, 3, 4 << 4),
         (_LOAD_WORD, 0, 0, _IP_DESTINATION),
         (_JUMP_IF_EQUAL, 0, 1, int(ipaddress.IPv4Address(address))),
         (_RETURN, 0, 0, 0xFFFFFFFF),

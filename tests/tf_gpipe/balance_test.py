@@ -357,6 +357,30 @@ class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_on_devices(model)
         self.assertEqual(adam.iterations, 2)
 
+    def test_multi_optimizer(self):
+        # Layer 0 has one of its own.
+        def make():
+            return keras.optimizers.MultiOptimizer(
+                keras.optimizers.OptimizerMap(
+                    keras.optimizers.Adam(0.01),
+                    {"d0/.*": keras.optimizers.Adam(0.1)},
+                )
+            )
+
+        x = np.random.default_rng(0).normal(size=(4, 4)).astype("float32")
+        trained = []
+        for balances in ([1, 5], [5, 1]), ([5, 1],):
+            keras.utils.set_random_seed(1)
+            model = pipelined(make_dense(), balance=balances[0])
+            model.compile(make(), "mse")
+            logs = [model.train_on_batch(x, x, return_dict=True)]
+            for balance in balances[1:]:
+                model.rebalance(balance)
+                self.assert_on_devices(model)
+            logs.append(model.train_on_batch(x, x, return_dict=True))
+            trained.append((model, logs))
+        comparison.assert_same(self, *trained)
+
     def test_saved_after_a_rebalance(self):
         model = pipelined(make_dense())
         model.rebalance([1, 5])

@@ -86,6 +86,46 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         # Step 4 is in the second epoch: the first one has no bubble.
         self.assertLen(history.history["bubble"], 1)
 
+    def test_chosen_steps_of_executions(self):
+        model = make_model()
+        model.compile("sgd", "mse", steps_per_execution=3)
+        recorded = []
+        for steps in ([2], [3], [5], None):
+            recorder = tf_gpipe.callbacks.Timeline(steps=steps)
+            model.fit(
+                *make_data(48), batch_size=8, verbose=0, callbacks=[recorder]
+            )
+            recorded.append(bool(recorder.spans))
+        self.assertEqual(recorded, [True, False, True, True])
+
+    @parameterized.parameters("eager", "call", "train_step")
+    def test_step_without_times(self, what):
+        class Doubled(tf_gpipe.PipelinedSequential):
+            def call(self, inputs, training=None, mask=None):
+                return 2.0 * super().call(inputs, training, mask)
+
+        class Nothing(tf_gpipe.PipelinedSequential):
+            def train_step(self, data):
+                return {"loss": tf.zeros(())}
+
+        cls = {"call": Doubled, "train_step": Nothing}.get(
+            what, tf_gpipe.PipelinedSequential
+        )
+        model = cls(
+            [keras.Input((4,)), keras.layers.Dense(8)],
+            num_stages=1,
+            num_micro_batches=2,
+            schedule="gpipe",
+        )
+        model.compile("sgd", "mse", run_eagerly=what == "eager")
+        with self.assertRaisesRegex(ValueError, "got no times of the step"):
+            model.fit(
+                *make_data(),
+                batch_size=8,
+                verbose=0,
+                callbacks=[tf_gpipe.callbacks.Timeline()],
+            )
+
     def test_files(self):
         folder = self.get_temp_dir()
         trace = os.path.join(folder, "trace.json")

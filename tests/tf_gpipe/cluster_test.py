@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tf_gpipe import cluster
+from tf_gpipe.worker import accept_only
 from tools import workers
 
 
@@ -106,6 +107,19 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         host, port = self.addresses[0].split(":")
         self.assertEmpty(cluster.unreachable([self.addresses[0]]))
         self.assertNotEmpty(cluster.unreachable([f"127.0.0.2:{port}"]))
+
+    def test_ipv6_is_not_served(self):
+        with socket.socket(socket.AF_INET6) as server:
+            try:
+                server.bind(("::1", 0))
+            except OSError:
+                self.skipTest("This host has no IPv6.")
+            server.listen()
+            port = server.getsockname()[1]
+            # What a sender of ::1 has where IPv4 has the destination.
+            accept_only("0.0.0.0", port)
+            with self.assertRaises(TimeoutError):
+                socket.create_connection(("::1", port), timeout=0.5)
 
     def test_port_in_use(self):
         port = self.addresses[0].rpartition(":")[2]

@@ -377,6 +377,20 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
                     received[device] = received.get(device, 0) + 1
         self.assertEqual(received, {"1": 1, "2": 1})
 
+    @parameterized.parameters("float32", "float16")
+    def test_mask_of_a_given_tensor(self, dtype):
+        tokens = np.array([[1, 2, 3], [4, 0, 0], [5, 6, 0]])
+        embedded = L.Embedding(9, 4, mask_zero=True, dtype=dtype)(tokens)
+        inputs = keras.Input((3, 4))
+        outputs = L.LSTM(4)(inputs)
+        plain = keras.Model(inputs, L.Dense(2)(outputs))
+        pipelined = tf_gpipe.PipelinedModel.from_model(
+            plain, num_stages=2, num_micro_batches=2
+        )
+        self.assertAllClose(plain(embedded), pipelined(embedded))
+        bare = tf.convert_to_tensor(embedded.numpy())
+        self.assertNotAllClose(plain(bare), pipelined(embedded))
+
 
 class LifeTest(tf.test.TestCase, parameterized.TestCase):
     def make(self, num_stages=3, seed=0, **kwargs):

@@ -960,6 +960,10 @@ class TracingTest(LifeTest):
             model.fit(x, y, batch_size=8, verbose=0)
         model.evaluate(x, y, batch_size=8, verbose=0)
         self.assertCountEqual(traced, ["train", "test"])
+        self.assertEqual(
+            [x.value.device for x in model.optimizer._momentums],
+            [x.value.device for x in model.trainable_variables],
+        )
 
 
 class OwnTrainStep(tf_gpipe.PipelinedSequential):

@@ -53,6 +53,14 @@ def total_bytes(variables):
     )
 
 
+def several():
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.Adam(), {".*/kernel": keras.optimizers.SGD()}
+        )
+    )
+
+
 def loss_scaled():
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
 
@@ -259,6 +267,19 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         a, b, c, d = (stage.bytes for stage in found.stages)
         self.assertEqual(found.device_bytes, [a + c, b + d])
 
+    @parameterized.parameters("1f1b", "zero_bubble")
+    def test_num_devices_of_others(self, schedule):
+        with self.assertRaisesRegex(
+            ValueError, "is for schedule='interleaved'"
+        ):
+            tf_gpipe.plan(
+                make_dense(),
+                (8, 4),
+                num_stages=2,
+                num_devices=1,
+                schedule=schedule,
+            )
+
     def test_input_specs(self):
         specs = (
             (12, 4),
@@ -332,6 +353,7 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
         "ftrl",
         accumulating,
         loss_scaled,
+        several,
     )
     def test_optimizers(self, optimizer):
         make = lambda: keras.optimizers.get(optimizer)

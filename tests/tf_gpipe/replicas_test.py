@@ -1,5 +1,6 @@
 """Pipelines as replicas of a `MirroredStrategy`."""
 
+import contextlib
 import functools
 import os
 
@@ -417,14 +418,16 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
                     short(stage.devices),
                 )
 
-    def test_rebalance(self):
+    @parameterized.parameters(True, False)
+    def test_rebalance(self, in_scope):
         moved, _ = train(
             dense, 2, num_stages=2, num_micro_batches=2, balance=[4, 1]
         )
         stays, _ = train(
             dense, 2, num_stages=2, num_micro_batches=2, balance=[1, 4]
         )
-        with mirrored(2).scope():
+        scope = mirrored(2).scope() if in_scope else contextlib.nullcontext()
+        with scope:
             moved.rebalance([1, 4])
         for variable, other in zip(
             [*moved.variables, *moved.optimizer.variables],
@@ -441,6 +444,27 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         a = moved.fit(x, y, batch_size=16, shuffle=False, verbose=0)
         b = stays.fit(x, y, batch_size=16, shuffle=False, verbose=0)
         self.assertAllClose(a.history["loss"], b.history["loss"], rtol=1e-4)
+
+    def test_weights_loaded_outside_the_scope(self):
+        options = {"num_stages": 2, "num_micro_batches": 2}
+        path = os.path.join(self.get_temp_dir(), "file.weights.h5")
+        saved, _ = train(dense, 2, **options)
+        saved.save_weights(path)
+        with mirrored(2).scope():
+            loaded = tf_gpipe.PipelinedSequential(dense(), **options)
+            loaded.compile("adam", "mse")
+        loaded.load_weights(path)
+        for variable, other in zip(
+            [*loaded.variables, *loaded.optimizer.variables],
+            [*saved.variables, *saved.optimizer.variables],
+            strict=True,
+        ):
+            self.assertAllEqual(variable, other)
+            self.assertEqual(
+                [x.device for x in components(variable)],
+                [x.device for x in components(other)],
+                variable.path,
+            )
 
     def test_timeline_is_the_first_replica_s(self):
         model, _ = train(dense, 2, num_stages=2, num_micro_batches=4)
