@@ -1,6 +1,7 @@
 """The numerical contract: what the plain model computes, per variable."""
 
 import collections
+import functools
 
 import keras
 import numpy as np
@@ -77,6 +78,15 @@ class Narrowed(L.Layer):
         return tf.custom_gradient(lambda y: (rounded(y), rounded))(x)
 
 
+CLASSIFIES = {"loss": SOFTMAX(from_logits=True), "metrics": ["accuracy"]}
+
+
+@functools.cache
+def plain_dense(rows):
+    """Returns the trained plain model, one for all cells of a grid."""
+    return comparison.train(dense, batches([rows]), **CLASSIFIES)
+
+
 class ContractTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         num_stages=(1, 2, 4),
@@ -85,14 +95,10 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         remat=("always", "except_last", "never"),
     )
     def test_grid(self, **kwargs):
-        data = batches([8])
-        arguments = {
-            "loss": SOFTMAX(from_logits=True),
-            "metrics": ["accuracy"],
-        }
-        plain = comparison.train(dense, data, **arguments)
-        pipelined = comparison.train(dense, data, **arguments, **kwargs)
-        comparison.assert_same(self, plain, pipelined)
+        pipelined = comparison.train(
+            dense, batches([8]), **CLASSIFIES, **kwargs
+        )
+        comparison.assert_same(self, plain_dense(8), pipelined)
 
     @parameterized.product(
         num_stages=(2, 4),
@@ -101,18 +107,15 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         rows=(8, 7),
     )
     def test_interleaved(self, rows, **kwargs):
-        data = batches([rows])
-        arguments = {"loss": SOFTMAX(from_logits=True), "metrics": ["accuracy"]}
-        plain = comparison.train(dense, data, **arguments)
         pipelined = comparison.train(
             dense,
-            data,
-            **arguments,
+            batches([rows]),
+            **CLASSIFIES,
             **kwargs,
             schedule="interleaved",
             devices=["CPU:0", "CPU:1"],
         )
-        comparison.assert_same(self, plain, pipelined)
+        comparison.assert_same(self, plain_dense(rows), pipelined)
 
     @parameterized.product(
         schedule=("gpipe", "1f1b", "zero_bubble"),
