@@ -1,5 +1,8 @@
 """The models that benchmarks train, and their data."""
 
+import functools
+import time
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -153,8 +156,39 @@ class Wait(L.Layer):
         }
 
 
+@functools.cache
+def _lag():
+    """Returns the seconds that a wait takes longer than it should, here.
+
+    At least: with nothing else to do.
+    """
+    wanted, num_waits = 0.01, 10
+
+    @tf.function
+    def waits(x):
+        for _ in range(num_waits):
+            x = _asleep(x, wanted)
+        return x
+
+    taken = []
+    # Not as a part of a trace.
+    with tf.init_scope():
+        x = tf.zeros((1, 1))
+        waits(x)
+        for _ in range(10):
+            start = time.perf_counter()
+            waits(x)
+            taken.append(time.perf_counter() - start)
+    return max(0.0, min(taken) / num_waits - wanted)
+
+
 def _after(x, seconds):
     """Returns `x` after a time."""
+    return _asleep(x, tf.maximum(seconds - _lag(), 0.0))
+
+
+def _asleep(x, seconds):
+    """Returns `x` after a time, and what the thread needs to wake up."""
     types = {"output_types": [x.dtype], "output_shapes": [x.shape]}
     # TensorFlow waits nowhere but in its data pipelines: for an element, and
     # again for the end.
