@@ -47,7 +47,7 @@ class AddedLosses:
                 totals += [
                     tf.add_n(
                         [
-                            tf.reduce_sum(x) * _share(x, self.shares(m))
+                            tf.reduce_sum(x) * _share(x, self._shares(m))
                             for m, x in enumerate(losses)
                         ]
                     )
@@ -66,30 +66,17 @@ class AddedLosses:
             upstream: List with the gradient by each of `totals()`.
         """
         first = sum(len(self._losses[i, m]) for i in range(k))
-        own = self._losses[k, m]
-        return gradients(
-            own, upstream[first : first + len(own)], self.shares(m)
-        )
+        shares = self._shares(m)
+        return [
+            tf.ones_like(loss) * _share(loss, shares) * tf.cast(x, loss.dtype)
+            for loss, x in zip(
+                self._losses[k, m], upstream[first:], strict=False
+            )
+        ]
 
-    def shares(self, m: int) -> Shares:
+    def _shares(self, m: int) -> Shares:
         """Returns what a micro-batch counts: its weight, and if it is valid."""
         return self._split.weight(m), self._split.valid(m)
-
-
-def gradients(
-    losses: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor], shares: Shares
-) -> list[tf.Tensor]:
-    """Returns the gradients by a micro-batch's losses.
-
-    Args:
-        losses: List of tensors.
-        upstream: List with the gradient by each of the mini-batch's.
-        shares: What `AddedLosses.shares` returns for the micro-batch.
-    """
-    return [
-        tf.ones_like(loss) * _share(loss, shares) * tf.cast(x, loss.dtype)
-        for loss, x in zip(losses, upstream, strict=True)
-    ]
 
 
 def _share(loss: tf.Tensor, shares: Shares) -> tf.Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import added_losses
 from tf_gpipe import replicas
 from tf_gpipe.added_losses import AddedLosses
 from tf_gpipe.clock import Clock
@@ -19,7 +18,6 @@ from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import RECOMPUTE
-from tf_gpipe.schedule import WEIGHTS
 from tf_gpipe.schedule import Task
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage_function import Result
@@ -93,14 +91,11 @@ class MiniBatch:
         # By the flat outputs of each micro-batch, from the loss.
         self._upstream: dict[int, list] = {}
         self._sums: list[GradientSum] = []
-        self._direct: frozenset[Task] = frozenset()
-        self._loss: Any = None
-        self._loss_gradient: Any = None
         self._stages: dict[int, Any] = {}
         self._steps = pipeline.schedule.steps(pipeline.remat)
         self._apart = apart and not tf.executing_eagerly()
-        self._clock = Clock() if timed and not tf.executing_eagerly() else None
-        self._order = TaskOrder(pipeline, self._clock)
+        clock = Clock() if timed and not tf.executing_eagerly() else None
+        self._order = TaskOrder(pipeline, clock)
         self._training = training
         self._jit_compile = jit_compile
         self._stop_inputs = stop_inputs
@@ -170,34 +165,25 @@ class MiniBatch:
             List with the list of scalars of each micro-batch.
         """
         self._sums = [GradientSum() for _ in self.pipeline.stages]
-        self._direct = self.pipeline.schedule.direct
+        loss: Any = None
         losses: dict[int, list[tf.Tensor]] = {}
         for task in self._steps:
             m = task.micro_batch
-            if task.kind in (RECOMPUTE, WEIGHTS):
-                self._alone(task)
-            elif task.kind == FORWARD:
-                turns = task._replace(kind=BACKWARD) in self._direct
-                if turns and self._loss is None:
-                    like = self._outputs_like(m)
-                    if like is not None:
-                        self._set_loss(make_loss, like, loss_gradient)
-                if turns and self._loss is not None and self._apart:
-                    losses[m] = self._at_once(task, loss_inputs(m))
-                else:
-                    self._forward(task, tape=True)
-            elif task.stage < self._last:
-                self._backward(task, [loss_gradient] * self._added.count())
-            elif m not in losses:
-                outputs = self._exchange.outputs(m)
-                with self._order.task(task):
+            if task.kind == FORWARD:
+                self._forward(task, tape=True)
+            elif task.kind == BACKWARD:
+                if task.stage == self._last:
+                    outputs = self._exchange.outputs(m)
                     # Unfinished: the backward task itself follows.
-                    if self._loss is None:
-                        self._set_loss(make_loss, outputs, loss_gradient)
-                    losses[m], self._upstream[m] = self._loss(
-                        outputs, *loss_inputs(m)
-                    )
+                    with self._order.task(task):
+                        if loss is None:
+                            loss = self._loss_function(make_loss, outputs)
+                        losses[m], self._upstream[m] = loss(
+                            outputs, *loss_inputs(m)
+                        )
                 self._backward(task, [loss_gradient] * self._added.count())
+            else:
+                self._alone(task)
         return [losses[m] for m in range(self.split.num_micro_batches)]
 
     def outputs(self) -> Any:
@@ -284,61 +270,22 @@ class MiniBatch:
             del self._calls[k, m]
         return self._sums[k].tensors
 
-    def _at_once(self, task: Task, loss_inputs: tuple) -> list[tf.Tensor]:
-        """Runs a task of the last stage and the backward task after it."""
-        k, m = task.stage, task.micro_batch
-        stage = self._stage(k)
-        inputs, carried = self._arguments(stage.function, m)
-        with self._order.task(task, inputs) as finish:
-            call = stage.at_once(
-                inputs, carried, (loss_inputs, self._added.shares(m))
-            )
-            self._calls[k, m] = call
-            self._exchange.put_gradients(k, m, call.input_gradients)
-            finish(
-                (call.rest, call.input_gradients, self._after_backward(task))
-            )
-        self._order.turned(task, call.times)
-        self._keep(stage.function, call.result, m)
-        return call.rest
-
-    def _turn(
-        self, result: Result, arguments: tuple
-    ) -> tuple[list, list[tf.Tensor]]:
-        """Returns the gradients for the way back from the last stage."""
-        loss_inputs, shares = arguments
-        losses, gradients = self._loss(result.outputs, *loss_inputs)
-        upstream = [self._loss_gradient] * len(result.losses)
-        added = added_losses.gradients(result.losses, upstream, shares)
-        return gradients + added, losses
-
-    def _set_loss(
+    def _loss_function(
         self,
         make_loss: Callable[[Activations], LossFunction],
-        outputs: Activations,
-        gradient: tf.Tensor,
-    ) -> None:
+        like: Activations,
+    ) -> LossFunction:
+        """Returns the loss of flat outputs, on the last stage's device."""
         device = self.pipeline.stages[-1].device
-        loss = make_loss(self.pipeline.packed(outputs))
+        loss = make_loss(self.pipeline.packed(like))
 
         def on_device(outputs, *args):
             with tf.device(device):
                 return loss(self.pipeline.packed(outputs), *args)
 
-        self._loss_gradient = gradient
-        self._loss = on_device
-        if self._apart:
-            self._loss = tf.function(on_device, autograph=False)
-
-    def _outputs_like(self, m: int) -> Activations | None:
-        """Returns zeros shaped like what the last stage will make.
-
-        `None` where its shape is not known before it runs.
-        """
-        stage = self._stage(self._last)
-        if not isinstance(stage, StagePhases):
-            return None
-        return stage.outputs_like(*self._arguments(stage.function, m))
+        if not self._apart:
+            return on_device
+        return tf.function(on_device, autograph=False)
 
     def _arguments(
         self, function: StageFunction, m: int
@@ -375,8 +322,6 @@ class MiniBatch:
                     function,
                     self.pipeline.schedule.splits,
                     self._jit_compile,
-                    self._clock,
-                    self._turn,
                 )
                 if self._apart
                 else TapedStage(function, self._repeatable)

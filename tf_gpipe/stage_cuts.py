@@ -233,31 +233,6 @@ class Backward:
         ).packed()
 
 
-def both_passes(
-    function: StageFunction, concrete: Any, splits: bool
-) -> Backward:
-    """Returns forward and backward phase in one, cut from a trace.
-
-    Args:
-        function: `StageFunction`.
-        concrete: The trace: a concrete function that returns what `made` of
-            the phase is, and `Gradients`.
-        splits: Boolean, whether the gradients of weights are apart.
-    """
-    feeds = _inputs(concrete)
-    traced = TracedFunction(concrete, feeds)
-    made, dense, sparse = _outputs(concrete)
-    return Backward(
-        traced,
-        feeds,
-        made,
-        Weights(function.dense, dense),
-        Weights(function.sparse, sparse),
-        traced.effects(),
-        splits,
-    )
-
-
 def _inputs(concrete: Any) -> list[tf.Tensor]:
     """Returns the inputs of a trace, without those that it has captured."""
     size = len(concrete.inputs) - len(concrete.captured_inputs)

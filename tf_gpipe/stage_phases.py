@@ -1,24 +1,15 @@
 """The phases of a stage as functions, traced once for all micro-batches."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tf_gpipe.clock import Clock
 from tf_gpipe.gradients import Gradients
 from tf_gpipe.stage import Activations
-from tf_gpipe.stage_cuts import Backward
 from tf_gpipe.stage_cuts import Cut
-from tf_gpipe.stage_cuts import both_passes
 from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageFunction
-
-# From a `Result` and a nested structure of tensors to a gradient or `None` for
-# each of its targets, and a nested structure of tensors.
-Turn = Callable[[Result, Any], tuple[list, Any]]
 
 
 class StagePhases:
@@ -43,8 +34,6 @@ class StagePhases:
         function: `StageFunction`.
         splits: Boolean, whether the gradients of weights are apart.
         jit_compile: Boolean, whether XLA compiles the phases.
-        clock: `Clock` that takes times within phases, or `None`.
-        turn: What `at_once` does between forward and backward.
     """
 
     def __init__(
@@ -52,14 +41,9 @@ class StagePhases:
         function: StageFunction,
         splits: bool,
         jit_compile: bool,
-        clock: Clock | None,
-        turn: Turn,
     ):
         self.function = function
         self._splits = splits
-        # XLA knows no clock.
-        self._clock = None if jit_compile else clock
-        self._turn = turn
         trace = functools.partial(
             tf.function,
             autograph=False,
@@ -68,7 +52,6 @@ class StagePhases:
         )
         self._plain = trace(function)
         self._differentiated = trace(self._differentiate)
-        self._turned = trace(self._forward_backward)
         # Both by the graph of a trace. Of the first, how many operations are
         # forward, and placeholders of the gradients that arrive.
         self._passes: dict[Any, tuple[int, list]] = {}
@@ -99,44 +82,6 @@ class StagePhases:
                 )
             return PhasedCall(self._cuts[graph], _tensors(given), remat)
 
-    def at_once(
-        self, inputs: Activations, carried: list, arguments: Any
-    ) -> "TurnedCall":
-        """Runs the stage forward, then at once backward.
-
-        Args:
-            inputs: `Activations`.
-            carried: List with the values of what the function carries.
-            arguments: Nested structure of tensors for the turn.
-        """
-        given = inputs, carried, arguments
-        with self.function.on_device():
-            concrete = self._turned.get_concrete_function(*given)
-            graph = concrete.graph
-            if graph not in self._cuts:
-                self._cuts[graph] = both_passes(
-                    self.function, concrete, self._splits
-                )
-            return TurnedCall(self._cuts[graph], _tensors(given))
-
-    def outputs_like(
-        self, inputs: Activations, carried: list
-    ) -> Activations | None:
-        """Returns zeros shaped like the outputs, without running the stage.
-
-        `None` where the shapes are not known before it runs.
-        """
-        with self.function.on_device():
-            concrete = self._plain.get_concrete_function(inputs, carried)
-        outputs = concrete.structured_outputs.outputs
-        specs = keras.tree.flatten(outputs.tensors)
-        if not all(spec.shape.is_fully_defined() for spec in specs):
-            return None
-        tensors = keras.tree.map_structure(
-            lambda spec: tf.zeros(spec.shape, spec.dtype), outputs.tensors
-        )
-        return outputs._replace(tensors=tensors)
-
     def _differentiate(self, inputs: Activations, carried: list) -> tuple:
         with self.function.on_device():
             result, gradient = self.function.differentiable(inputs, carried)
@@ -152,21 +97,6 @@ class StagePhases:
             self._passes[graph] = num_forward, upstream
             by_input, gradients = gradient(upstream)
             return result, by_input, *gradients
-
-    def _forward_backward(
-        self, inputs: Activations, carried: list, arguments: Any
-    ) -> tuple:
-        with self.function.on_device():
-            result, gradient = self.function.differentiable(inputs, carried)
-            times = []
-            if self._clock is not None:
-                outputs = keras.tree.flatten(result.outputs.tensors)
-                times = [self._clock.stamp(outputs)]
-            # Or the stamp would wait for a thread while those work.
-            with tf.control_dependencies(times):
-                upstream, rest = self._turn(result, arguments)
-                by_input, gradients = gradient(upstream)
-            return (result, times, rest, by_input), *gradients
 
 
 class PhasedCall:
@@ -224,27 +154,6 @@ class PhasedCall:
             Tuple of `Gradients`, the list of the variables of the dense ones,
             and that of the sparse ones.
         """
-        return self._backward.weights(self.kept)
-
-
-class TurnedCall:
-    """A micro-batch that has gone through a stage and at once back.
-
-    Attributes:
-        result: `Result`.
-        times: List with the time of the turn, if it is taken.
-        rest: What the turn has returned besides gradients.
-        input_gradients: List with a gradient or `None` for each flat input.
-        kept: As of `PhasedCall`.
-    """
-
-    def __init__(self, backward: Backward, inputs: list[tf.Tensor]):
-        self._backward = backward
-        made, self.kept = backward([], inputs)
-        self.result, self.times, self.rest, self.input_gradients = made
-
-    def weights(self) -> tuple[Gradients, list, list]:
-        """As that of `PhasedCall`."""
         return self._backward.weights(self.kept)
 
 

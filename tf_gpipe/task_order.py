@@ -3,14 +3,12 @@
 import contextlib
 from collections.abc import Callable
 from collections.abc import Iterator
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tf_gpipe.clock import Clock
 from tf_gpipe.pipeline import Pipeline
-from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import Task
 
 
@@ -71,20 +69,6 @@ class TaskOrder:
                 before = self._times[task][:1]
             with tf.control_dependencies(before):
                 yield finish
-
-    def turned(self, task: Task, turn: Sequence[tf.Tensor]) -> None:
-        """Notes that a forward task has done its backward task as well.
-
-        Args:
-            task: `Task`.
-            turn: List with the time when the one ended and the other started,
-                empty if it was not taken.
-        """
-        if self._clock is not None:
-            start, end = self._times[task]
-            self._times[task] = [start, *(turn or [end])]
-            backward = task._replace(kind=BACKWARD)
-            self._times[backward] = [*(turn or [end]), end]
 
     def times(self) -> tf.Tensor | None:
         """Returns when tasks ran, or `None` if that was not asked for.
