@@ -98,6 +98,44 @@ class PipelineConfig:
             values["schedule"] = self.schedule.get_config()
         return values
 
+    def schedule_of(self, num_layers: int, num_devices: int) -> Schedule:
+        """Returns the schedule, of a number that is open decided.
+
+        Args:
+            num_layers: Integer, what there is to be cut into stages.
+            num_devices: Integer, the devices that there are.
+
+        Raises:
+            ValueError: If the layers are too few, or the balance is not
+                theirs.
+        """
+        num_stages = self.num_stages
+        if num_stages is None:
+            each = 2 if self.schedule == "interleaved" else 1
+            num_stages = max(1, min(each * num_devices, num_layers))
+        if num_stages > num_layers:
+            raise ValueError(
+                f"`num_stages` must be at most the number of layers. "
+                f"Received: num_stages={num_stages}, {num_layers} layers"
+            )
+        balance = self.balance
+        if isinstance(balance, list) and sum(balance) != num_layers:
+            raise ValueError(
+                "`balance` must place every layer: its counts must sum to "
+                f"{num_layers}, the number of layers. Received: "
+                f"balance={balance}, which sums to {sum(balance)}. "
+                "balance='parameters' finds the counts for you."
+            )
+        num_devices = min(num_devices, num_stages)
+        if self.schedule != "interleaved":
+            num_devices = num_stages
+        return schedules.get(
+            self.schedule,
+            num_stages,
+            self.num_micro_batches or 4 * num_devices,
+            num_devices,
+        )
+
     def resolve(
         self,
         layers: Sequence[keras.Operation],
@@ -130,31 +168,8 @@ class PipelineConfig:
             num_devices = len(self.devices)
         else:
             num_devices = len(placement.accelerators()) // num_replicas
-        num_stages = self.num_stages
-        if num_stages is None:
-            each = 2 if self.schedule == "interleaved" else 1
-            num_stages = max(1, min(each * num_devices, len(layers)))
-        if num_stages > len(layers):
-            raise ValueError(
-                f"`num_stages` must be at most the number of layers. "
-                f"Received: num_stages={num_stages}, {len(layers)} layers"
-            )
-        balance = self.balance
-        if isinstance(balance, list) and sum(balance) != len(layers):
-            raise ValueError(
-                "`balance` must place every layer: its counts must sum to "
-                f"{len(layers)}, the number of layers. Received: "
-                f"balance={balance}, which sums to {sum(balance)}. "
-                "balance='parameters' finds the counts for you."
-            )
-        num_devices = min(num_devices, num_stages)
-        if self.schedule != "interleaved":
-            num_devices = num_stages
-        num_micro_batches = self.num_micro_batches or 4 * num_devices
-        schedule = schedules.get(
-            self.schedule, num_stages, num_micro_batches, num_devices
-        )
-        if num_micro_batches > 1:
+        schedule = self.schedule_of(len(layers), num_devices)
+        if schedule.num_micro_batches > 1:
             for layer in layers:
                 if isinstance(layer, keras.Layer):
                     batch_norm.check(layer)
@@ -167,7 +182,7 @@ class PipelineConfig:
             )
         return ResolvedConfig(
             schedule,
-            balance,
+            self.balance,
             self.remat,
             self.boundary_dtype,
             [[row[i] for row in rows] for i in schedule.devices],

@@ -11,7 +11,6 @@ import keras
 
 from tf_gpipe import abstract
 from tf_gpipe import planned_graph
-from tf_gpipe import schedules
 from tf_gpipe import slots
 from tf_gpipe.graph import Part
 from tf_gpipe.graph import Value
@@ -93,30 +92,26 @@ def plan(
     config = PipelineConfig(
         num_stages, num_micro_batches, balance, schedule, remat, devices=None
     )
-    if num_devices is not None and schedule != "interleaved":
+    if num_devices is not None and (
+        schedule != "interleaved" or num_devices > num_stages
+    ):
         raise ValueError(
-            "`num_devices` is for schedule='interleaved'. Others have a device "
-            f"for each stage. Received: num_devices={num_devices}, "
+            "`num_devices` is for schedule='interleaved', and at most "
+            "`num_stages`. Others have a device for each stage. Received: "
+            f"num_devices={num_devices}, num_stages={num_stages}, "
             f"schedule={schedule!r}"
         )
     with abstract.policy(dtype_policy) as replaced:
         planner = _Planner(layers, input_spec, optimizer, replaced)
     _check_speeds(device_flops, bandwidth, latency)
-    options = {
-        "speeds": (device_flops, bandwidth, latency),
-        "num_stages": config.num_stages,
-        "num_micro_batches": config.num_micro_batches,
-        "schedule": schedule,
-        "num_devices": num_devices,
-        "balance": config.balance,
-        "remat": remat,
-    }
+    speeds = device_flops, bandwidth, latency
     found = dataclasses.replace(
-        planner.plan(**options), device_memory=device_memory
+        planner.plan(config, num_devices, speeds), device_memory=device_memory
     )
     if found.fits:
         return found
-    return dataclasses.replace(found, advice=planner.advice(found, options))
+    advice = planner.advice(found, config, num_devices, speeds)
+    return dataclasses.replace(found, advice=advice)
 
 
 class _Planner:
@@ -184,28 +179,13 @@ class _Planner:
             self.traces[rows] = layer_graph.trace(self.graph, inputs)
         return self.traces[rows]
 
-    def plan(
-        self,
-        num_stages,
-        num_micro_batches,
-        schedule,
-        num_devices,
-        balance,
-        remat,
-        speeds,
-    ):
-        if num_stages > len(self.graph.nodes):
-            raise ValueError(
-                "`num_stages` must be at most the number of layers. Received: "
-                f"num_stages={num_stages}, {len(self.graph.nodes)} layers"
-            )
-        if num_micro_batches is None:
-            num_micro_batches = 4 * (num_devices or num_stages)
-        schedule = schedules.get(
-            schedule, num_stages, num_micro_batches, num_devices
+    def plan(self, config, num_devices, speeds):
+        schedule = config.schedule_of(
+            len(self.graph.nodes), num_devices or config.num_stages
         )
+        num_micro_batches, remat = schedule.num_micro_batches, config.remat
         traces = self.traced(math.ceil(self.rows / num_micro_batches))
-        counts = self._counts(balance, schedule, remat)
+        counts = self._counts(config.balance, schedule, remat)
         stages = self._stages(counts, traces, schedule, remat)
         # Without a speed, an operation is the unit of time.
         device_flops, bandwidth, latency = speeds
@@ -246,35 +226,33 @@ class _Planner:
             transfer_share=1 - computing / makespan if makespan else 0.0,
         )
 
-    def advice(self, found, options):
+    def advice(self, found, config, num_devices, speeds):
         """Returns the smallest change with which a plan would fit."""
         changes = []
         m = found.num_micro_batches
-        own_schedule = isinstance(options["schedule"], Schedule)
-        step = options["num_devices"] or 1
+        own_schedule = isinstance(config.schedule, Schedule)
+        step = num_devices or 1
         while not own_schedule and m * 2 <= self.rows and m * 2 % step == 0:
             m *= 2
             changes.append({"num_micro_batches": m})
         if found.remat != "always":
             changes.append({"remat": "always"})
             changes += [{**x, "remat": "always"} for x in changes[:-1]]
-        if not own_schedule and not isinstance(options["balance"], list):
+        cut_anew = not own_schedule and not isinstance(config.balance, list)
+        if cut_anew and config.schedule != "interleaved":
             changes += [
-                {"num_stages": k, "num_devices": None, "remat": "always"}
+                {"num_stages": k, "remat": "always"}
                 for k in range(len(found.stages) + 1, len(self.graph.nodes) + 1)
-                if options["schedule"] != "interleaved"
             ]
         for change in changes:
+            changed = self.plan(
+                dataclasses.replace(config, **change), num_devices, speeds
+            )
             changed = dataclasses.replace(
-                self.plan(**{**options, **change}),
-                device_memory=found.device_memory,
+                changed, device_memory=found.device_memory
             )
             if changed.fits:
-                words = ", ".join(
-                    f"{name}={value!r}"
-                    for name, value in change.items()
-                    if value is not None
-                )
+                words = ", ".join(f"{k}={v!r}" for k, v in change.items())
                 return f"It would fit with {words}."
         return (
             "Nothing that the planner tries would make it fit: the largest "
@@ -283,12 +261,6 @@ class _Planner:
 
     def _counts(self, balance, schedule, remat):
         if isinstance(balance, list):
-            if sum(balance) != len(self.graph.nodes):
-                raise ValueError(
-                    f"`balance` must have {schedule.num_stages} layer counts "
-                    f"that sum to {len(self.graph.nodes)}. Received: "
-                    f"balance={balance}"
-                )
             return balance
         if balance == "time":
             raise ValueError(

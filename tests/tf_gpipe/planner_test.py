@@ -267,8 +267,10 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         a, b, c, d = (stage.bytes for stage in found.stages)
         self.assertEqual(found.device_bytes, [a + c, b + d])
 
-    @parameterized.parameters("1f1b", "zero_bubble")
-    def test_num_devices_of_others(self, schedule):
+    @parameterized.parameters(
+        ("1f1b", 1), ("zero_bubble", 2), ("interleaved", 4)
+    )
+    def test_num_devices_that_cannot_be(self, schedule, num_devices):
         with self.assertRaisesRegex(
             ValueError, "is for schedule='interleaved'"
         ):
@@ -276,7 +278,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
                 make_dense(),
                 (8, 4),
                 num_stages=2,
-                num_devices=1,
+                num_devices=num_devices,
                 schedule=schedule,
             )
 
@@ -532,7 +534,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
         ({"input_spec": ()}, "must give all sizes"),
         ({"balance": "time"}, "measures nothing, as balance='time'"),
         ({"balance": "speed"}, "Received: balance='speed'"),
-        ({"balance": [1, 1]}, "2 layer counts that sum to 3"),
+        ({"balance": [1, 1]}, "its counts must sum to 3"),
         ({"balance": [1, 1, 1]}, "2 "),
         ({"balance": [0, 3]}, "`balance` must be a list of positive"),
         ({"balance": [4, -1]}, "`balance` must be a list of positive"),

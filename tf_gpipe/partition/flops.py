@@ -37,10 +37,6 @@ _POOL_GRADIENTS = frozenset(
 )
 
 
-class UncountableError(ValueError):
-    """A graph whose operations cannot be counted before it runs."""
-
-
 def count(operations: Iterable[tf.Operation]) -> int:
     """Returns the floating-point operations of `operations`.
 
@@ -51,7 +47,7 @@ def count(operations: Iterable[tf.Operation]) -> int:
         Integer.
 
     Raises:
-        UncountableError: If a shape, or how often a loop runs, is not known.
+        ValueError: If a shape, or how often a loop runs, is not known.
     """
     return sum(_count(op) for op in operations)
 
@@ -89,7 +85,7 @@ def _count(op: tf.Operation) -> int:
     if kind == "AddN":
         return _size(op.outputs[0]) * (len(op.inputs) - 1)
     if kind in ("While", "StatelessWhile"):
-        return _loop(op)
+        return iterations(op) * _count_function(op, op.get_attr("body").name)
     if kind in ("If", "StatelessIf", "Case", "StatelessCase"):
         names = (
             [op.get_attr("then_branch"), op.get_attr("else_branch")]
@@ -107,7 +103,7 @@ def _einsum(op: tf.Operation) -> int:
     sizes: dict[str, int] = {}
     labels = ""
     for term, operand in zip(inputs.split(","), op.inputs, strict=True):
-        shape = [_known(op, n) for n in operand.shape]
+        shape = _shape(operand)
         head, dots, tail = term.partition("...")
         sizes.update(zip(head, shape, strict=False))
         sizes.update(zip(reversed(tail), reversed(shape), strict=False))
@@ -128,24 +124,16 @@ def _convolution(op: tf.Operation) -> int:
     element of the filter that it depends on.
     """
     if "BackpropInput" in op.type:
-        kernel, output = _filter_shape(op, 1), op.inputs[2]
+        kernel, output = _shape(op.inputs[1]), op.inputs[2]
     elif "BackpropFilter" in op.type:
-        kernel, output = op.outputs[0].shape.as_list(), op.inputs[2]
+        kernel, output = _shape(op.outputs[0]), op.inputs[2]
     else:
-        kernel, output = op.inputs[1].shape.as_list(), op.outputs[0]
+        kernel, output = _shape(op.inputs[1]), op.outputs[0]
     if op.type.startswith("Depthwise"):
         taps = kernel[:-2]
     else:
         taps = kernel[:-1]
     return 2 * _size(output) * math.prod(taps)
-
-
-def _filter_shape(op: tf.Operation, i: int) -> list[int]:
-    return [_known(op, n) for n in op.inputs[i].shape]
-
-
-def _loop(op: tf.Operation) -> int:
-    return iterations(op) * _count_function(op, op.get_attr("body").name)
 
 
 def iterations(op: tf.Operation) -> int:
@@ -157,26 +145,22 @@ def iterations(op: tf.Operation) -> int:
         limit = limit.op.inputs[0]
     limit = tf.get_static_value(limit)
     if limit is None or limit < 0:
-        raise UncountableError(
-            f"how often the loop '{op.name}' runs is not known"
-        )
+        raise ValueError(f"how often the loop '{op.name}' runs is not known")
     return int(limit)
 
 
 def _count_function(op: tf.Operation, name: str) -> int:
     function = op.graph._get_function(name)
     if function is None:
-        raise UncountableError(f"the function '{name}' is not known")
+        raise ValueError(f"the function '{name}' is not known")
     return count(function.graph.get_operations())
 
 
 def _size(x: tf.Tensor) -> int:
-    if x.shape.rank is None:
-        raise UncountableError(f"the shape of '{x.name}' is not known")
-    return math.prod(_known(x.op, n) for n in x.shape)
+    return math.prod(_shape(x))
 
 
-def _known(op: tf.Operation, n: int | None) -> int:
-    if n is None:
-        raise UncountableError(f"a shape at '{op.name}' is not known")
-    return n
+def _shape(x: tf.Tensor) -> list[int]:
+    if not x.shape.is_fully_defined():
+        raise ValueError(f"the shape of '{x.name}' is not known")
+    return x.shape.as_list()
