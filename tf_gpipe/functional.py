@@ -11,7 +11,6 @@ from keras.src.models.functional import functional_from_config
 
 from tf_gpipe import abstract
 from tf_gpipe.graph import functional
-from tf_gpipe.pipeline_config import PipelineConfig
 from tf_gpipe.pipelined import Pipelined
 from tf_gpipe.schedule import Schedule
 
@@ -87,10 +86,7 @@ class PipelinedModel(Pipelined, Functional):
         trainable: bool | None = None,
     ):
         super().__init__(inputs, outputs, name=name, trainable=trainable)
-        # XLA compiles for one device: a model with a pipeline in it spans
-        # several.
-        self.supports_jit = False
-        self._config = PipelineConfig(
+        self._configure(
             num_stages=num_stages,
             num_micro_batches=num_micro_batches,
             balance=balance,
@@ -99,7 +95,6 @@ class PipelinedModel(Pipelined, Functional):
             devices=devices,
             boundary_dtype=boundary_dtype,
         )
-        self._pipeline = None
         for x in self.inputs:
             if getattr(x._keras_history.operation, "optional", False):
                 raise ValueError(

@@ -27,12 +27,16 @@ from tf_gpipe.training import PipelinedTraining
 class Pipelined(PipelinedTraining):
     """A Keras model that is cut into stages.
 
-    Mixed into a `keras.Model` that sets `_config`, provides `_calls()`, and
-    gives `_place` its `Graph` once its layers are built.
+    Mixed into a `keras.Model` that calls `_configure`, provides `_calls()`,
+    and gives `_place` its `Graph` once its layers are built.
     """
 
-    _config: PipelineConfig
-    _pipeline: Pipeline | None
+    def _configure(self, **kwargs) -> None:
+        # XLA compiles for one device: a model with a pipeline in it spans
+        # several.
+        self.supports_jit = False
+        self._config = PipelineConfig(**kwargs)
+        self._pipeline: Pipeline | None = None
 
     def _calls(self) -> Sequence[keras.Operation]:
         """Returns the layers in the order in which they are called."""

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from tf_gpipe import abstract
 from tf_gpipe.graph import chain
-from tf_gpipe.pipeline_config import PipelineConfig
 from tf_gpipe.pipelined import Pipelined
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.stage import name_layer
@@ -109,10 +108,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         name: str | None = None,
     ):
         super().__init__(trainable=trainable, name=name)
-        # XLA compiles for one device: a model with a pipeline in it spans
-        # several.
-        self.supports_jit = False
-        self._config = PipelineConfig(
+        self._configure(
             num_stages=num_stages,
             num_micro_batches=num_micro_batches,
             balance=balance,
@@ -121,7 +117,6 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             devices=devices,
             boundary_dtype=boundary_dtype,
         )
-        self._pipeline = None
         if layers is None:
             return
         if isinstance(layers, keras.Sequential):
