@@ -171,7 +171,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         (["--balance=speed"], "`balance` must be one of"),
         (["--balance=time"], "A plan measures nothing"),
         (["--balance=3,x"], "--balance: not a positive integer: 'x'"),
-        (["--balance=3,4"], "`balance` must have 2 layer counts"),
+        (["--balance=3,4"], "`balance` must place every layer"),
         (["--optimizer=x"], "Could not interpret optimizer identifier: x"),
         (["--dtype_policy=x"], "Cannot convert 'x'"),
         (["--device_memory=8XB"], "--device_memory: not a size"),
