@@ -1,17 +1,38 @@
 """Eight logical CPU devices, and the same seed before every test."""
 
+import contextlib
 import os
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import pytest
 
-import keras  # noqa: E402
-import pytest  # noqa: E402
-import tensorflow as tf  # noqa: E402
+
+@contextlib.contextmanager
+def _without_logs():
+    """TensorFlow logs at its start what it has not found, such as GPUs.
+
+    pytest would show that below its own last line, the summary.
+    """
+    stderr = os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nothing)
+
+
+# For the processes that tests start.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+with _without_logs():
+    import keras
+    import tensorflow as tf
 
 NUM_DEVICES = 8
 
 
+@_without_logs()
 def pytest_configure():
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
