@@ -13,7 +13,7 @@ from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import RECOMPUTE
 from tf_gpipe.schedule import WEIGHTS
-from tf_gpipe.simulate import Simulation
+from tf_gpipe.simulate import Execution
 from tf_gpipe.simulate import Span
 from tf_gpipe.simulate import simulate
 from tf_gpipe.training import PipelinedTraining
@@ -104,9 +104,7 @@ class Timeline(keras.callbacks.Callback):
         self._next = step + 1
         if chosen:
             self.spans = self._read()
-            self._bubbles.append(
-                timeline.totals(self.spans, self.devices)["bubble"]
-            )
+            self._bubbles.append(Execution(self.spans, self.devices).bubble)
 
     def on_epoch_end(self, epoch, logs=None):
         if self._bubbles and logs is not None:
@@ -131,7 +129,7 @@ class Timeline(keras.callbacks.Callback):
         if self._chart:
             print(timeline.text_chart(self.spans, devices=self.devices))
 
-    def simulated(self) -> Simulation:
+    def simulated(self) -> Execution:
         """Returns the step simulated with the mean times of each stage."""
         schedule = self.model._pipeline.schedule
 

@@ -4,7 +4,6 @@ This module imports no TensorFlow.
 """
 
 import collections
-import dataclasses
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -30,30 +29,56 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Simulation:
-    """What `simulate` returns.
+class Execution:
+    """When the tasks of a step ran, simulated or measured.
+
+    Args:
+        spans: `Span`s, in any order, those of recomputation among them (kind
+            `"R"`).
+        devices: List with the name of each device. Defaults to `"device 0"`
+            and so on, up to the last one with a span.
 
     Attributes:
-        spans: List of `Span`s by start, those of recomputation among them
-            (kind `"R"`).
-        makespan: Float, from the first task's start to the last one's end.
+        spans: List of the `Span`s by start.
+        devices: List of the names.
+        start: Float, when the first task starts.
+        makespan: Float, from there to the last one's end.
         busy: List with the time that each device works.
         bubble: Float, the share of the time that devices are idle.
         peak_micro_batches: List with the largest number of micro-batches of
             which each stage keeps something at a time.
+
+    Raises:
+        ValueError: If there are no spans, or fewer names than devices.
     """
 
-    spans: list[Span]
-    makespan: float
-    busy: list[float]
-    bubble: float
-    peak_micro_batches: list[int]
-
-    @property
-    def idle(self) -> list[float]:
-        """The time that each device waits."""
-        return [self.makespan - busy for busy in self.busy]
+    def __init__(
+        self, spans: Iterable[Span], devices: Sequence[str] | None = None
+    ):
+        self.spans = sorted(spans, key=lambda x: (x.start, x.device))
+        if not self.spans:
+            raise ValueError("A step has tasks. Received: spans=[]")
+        count = 1 + max(span.device for span in self.spans)
+        if devices is None:
+            devices = [f"device {i}" for i in range(count)]
+        if len(devices) < count:
+            raise ValueError(
+                f"`devices` must have a name for each of {count} devices. "
+                f"Received: devices={devices}"
+            )
+        self.devices = list(devices)
+        self.start = self.spans[0].start
+        self.makespan = max(span.end for span in self.spans) - self.start
+        self.busy = [0.0] * len(self.devices)
+        # Measured spans of a device may overlap: what is busy counts once.
+        until = [self.start] * len(self.devices)
+        for device, _, start, end in self.spans:
+            self.busy[device] += max(end - max(start, until[device]), 0.0)
+            until[device] = max(end, until[device])
+        whole = len(self.busy) * self.makespan
+        # Rounded, so that round shares look it.
+        self.bubble = round(1 - sum(self.busy) / whole, 12) if whole else 0.0
+        self.peak_micro_batches = peaks(span.task for span in self.spans)
 
 
 def simulate(
@@ -64,7 +89,7 @@ def simulate(
     transfer: Costs | Mapping[tuple[int, int], float] = 0.0,
     remat: str = "always",
     weights: Costs | None = None,
-) -> Simulation:
+) -> Execution:
     """Returns when each task of a schedule runs, given what it costs.
 
     A device runs its tasks in the schedule's order, each as soon as the tasks
@@ -90,7 +115,7 @@ def simulate(
             half of it.
 
     Returns:
-        A `Simulation`.
+        An `Execution`.
 
     Raises:
         ValueError: If there is a wrong number of costs, or one is negative,
@@ -122,7 +147,6 @@ def simulate(
     transfers = _transfers(transfer, num_stages)
     device_of = schedule.devices
     free = [0.0] * len(schedule.tasks)
-    busy = [0.0] * len(schedule.tasks)
     ends: dict[Task, float] = {}
     spans = []
     for task in schedule.steps(remat):
@@ -141,24 +165,8 @@ def simulate(
         end = start + durations[task.kind][task.stage]
         if task.kind != RECOMPUTE or end > start:
             spans.append(Span(device, task, start, end))
-        busy[device] += end - start
         free[device] = ends[task] = end
-    makespan = max(free)
-    return Simulation(
-        spans=sorted(spans, key=lambda span: (span.start, span.device)),
-        makespan=makespan,
-        busy=busy,
-        bubble=bubble(busy, makespan),
-        peak_micro_batches=peaks(schedule.order),
-    )
-
-
-def bubble(busy: Sequence[float], makespan: float) -> float:
-    """Returns the share of the time that devices are idle."""
-    if not makespan:
-        return 0.0
-    # Rounded, so that round shares look it.
-    return round(1.0 - sum(busy) / (len(busy) * makespan), 12)
+    return Execution(spans)
 
 
 def peaks(tasks: Iterable[Task]) -> list[int]:

@@ -12,9 +12,8 @@ from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import RECOMPUTE
 from tf_gpipe.schedule import WEIGHTS
+from tf_gpipe.simulate import Execution
 from tf_gpipe.simulate import Span
-from tf_gpipe.simulate import bubble
-from tf_gpipe.simulate import peaks
 
 KINDS = {
     FORWARD: "forward",
@@ -36,38 +35,6 @@ _MIN_COLUMNS = 20
 _FONT_SIZE = 8
 
 
-def totals(spans: Sequence[Span], devices: Sequence[str] | None = None) -> dict:
-    """Returns what the spans of a step add up to.
-
-    Args:
-        spans: `Span`s, in any order.
-        devices: List with the name of each device. Defaults to `"device 0"`
-            and so on, up to the last one with a span.
-
-    Returns:
-        A dict with `"makespan"`, `"busy"`, `"bubble"` and
-        `"peak_micro_batches"`, as `tf_gpipe.simulate.Simulation` has them.
-
-    Raises:
-        ValueError: If there are no spans, or fewer names than devices.
-    """
-    names = _names(spans, devices)
-    first, makespan = _extent(spans)
-    busy = [0.0] * len(names)
-    # Measured spans of a device may overlap: what is busy counts once.
-    until = [first] * len(names)
-    spans = sorted(spans, key=lambda x: x.start)
-    for device, _, start, end in spans:
-        busy[device] += max(end - max(start, until[device]), 0.0)
-        until[device] = max(end, until[device])
-    return {
-        "makespan": makespan,
-        "busy": busy,
-        "bubble": bubble(busy, makespan),
-        "peak_micro_batches": peaks(span.task for span in spans),
-    }
-
-
 def text_chart(
     spans: Sequence[Span],
     width: int = 80,
@@ -83,7 +50,7 @@ def text_chart(
         spans: `Span`s, in any order.
         width: Integer, the characters of a row with its name. At least 20 are
             for the time.
-        devices: As for `totals`.
+        devices: As for `tf_gpipe.simulate.Execution`.
 
     Returns:
         A string of several lines, the last one with the makespan and bubble.
@@ -99,16 +66,15 @@ def text_chart(
     device 1  ....F0--F1--B1--B0--....
     makespan 6, bubble 33.3%
     """
-    names = _names(spans, devices)
-    first, makespan = _extent(spans)
-    margin = max(map(len, names)) + 2
+    step = Execution(spans, devices)
+    margin = max(map(len, step.devices)) + 2
     columns = max(width - margin, _MIN_COLUMNS)
-    scale = columns / makespan if makespan else 0.0
-    rows = [["."] * columns for _ in names]
+    scale = columns / step.makespan if step.makespan else 0.0
+    rows = [["."] * columns for _ in step.devices]
     several = _have_several_stages(spans)
-    for device, task, start, end in sorted(spans, key=lambda x: x.start):
-        left = round((start - first) * scale)
-        size = round((end - first) * scale) - left
+    for device, task, start, end in step.spans:
+        left = round((start - step.start) * scale)
+        size = round((end - step.start) * scale) - left
         label = f"{task.kind}{task.micro_batch}"
         if device in several:
             label = str(task)
@@ -117,17 +83,14 @@ def text_chart(
         rows[device][left : left + size] = label.ljust(size, "-")
     lines = [
         name.ljust(margin) + "".join(row)
-        for name, row in zip(names, rows, strict=True)
+        for name, row in zip(step.devices, rows, strict=True)
     ]
-    share = totals(spans, devices)["bubble"]
-    lines.append(f"makespan {makespan:g}, bubble {share:.1%}")
+    lines.append(f"makespan {step.makespan:g}, bubble {step.bubble:.1%}")
     return "\n".join(lines)
 
 
 def chrome_trace(
-    spans: Sequence[Span],
-    devices: Sequence[str] | None = None,
-    seconds_per_unit: float = 1.0,
+    spans: Sequence[Span], devices: Sequence[str] | None = None
 ) -> dict:
     """Returns the spans in the trace event format of Chrome.
 
@@ -135,9 +98,8 @@ def chrome_trace(
     `chrome://tracing` show it: a thread a device, from the first start on.
 
     Args:
-        spans: `Span`s, in any order.
-        devices: As for `totals`.
-        seconds_per_unit: Float, how long the spans' unit of time is.
+        spans: `Span`s in seconds, in any order.
+        devices: As for `tf_gpipe.simulate.Execution`.
 
     Returns:
         A dict that JSON can express.
@@ -145,12 +107,11 @@ def chrome_trace(
     Raises:
         ValueError: If there are no spans, or fewer names than devices.
     """
-    names = _names(spans, devices)
-    first, _ = _extent(spans)
+    step = Execution(spans, devices)
 
     def microseconds(time: float) -> float:
         # To the picosecond, so that round times look it.
-        return round(time * seconds_per_unit * 1e6, 6)
+        return round(time * 1e6, 6)
 
     events: list[dict] = [
         {
@@ -160,20 +121,20 @@ def chrome_trace(
             "tid": device,
             "args": {"name": name},
         }
-        for device, name in enumerate(names)
+        for device, name in enumerate(step.devices)
     ]
     events += [
         {
             "name": str(task),
             "cat": KINDS[task.kind],
             "ph": "X",
-            "ts": microseconds(start - first),
+            "ts": microseconds(start - step.start),
             "dur": microseconds(end - start),
             "pid": 0,
             "tid": device,
             "args": {"stage": task.stage, "micro_batch": task.micro_batch},
         }
-        for device, task, start, end in sorted(spans, key=lambda x: x.start)
+        for device, task, start, end in step.spans
     ]
     return {"traceEvents": events}
 
@@ -190,7 +151,7 @@ def picture(
 
     Args:
         rows: Dict from the title of a chart to its spans and the names of its
-            devices (or `None`), as for `totals`.
+            devices (or `None`), as for `tf_gpipe.simulate.Execution`.
         path: Where to save, with an ending that matplotlib knows, such as
             `.png` or `.svg`.
 
@@ -205,10 +166,7 @@ def picture(
     """
     if not rows:
         raise ValueError(f"There is nothing to draw. Received: rows={rows}")
-    names = {
-        title: _names(spans, devices)
-        for title, (spans, devices) in rows.items()
-    }
+    steps = {title: Execution(*given) for title, given in rows.items()}
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -217,31 +175,29 @@ def picture(
             "`tf_gpipe.timeline.picture` needs matplotlib. Install it with "
             "`pip install tf_gpipe[plot]`."
         ) from e
-    heights = [0.8 + 0.4 * len(x) for x in names.values()]
+    heights = [0.8 + 0.4 * len(x.devices) for x in steps.values()]
     # Not `pyplot`, which would keep the figure and choose a window system.
     figure = Figure(figsize=(12, 0.6 + sum(heights)), layout="constrained")
     axes = figure.subplots(
         len(rows), squeeze=False, sharex=True, height_ratios=heights
     )[:, 0]
-    longest = max(_extent(spans)[1] for spans, _ in rows.values())
-    for ax, (title, (spans, devices)) in zip(axes, rows.items(), strict=True):
-        first, _ = _extent(spans)
-        for device, task, start, end in spans:
+    longest = max(x.makespan for x in steps.values())
+    for ax, (title, step) in zip(axes, steps.items(), strict=True):
+        for device, task, start, end in step.spans:
             ax.barh(
                 device,
                 end - start,
-                left=start - first,
+                left=start - step.start,
                 color=_COLOURS[task.kind],
                 edgecolor="black",
                 linewidth=0.5,
             )
-        share = totals(spans, devices)["bubble"]
-        ax.set_title(f"{title}: bubble {share:.1%}")
-        ax.set_yticks(range(len(names[title])), names[title])
-        ax.set_ylim(len(names[title]) - 0.5, -0.5)
+        ax.set_title(f"{title}: bubble {step.bubble:.1%}")
+        ax.set_yticks(range(len(step.devices)), step.devices)
+        ax.set_ylim(len(step.devices) - 0.5, -0.5)
         ax.set_xlim(0, longest or 1.0)
     axes[-1].set_xlabel("time")
-    present = {x.task.kind for spans, _ in rows.values() for x in spans}
+    present = {x.task.kind for step in steps.values() for x in step.spans}
     figure.legend(
         handles=[
             Patch(facecolor=_COLOURS[kind], edgecolor="black", label=name)
@@ -253,18 +209,17 @@ def picture(
     )
     # How wide a box is shows once the names have taken their room.
     figure.draw_without_rendering()
-    for ax, (spans, _) in zip(axes, rows.values(), strict=True):
-        first, _ = _extent(spans)
-        several = _have_several_stages(spans)
+    for ax, step in zip(axes, steps.values(), strict=True):
+        several = _have_several_stages(step.spans)
         points = ax.get_window_extent().width / figure.dpi * 72
-        for device, task, start, end in spans:
+        for device, task, start, end in step.spans:
             label = f"{task.micro_batch}"
             if device in several:
                 label = f"{task.stage}.{task.micro_batch}"
             # A digit is about 0.64 of the font's size wide.
             room = (end - start) / (longest or 1.0) * points
             if len(label) * 0.64 * _FONT_SIZE < room:
-                middle = (start + end) / 2 - first
+                middle = (start + end) / 2 - step.start
                 ax.text(
                     middle,
                     device,
@@ -275,29 +230,6 @@ def picture(
                     in_layout=False,
                 )
     figure.savefig(path)
-
-
-def _names(
-    spans: Sequence[Span], devices: Sequence[str] | None
-) -> Sequence[str]:
-    """Returns the devices' names, after a check that there are enough."""
-    if not spans:
-        raise ValueError(f"There is nothing to draw. Received: spans={spans}")
-    count = 1 + max(span.device for span in spans)
-    if devices is None:
-        return [f"device {i}" for i in range(count)]
-    if len(devices) < count:
-        raise ValueError(
-            f"`devices` must have a name for each of {count} devices. "
-            f"Received: devices={devices}"
-        )
-    return devices
-
-
-def _extent(spans: Sequence[Span]) -> tuple[float, float]:
-    """Returns the first start, and the time from there to the last end."""
-    first = min(span.start for span in spans)
-    return first, max(span.end for span in spans) - first
 
 
 def _have_several_stages(spans: Sequence[Span]) -> set[int]:

@@ -124,9 +124,11 @@ def main(argv=None):
                 json.dump(timeline.chrome_trace(spans, devices), f)
     except (ImportError, OSError, TypeError, ValueError) as e:
         parser.error(str(e))
-    totals = timeline.totals(spans, devices)
+    step = simulate.Execution(spans, devices)
+    names = ("makespan", "busy", "bubble", "peak_micro_batches")
+    totals = {name: getattr(step, name) for name in names}
     print(timeline.text_chart(spans, args.width, devices))
-    peaks = ", ".join(map(str, totals["peak_micro_batches"]))
+    peaks = ", ".join(map(str, step.peak_micro_batches))
     print(f"most micro-batches kept, by stage: {peaks}")
     if ratio is not None:
         print(f"a step with the recorder takes {ratio:.3f} of one without")
@@ -148,8 +150,7 @@ def simulated(args):
         transfer=args.transfer,
         remat=args.remat,
     ).spans
-    names = [f"device {i}" for i in range(len(plan.tasks))]
-    return {"simulated": (spans, names)}
+    return {"simulated": (spans, None)}
 
 
 def measured(args):

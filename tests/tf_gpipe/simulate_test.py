@@ -8,6 +8,9 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tf_gpipe import schedules
+from tf_gpipe.schedule import Task
+from tf_gpipe.simulate import Execution
+from tf_gpipe.simulate import Span
 from tf_gpipe.simulate import simulate
 
 
@@ -35,7 +38,7 @@ class SimulateTest(parameterized.TestCase):
         self.assertEqual(result.makespan, 3 * slots)
         # Whole numbers: a product is exact where a quotient is rounded.
         self.assertEqual(
-            sum(result.idle) * slots,
+            (num_stages * result.makespan - sum(result.busy)) * slots,
             (num_stages - 1) * num_stages * result.makespan,
         )
         self.assertEqual(result.bubble, round((num_stages - 1) / slots, 12))
@@ -61,7 +64,10 @@ class SimulateTest(parameterized.TestCase):
             for name in ("zero_bubble", "1f1b")
         )
         # Forward, inputs and weights take as long as one another.
-        self.assertAlmostEqual(sum(result.idle), sum(unsplit.idle) / 3)
+        self.assertAlmostEqual(
+            result.bubble * result.makespan,
+            unsplit.bubble * unsplit.makespan / 3,
+        )
         self.assertEqual(
             max(result.peak_micro_batches), max(unsplit.peak_micro_batches)
         )
@@ -146,7 +152,6 @@ class SimulateTest(parameterized.TestCase):
         )
         self.assertEqual(result.makespan, 15.5)
         self.assertEqual(result.busy, [7, 12])
-        self.assertEqual(result.idle, [8.5, 3.5])
         self.assertEqual(result.bubble, round(12 / 31, 12))
 
     def test_each_boundary_has_its_transfer(self):
@@ -198,7 +203,6 @@ class SimulateTest(parameterized.TestCase):
         for device, busy in enumerate(result.busy):
             spans = [s for s in result.spans if s.device == device]
             self.assertEqual(busy, sum(s.end - s.start for s in spans))
-            self.assertEqual(result.idle[device], result.makespan - busy)
             for before, after in zip(spans, spans[1:], strict=False):
                 self.assertLessEqual(before.end, after.start)
             self.assertEqual(
@@ -249,6 +253,28 @@ class SimulateTest(parameterized.TestCase):
             "assert not {'tensorflow', 'keras'} & set(sys.modules)\n"
         )
         subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class ExecutionTest(absltest.TestCase):
+    def test_overlap_counts_once(self):
+        found = Execution(
+            [
+                Span(0, Task("B", 0, 0), 18.0, 20.0),
+                Span(0, Task("B", 0, 1), 12.0, 14.0),
+                Span(0, Task("F", 0, 1), 11.0, 12.0),
+                Span(0, Task("F", 0, 0), 10.0, 13.0),
+            ]
+        )
+        self.assertEqual(found.start, 10.0)
+        self.assertEqual(found.makespan, 10.0)
+        self.assertEqual(found.busy, [6.0])
+        self.assertEqual(found.bubble, 0.4)
+        self.assertEqual(found.peak_micro_batches, [2])
+
+    def test_device_without_spans(self):
+        found = Execution([Span(0, Task("F", 0, 0), 0.0, 1.0)], ["a", "b"])
+        self.assertEqual(found.busy, [1.0, 0.0])
+        self.assertEqual(found.bubble, 0.5)
 
 
 if __name__ == "__main__":

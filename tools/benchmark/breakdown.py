@@ -7,6 +7,7 @@ import tf_gpipe
 from tf_gpipe import remat
 from tf_gpipe import schedules
 from tf_gpipe import timeline
+from tf_gpipe.simulate import Execution
 from tools import command_line
 from tools.benchmark import pipeline
 from tools.benchmark import timing
@@ -101,7 +102,7 @@ class _Recorder(tf_gpipe.callbacks.Timeline):
             self.parts.append(self._parts(seconds))
 
     def _parts(self, seconds):
-        makespan = timeline.totals(self.spans)["makespan"]
+        makespan = Execution(self.spans).makespan
         num_stages = self.model._pipeline.schedule.num_stages
         work = dict.fromkeys(timeline.KINDS.values(), 0.0)
         for _, task, start, end in self.spans:
