@@ -12,6 +12,7 @@ their values, only on labels, sample weights and masks.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -21,11 +22,17 @@ import tensorflow as tf
 
 from tf_gpipe.stage import Activations
 
-Wrapper = Callable[[int, keras.Loss, Any, Any, Any], tf.Tensor]
+Differentiated = tuple[list[tf.Tensor], list]
 
 
-class MicroBatchLoss:
-    """The losses given to `compile`, computed one micro-batch at a time.
+def micro_batch_loss(
+    compile_loss: Any,
+    y: Any,
+    outputs: Any,
+    sample_weight: Any,
+    scale: tf.Tensor,
+) -> Callable[[Activations, Any, Any, Any], Differentiated]:
+    """Returns the losses given to `compile`, as a function of a micro-batch.
 
     Args:
         compile_loss: Keras's `CompileLoss` of the model, or `None`.
@@ -35,82 +42,29 @@ class MicroBatchLoss:
         sample_weight: Nested structure of sample weights, or `None`.
         scale: Scalar, by which gradients are multiplied.
 
+    Returns:
+        Function of a micro-batch's outputs, labels and sample weights, and of
+        a number: 0 if it has no rows of its own, else 1. It returns a list of
+        scalars, the part in the total and the parts in each loss; and a list
+        with the gradient or `None` for each flat output.
+
     Raises:
         ValueError: If a loss can only be computed on the whole mini-batch.
     """
+    counts: dict[int, tf.Tensor] = {}
 
-    def __init__(
-        self,
-        compile_loss: Any,
-        y: Any,
-        outputs: Any,
-        sample_weight: Any,
-        scale: tf.Tensor,
-    ):
-        self._compile_loss = compile_loss
-        self._scale = scale
-        counts: dict[int, tf.Tensor] = {}
+    def probe(i, loss, y_true, y_pred, weight):
+        counts[i] = _count(loss, y_true, y_pred, weight)
+        return tf.zeros(())
 
-        def probe(i, loss, y_true, y_pred, weight):
-            counts[i] = _count(loss, y_true, y_pred, weight)
-            return tf.zeros(())
-
-        if compile_loss is not None:
+    if compile_loss is not None:
+        with keras.StatelessScope():
             if not compile_loss.built:
-                with keras.StatelessScope():
-                    compile_loss(y, outputs, sample_weight)
-            with keras.StatelessScope(), self._replaced(probe):
                 compile_loss(y, outputs, sample_weight)
-        self._counts = counts
+            with _in_place_of_each(compile_loss, probe):
+                compile_loss(y, outputs, sample_weight)
 
-    def differentiate(
-        self, outputs: Activations, y: Any, sample_weight: Any, valid: tf.Tensor
-    ) -> tuple[list, list]:
-        """Returns the parts of a micro-batch in the losses, and gradients.
-
-        Args:
-            outputs: `Activations` of the micro-batch.
-            y: As for `__call__`.
-            sample_weight: As for `__call__`.
-            valid: As for `__call__`.
-
-        Returns:
-            Tuple of a list of scalars, the part in the total and the parts in
-            each loss; and a list with the gradient or `None` for each flat
-            output.
-        """
-        y_pred = outputs.unpack()
-        flat = keras.tree.flatten(y_pred)
-        floats = [i for i, t in enumerate(flat) if t.dtype.is_floating]
-        with tf.GradientTape() as tape:
-            tape.watch([flat[i] for i in floats])
-            total, values = self(y, y_pred, sample_weight, valid)
-            scaled = total * tf.cast(self._scale, total.dtype)
-        found = tape.gradient(
-            scaled,
-            [flat[i] for i in floats],
-            unconnected_gradients=tf.UnconnectedGradients.ZERO,
-        )
-        gradients: list = [None] * len(flat)
-        for i, gradient in zip(floats, found, strict=True):
-            gradients[i] = gradient
-        return [total, *values], gradients
-
-    def __call__(
-        self, y: Any, outputs: Any, sample_weight: Any, valid: tf.Tensor
-    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Returns the part of a micro-batch in the mini-batch's loss.
-
-        Args:
-            y: Labels of the micro-batch.
-            outputs: Outputs of the micro-batch, with their Keras masks.
-            sample_weight: Sample weights of the micro-batch, or `None`.
-            valid: 0 for a micro-batch that has no rows of its own, else 1.
-
-        Returns:
-            Tuple of the part of the total, a scalar, and a list of the parts
-            of each loss.
-        """
+    def differentiate(outputs, y, sample_weight, valid):
         parts: list[tf.Tensor] = []
 
         def share(i, loss, y_true, y_pred, weight):
@@ -118,35 +72,51 @@ class MicroBatchLoss:
             count *= tf.cast(valid, count.dtype)
             value = tf.reduce_sum(loss(y_true, y_pred, weight))
             value *= tf.cast(
-                tf.math.divide_no_nan(count, self._counts[i]), value.dtype
+                tf.math.divide_no_nan(count, counts[i]), value.dtype
             )
             parts.append(value)
             return value
 
-        if self._compile_loss is None:
-            return tf.zeros(()), []
-        # The metrics that Keras keeps of several losses want the mini-batch.
-        with keras.StatelessScope(), self._replaced(share):
-            return self._compile_loss(y, outputs, sample_weight), parts
-
-    @contextlib.contextmanager
-    def _replaced(self, wrapper: Wrapper) -> Iterator[None]:
-        """Has `wrapper` called in place of each loss."""
-        original = self._compile_loss._flat_losses
-
-        def bind(i, loss):
-            return lambda y_true, y_pred, weight: wrapper(
-                i, loss, y_true, y_pred, weight
+        y_pred = outputs.unpack()
+        flat = keras.tree.flatten(y_pred)
+        sources = [x for x in flat if x.dtype.is_floating]
+        total = tf.zeros(())
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            if compile_loss is not None:
+                # Without the metrics that Keras keeps of several losses,
+                # which want the mini-batch.
+                with (
+                    keras.StatelessScope(),
+                    _in_place_of_each(compile_loss, share),
+                ):
+                    total = compile_loss(y, y_pred, sample_weight)
+            scaled = total * tf.cast(scale, total.dtype)
+        found = iter(
+            tape.gradient(
+                scaled,
+                sources,
+                unconnected_gradients=tf.UnconnectedGradients.ZERO,
             )
+        )
+        gradients = [next(found) if x.dtype.is_floating else None for x in flat]
+        return [total, *parts], gradients
 
-        try:
-            self._compile_loss._flat_losses = [
-                entry._replace(loss=bind(i, entry.loss))
-                for i, entry in enumerate(original)
-            ]
-            yield
-        finally:
-            self._compile_loss._flat_losses = original
+    return differentiate
+
+
+@contextlib.contextmanager
+def _in_place_of_each(compile_loss: Any, wrapper: Callable) -> Iterator[None]:
+    """Has `wrapper` called in place of each loss, with its number and it."""
+    original = compile_loss._flat_losses
+    try:
+        compile_loss._flat_losses = [
+            entry._replace(loss=functools.partial(wrapper, i, entry.loss))
+            for i, entry in enumerate(original)
+        ]
+        yield
+    finally:
+        compile_loss._flat_losses = original
 
 
 def _count(

@@ -14,7 +14,7 @@ from tf_gpipe.calls import PipelinedCalls
 from tf_gpipe.colocation import colocate
 from tf_gpipe.colocation import following_inputs
 from tf_gpipe.gradients import add
-from tf_gpipe.loss import MicroBatchLoss
+from tf_gpipe.loss import micro_batch_loss
 from tf_gpipe.several_hosts import SeveralHosts
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import run_stage
@@ -248,13 +248,13 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         added_scale = scale_loss_for_distribution(scale)
 
         def make_loss(outputs):
-            return MicroBatchLoss(
+            return micro_batch_loss(
                 self._compile_loss,
                 y,
                 self._like_outputs(pipeline, inputs, outputs, split),
                 sample_weight,
                 scale,
-            ).differentiate
+            )
 
         parts = run.interleave(
             make_loss,
