@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Value:
     """What one call of a layer hands to others.
 
@@ -114,27 +114,13 @@ class Graph:
             first += count
         return parts
 
-    def with_specs(self, specs: Mapping[Value, Any]) -> "Graph":
-        """Returns the same graph with other specs of its values."""
-        values = {x: Value(specs.get(x)) for x in self.inputs}
-        nodes = []
-        for node in self.nodes:
-            values.update((x, Value(specs.get(x))) for x in node.made)
-            args, kwargs = node.arguments(values)
-            outputs = keras.tree.map_structure(values.get, node.outputs)
-            nodes.append(Node(node.layer, args, kwargs, outputs))
-        return Graph(
-            nodes,
-            [values[x] for x in self.inputs],
-            keras.tree.map_structure(values.get, self.outputs),
-        )
-
-    def with_inferred_specs(self) -> "Graph":
-        """Returns the same graph with specs that its built layers tell."""
+    def infer_specs(self) -> None:
+        """Gives each value the spec that the built layers tell."""
         specs = {value: value.spec for value in self.inputs}
         for node in self.nodes:
             node.run(specs, lambda layer: layer.compute_output_spec)
-        return self.with_specs(specs)
+        for value, spec in specs.items():
+            value.spec = spec
 
     def crossing(self) -> list[list[Value]]:
         """Returns, for each place between two nodes, the values that cross it.

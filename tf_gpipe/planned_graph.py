@@ -25,11 +25,9 @@ def of(model: Any, input_spec: Any) -> Graph:
                 "`input_spec` must be like the inputs of the model, "
                 f"{model.input}. Received: input_spec={input_spec}"
             )
-        specs = {
-            value: keras.KerasTensor(x.shape, value.spec.dtype)
-            for value, x in zip(graph.inputs, flat, strict=True)
-        }
-        return graph.with_specs(specs)
+        for value, x in zip(graph.inputs, flat, strict=True):
+            value.spec = keras.KerasTensor(x.shape, value.spec.dtype)
+        return graph
     if isinstance(model, keras.Model) and not isinstance(
         model, keras.Sequential
     ):

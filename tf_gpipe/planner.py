@@ -145,8 +145,9 @@ class _Planner:
             weights = getattr(copy, "weights", [])
             self.weights.append([] if id(node.layer) in seen else weights)
             seen.add(id(node.layer))
-        copied = dataclasses.replace(graph, nodes=copies)
-        self.graph = copied.with_specs(specs)
+        for value, spec in specs.items():
+            value.spec = spec
+        self.graph = dataclasses.replace(graph, nodes=copies)
         self.names = [node.layer.name for node in graph.nodes]
         self.traces: dict[int, list[layer_graph.LayerGraph]] = {}
 

@@ -154,8 +154,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                     self._name_layer(e, first.output)
                 raise
         if self._functional is not None:
-            graph = chain(self.layers, self._functional.input)
-            self._place(graph.with_inferred_specs())
+            self._place_chain(self._functional.input)
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
         if self._pipeline is None:
@@ -217,8 +216,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 except Exception as e:
                     self._name_layer(e, x)
                     raise
-            self._place(chain(self.layers, x).with_inferred_specs())
+            self._place_chain(x)
         self.built = True
+
+    def _place_chain(self, inputs: Any) -> None:
+        graph = chain(self.layers, inputs)
+        graph.infer_specs()
+        self._place(graph)
 
     def _name_layer(self, error: Exception, x: Any) -> None:
         """Adds to an error of the build which layer and stage raised it.
