@@ -31,9 +31,9 @@ class AddedLosses:
         """Takes those that stage `k` has added for micro-batch `m`."""
         self._losses[k, m] = losses
 
-    def count(self) -> int:
-        """Returns how many there are in the mini-batch."""
-        return sum(len(self._losses[x.index, 0]) for x in self._stages)
+    def count(self, m: int) -> int:
+        """Returns how many there are, once micro-batch `m` has them all."""
+        return sum(len(self._losses[x.index, m]) for x in self._stages)
 
     def totals(self) -> list[tf.Tensor]:
         """Returns them for the mini-batch, scalars."""

@@ -20,7 +20,6 @@ from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import RECOMPUTE
 from tf_gpipe.schedule import Task
 from tf_gpipe.stage import Activations
-from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageFunction
 from tf_gpipe.stage_phases import StagePhases
 from tf_gpipe.stage_tape import TapedStage
@@ -85,7 +84,7 @@ class MiniBatch:
         self.split = Split(inputs, pipeline.schedule.num_micro_batches)
         self._exchange = Exchange(pipeline, self.split, inputs)
         self._versions = StateVersions(self.split, pipeline.device_of)
-        # `PhasedCall`, `TurnedCall` or `TapedCall`.
+        # `PhasedCall` or `TapedCall`.
         self._calls: dict[tuple[int, int], Any] = {}
         self._added = AddedLosses(pipeline.stages, self.split)
         # By the flat outputs of each micro-batch, from the loss.
@@ -127,21 +126,22 @@ class MiniBatch:
             loss_gradients: List with a scalar for each of `losses()`.
         """
         self._sums = [GradientSum() for _ in self.pipeline.stages]
-        parts = self._flat_outputs()
+        outputs = [
+            keras.tree.flatten(self._exchange.outputs(m).tensors)
+            for m in range(self.split.num_micro_batches)
+        ]
+        # By flat output tensor, then by micro-batch.
         pieces = [
             [None] * self.split.num_micro_batches
             if gradient is None
-            else self.split.unmerge(gradient, part)
-            for gradient, part in zip(output_gradients, parts, strict=True)
+            else self.split.unmerge(gradient, parts)
+            for gradient, *parts in zip(output_gradients, *outputs, strict=True)
         ]
+        for m in range(self.split.num_micro_batches):
+            self._upstream[m] = [x[m] for x in pieces]
         for task in self._steps:
-            m = task.micro_batch
-            if task.kind == BACKWARD:
-                if task.stage == self._last:
-                    self._upstream[m] = [x[m] for x in pieces]
-                self._backward(task, loss_gradients)
-            elif task.kind != FORWARD:
-                self._alone(task)
+            if task.kind != FORWARD:
+                self._after_forward(task, loss_gradients)
 
     def interleave(
         self,
@@ -171,19 +171,17 @@ class MiniBatch:
             m = task.micro_batch
             if task.kind == FORWARD:
                 self._forward(task, tape=True)
-            elif task.kind == BACKWARD:
-                if task.stage == self._last:
-                    outputs = self._exchange.outputs(m)
-                    # Unfinished: the backward task itself follows.
-                    with self._order.task(task):
-                        if loss is None:
-                            loss = self._loss_function(make_loss, outputs)
-                        losses[m], self._upstream[m] = loss(
-                            outputs, *loss_inputs(m)
-                        )
-                self._backward(task, [loss_gradient] * self._added.count())
-            else:
-                self._alone(task)
+                continue
+            if task.kind == BACKWARD and task.stage == self._last:
+                outputs = self._exchange.outputs(m)
+                # Unfinished: the backward task itself follows.
+                with self._order.task(task):
+                    if loss is None:
+                        loss = self._loss_function(make_loss, outputs)
+                    losses[m], self._upstream[m] = loss(
+                        outputs, *loss_inputs(m)
+                    )
+            self._after_forward(task, [loss_gradient] * self._added.count(m))
         return [losses[m] for m in range(self.split.num_micro_batches)]
 
     def outputs(self) -> Any:
@@ -219,7 +217,9 @@ class MiniBatch:
     def _forward(self, task: Task, tape: bool) -> None:
         k, m = task.stage, task.micro_batch
         stage = self._stage(k)
-        inputs, carried = self._arguments(stage.function, m)
+        function: StageFunction = stage.function
+        inputs = self._exchange.inputs(k, m)
+        carried = [self._versions.read(v, m) for v in function.carried]
         with self._order.task(task, inputs) as finish:
             if tape:
                 backward = task._replace(kind=BACKWARD)
@@ -232,10 +232,17 @@ class MiniBatch:
             else:
                 result = stage(inputs, carried)
             finish(result)
-        self._keep(stage.function, result, m)
+        self._exchange.put(k, m, result.outputs)
+        self._added.put(k, m, result.losses)
+        self._versions.write(function.updated, result.updates, m)
 
-    def _alone(self, task: Task) -> None:
-        """Runs a task that takes nothing from other stages."""
+    def _after_forward(
+        self, task: Task, loss_gradients: Sequence[tf.Tensor]
+    ) -> None:
+        if task.kind == BACKWARD:
+            self._backward(task, loss_gradients)
+            return
+        # What takes nothing from other stages.
         with self._order.task(task) as finish:
             if task.kind == RECOMPUTE:
                 finish(self._calls[task.stage, task.micro_batch].recompute())
@@ -254,13 +261,10 @@ class MiniBatch:
             added = self._added.gradients(k, m, loss_gradients)
             inputs = call.backward(upstream + added)
             self._exchange.put_gradients(k, m, inputs)
-            finish((inputs, self._after_backward(task)))
-
-    def _after_backward(self, task: Task) -> list[tf.Tensor]:
-        """Adds the gradients of weights, unless a task of their own does."""
-        if self.pipeline.schedule.splits:
-            return self._calls[task.stage, task.micro_batch].kept
-        return self._add_gradients(task)
+            # A split backward pass has a task of its own for weights.
+            splits = self.pipeline.schedule.splits
+            rest = call.kept if splits else self._add_gradients(task)
+            finish((inputs, rest))
 
     def _add_gradients(self, task: Task) -> list[tf.Tensor]:
         """Adds the gradients of weights of a micro-batch. Returns the sums."""
@@ -286,19 +290,6 @@ class MiniBatch:
         if not self._apart:
             return on_device
         return tf.function(on_device, autograph=False)
-
-    def _arguments(
-        self, function: StageFunction, m: int
-    ) -> tuple[Activations, list]:
-        k = function.stage.index
-        inputs = self._exchange.inputs(k, m)
-        return inputs, [self._versions.read(v, m) for v in function.carried]
-
-    def _keep(self, function: StageFunction, result: Result, m: int) -> None:
-        k = function.stage.index
-        self._exchange.put(k, m, result.outputs)
-        self._added.put(k, m, result.losses)
-        self._versions.write(function.updated, result.updates, m)
 
     def _stage(self, k: int) -> Any:
         """Returns the `StagePhases` or the `TapedStage` of a stage."""
@@ -327,14 +318,6 @@ class MiniBatch:
                 else TapedStage(function, self._repeatable)
             )
         return self._stages[k]
-
-    def _flat_outputs(self) -> list[list[tf.Tensor]]:
-        """Returns, for each flat output tensor, its parts by micro-batch."""
-        parts = [
-            keras.tree.flatten(self._exchange.outputs(m).tensors)
-            for m in range(self.split.num_micro_batches)
-        ]
-        return [list(xs) for xs in zip(*parts, strict=True)]
 
     def times(self) -> tf.Tensor | None:
         """Returns when tasks ran; see `TaskOrder.times`."""
