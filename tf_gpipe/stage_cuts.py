@@ -10,6 +10,8 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe.function_call import FunctionCall
+from tf_gpipe.function_call import filled
+from tf_gpipe.function_call import flatten
 from tf_gpipe.gradients import Gradients
 from tf_gpipe.pack import pack
 from tf_gpipe.pack import unpack
@@ -23,15 +25,6 @@ class Made(NamedTuple):
 
     structure: Any
     tensors: list[tf.Tensor]  # the leaves of `structure` that are not None
-
-    def filled(self, tensors: Sequence[tf.Tensor]) -> Any:
-        """Returns the structure with other tensors."""
-        found = iter(tensors)
-        return tf.nest.pack_sequence_as(
-            self.structure,
-            [None if x is None else next(found) for x in _flat(self.structure)],
-            expand_composites=True,
-        )
 
 
 class Weights(NamedTuple):
@@ -47,7 +40,7 @@ class Weights(NamedTuple):
         for variable, like in zip(
             self.variables, self.made.structure, strict=True
         ):
-            size = len(_flat(like))
+            size = len(flatten(like))
             own, rest = rest[:size], rest[size:]
             if any(x.op in operations for x in own):
                 variables.append(variable)
@@ -67,6 +60,12 @@ class Cut:
         upstream: List of the placeholders in it of gradients of the result,
             `None` where there are none.
         splits: Boolean, whether the gradients of weights are apart.
+        jit_compile: Boolean, whether XLA compiles the phases.
+
+    Attributes:
+        forward: `FunctionCall` from the stage's inputs, and Booleans whether
+            to return and whether to store, to the `Result` and the pack of
+            what the backward phase needs.
     """
 
     def __init__(
@@ -76,15 +75,17 @@ class Cut:
         num_forward: int,
         upstream: list,
         splits: bool,
+        jit_compile: bool,
     ):
         self._splits = splits
-        self._inputs = _inputs(concrete)
+        size = len(concrete.inputs) - len(concrete.captured_inputs)
+        self._inputs = concrete.inputs[:size]
         self._result, self._by_input, dense, sparse = _outputs(concrete)
         self._dense = Weights(function.dense, dense)
         self._sparse = Weights(function.sparse, sparse)
         self._upstream = [x for x in upstream if x is not None]
         self._traced = TracedFunction(
-            concrete, [*self._inputs, *self._upstream]
+            concrete, [*self._inputs, *self._upstream], jit_compile
         )
         # All of the gradient, also what follows from the forward pass alone:
         # it would only have to be stored.
@@ -99,27 +100,19 @@ class Cut:
         self._stored = self._traced.handed(fetches, early, self._late_effects)
         self._backward: dict[tuple, Backward] = {}
         self.forward = FunctionCall(self._forward)
-        self.storing = FunctionCall(self._forward_storing)
-        self.store = FunctionCall(self._store)
 
-    def _forward(self, inputs: list[tf.Tensor]) -> Result:
-        part = self._traced.part(
-            self._inputs, self._result.tensors, self._early_effects
-        )
-        return self._result.filled(part(inputs))
-
-    def _forward_storing(self, inputs: list[tf.Tensor]) -> tuple:
+    def _forward(
+        self, inputs: list[tf.Tensor], returns: bool, stores: bool
+    ) -> tuple[Result | None, list[tf.Tensor]]:
+        made = self._result if returns else Made(None, [])
         part = self._traced.part(
             self._inputs,
-            self._result.tensors + self._stored,
-            self._early_effects,
+            made.tensors + (self._stored if stores else []),
+            self._early_effects if returns else (),
         )
         found = part(inputs)
-        size = len(self._result.tensors)
-        return self._result.filled(found[:size]), pack(found[size:])
-
-    def _store(self, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-        return pack(self._traced.part(self._inputs, self._stored)(inputs))
+        size = len(made.tensors)
+        return filled(made.structure, found[:size]), pack(found[size:])
 
     def backward(self, arrived: tuple[bool, ...]) -> "Backward":
         """Returns the backward phase.
@@ -133,51 +126,57 @@ class Cut:
             alive = self._traced.users(there)
             by_input = [
                 x if x is not None and x.op in alive else None
-                for x in self._by_input.filled(self._by_input.tensors)
+                for x in filled(
+                    self._by_input.structure, self._by_input.tensors
+                )
             ]
             self._backward[arrived] = Backward(
                 self._traced,
-                self._stored + self._upstream,
+                self._stored,
+                self._upstream,
                 Made(by_input, [x for x in by_input if x is not None]),
                 self._dense.of(alive),
                 self._sparse.of(alive),
                 self._late_effects,
                 self._splits,
-                stored=self._stored,
             )
         return self._backward[arrived]
 
 
 class Backward:
-    """The backward phase of a stage, or both passes at once, and after that
-    the phase of weights.
+    """The backward phase of a stage, and after it the phase of weights.
 
     Args:
         traced: `TracedFunction`.
-        feeds: List of tensors of the graph that the phase is fed.
-        made: `Made`, what it returns besides gradients of weights.
+        stored: List of the tensors of the graph that the stage has stored.
+        upstream: List of the placeholders of the gradients that arrive.
+        by_input: `Made`, the gradients of inputs.
         dense: `Weights`.
         sparse: `Weights`.
         effects: Operations with side effects that it runs.
         splits: Boolean, whether the gradients of weights are apart.
-        stored: List of the first ones of `feeds`, which come in a pack.
+
+    Attributes:
+        run: `FunctionCall` from the pack of `stored` and the list of the
+            values of `upstream` to the gradients of inputs, and what `weights`
+            takes.
     """
 
     def __init__(
         self,
         traced: TracedFunction,
-        feeds: list[tf.Tensor],
-        made: Made,
+        stored: list[tf.Tensor],
+        upstream: list[tf.Tensor],
+        by_input: Made,
         dense: Weights,
         sparse: Weights,
         effects: Collection[tf.Operation],
         splits: bool,
-        stored: Sequence[tf.Tensor] = (),
     ):
         self._traced = traced
-        self._feeds = feeds
         self._stored = stored
-        self._made = made
+        self._upstream = upstream
+        self._by_input = by_input
         self._dense = dense
         self._sparse = sparse
         self._effects = effects
@@ -186,68 +185,47 @@ class Backward:
         # What the phase of weights is fed.
         self._kept: list[tf.Tensor] = []
         if splits:
-            done = {x.op for x in feeds}
-            done |= traced.makers(made.tensors, effects)
+            done = {x.op for x in [*stored, *upstream]}
+            done |= traced.makers(by_input.tensors, effects)
             self._kept = traced.handed(self._gradients, done)
-        self._run = FunctionCall(self._phase)
-        self._run_weights = FunctionCall(self._phase_of_weights)
-
-    def __call__(
-        self, packed: list[tf.Tensor], values: list[tf.Tensor]
-    ) -> tuple[Any, Any]:
-        """Runs the phase.
-
-        Args:
-            packed: The pack of the values of `stored`.
-            values: List of the values of the other feeds.
-
-        Returns:
-            Tuple of the values of `made`, and what `weights` takes.
-        """
-        return self._run(packed, values)
+        self.run = FunctionCall(self._run)
+        self._run_weights = FunctionCall(self._weights)
 
     def weights(self, rest: Any) -> tuple[Gradients, list, list]:
         """Returns the gradients of weights, and whose they are."""
         gradients = self._run_weights(rest) if self._splits else rest
         return gradients, self._dense.variables, self._sparse.variables
 
-    def _phase(self, packed: list[tf.Tensor], values: list[tf.Tensor]) -> tuple:
-        rest = self._kept if self._splits else self._gradients
+    def _run(self, packed: list[tf.Tensor], values: list[tf.Tensor]) -> tuple:
         part = self._traced.part(
-            self._feeds, self._made.tensors + rest, self._effects
+            self._stored + self._upstream,
+            self._by_input.tensors
+            + (self._kept if self._splits else self._gradients),
+            self._effects,
         )
         found = part([*unpack(packed, self._stored), *values])
-        size = len(self._made.tensors)
-        made, found = self._made.filled(found[:size]), found[size:]
-        return made, pack(found) if self._splits else self._packed(found)
+        size = len(self._by_input.tensors)
+        by_input = filled(self._by_input.structure, found[:size])
+        rest = found[size:]
+        return by_input, pack(rest) if self._splits else self._packed(rest)
 
-    def _phase_of_weights(self, packed: list[tf.Tensor]) -> Gradients:
+    def _weights(self, packed: list[tf.Tensor]) -> Gradients:
         part = self._traced.part(self._kept, self._gradients)
         return self._packed(part(unpack(packed, self._kept)))
 
-    def _packed(self, found: list[tf.Tensor]) -> Gradients:
+    def _packed(self, found: Sequence[tf.Tensor]) -> Gradients:
         size = len(self._dense.variables)
         return Gradients(
-            self._dense.made.filled(found[:size]),
-            self._sparse.made.filled(found[size:]),
+            filled(self._dense.made.structure, found[:size]),
+            filled(self._sparse.made.structure, found[size:]),
         ).packed()
-
-
-def _inputs(concrete: Any) -> list[tf.Tensor]:
-    """Returns the inputs of a trace, without those that it has captured."""
-    size = len(concrete.inputs) - len(concrete.captured_inputs)
-    return concrete.inputs[:size]
 
 
 def _outputs(concrete: Any) -> list[Made]:
     """Returns what a trace returns, a tuple, one by one."""
     found, rest = [], list(concrete.outputs)
     for structure in concrete.structured_outputs:
-        size = sum(x is not None for x in _flat(structure))
+        size = sum(x is not None for x in flatten(structure))
         found.append(Made(structure, rest[:size]))
         rest = rest[size:]
     return found
-
-
-def _flat(structure: Any) -> list:
-    return tf.nest.flatten(structure, expand_composites=True)

@@ -1,6 +1,5 @@
 """The phases of a stage as functions, traced once for all micro-batches."""
 
-import functools
 from typing import Any
 
 import tensorflow as tf
@@ -44,14 +43,14 @@ class StagePhases:
     ):
         self.function = function
         self._splits = splits
-        trace = functools.partial(
-            tf.function,
+        self._jit_compile = jit_compile
+        self._plain = tf.function(
+            function,
             autograph=False,
             jit_compile=jit_compile or None,
             experimental_attributes={"_noinline": True},
         )
-        self._plain = trace(function)
-        self._differentiated = trace(self._differentiate)
+        self._differentiated = tf.function(self._differentiate, autograph=False)
         # Both by the graph of a trace. Of the first, how many operations are
         # forward, and placeholders of the gradients that arrive.
         self._passes: dict[Any, tuple[int, list]] = {}
@@ -78,7 +77,11 @@ class StagePhases:
             graph = concrete.graph
             if graph not in self._cuts:
                 self._cuts[graph] = Cut(
-                    self.function, concrete, *self._passes[graph], self._splits
+                    self.function,
+                    concrete,
+                    *self._passes[graph],
+                    self._splits,
+                    self._jit_compile,
                 )
             return PhasedCall(self._cuts[graph], _tensors(given), remat)
 
@@ -110,18 +113,14 @@ class PhasedCall:
     def __init__(self, cut: Cut, inputs: list[tf.Tensor], remat: bool):
         self._cut = cut
         self._inputs = inputs
-        self._stored: list[tf.Tensor] = []
         # Known once the backward phase has run.
         self._backward: Any = None
         self.kept: Any = None
-        if remat:
-            self.result = cut.forward(inputs)
-        else:
-            self.result, self._stored = cut.storing(inputs)
+        self.result, self._stored = cut.forward(inputs, True, not remat)
 
     def recompute(self) -> list[tf.Tensor]:
         """Runs the stage again. Returns what the backward phase needs."""
-        self._stored = self._cut.store(self._inputs)
+        _, self._stored = self._cut.forward(self._inputs, False, True)
         return self._stored
 
     def backward(self, upstream: list) -> list:
@@ -144,7 +143,7 @@ class PhasedCall:
             else tf.cast(upstream[i], targets[i].dtype)
             for i in floats
         ]
-        by_input, self.kept = self._backward(self._stored, values)
+        by_input, self.kept = self._backward.run(self._stored, values)
         return by_input
 
     def weights(self) -> tuple[Gradients, list, list]:

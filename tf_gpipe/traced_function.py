@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2
-from tensorflow.python.eager import context
-from tensorflow.python.eager.polymorphic_function.atomic_function import (
-    AtomicFunction,
-)
 
-from tf_gpipe.function_call import emit_call
-from tf_gpipe.function_call import has_side_effects
+from tf_gpipe.function_call import FunctionCall
 
 
 class TracedFunction:
@@ -32,22 +26,19 @@ class TracedFunction:
         concrete: Concrete function of `tf.function`. It is never run.
         varying: List of its graph's tensors that are not the same at every
             time a part runs.
+        jit_compile: Boolean, whether XLA compiles the parts.
     """
 
-    def __init__(self, concrete: Any, varying: Iterable[tf.Tensor]):
-        self._concrete = concrete
+    def __init__(
+        self,
+        concrete: Any,
+        varying: Iterable[tf.Tensor],
+        jit_compile: bool = False,
+    ):
         self._graph = concrete.graph
-        self._definition = concrete.function_def
-        # Of the inputs' operations, the names that the definition has.
-        self._arguments = {
-            x.op.name: arg
-            for x, arg in zip(
-                concrete.graph.inputs,
-                self._definition.signature.input_arg,
-                strict=True,
-            )
-        }
+        self._definition = concrete.graph.as_graph_def()
         self._captures = {id(x): outer for outer, x in concrete.graph.captures}
+        self._jit_compile = jit_compile
         varying_operations = self.users(varying)
         self._constant = {
             op
@@ -55,7 +46,6 @@ class TracedFunction:
             if op not in varying_operations
             and (not op.op_def.is_stateful or op.type == "ReadVariableOp")
         }
-        self._num_parts = 0
 
     def users(self, tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
         """Returns the operations that follow from tensors, their own too."""
@@ -128,125 +118,67 @@ class TracedFunction:
             Function that emits a call of the part: from the list of values of
             `feeds` to those of `fetches`.
         """
-        effects = list(effects)
         known = {id(x) for x in feeds}
-        captured: dict[int, tf.Tensor] = {}
+        # Of each tensor that is not computed here.
+        given: dict[str, tf.Tensor] = {}
 
-        def before(tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
-            captured.update(
-                {id(x): x for x in tensors if id(x) in self._captures}
-            )
-            return [
-                x.op
+        def makers(tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
+            given.update(
+                (x.name, x)
                 for x in tensors
-                if id(x) not in known and id(x) not in self._captures
-            ]
+                if id(x) in known or id(x) in self._captures
+            )
+            return [x.op for x in tensors if x.name not in given]
 
         operations = _reach(
-            [*before(fetches), *effects], lambda op: before(op.inputs)
+            [*makers(fetches), *effects], lambda op: makers(op.inputs)
         )
-        definition = self._cut(
-            [*feeds, *captured.values()], fetches, operations, effects
-        )
-        function = self._function(definition)
-        outer = [self._captures[i] for i in captured]
+        definition = self._definition_of(operations)
+        used = {x.name for op in operations for x in op.inputs}
+        computed = [x.name for x in fetches if x.name not in given]
 
-        def call(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            # Which keeps it, and what it calls, as long as it is needed.
+        def run(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             graph = tf.compat.v1.get_default_graph()
-            graph._add_function_recursive(function)
-            return emit_call(
-                definition.signature.name,
-                [*values, *outer],
-                fetches,
-                stateless=not has_side_effects(operations),
-                xla=definition.attr["_XlaMustCompile"].b,
+            fed = dict(zip(map(id, feeds), values, strict=True))
+            found = {
+                name: fed[id(x)]
+                if id(x) in known
+                else graph.capture(self._captures[id(x)])
+                for name, x in given.items()
+            }
+            made = tf.graph_util.import_graph_def(
+                definition,
+                {name: x for name, x in found.items() if name in used},
+                computed,
+                name="",
             )
+            found.update(zip(computed, made, strict=True))
+            results = [found[x.name] for x in fetches]
+            for x, traced in zip(results, fetches, strict=True):
+                x.set_shape(traced.shape)
+            return results
 
-        return call
+        return FunctionCall(run, jit_compile=self._jit_compile)
 
-    def _cut(
-        self,
-        inputs: Sequence[tf.Tensor],
-        outputs: Sequence[tf.Tensor],
-        operations: Collection[tf.Operation],
-        effects: Collection[tf.Operation],
-    ) -> function_pb2.FunctionDef:
-        """Returns the definition of a part."""
-        self._num_parts += 1
-        part = function_pb2.FunctionDef()
-        part.signature.name = (
-            f"{self._definition.signature.name}_part_{self._num_parts}"
-        )
-        part.signature.is_stateful = self._definition.signature.is_stateful
-        for key, value in self._definition.attr.items():
-            part.attr[key].CopyFrom(value)
-        names = {}
-        for i, x in enumerate(inputs):
-            name = f"input_{i}"
-            names[self._endpoint(x)] = name
-            arg = part.signature.input_arg.add()
-            if x.op.name in self._arguments:
-                # With what is known of a variable that it is a handle of.
-                arg.CopyFrom(self._arguments[x.op.name])
-            arg.name = name
-            arg.type = x.dtype.as_datatype_enum
-            shapes = part.arg_attr[i].attr["_output_shapes"].list.shape
-            shapes.add().CopyFrom(x.shape.as_proto())
+    def _definition_of(self, operations: Collection[tf.Operation]) -> Any:
+        """Returns the graph of some operations."""
         kept = {op.name for op in operations}
-        for node in self._definition.node_def:
-            if node.name not in kept:
-                continue
-            copy = part.node_def.add()
-            copy.CopyFrom(node)
-            # Colocation with operations that may be in another part.
-            copy.attr.pop("_class", None)
-            del copy.input[:]
-            copy.input.extend(
-                names.get(x, x)
-                for x in node.input
-                if not x.startswith("^") or x[1:] in kept
-            )
-        for i, x in enumerate(outputs):
-            arg = part.signature.output_arg.add()
-            arg.name = f"output_{i}"
-            arg.type = x.dtype.as_datatype_enum
-            endpoint = self._endpoint(x)
-            part.ret[arg.name] = names.get(endpoint, endpoint)
-        for op in effects:
-            part.signature.control_output.append(op.name)
-            part.control_ret[op.name] = op.name
-        return part
-
-    def _function(self, definition: function_pb2.FunctionDef) -> Any:
-        """Returns a function of a definition, which TensorFlow then knows.
-
-        Nothing public does this.
-        """
-        context.context().add_function_def(definition)
-        return AtomicFunction(
-            definition.signature.name,
-            context.context(),
-            self._concrete.function_type,
-            list(self._graph._functions.values()),
+        definition = tf.compat.v1.GraphDef(
+            versions=self._definition.versions,
+            library=self._definition.library,
         )
-
-    def _endpoint(self, tensor: tf.Tensor) -> str:
-        """Returns what a tensor is called in the function's definition."""
-        op = tensor.op
-        if op.name in self._arguments:
-            return self._arguments[op.name].name
-        index = tensor.value_index
-        for arg in op.op_def.output_arg:
-            size = 1
-            if arg.number_attr:
-                size = op.get_attr(arg.number_attr)
-            elif arg.type_list_attr:
-                size = len(op.get_attr(arg.type_list_attr))
-            if index < size:
-                return f"{op.name}:{arg.name}:{index}"
-            index -= size
-        raise AssertionError(f"{tensor} is no output of its operation")
+        for node in self._definition.node:
+            if node.name in kept:
+                copy = definition.node.add()
+                copy.CopyFrom(node)
+                # Colocation with operations that may be in another part.
+                copy.attr.pop("_class", None)
+                copy.input[:] = [
+                    x
+                    for x in node.input
+                    if not x.startswith("^") or x[1:] in kept
+                ]
+        return definition
 
 
 def _reach(
