@@ -117,6 +117,19 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain_dense(rows), pipelined)
 
+    @parameterized.product(remat=("always", "never"), rows=(8, 7))
+    def test_last_micro_batch_first(self, remat, rows):
+        schedule = tf_gpipe.Schedule(
+            [
+                "F0.1 F0.0 B0.1 B0.0".split(),
+                "F1.1 B1.1 F1.0 B1.0".split(),
+            ]
+        )
+        pipelined = comparison.train(
+            dense, batches([rows]), **CLASSIFIES, schedule=schedule, remat=remat
+        )
+        comparison.assert_same(self, plain_dense(rows), pipelined)
+
     @parameterized.product(
         schedule=("gpipe", "1f1b", "zero_bubble"),
         remat=("always", "except_last"),
