@@ -94,20 +94,26 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             if getattr(type(self), method)
             is not getattr(PipelinedTraining, method)
         ]
-        if pipeline.schedule.forwards_first:
-            if "call" in overridden:
-                return self._loss_of_call(x, y, sample_weight)
-            return self._loss_after_all_forwards(
-                pipeline, inputs, x, y, sample_weight
-            )
-        if overridden:
+        forwards_first = pipeline.schedule.forwards_first
+        if forwards_first and "call" in overridden:
+            return self._loss_of_call(x, y, sample_weight)
+        if overridden and not forwards_first:
             raise ValueError(
                 f"{type(self).__name__} overrides `{overridden[0]}`, which "
                 f"sees whole mini-batches, but schedule "
                 f"'{pipeline.schedule.name}' starts backward passes before "
                 "all forward passes are done. Use schedule='gpipe'."
             )
-        return self._loss_by_micro_batch(pipeline, inputs, y, sample_weight)
+        run = self._mini_batch(
+            pipeline,
+            inputs,
+            training=True,
+            stop_inputs=True,
+            timed=self._record_times is not None,
+        )
+        if forwards_first:
+            return self._loss_after_all_forwards(run, x, y, sample_weight)
+        return self._loss_by_micro_batch(run, inputs, y, sample_weight)
 
     def make_train_function(self, force=False):
         if self.optimizer is not None:
@@ -165,20 +171,13 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             loss, scaled = self._whole_loss(x, y, y_pred, sample_weight)
         return loss, tape.gradient(scaled, self.trainable_variables), y_pred
 
-    def _loss_after_all_forwards(self, pipeline, inputs, x, y, sample_weight):
+    def _loss_after_all_forwards(self, run, x, y, sample_weight):
         """Loss of the whole mini-batch: exact whatever the loss is."""
-        run = self._mini_batch(
-            pipeline,
-            inputs,
-            training=True,
-            stop_inputs=True,
-            timed=self._record_times is not None,
-        )
         run.forward(tape=True)
         y_pred, added = run.outputs(), run.losses()
         flat = keras.tree.flatten(y_pred)
         floats = [i for i, t in enumerate(flat) if t.dtype.is_floating]
-        with tf.device(pipeline.stages[-1].device):
+        with tf.device(run.pipeline.stages[-1].device):
             with tf.GradientTape() as tape:
                 sources = [flat[i] for i in floats]
                 tape.watch(sources + added)
@@ -232,15 +231,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
                 gradients.append(add(accumulated.get(id(variable)), direct))
         return gradients
 
-    def _loss_by_micro_batch(self, pipeline, inputs, y, sample_weight):
+    def _loss_by_micro_batch(self, run, inputs, y, sample_weight):
         """Loss and gradient of each micro-batch in its backward task."""
-        run = self._mini_batch(
-            pipeline,
-            inputs,
-            training=True,
-            stop_inputs=True,
-            timed=self._record_times is not None,
-        )
         split = run.split
         # What gradients are scaled by: those of the losses given to `compile`
         # and, as Keras does, those of all others also over replicas.
@@ -251,7 +243,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             return micro_batch_loss(
                 self._compile_loss,
                 y,
-                self._like_outputs(pipeline, inputs, outputs, split),
+                self._like_outputs(run, inputs, outputs),
                 sample_weight,
                 scale,
             )
@@ -281,10 +273,11 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         run.commit_state()
         return loss, self._gradients(run, by_variable), run.outputs()
 
-    def _like_outputs(self, pipeline, inputs, outputs, split):
+    def _like_outputs(self, run, inputs, outputs):
         """Returns zeros like the outputs of the mini-batch, with its masks."""
+        pipeline = run.pipeline
         whole = keras.tree.map_structure(
-            split.zeros_like_whole, outputs.tensors
+            run.split.zeros_like_whole, outputs.tensors
         )
         if all(mask is None for mask in keras.tree.flatten(outputs.masks)):
             return whole
