@@ -14,11 +14,21 @@ import keras
 from keras.src.backend.common import global_state
 
 
-@contextlib.contextmanager
-def no_values() -> Iterator[None]:
+class NoValues(keras.StatelessScope):
     """Variables that are made in this scope get no value, and no memory."""
-    with keras.StatelessScope(initialize_variables=False):
-        yield
+
+    def __init__(self) -> None:
+        super().__init__(initialize_variables=False)
+        self._updates: list[tuple[keras.Variable, Any]] = []
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        self._updates.append(update)
+        super().add_update(update)
+
+    def assign(self) -> None:
+        """Assigns what layers have, as they were built, to their variables."""
+        for variable, value in self._updates:
+            variable.assign(value)
 
 
 def call(layers: Iterable[keras.Layer], inputs: Any) -> Any:

@@ -102,10 +102,11 @@ class PipelinedCalls(_Mixin):
                 by_input = [by_input[i] for i in floats] or [None]
                 if variables is None:
                     return by_input
+                # None by a `tf.Variable` that is no weight of the model.
                 ids = {v.value.ref(): id(v) for v in self.variables}
                 found_by_id = run.gradients()
                 return by_input, [
-                    found_by_id.get(ids[v.ref()]) for v in variables
+                    found_by_id.get(ids.get(v.ref())) for v in variables
                 ]
 
             return differentiable + losses, gradient

@@ -24,6 +24,7 @@ from tf_gpipe.stage_function import StageFunction
 from tf_gpipe.stage_phases import StagePhases
 from tf_gpipe.stage_tape import TapedStage
 from tf_gpipe.state import StateVersions
+from tf_gpipe.state import global_seed
 from tf_gpipe.task_order import TaskOrder
 
 LossFunction = Callable[..., tuple[list[tf.Tensor], list]]
@@ -91,6 +92,8 @@ class MiniBatch:
         self._upstream: dict[int, list] = {}
         self._sums: list[GradientSum] = []
         self._stages: dict[int, Any] = {}
+        # Not that of the time of the build, which the user may have replaced.
+        self._seed = global_seed()
         self._steps = pipeline.schedule.steps(pipeline.remat)
         self._apart = apart and not tf.executing_eagerly()
         clock = Clock() if timed and not tf.executing_eagerly() else None
@@ -145,7 +148,7 @@ class MiniBatch:
 
     def interleave(
         self,
-        make_loss: Callable[[Activations], LossFunction],
+        make_loss: Callable[[Activations, int], LossFunction],
         loss_inputs: Callable[[int], tuple],
         loss_gradient: tf.Tensor,
     ) -> list[list[tf.Tensor]]:
@@ -153,10 +156,11 @@ class MiniBatch:
 
         Args:
             make_loss: Function from `Activations` shaped like the outputs of
-                micro-batch 0 to a function of the outputs of a micro-batch
-                and of what `loss_inputs` returns for it. That one returns a
-                list of scalars, and a list with a gradient or `None` for each
-                flat output tensor. It runs on the last stage's device.
+                a micro-batch, and from its number, to a function of the
+                outputs of any micro-batch and of what `loss_inputs` returns
+                for it. That one returns a list of scalars, and a list with a
+                gradient or `None` for each flat output tensor. It runs on the
+                last stage's device.
             loss_inputs: Function from the number of a micro-batch to a tuple
                 of nested structures of tensors.
             loss_gradient: Scalar, the gradient by each of `losses()`.
@@ -177,7 +181,7 @@ class MiniBatch:
                 # Unfinished: the backward task itself follows.
                 with self._order.task(task):
                     if loss is None:
-                        loss = self._loss_function(make_loss, outputs)
+                        loss = self._loss_function(make_loss, outputs, m)
                     losses[m], self._upstream[m] = loss(
                         outputs, *loss_inputs(m)
                     )
@@ -276,12 +280,13 @@ class MiniBatch:
 
     def _loss_function(
         self,
-        make_loss: Callable[[Activations], LossFunction],
+        make_loss: Callable[[Activations, int], LossFunction],
         like: Activations,
+        m: int,
     ) -> LossFunction:
         """Returns the loss of flat outputs, on the last stage's device."""
         device = self.pipeline.stages[-1].device
-        loss = make_loss(self.pipeline.packed(like))
+        loss = make_loss(self.pipeline.packed(like), m)
 
         def on_device(outputs, *args):
             with tf.device(device):
@@ -304,7 +309,7 @@ class MiniBatch:
             ]
             function = StageFunction(
                 stage,
-                [self.pipeline.seed, *states, *stage.borrowed],
+                [self._seed, *states, *stage.borrowed],
                 self._training,
                 self.pipeline.graph.inputs if self._stop_inputs else (),
             )

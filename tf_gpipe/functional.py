@@ -156,9 +156,11 @@ class PipelinedModel(Pipelined, Functional):
         own = set(config) - {"layers", "input_layers", "output_layers"}
         kwargs = {key: config.pop(key) for key in own}
         # So that weights get their first values where their stage is.
-        with abstract.no_values():
+        with abstract.NoValues() as scope:
             model = functional_from_config(keras.Model, config, custom_objects)
-        return cls(model._inputs_struct, model._outputs_struct, **kwargs)
+        pipelined = cls(model._inputs_struct, model._outputs_struct, **kwargs)
+        scope.assign()
+        return pipelined
 
     def _calls(self):
         return [node.layer for node in self._graph.nodes]

@@ -127,13 +127,16 @@ def _count(
         raise _whole(loss, "overrides `__call__`")
     in_mask = getattr(y_pred, "_keras_mask", None)
     to_tensor = lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype)  # noqa: E731
-    values = loss.call(
-        keras.tree.map_structure(to_tensor, y_true),
-        keras.tree.map_structure(to_tensor, y_pred),
-    )
-    values = keras.ops.convert_to_tensor(values)
+    given = keras.tree.map_structure(to_tensor, [y_true, y_pred])
+    values = keras.ops.convert_to_tensor(loss.call(*given))
     if values.shape.rank == 0:
         raise _whole(loss, "returns one number, not one a sample")
+    flat = keras.tree.flatten(given)
+    rows = [x.shape[0] for x in flat if x.shape.rank != 0]
+    if values.shape[0] not in (None, *rows):
+        raise _whole(loss, f"returns {values.shape[0]} numbers for all samples")
+    if isinstance(loss, keras.losses.Circle):
+        raise _whole(loss, "compares samples with one another")
     if loss.reduction in ("sum", "none", None):
         return tf.ones(())
     masks = [
@@ -149,6 +152,8 @@ def _count(
             # Weights of shape (B,) or (B, 1) with masks of shape (B, T).
             while count.shape.rank < mask.shape.rank:
                 count = count[..., None]
+            while mask.shape.rank < count.shape.rank:
+                mask = mask[..., None]
             count *= mask
         return tf.reduce_sum(count)
     if mask is not None:

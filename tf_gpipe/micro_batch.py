@@ -144,11 +144,16 @@ class Split:
             start += own
         return pieces
 
-    def zeros_like_whole(self, part: tf.Tensor) -> tf.Tensor:
-        """Returns zeros shaped as the merged parts, one of which is `part`."""
+    def zeros_like_whole(self, part: tf.Tensor, m: int) -> tf.Tensor:
+        """Returns zeros shaped as the merged parts, of which this is the m-th.
+
+        Args:
+            part: Tensor.
+            m: Integer, the micro-batch that it is of.
+        """
         shape = tf.shape(part)
         # A layer may make several rows of one.
-        rows = shape[0] // tf.maximum(self.size(0), 1) * self.rows
+        rows = shape[0] // tf.maximum(self.size(m), 1) * self.rows
         zeros = tf.zeros(tf.concat([[rows], shape[1:]], axis=0), part.dtype)
         return tf.ensure_shape(zeros, [None, *part.shape[1:]])
 

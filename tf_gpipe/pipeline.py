@@ -24,7 +24,6 @@ class Pipeline:
     schedule: Schedule
     remat: str  # one of `remat.MODES`
     boundary_dtype: str | None  # of what travels from device to device
-    seed: keras.Variable  # state of Keras's global seed generator
 
     @functools.cached_property
     def _owners(self) -> dict[int, Stage]:

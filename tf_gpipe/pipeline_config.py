@@ -169,9 +169,10 @@ class PipelineConfig:
         else:
             num_devices = len(placement.accelerators()) // num_replicas
         schedule = self.schedule_of(len(layers), num_devices)
-        if schedule.num_micro_batches > 1:
-            for layer in layers:
-                if isinstance(layer, keras.Layer):
+        for layer in layers:
+            if isinstance(layer, keras.Layer):
+                _check_stateless(layer)
+                if schedule.num_micro_batches > 1:
                     batch_norm.check(layer)
         if replicas.on_tpu(strategy):
             cores = [replicas.core(i) for i in range(len(schedule.tasks))]
@@ -210,6 +211,16 @@ class ResolvedConfig:
         return balanced.counts(
             self.balance, graph, self.schedule, self.remat, self.devices[0][0]
         )
+
+
+def _check_stateless(layer: keras.Layer) -> None:
+    """Refuses layers that keep a state for each row of a batch."""
+    for x in layer._flatten_layers():
+        if isinstance(x, keras.layers.RNN) and x.stateful:
+            raise ValueError(
+                f"Layer '{x.name}' keeps states of the rows of a batch, which "
+                "micro-batches divide. Received: stateful=True. Use False."
+            )
 
 
 def _count(name: str, value: Any) -> int | None:

@@ -12,7 +12,6 @@ from tf_gpipe import abstract
 from tf_gpipe import placement
 from tf_gpipe import replicas
 from tf_gpipe import slots
-from tf_gpipe import state
 from tf_gpipe.graph import Graph
 from tf_gpipe.micro_batch import not_dense
 from tf_gpipe.pipeline import Pipeline
@@ -100,6 +99,10 @@ class Pipelined(PipelinedTraining):
         self.test_function = None
         self.predict_function = None
 
+    def make_train_function(self, force=False):
+        self._place_again()
+        return super().make_train_function(force=force)
+
     def summary(
         self,
         line_length=None,
@@ -163,6 +166,7 @@ class Pipelined(PipelinedTraining):
         stages: list[Stage] = []
         for k, part in enumerate(graph.parts(config.counts(graph))):
             stages.append(Stage(k, config.devices[k], part, stages))
+            _check(stages[k])
             with self._strategy_scope():
                 for variable in stages[k].owned:
                     placement.place(variable, config.devices[k])
@@ -173,8 +177,15 @@ class Pipelined(PipelinedTraining):
             config.schedule,
             config.remat,
             config.boundary_dtype,
-            state.global_seed(),
         )
+
+    def _place_again(self) -> None:
+        """Places weights that layers have got since, as by `enable_lora`."""
+        stages = self._pipeline.stages if self._pipeline else ()
+        if any(len(stage.used()) != len(stage.variables) for stage in stages):
+            config = self._config
+            self.rebalance([len(stage.nodes) for stage in stages])
+            self._config = config
 
     def _resolve(self, config: PipelineConfig | None = None) -> ResolvedConfig:
         return (config or self._config).resolve(
@@ -196,3 +207,23 @@ class Pipelined(PipelinedTraining):
                 "`model.build(input_shape)`, or call it on data."
             )
         return self._pipeline
+
+
+def _check(stage: Stage) -> None:
+    """Refuses what a stage cannot compute from micro-batches."""
+    for variable in stage.owned:
+        if variable.overwrite_with_gradient:
+            raise ValueError(
+                f"Variable '{variable.path}' is of a layer in float8, whose "
+                "scales cannot be put together from micro-batches. Use another "
+                "dtype policy."
+            )
+    for value in stage.outputs:
+        for x in keras.tree.flatten(value.spec):
+            if tf.as_dtype(x.dtype).is_complex:
+                raise ValueError(
+                    f"Stage {stage.index} would make complex numbers for "
+                    f"others ('{x.name}', {x.dtype}). Cut the model elsewhere, "
+                    "with `balance` a list of layer counts; or make it return "
+                    "real numbers."
+                )

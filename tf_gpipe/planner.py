@@ -157,7 +157,7 @@ class _Planner:
             return layer, layer.compute_output_spec(*args, **kwargs)
         config = abstract.replaced(layer.get_config(), *self.replaced)
         copy = type(layer).from_config(config)
-        with abstract.no_values():
+        with abstract.NoValues():
             outputs = copy(*args, **kwargs)
         abstract.forget(copy.variables)
         weights = copy.trainable_weights

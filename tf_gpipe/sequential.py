@@ -145,7 +145,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             self._resolve()
         # Abstractly: weights get their values where their stage is, and a
         # model too large for one device is never on one.
-        with abstract.no_values():
+        with abstract.NoValues() as scope:
             try:
                 super().build(input_shape)
             except Exception as e:
@@ -154,7 +154,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                     self._name_layer(e, first.output)
                 raise
         if self._functional is not None:
-            self._place_chain(self._functional.input)
+            self._place_chain(self._functional.input, scope)
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
         if self._pipeline is None:
@@ -210,19 +210,20 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 ),
                 inputs,
             )
-            with abstract.no_values():
+            with abstract.NoValues() as scope:
                 try:
                     abstract.call(self.layers, x)
                 except Exception as e:
                     self._name_layer(e, x)
                     raise
-            self._place_chain(x)
+            self._place_chain(x, scope)
         self.built = True
 
-    def _place_chain(self, inputs: Any) -> None:
+    def _place_chain(self, inputs: Any, built: abstract.NoValues) -> None:
         graph = chain(self.layers, inputs)
         graph.infer_specs()
         self._place(graph)
+        built.assign()
 
     def _name_layer(self, error: Exception, x: Any) -> None:
         """Adds to an error of the build which layer and stage raised it.

@@ -82,7 +82,7 @@ def planned(
     """
     optimizer = type(optimizer).from_config(optimizer.get_config())
     # In a graph, the values that Keras asks for are only symbols.
-    with tf.Graph().as_default(), abstract.no_values():
+    with tf.Graph().as_default(), abstract.NoValues():
         with _without_values():
             optimizer.build(weights)
     found = of_optimizer(optimizer, weights)

@@ -49,7 +49,14 @@ class Stage:
                 if isinstance(node.layer, keras.Layer)
             }.values()
         )
-        self.variables = _unique(v for x in self.layers for v in x.variables)
+        # Variables may also be arguments, as of an operation on a weight.
+        self._arguments = [
+            x
+            for node in part.nodes
+            for x in keras.tree.flatten((node.args, node.kwargs))
+            if isinstance(x, keras.Variable)
+        ]
+        self.variables = self.used()
         elsewhere = {id(v) for stage in earlier for v in stage.variables}
         # Variables of layers that an earlier stage uses too live there. Their
         # values come in as tensors, sent once a step.
@@ -67,9 +74,15 @@ class Stage:
             int(v.shape.num_elements()) for v in self.owned if id(v) in weights
         )
 
+    def used(self) -> list[keras.Variable]:
+        """Returns the variables that the layers have at the moment."""
+        own = [v for layer in self.layers for v in layer.variables]
+        return _unique([*own, *self._arguments])
+
     def trainable(self, variables: Sequence[keras.Variable]) -> list:
         """Returns those of `variables` that training changes."""
         ids = {id(v) for x in self.layers for v in x.trainable_variables}
+        ids |= {id(v) for v in self._arguments if v.trainable}
         return [v for v in variables if id(v) in ids]
 
     def __repr__(self) -> str:

@@ -63,9 +63,14 @@ class Cut:
         jit_compile: Boolean, whether XLA compiles the phases.
 
     Attributes:
-        forward: `FunctionCall` from the stage's inputs, and Booleans whether
-            to return and whether to store, to the `Result` and the pack of
-            what the backward phase needs.
+        forward: `FunctionCall` from the stage's inputs, and whether to store
+            what the backward phase needs, to the `Result` and a pack of that;
+            or, if not, of what `recompute` needs.
+        recompute: `FunctionCall` from the stage's inputs and that pack to the
+            pack of what the backward phase needs.
+
+    Raises:
+        ValueError: If XLA cannot compile the phases.
     """
 
     def __init__(
@@ -98,21 +103,41 @@ class Cut:
         early = self._traced.makers(fetches, self._late_effects) - late
         # What is there once the stage has run.
         self._stored = self._traced.handed(fetches, early, self._late_effects)
+        if jit_compile and any(x.dtype == tf.variant for x in self._stored):
+            raise ValueError(
+                f"XLA cannot compile stage {function.stage.index}: it keeps "
+                "lists of tensors for the backward pass, as recurrent layers "
+                "do. Received: compile(jit_compile=True). Use False."
+            )
+        # Random numbers that a recomputation would draw anew.
+        self._drawn = [
+            x
+            for op in self._traced.makers(self._stored)
+            if "seed2" in op.node_def.attr
+            for x in op.outputs
+        ]
+        self._early = early
         self._backward: dict[tuple, Backward] = {}
         self.forward = FunctionCall(self._forward)
+        self.recompute = FunctionCall(self._recompute)
 
     def _forward(
-        self, inputs: list[tf.Tensor], returns: bool, stores: bool
-    ) -> tuple[Result | None, list[tf.Tensor]]:
-        made = self._result if returns else Made(None, [])
+        self, inputs: list[tf.Tensor], stores: bool
+    ) -> tuple[Result, list[tf.Tensor]]:
         part = self._traced.part(
             self._inputs,
-            made.tensors + (self._stored if stores else []),
-            self._early_effects if returns else (),
+            self._result.tensors + (self._stored if stores else self._drawn),
+            self._early_effects,
         )
         found = part(inputs)
-        size = len(made.tensors)
-        return filled(made.structure, found[:size]), pack(found[size:])
+        size = len(self._result.tensors)
+        return filled(self._result.structure, found[:size]), pack(found[size:])
+
+    def _recompute(
+        self, inputs: list[tf.Tensor], packed: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        part = self._traced.part(self._inputs + self._drawn, self._stored)
+        return pack(part([*inputs, *unpack(packed, self._drawn)]))
 
     def backward(self, arrived: tuple[bool, ...]) -> "Backward":
         """Returns the backward phase.
@@ -132,6 +157,7 @@ class Cut:
             ]
             self._backward[arrived] = Backward(
                 self._traced,
+                self._early,
                 self._stored,
                 self._upstream,
                 Made(by_input, [x for x in by_input if x is not None]),
@@ -148,6 +174,7 @@ class Backward:
 
     Args:
         traced: `TracedFunction`.
+        early: Set of the operations that have run before.
         stored: List of the tensors of the graph that the stage has stored.
         upstream: List of the placeholders of the gradients that arrive.
         by_input: `Made`, the gradients of inputs.
@@ -165,6 +192,7 @@ class Backward:
     def __init__(
         self,
         traced: TracedFunction,
+        early: Collection[tf.Operation],
         stored: list[tf.Tensor],
         upstream: list[tf.Tensor],
         by_input: Made,
@@ -185,7 +213,7 @@ class Backward:
         # What the phase of weights is fed.
         self._kept: list[tf.Tensor] = []
         if splits:
-            done = {x.op for x in [*stored, *upstream]}
+            done = {*early, *(x.op for x in upstream)}
             done |= traced.makers(by_input.tensors, effects)
             self._kept = traced.handed(self._gradients, done)
         self.run = FunctionCall(self._run)

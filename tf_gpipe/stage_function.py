@@ -107,7 +107,9 @@ class StageFunction:
         with (
             tf.device(self.stage.device),
             tf.name_scope(f"stage_{self.stage.index}"),
-            _Recorder(mapping) as scope,
+            _Recorder(
+                mapping, self.stage.variables, bool(self._training)
+            ) as scope,
         ):
             run_stage(self.stage, values, self._training, take_losses)
             self.updated = list(scope.updated.values())
@@ -246,12 +248,51 @@ def _differentiable_first(leaves: list) -> list[int]:
 
 
 class _Recorder(keras.StatelessScope):
-    """A stateless scope that knows which variables were assigned to."""
+    """A stateless scope that knows which variables were assigned to.
 
-    def __init__(self, state_mapping):
+    Args:
+        state_mapping: As of `keras.StatelessScope`.
+        variables: List of the variables of the stage.
+        trains: Boolean, whether to refuse to read others that have gradients.
+    """
+
+    def __init__(self, state_mapping, variables, trains):
         super().__init__(state_mapping, collect_losses=True)
         self.updated: dict[int, keras.Variable] = {}
+        self._known = {id(v) for v in variables}
+        self._trains = trains
 
     def add_update(self, update):
-        self.updated[id(update[0])] = update[0]
-        super().add_update(update)
+        variable, value = update
+        self.updated[id(variable)] = variable
+        if value.dtype.is_floating:
+            value = _assigned(tf.convert_to_tensor(variable), value)
+        super().add_update((variable, value))
+
+    def get_current_value(self, variable):
+        if (
+            self._trains
+            and variable.trainable
+            and id(variable) not in self._known
+        ):
+            raise ValueError(
+                f"Variable '{variable.path}' is no weight of the layers of "
+                "this stage, so that its gradient would be lost. Make it a "
+                "weight of the layer that uses it. If layers have got weights "
+                "since the model was built, call `model.rebalance(balance)`."
+            )
+        return super().get_current_value(variable)
+
+
+def _assigned(before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """Returns `value`, with its gradient for that by what was there before.
+
+    As of a variable: the gradient by it is that by what it holds last.
+    """
+
+    @tf.custom_gradient
+    def assign(before):
+        del before
+        return tf.stop_gradient(value), lambda upstream: upstream
+
+    return assign(before)

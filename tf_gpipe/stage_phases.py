@@ -116,11 +116,12 @@ class PhasedCall:
         # Known once the backward phase has run.
         self._backward: Any = None
         self.kept: Any = None
-        self.result, self._stored = cut.forward(inputs, True, not remat)
+        self.result, self._drawn = cut.forward(inputs, not remat)
+        self._stored = self._drawn
 
     def recompute(self) -> list[tf.Tensor]:
         """Runs the stage again. Returns what the backward phase needs."""
-        _, self._stored = self._cut.forward(self._inputs, False, True)
+        self._stored = self._cut.recompute(self._inputs, self._drawn)
         return self._stored
 
     def backward(self, upstream: list) -> list:

@@ -10,6 +10,9 @@ import tensorflow as tf
 
 from tf_gpipe.function_call import FunctionCall
 
+# Of variables.
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+
 
 class TracedFunction:
     """A traced function, of which parts run as functions of their own.
@@ -39,12 +42,19 @@ class TracedFunction:
         self._definition = concrete.graph.as_graph_def()
         self._captures = {id(x): outer for outer, x in concrete.graph.captures}
         self._jit_compile = jit_compile
-        varying_operations = self.users(varying)
+        # Others with a state may make another result whenever they run.
+        own = [
+            x
+            for op in self._graph.get_operations()
+            if op.op_def.is_stateful and op.type not in _READS
+            for x in op.outputs
+        ]
+        changing = self.users([*varying, *own])
         self._constant = {
             op
             for op in self._graph.get_operations()
-            if op not in varying_operations
-            and (not op.op_def.is_stateful or op.type == "ReadVariableOp")
+            if op not in changing
+            and (not op.op_def.is_stateful or op.type in _READS)
         }
 
     def users(self, tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
@@ -78,7 +88,7 @@ class TracedFunction:
         return {
             op
             for op in self._graph.control_outputs
-            if op not in self._constant and op.type != "ReadVariableOp"
+            if op not in self._constant and op.type not in _READS
         }
 
     def handed(

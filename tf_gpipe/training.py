@@ -10,6 +10,7 @@ from keras.src.losses.loss import scale_loss_for_distribution
 from keras.src.losses.loss import unscale_loss_for_distribution
 
 from tf_gpipe import faults
+from tf_gpipe import state
 from tf_gpipe.calls import PipelinedCalls
 from tf_gpipe.colocation import colocate
 from tf_gpipe.colocation import following_inputs
@@ -116,6 +117,9 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         return self._loss_by_micro_batch(run, inputs, y, sample_weight)
 
     def make_train_function(self, force=False):
+        # A replica could not make it.
+        with self.distribute_strategy.scope():
+            state.global_seed()
         if self.optimizer is not None:
             colocate(self.optimizer)
             if self.built:
@@ -239,11 +243,11 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         scale = self._scale_loss(tf.ones(()))
         added_scale = scale_loss_for_distribution(scale)
 
-        def make_loss(outputs):
+        def make_loss(outputs, m):
             return micro_batch_loss(
                 self._compile_loss,
                 y,
-                self._like_outputs(run, inputs, outputs),
+                self._like_outputs(run, inputs, outputs, m),
                 sample_weight,
                 scale,
             )
@@ -273,11 +277,11 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         run.commit_state()
         return loss, self._gradients(run, by_variable), run.outputs()
 
-    def _like_outputs(self, run, inputs, outputs):
+    def _like_outputs(self, run, inputs, outputs, m):
         """Returns zeros like the outputs of the mini-batch, with its masks."""
         pipeline = run.pipeline
         whole = keras.tree.map_structure(
-            run.split.zeros_like_whole, outputs.tensors
+            lambda x: run.split.zeros_like_whole(x, m), outputs.tensors
         )
         if all(mask is None for mask in keras.tree.flatten(outputs.masks)):
             return whole

@@ -1,0 +1,313 @@
+"""Layers that do what few do, as in the plain model, or refused."""
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L
+
+import tf_gpipe
+from tests.tf_gpipe import comparison
+
+SGD = functools.partial(keras.optimizers.SGD, 0.1)
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy
+TWO = {
+    "num_stages": 2,
+    "num_micro_batches": 2,
+    "devices": ["CPU:0", "CPU:1"],
+}
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
+
+
+def numbers(*shape, seed=0):
+    generator = np.random.default_rng(seed)
+    return generator.standard_normal(shape, dtype="float32")
+
+
+def tokens(high, *shape):
+    return np.random.default_rng(0).integers(0, high, shape)
+
+
+def dense():
+    return [
+        keras.Input((6,)),
+        L.Dense(5, activation="tanh"),
+        L.Dense(4, activation="tanh"),
+        L.Dense(3),
+    ]
+
+
+def tied():
+    inputs = keras.Input((5,), dtype="int32")
+    embedding = L.Embedding(7, 4)
+    x = L.Dense(4, activation="tanh")(embedding(inputs))
+    x = L.Dense(4)(x)
+    outputs = keras.ops.einsum("btd,vd->btv", x, embedding.embeddings)
+    return keras.Model(inputs, outputs)
+
+
+class Noise(L.Layer):
+    """Multiplies by weights and by numbers that TensorFlow draws."""
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=input_shape[1:], initializer="ones")
+
+    def call(self, x):
+        noise = tf.random.uniform(tf.shape(x)[1:], 0.5, 2.0)
+        return x * self.scale * noise
+
+
+class StaticNoise(Noise):
+    def call(self, x):
+        return x * self.scale * tf.random.uniform(x.shape[1:], 0.5, 2.0)
+
+
+class AssignedInBuild(L.Layer):
+    def build(self, input_shape):
+        size = input_shape[-1]
+        self.kernel = self.add_weight(shape=(size, size), initializer="zeros")
+        self.kernel.assign(2 * np.eye(size))
+
+    def call(self, x):
+        return x @ keras.ops.convert_to_tensor(self.kernel)
+
+
+class Shaken(L.Layer):
+    """Adds what `keras.random` draws without a generator of the layer."""
+
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x))
+
+
+class Raw(L.Layer):
+    """Has a variable of TensorFlow, of which Keras does not know."""
+
+    def build(self, input_shape):
+        with tf.init_scope():
+            self.raw = tf.Variable(2.0)
+
+    def call(self, x):
+        return x * self.raw
+
+
+class ToComplex(L.Layer):
+    def call(self, x):
+        return keras.ops.cast(x, "complex64")
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, "complex64")
+
+
+class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
+    def assert_trains_alike(self, make, x, y, loss="mse", **kwargs):
+        def compared(**arguments):
+            return comparison.train(
+                make, [(x, y)], loss=loss, optimizer=SGD, **arguments
+            )
+
+        comparison.assert_same(
+            self, compared(), compared(**{**TWO, **kwargs}), rtol=1e-4
+        )
+
+    @parameterized.product(
+        schedule=SCHEDULES, remat=("always", "never"), num_stages=(1, 2)
+    )
+    def test_recurrent(self, **kwargs):
+        def make():
+            return [
+                keras.Input((5,), dtype="int32"),
+                L.Embedding(7, 4, mask_zero=True),
+                L.Bidirectional(L.LSTM(3, return_sequences=True)),
+                L.GRU(3),
+                L.Dense(2),
+            ]
+
+        x, y = tokens(7, 8, 5), numbers(8, 2)
+        balance = [4] if kwargs["num_stages"] == 1 else [1, 3]
+        self.assert_trains_alike(make, x, y, balance=balance, **kwargs)
+
+    @parameterized.product(schedule=SCHEDULES, num_micro_batches=(1, 2))
+    def test_assigned_weights(self, **kwargs):
+        def make():
+            return [
+                keras.Input((6,)),
+                L.SpectralNormalization(L.Dense(4)),
+                L.Dense(3),
+            ]
+
+        self.assert_trains_alike(make, numbers(8, 6), numbers(8, 3), **kwargs)
+
+    @parameterized.product(schedule=SCHEDULES, remat=("always", "never"))
+    def test_weight_as_an_argument(self, **kwargs):
+        x = tokens(7, 8, 5)
+        self.assert_trains_alike(
+            tied,
+            x,
+            x,
+            CROSS_ENTROPY(from_logits=True),
+            balance=[2, 2],
+            **kwargs,
+        )
+
+    def test_weight_of_another_stage(self):
+        embedding = L.Embedding(7, 4)
+        model = tf_gpipe.PipelinedSequential(
+            [
+                keras.Input((5,), dtype="int32"),
+                embedding,
+                L.Dense(4),
+                L.Lambda(
+                    lambda x: x @ keras.ops.transpose(embedding.embeddings)
+                ),
+            ],
+            balance=[1, 2],
+            **TWO,
+        )
+        model.compile("sgd", CROSS_ENTROPY(from_logits=True))
+        x = tokens(7, 8, 5)
+        with self.assertRaisesRegex(ValueError, "embeddings.*would be lost"):
+            model.train_on_batch(x, x)
+        self.assertEqual(model.predict(x, verbose=0).shape, (8, 5, 7))
+
+    @parameterized.product(
+        layer=(Noise, StaticNoise),
+        schedule=SCHEDULES,
+        remat=("always", "never"),
+    )
+    def test_gradient_is_that_of_the_numbers_drawn(
+        self, layer, schedule, remat
+    ):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((6,)), layer(), L.Identity()],
+            schedule=schedule,
+            remat=remat,
+            **TWO,
+        )
+        model.compile(SGD(), loss=keras.losses.MeanAbsoluteError("sum"))
+
+        @tf.function
+        def step(x):
+            _, gradients, outputs = model.loss_and_gradients(x, 0.0 * x)
+            return gradients[0], outputs
+
+        gradient, outputs = step(tf.ones((2, 6)))
+        # A row a micro-batch. The mean over 6 features, the sum over rows.
+        self.assertAllClose(gradient, np.sum(outputs, axis=0) / 6)
+        self.assertNotAllClose(outputs[0], step(tf.ones((2, 6)))[1][0])
+
+    def test_assigned_in_build(self):
+        def make():
+            return [keras.Input((6,)), AssignedInBuild(), L.Dense(3)]
+
+        self.assert_trains_alike(make, numbers(8, 6), numbers(8, 3))
+
+    def test_weights_that_came_later(self):
+        def train(model):
+            model.layers[0].enable_lora(2)
+            model.compile(SGD(), "mse")
+            model.fit(numbers(8, 6), numbers(8, 3), epochs=2, verbose=0)
+            return model.trainable_variables
+
+        keras.utils.set_random_seed(1)
+        plain = keras.Sequential(dense())
+        model = tf_gpipe.PipelinedSequential(
+            keras.models.clone_model(plain), **TWO
+        )
+        model.set_weights(plain.get_weights())
+        keras.utils.set_random_seed(2)
+        expected = train(plain)
+        keras.utils.set_random_seed(2)
+        for a, b in zip(expected, train(model), strict=True):
+            self.assertAllClose(a, b, rtol=1e-4)
+        self.assertEqual(model.get_config()["balance"], "parameters")
+
+    def test_seed_that_is_set_later(self):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((2,)), Shaken(), Shaken()], **TWO
+        )
+        keras.utils.set_random_seed(3)
+        first = model(tf.zeros((4, 2)), training=True).numpy()
+        self.assertNotAllClose(first[:2], first[2:])
+        keras.utils.set_random_seed(3)
+        self.assertAllClose(first, model(tf.zeros((4, 2)), training=True))
+
+    def test_variable_that_is_no_weight(self):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((2,)), L.Dense(2), Raw()], **TWO
+        )
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.ones((4, 2)), training=True))
+        weights = model.trainable_variables
+        gradients = tape.gradient(loss, [w.value for w in weights])
+        self.assertAllClose(gradients[1], [8.0, 8.0])
+
+    def test_weights_of_samples_and_a_mask(self):
+        def train(**kwargs):
+            return comparison.train(
+                dense,
+                [(numbers(8, 6), tokens(3, 8), np.ones((8, 1), "float32"))],
+                loss=CROSS_ENTROPY(
+                    from_logits=True,
+                    ignore_class=1,
+                    reduction="mean_with_sample_weight",
+                ),
+                optimizer=SGD,
+                **kwargs,
+            )
+
+        comparison.assert_same(self, train(), train(**TWO))
+
+    @parameterized.parameters(
+        (keras.losses.Circle(), "compares samples"),
+        (keras.losses.Dice(axis=(0,)), "numbers for all samples"),
+    )
+    def test_refuses_losses_that_couple_samples(self, loss, message):
+        model = tf_gpipe.PipelinedSequential(dense(), **TWO)
+        model.compile("sgd", loss)
+        circle = isinstance(loss, keras.losses.Circle)
+        y = tokens(2, 8) if circle else numbers(8, 3)
+        with self.assertRaisesRegex(ValueError, f"{message}.*'gpipe'"):
+            model.train_on_batch(numbers(8, 6), y)
+
+    def test_uneven_rows_eagerly_from_the_last(self):
+        schedule = tf_gpipe.Schedule(
+            [
+                "F0.1 F0.0 B0.1 B0.0".split(),
+                "F1.1 B1.1 F1.0 B1.0".split(),
+            ]
+        )
+        model = tf_gpipe.PipelinedSequential(dense(), schedule=schedule, **TWO)
+        plain = keras.models.clone_model(keras.Sequential(dense()))
+        plain.set_weights(model.get_weights())
+        x, y = numbers(7, 6), numbers(7, 3)
+        for each in (plain, model):
+            each.compile(SGD(), "mse", run_eagerly=True)
+            each.train_on_batch(x, y)
+        for a, b in zip(plain.weights, model.weights, strict=True):
+            self.assertAllClose(a, b, rtol=1e-4)
+
+    def test_refuses_xla_for_recurrent_layers(self):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((5, 2)), L.GRU(3), L.Dense(3)], **TWO
+        )
+        model.compile("sgd", "mse", jit_compile=True)
+        with self.assertRaisesRegex(ValueError, "XLA cannot compile stage 0"):
+            model.train_on_batch(numbers(8, 5, 2), numbers(8, 3))
+
+    @parameterized.parameters(
+        ([L.LSTM(3, stateful=True), L.Dense(2)], "keeps states.*stateful"),
+        ([ToComplex(), L.Identity()], "complex numbers.*balance"),
+        ([L.Dense(3, dtype="float8_from_float32"), L.Dense(2)], "in float8"),
+    )
+    def test_refuses(self, layers, message):
+        shape = (8, 5, 2)
+        with self.assertRaisesRegex(ValueError, message):
+            tf_gpipe.PipelinedSequential(
+                [keras.Input(batch_shape=shape), *layers], **TWO
+            )
+
+
+if __name__ == "__main__":
+    tf.test.main()
