@@ -266,7 +266,10 @@ class _Recorder(keras.StatelessScope):
         variable, value = update
         self.updated[id(variable)] = variable
         if value.dtype.is_floating:
-            value = _assigned(tf.convert_to_tensor(variable), value)
+            before = self.get_current_value(variable)
+            # Not `value`, which is cast under mixed precision.
+            before = variable._value if before is None else before
+            value = _assigned(tf.convert_to_tensor(before), value)
         super().add_update((variable, value))
 
     def get_current_value(self, variable):
