@@ -312,6 +312,7 @@ class MiniBatch:
                 [self._seed, *states, *stage.borrowed],
                 self._training,
                 self.pipeline.graph.inputs if self._stop_inputs else (),
+                self.pipeline.elsewhere(stage),
             )
             self._stages[k] = (
                 StagePhases(

@@ -41,6 +41,11 @@ class Pipeline:
                 makers.setdefault(value, (stage, i))
         return makers
 
+    def elsewhere(self, stage: Stage) -> set[int]:
+        """Returns the ids of the layers' variables that a stage lacks."""
+        there = {id(v) for other in self.stages for v in other.used()}
+        return there.difference(map(id, stage.variables))
+
     def packed(self, outputs: Activations) -> Activations:
         """Returns what the last stage makes as the model returns it."""
         return Activations(

@@ -1,6 +1,7 @@
 """The layers of a stage as a pure function, and its gradient by a tape."""
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -42,6 +43,7 @@ class StageFunction:
         carried: List of variables whose values are passed in.
         training: Boolean, or `None` for Keras's default.
         stopped: List of those of the stage's inputs that need no gradient.
+        elsewhere: Ids of the variables of other stages that this one lacks.
 
     Attributes:
         borrowed: List of the places in `carried` of weights, not state.
@@ -57,6 +59,7 @@ class StageFunction:
         carried: list[keras.Variable],
         training: bool | None,
         stopped: Sequence[Value],
+        elsewhere: Collection[int],
     ):
         self.stage = stage
         self.carried = carried
@@ -64,6 +67,8 @@ class StageFunction:
         self.dense: list[keras.Variable] = []
         self.sparse: list[keras.Variable] = []
         self._training = training
+        # In inference a tape outside would find them.
+        self._elsewhere = elsewhere if training else ()
         self._stopped = [value in stopped for value in stage.inputs]
         ids = {id(v) for v in carried}
         self._weights = [
@@ -107,9 +112,7 @@ class StageFunction:
         with (
             tf.device(self.stage.device),
             tf.name_scope(f"stage_{self.stage.index}"),
-            _Recorder(
-                mapping, self.stage.variables, bool(self._training)
-            ) as scope,
+            _Recorder(mapping, self._elsewhere) as scope,
         ):
             run_stage(self.stage, values, self._training, take_losses)
             self.updated = list(scope.updated.values())
@@ -252,15 +255,13 @@ class _Recorder(keras.StatelessScope):
 
     Args:
         state_mapping: As of `keras.StatelessScope`.
-        variables: List of the variables of the stage.
-        trains: Boolean, whether to refuse to read others that have gradients.
+        elsewhere: Ids of variables that must not be read.
     """
 
-    def __init__(self, state_mapping, variables, trains):
+    def __init__(self, state_mapping, elsewhere):
         super().__init__(state_mapping, collect_losses=True)
         self.updated: dict[int, keras.Variable] = {}
-        self._known = {id(v) for v in variables}
-        self._trains = trains
+        self._elsewhere = elsewhere
 
     def add_update(self, update):
         variable, value = update
@@ -273,16 +274,12 @@ class _Recorder(keras.StatelessScope):
         super().add_update((variable, value))
 
     def get_current_value(self, variable):
-        if (
-            self._trains
-            and variable.trainable
-            and id(variable) not in self._known
-        ):
+        if variable.trainable and id(variable) in self._elsewhere:
             raise ValueError(
                 f"Variable '{variable.path}' is no weight of the layers of "
                 "this stage, so that its gradient would be lost. Make it a "
-                "weight of the layer that uses it. If layers have got weights "
-                "since the model was built, call `model.rebalance(balance)`."
+                "weight of the layer that uses it too. If layers have got "
+                "weights since the model was built, call `model.rebalance`."
             )
         return super().get_current_value(variable)
 

@@ -171,6 +171,20 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             model.train_on_batch(x, x)
         self.assertEqual(model.predict(x, verbose=0).shape, (8, 5, 7))
 
+    def test_weight_of_another_model(self):
+        teacher = L.Dense(4)
+        teacher.build((None, 6))
+
+        def make():
+            return [
+                keras.Input((6,)),
+                L.Dense(6),
+                L.Lambda(lambda x: teacher(x)),
+                L.Dense(3),
+            ]
+
+        self.assert_trains_alike(make, numbers(8, 6), numbers(8, 3))
+
     @parameterized.product(
         layer=(Noise, StaticNoise),
         schedule=SCHEDULES,
