@@ -309,7 +309,7 @@ class MiniBatch:
             ]
             function = StageFunction(
                 stage,
-                [self._seed, *states, *stage.borrowed],
+                [*self._seed, *states, *stage.borrowed],
                 self._training,
                 self.pipeline.graph.inputs if self._stop_inputs else (),
                 self.pipeline.elsewhere(stage),

@@ -12,6 +12,7 @@ from tf_gpipe import abstract
 from tf_gpipe import placement
 from tf_gpipe import replicas
 from tf_gpipe import slots
+from tf_gpipe import state
 from tf_gpipe.graph import Graph
 from tf_gpipe.micro_batch import not_dense
 from tf_gpipe.pipeline import Pipeline
@@ -171,6 +172,7 @@ class Pipelined(PipelinedTraining):
                 for variable in stages[k].owned:
                     placement.place(variable, config.devices[k])
         abstract.forget(v for stage in stages for v in stage.variables)
+        state.global_seed()
         self._pipeline = Pipeline(
             graph,
             tuple(stages),

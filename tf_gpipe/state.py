@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.random.seed_generator import global_seed_generator
 
 from tf_gpipe import replicas
@@ -27,18 +29,25 @@ def is_seed(variable: keras.Variable) -> bool:
     return variable.name == "seed_generator_state"
 
 
-def global_seed() -> keras.Variable:
+def global_seed() -> list[keras.Variable]:
     """Returns the state of Keras's seed generator for layers without one.
 
     Keras makes it on first use, with a seed that Python draws. That draw is
     taken back, or what a model is initialised with would depend on whether
     another one is a pipeline.
+
+    Returns:
+        List of one variable; of none in a replica, which cannot make it.
     """
+    missing = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is None
+    in_replica = not tf.distribute.in_cross_replica_context()
+    if missing and in_replica and tf.distribute.has_strategy():
+        return []
     drawn = random.getstate()
     with tf.init_scope():
         variable = global_seed_generator().state
     random.setstate(drawn)
-    return variable
+    return [variable]
 
 
 def initial(variable: keras.Variable, m: int) -> tf.Tensor:

@@ -117,7 +117,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         return self._loss_by_micro_batch(run, inputs, y, sample_weight)
 
     def make_train_function(self, force=False):
-        # A replica could not make it.
+        # Also if Keras has dropped it since the build: replicas need it.
         with self.distribute_strategy.scope():
             state.global_seed()
         if self.optimizer is not None:
