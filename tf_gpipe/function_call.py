@@ -79,12 +79,11 @@ def flatten(structure: Any) -> list:
 
 def filled(structure: Any, tensors: Sequence[tf.Tensor]) -> Any:
     """Returns a nested structure with other tensors, `None`s left out."""
-    found = iter(tensors)
-    return tf.nest.pack_sequence_as(
-        structure,
-        [None if x is None else next(found) for x in flatten(structure)],
-        expand_composites=True,
-    )
+    leaves = flatten(structure)
+    places = [i for i, x in enumerate(leaves) if x is not None]
+    for i, x in zip(places, tensors, strict=True):
+        leaves[i] = x
+    return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
 
 
 def _types(tensors: Sequence[tf.Tensor]) -> Any:

@@ -116,7 +116,9 @@ class PipelinedModel(Pipelined, Functional):
 
         Args:
             model: Functional `keras.Model`, or a built `keras.Sequential`.
-                What it has been compiled with does not come along.
+                What it has been compiled with does not come along. If it has
+                been trained or asked, compile it again before it is used: its
+                weights have moved.
             **kwargs: Arguments of the class, such as `num_stages`.
 
         Raises:

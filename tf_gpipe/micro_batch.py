@@ -84,20 +84,44 @@ class Split:
         """Returns the rows of micro-batch `m` of every tensor in `values`."""
         if self.num_micro_batches == 1:
             return values
-        if self.even:
-            size = self.size(m)
-            return keras.tree.map_structure(
-                lambda x: None if x is None else x[m * size : (m + 1) * size],
-                values,
-            )
-        size = self.size(m)
-        base = self.rows // self.num_micro_batches
-        start = m * base + tf.minimum(m, self.rows % self.num_micro_batches)
-        start = tf.maximum(tf.minimum(start, self.rows - 1), 0)
-        end = start + tf.maximum(size, 1)
+        start, end = self._bounds(m)
         return keras.tree.map_structure(
             lambda x: None if x is None else x[start:end], values
         )
+
+    def take_of_outputs(self, values: Any, m: int) -> Any:
+        """As `take`, of what there is for outputs, such as labels.
+
+        There are several rows of it for each row of the inputs, where layers
+        make several of one. What Keras would broadcast stays as it is.
+        """
+        if self.num_micro_batches == 1:
+            return values
+        start, end = self._bounds(m)
+
+        def cut(x: Any) -> Any:
+            if x is None or tf.TensorShape(getattr(x, "shape", ())).rank == 0:
+                return x
+            rows = x.shape[0]
+            if rows is None or self.static_rows is None:
+                each = tf.shape(x)[0] // tf.maximum(self.rows, 1)
+            elif rows == 1 < self.static_rows:
+                return x
+            else:
+                each = rows // max(self.static_rows, 1)
+            return x[start * each : end * each]
+
+        return keras.tree.map_structure(cut, values)
+
+    def _bounds(self, m: int) -> tuple[Any, Any]:
+        """Returns the first row of micro-batch `m`, and that after its last."""
+        size = self.size(m)
+        if self.even:
+            return m * size, (m + 1) * size
+        base = self.rows // self.num_micro_batches
+        start = m * base + tf.minimum(m, self.rows % self.num_micro_batches)
+        start = tf.maximum(tf.minimum(start, self.rows - 1), 0)
+        return start, start + tf.maximum(size, 1)
 
     def merge(self, parts: list[Any]) -> Any:
         """Joins one structure a micro-batch along the first axis."""

@@ -37,6 +37,8 @@ class Pipelined(PipelinedTraining):
         self.supports_jit = False
         self._config = PipelineConfig(**kwargs)
         self._pipeline: Pipeline | None = None
+        # Of the variables that functions have been traced with.
+        self._traced_with: int | None = None
 
     def _calls(self) -> Sequence[keras.Operation]:
         """Returns the layers in the order in which they are called."""
@@ -64,7 +66,8 @@ class Pipelined(PipelinedTraining):
         Weights and optimizer state move to the devices of their new stages,
         with the values that they have. Functions that `fit`, `evaluate` and
         `predict` have traced are traced again; a `tf.function` of your own
-        that calls the model must be made again.
+        that calls the model must be made again, and a model that has it as a
+        layer compiled again.
 
         Args:
             balance: As the argument of the class.
@@ -95,14 +98,20 @@ class Pipelined(PipelinedTraining):
                 ):
                     for slot in own:
                         placement.place(slot, replicas.devices_of(weight.value))
-            slots.find_again(optimizer)
-        self.train_function = None
-        self.test_function = None
-        self.predict_function = None
+        self._forget_traced()
 
     def make_train_function(self, force=False):
         self._place_again()
+        self._follow_moves()
         return super().make_train_function(force=force)
+
+    def make_test_function(self, force=False):
+        self._follow_moves()
+        return super().make_test_function(force=force)
+
+    def make_predict_function(self, force=False):
+        self._follow_moves()
+        return super().make_predict_function(force=force)
 
     def summary(
         self,
@@ -188,6 +197,30 @@ class Pipelined(PipelinedTraining):
             config = self._config
             self.rebalance([len(stage.nodes) for stage in stages])
             self._config = config
+
+    def _follow_moves(self) -> None:
+        """Traces again if another pipeline of the same layers moved them."""
+        if self._pipeline is None:
+            return
+        found = hash(
+            tuple(
+                v.value._unique_id
+                for stage in self._pipeline.stages
+                for v in stage.variables
+            )
+        )
+        if self._traced_with not in (None, found):
+            self._forget_traced()
+        self._traced_with = found
+
+    def _forget_traced(self) -> None:
+        """Forgets functions and an optimizer's keys of moved variables."""
+        self.train_function = None
+        self.test_function = None
+        self.predict_function = None
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and optimizer.built:
+            slots.find_again(optimizer)
 
     def _resolve(self, config: PipelineConfig | None = None) -> ResolvedConfig:
         return (config or self._config).resolve(

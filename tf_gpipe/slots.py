@@ -43,14 +43,20 @@ def of_optimizer(
 def find_again(optimizer: keras.optimizers.Optimizer) -> None:
     """Tells an optimizer that its weights have moved to other devices.
 
-    It finds the slots of a weight by the TensorFlow variable in it.
+    It finds the slots of a weight by the TensorFlow variable in it, and also
+    knows by it which weights do not decay.
     """
     optimizers = [x for x in with_inner(optimizer) if x.built]
     for x in optimizers:
-        x._trainable_variables_indices = {
-            x._var_key(weight): i
-            for i, weight in enumerate(x._trainable_variables)
+        keys = [x._var_key(weight) for weight in x._trainable_variables]
+        places = x._trainable_variables_indices
+        x._trainable_variables_indices = {k: i for i, k in enumerate(keys)}
+        x._exclude_from_weight_decay = {
+            keys[places[key]]
+            for key in getattr(x, "_exclude_from_weight_decay", ())
+            if key in places
         }
+        x._exclude_from_weight_decay_cache = {}
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         # Which of its optimizers a weight has.
         optimizer._var_to_optimizer_idx = {

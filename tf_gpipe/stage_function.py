@@ -184,7 +184,9 @@ class StageFunction:
                 )
             input_gradients: list = [None] * len(flat)
             for i, x in zip(by_input, found, strict=False):
-                input_gradients[i] = x
+                if x is not None:
+                    # Those of a gather along the rows are sparse.
+                    input_gradients[i] = tf.convert_to_tensor(x)
             gradients = self._sort(variables, found[len(by_input) :])
             return input_gradients, gradients
 

@@ -255,8 +255,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         parts = run.interleave(
             make_loss,
             lambda m: (
-                split.take(y, m),
-                split.take(sample_weight, m),
+                split.take_of_outputs(y, m),
+                split.take_of_outputs(sample_weight, m),
                 split.valid(m),
             ),
             added_scale,

@@ -92,6 +92,26 @@ class Raw(L.Layer):
         return x * self.raw
 
 
+class Gathered(L.Layer):
+    """Takes all of its rows, by their numbers."""
+
+    def call(self, x):
+        return keras.ops.take(x, keras.ops.arange(keras.ops.shape(x)[0]), 0)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+class Flattened(L.Layer):
+    """Makes a row of each step."""
+
+    def call(self, x):
+        return keras.ops.reshape(x, (-1, x.shape[-1]))
+
+    def compute_output_shape(self, input_shape):
+        return (None, input_shape[-1])
+
+
 class ToComplex(L.Layer):
     def call(self, x):
         return keras.ops.cast(x, "complex64")
@@ -301,6 +321,86 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             each.train_on_batch(x, y)
         for a, b in zip(plain.weights, model.weights, strict=True):
             self.assertAllClose(a, b, rtol=1e-4)
+
+    @parameterized.product(
+        schedule=SCHEDULES, num_micro_batches=(1, 2), rows=(8, 7)
+    )
+    def test_gather_along_the_rows(self, rows, **kwargs):
+        def make():
+            return [keras.Input((6,)), L.Dense(5), Gathered(), L.Dense(3)]
+
+        self.assert_trains_alike(
+            make, numbers(rows, 6), numbers(rows, 3), balance=[1, 2], **kwargs
+        )
+
+    @parameterized.product(num_micro_batches=(2, 4), rows=(8, 7, 3))
+    def test_several_rows_of_one(self, num_micro_batches, rows):
+        def train(**kwargs):
+            x, y = numbers(rows, 3, 2), tokens(2, 3 * rows)
+            weights = np.linspace(0, 1, 3 * rows, dtype="float32")
+            return comparison.train(
+                lambda: [
+                    keras.Input((3, 2)),
+                    L.Dense(4),
+                    Flattened(),
+                    L.Dense(2),
+                ],
+                [(x, y, weights), (x, y, 2.0)],
+                loss=CROSS_ENTROPY(from_logits=True),
+                optimizer=SGD,
+                **kwargs,
+            )
+
+        comparison.assert_same(
+            self,
+            train(),
+            train(**{**TWO, "num_micro_batches": num_micro_batches}),
+        )
+
+    def test_labels_that_are_broadcast(self):
+        self.assert_trains_alike(dense, numbers(8, 6), numbers(1, 3))
+
+    def test_layers_of_two_pipelines(self):
+        inputs = keras.Input((6,))
+        features = L.Dense(4)(inputs)
+        x, y = numbers(8, 6), numbers(8, 3)
+        first, second = (
+            functools.partial(
+                tf_gpipe.PipelinedModel,
+                inputs,
+                L.Dense(3)(features),
+                num_micro_batches=2,
+                devices=devices,
+            )
+            for devices in (["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"])
+        )
+        model = first()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        plain = keras.models.clone_model(keras.Model(model.input, model.output))
+        plain.set_weights(model.get_weights())
+        plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        for _ in range(2):
+            for each in (model, plain):
+                each.fit(x, y, batch_size=8, verbose=0)
+            for a, b in zip(plain.weights, model.weights, strict=True):
+                self.assertAllClose(a, b, rtol=1e-4)
+            self.assertAllClose(
+                model.predict(x, verbose=0), plain.predict(x, verbose=0)
+            )
+            second()
+
+    def test_weights_that_do_not_decay_after_rebalance(self):
+        model = tf_gpipe.PipelinedSequential(dense(), **TWO)
+        optimizer = keras.optimizers.SGD(0.1, weight_decay=0.5)
+        kernel = model.layers[1].kernel
+        optimizer.exclude_from_weight_decay(var_list=[kernel])
+        model.compile(optimizer, "mse")
+        before = kernel.numpy()
+        for balance in ([1, 2], [2, 1]):
+            model.rebalance(balance)
+            # Nothing but decay changes weights.
+            model.fit(np.zeros((8, 6)), np.zeros((8, 3)), verbose=0)
+            self.assertAllClose(kernel, before)
 
     def test_refuses_xla_for_recurrent_layers(self):
         model = tf_gpipe.PipelinedSequential(
