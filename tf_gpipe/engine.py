@@ -312,7 +312,8 @@ class MiniBatch:
                 [*self._seed, *states, *stage.borrowed],
                 self._training,
                 self.pipeline.graph.inputs if self._stop_inputs else (),
-                self.pipeline.elsewhere(stage),
+                # In inference a tape outside would find them.
+                self.pipeline.elsewhere(stage) if self._training else (),
             )
             self._stages[k] = (
                 StagePhases(

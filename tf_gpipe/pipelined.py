@@ -177,9 +177,11 @@ class Pipelined(PipelinedTraining):
         for k, part in enumerate(graph.parts(config.counts(graph))):
             stages.append(Stage(k, config.devices[k], part, stages))
             _check(stages[k])
-            with self._strategy_scope():
-                for variable in stages[k].owned:
-                    placement.place(variable, config.devices[k])
+        # All or none: what `rebalance` refuses leaves the model as it is.
+        with self._strategy_scope():
+            for stage in stages:
+                for variable in stage.owned:
+                    placement.place(variable, stage.devices)
         abstract.forget(v for stage in stages for v in stage.variables)
         state.global_seed()
         self._pipeline = Pipeline(

@@ -43,7 +43,7 @@ class StageFunction:
         carried: List of variables whose values are passed in.
         training: Boolean, or `None` for Keras's default.
         stopped: List of those of the stage's inputs that need no gradient.
-        elsewhere: Ids of the variables of other stages that this one lacks.
+        elsewhere: Ids of variables of other stages that it must not read.
 
     Attributes:
         borrowed: List of the places in `carried` of weights, not state.
@@ -67,8 +67,7 @@ class StageFunction:
         self.dense: list[keras.Variable] = []
         self.sparse: list[keras.Variable] = []
         self._training = training
-        # In inference a tape outside would find them.
-        self._elsewhere = elsewhere if training else ()
+        self._elsewhere = elsewhere
         self._stopped = [value in stopped for value in stage.inputs]
         ids = {id(v) for v in carried}
         self._weights = [
