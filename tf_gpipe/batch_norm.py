@@ -1,14 +1,14 @@
 """Batch normalisation over micro-batches with statistics of mini-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
 
 def between_variance(
-    moving_means: Sequence[tf.Tensor],
-    weights: Sequence[tf.Tensor],
+    moving_means: tf.Tensor,
+    mean: Callable[[tf.Tensor], tf.Tensor],
     momentum: float,
 ) -> tf.Tensor:
     """Returns what the mean of the micro-batches' moving variances lacks.
@@ -24,21 +24,15 @@ def between_variance(
     times as far apart as the u_m do.
 
     Args:
-        moving_means: List of the moved means, one a micro-batch.
-        weights: List of scalars that sum to 1.
+        moving_means: Tensor of shape `(M, channels)`, the moved means of M
+            micro-batches.
+        mean: Function that returns the weighted mean over the first axis.
         momentum: Float, the layer's momentum.
 
     Returns:
         Tensor to add to the weighted mean of the moved variances.
     """
-    weights = [tf.cast(w, moving_means[0].dtype) for w in weights]
-    mean = tf.add_n([w * x for w, x in zip(weights, moving_means, strict=True)])
-    spread = tf.add_n(
-        [
-            w * tf.square(x - mean)
-            for w, x in zip(weights, moving_means, strict=True)
-        ]
-    )
+    spread = mean(tf.square(moving_means - mean(moving_means)))
     return spread / (1.0 - momentum) if momentum < 1 else spread
 
 

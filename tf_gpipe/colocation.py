@@ -1,6 +1,7 @@
 """Operations outside the pipeline, where what they work on is."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -41,6 +42,12 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
     # which would gather them on one device.
     for x in slots.with_inner(optimizer):
         x._all_reduce_sum_gradients = replicas.sum_gradients
+        for name in (
+            "_apply_weight_decay",
+            "_backend_update_step",
+            "_update_model_variables_moving_average",
+        ):
+            setattr(x, name, _reading_once(x, getattr(x, name)))
     keras_apply = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
@@ -49,6 +56,36 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
 
     apply.colocates = True  # type: ignore[attr-defined]
     optimizer.apply = apply
+
+
+def _reading_once(
+    optimizer: keras.optimizers.Optimizer, method: Callable[..., None]
+) -> Callable[..., None]:
+    """Makes a method read an optimizer's scalars once, not once a weight.
+
+    Each read is a tensor of its own, and a message of its own to a weight on
+    another host.
+    """
+
+    def run(*args: Any) -> None:
+        # A replica reads its own, near by.
+        if tf.executing_eagerly() or tf.distribute.has_strategy():
+            return method(*args)
+        scalars = [
+            (x, tf.convert_to_tensor(x.value))
+            for x in (optimizer._iterations, optimizer._learning_rate)
+            if isinstance(x, keras.Variable)
+        ]
+        with keras.StatelessScope(scalars) as scope:
+            given = dict(scope.state_mapping)
+            method(*args)
+        # What the method has assigned, which the scope has kept back.
+        for x in optimizer.variables + optimizer._trainable_variables:
+            value = scope.get_current_value(x)
+            if value is not None and value is not given.get(id(x)):
+                x.assign(value)
+
+    return run
 
 
 class _Follower:
@@ -69,7 +106,11 @@ class _Follower:
 
     def _device(self, tensor: tf.Tensor) -> str:
         """Returns where a tensor is, or an empty string if nobody knows."""
-        while not tensor.device and tensor.op.type == "Placeholder":
+        while not tensor.device:
+            if tensor.op.type == "ReadVariableOp":
+                # TensorFlow keeps scopes from it, and runs it there.
+                tensor = tensor.op.inputs[0]
+                continue
             if id(tensor) not in self._outer:
                 self._outer.update((id(y), x) for x, y in tensor.graph.captures)
             if id(tensor) not in self._outer:

@@ -221,9 +221,10 @@ class MiniBatch:
     def _forward(self, task: Task, tape: bool) -> None:
         k, m = task.stage, task.micro_batch
         stage = self._stage(k)
+        device = self.pipeline.stages[k].device
         function: StageFunction = stage.function
         inputs = self._exchange.inputs(k, m)
-        carried = [self._versions.read(v, m) for v in function.carried]
+        carried = [self._versions.read(v, m, device) for v in function.carried]
         with self._order.task(task, inputs) as finish:
             if tape:
                 backward = task._replace(kind=BACKWARD)

@@ -59,20 +59,30 @@ class Split:
                 tf.constant(self.static_rows), ()
             )
 
-    def size(self, m: int) -> Any:
+    def size(self, m: int | tf.Tensor) -> Any:
         """Returns the number of rows that micro-batch `m` has of its own."""
         if self.even:
             return self.static_rows // self.num_micro_batches
         base = self.rows // self.num_micro_batches
         return base + tf.cast(m < self.rows % self.num_micro_batches, tf.int32)
 
-    def weight(self, m: int) -> Any:
+    def weight(self, m: int | tf.Tensor) -> Any:
         """Returns the share of micro-batch `m` in the rows, a float32."""
         if self.even:
             return 1.0 / self.num_micro_batches
         return tf.cast(self.size(m), tf.float32) / tf.cast(
             tf.maximum(self.rows, 1), tf.float32
         )
+
+    def mean(self, values: tf.Tensor) -> tf.Tensor:
+        """Returns the mean of tensors of shape `(M, ...)` by their weights."""
+        if self.even:
+            return tf.reduce_mean(values, axis=0)
+        weights = tf.cast(
+            self.weight(tf.range(self.num_micro_batches)), values.dtype
+        )
+        shape = [-1] + [1] * (values.shape.rank - 1)
+        return tf.reduce_sum(tf.reshape(weights, shape) * values, axis=0)
 
     def valid(self, m: int) -> Any:
         """Returns 1 if micro-batch `m` has rows of its own, else 0 (int32)."""

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tf_gpipe import abstract
 from tf_gpipe import placement
-from tf_gpipe import replicas
 from tf_gpipe import slots
 from tf_gpipe import state
 from tf_gpipe.graph import Graph
@@ -90,14 +89,8 @@ class Pipelined(PipelinedTraining):
             raise
         optimizer = getattr(self, "optimizer", None)
         if optimizer is not None and optimizer.built:
-            # Of those too that have been frozen since it was built.
-            weights = optimizer._trainable_variables
             with self._strategy_scope():
-                for weight, own in zip(
-                    weights, slots.of_optimizer(optimizer, weights), strict=True
-                ):
-                    for slot in own:
-                        placement.place(slot, replicas.devices_of(weight.value))
+                slots.place(optimizer)
         self._forget_traced()
 
     def make_train_function(self, force=False):
@@ -138,9 +131,8 @@ class Pipelined(PipelinedTraining):
         # Keras drops the file's optimizer state, with a warning, if the
         # optimizer does not have its variables yet.
         optimizer = getattr(self, "optimizer", None)
-        if optimizer is not None and self.built and not optimizer.built:
-            with self._strategy_scope():
-                optimizer.build(self.trainable_variables)
+        if optimizer is not None and self.built:
+            self._build_optimizer()
         super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     def stateless_call(self, *args, **kwargs):

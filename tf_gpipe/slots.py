@@ -10,6 +10,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
 from tf_gpipe import abstract
+from tf_gpipe import placement
+from tf_gpipe import replicas
 
 
 def of_optimizer(
@@ -38,6 +40,21 @@ def of_optimizer(
                     if isinstance(slot, keras.Variable):
                         found[id(weight)].append(slot)
     return [found[id(w)] for w in weights]
+
+
+def place(optimizer: keras.optimizers.Optimizer) -> None:
+    """Puts the slots of a built optimizer where their weights are.
+
+    Keras makes most of them there, but not those of another shape, such as
+    Adafactor's.
+    """
+    # Those too that have been frozen since it was built.
+    weights = optimizer._trainable_variables
+    for weight, own in zip(
+        weights, of_optimizer(optimizer, weights), strict=True
+    ):
+        for slot in own:
+            placement.place(slot, replicas.devices_of(weight.value))
 
 
 def find_again(optimizer: keras.optimizers.Optimizer) -> None:

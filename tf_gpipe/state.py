@@ -50,19 +50,6 @@ def global_seed() -> list[keras.Variable]:
     return [variable]
 
 
-def initial(variable: keras.Variable, m: int) -> tf.Tensor:
-    """Returns the state that micro-batch `m` starts from.
-
-    That of the mini-batch, but for random seeds: micro-batch 0 draws with the
-    plain model's seed, the others with seeds derived from it by their number
-    alone. So masks do not depend on stages, schedule or rematerialisation.
-    """
-    value = tf.convert_to_tensor(variable.value)
-    if m and is_seed(variable):
-        value += _seed_offset(m, value.dtype)
-    return value
-
-
 def _seed_offset(m: int, dtype: tf.DType) -> tf.Tensor:
     return tf.constant([m * _SEED_STRIDE % (2**31 - 1), 0], dtype)
 
@@ -84,23 +71,40 @@ class StateVersions:
         self._split = split
         # Seeds are by number over all replicas, so that all masks differ.
         self._first = replicas.number() * split.num_micro_batches
-        self._initial: dict[tuple[int, int], tf.Tensor] = {}
+        self._found: dict[int, tf.Tensor] = {}
+        self._seeds: dict[tuple[int, int, str], tf.Tensor] = {}
         self._versions: list[dict[int, tf.Tensor]] = [
             {} for _ in range(split.num_micro_batches)
         ]
         self._updated: dict[int, keras.Variable] = {}
 
-    def read(self, variable: keras.Variable, m: int) -> tf.Tensor:
-        """Returns the version of micro-batch `m`."""
-        if id(variable) in self._versions[m]:
-            return self._versions[m][id(variable)]
-        seed = self._first + m if is_seed(variable) else 0
-        if (id(variable), seed) not in self._initial:
+    def read(self, variable: keras.Variable, m: int, device: str) -> tf.Tensor:
+        """Returns the version of micro-batch `m`, for a stage on `device`.
+
+        A micro-batch starts from the state of the mini-batch, but for random
+        seeds: micro-batch 0 draws with the plain model's seed, the others with
+        seeds derived from it by their number alone. So masks do not depend on
+        stages, schedule or rematerialisation.
+        """
+        key = id(variable)
+        if key in self._versions[m]:
+            return self._versions[m][key]
+        if key not in self._found:
             with tf.device(self._device_of(variable)):
-                self._initial[id(variable), seed] = tf.stop_gradient(
-                    initial(variable, seed)
+                self._found[key] = tf.stop_gradient(
+                    tf.convert_to_tensor(variable.value)
                 )
-        return self._initial[id(variable), seed]
+        found = self._found[key]
+        seed = self._first + m
+        if not seed or not is_seed(variable):
+            return found
+        if (key, seed, device) not in self._seeds:
+            # There, so that only one seed is sent to a device.
+            with tf.device(device):
+                self._seeds[key, seed, device] = found + _seed_offset(
+                    seed, found.dtype
+                )
+        return self._seeds[key, seed, device]
 
     def write(
         self,
@@ -162,12 +166,7 @@ class StateVersions:
             # Counters and seeds: each micro-batch has counted one call.
             return values[0]
         # The weighted mean, exact where all versions agree.
-        mean = values[0] + tf.add_n(
-            [
-                (value - values[0]) * tf.cast(split.weight(m), value.dtype)
-                for m, value in enumerate(values)
-            ]
-        )
+        mean = values[0] + split.mean(tf.stack(values) - values[0])
         return mean if extra is None else mean + tf.cast(extra, mean.dtype)
 
     def _between_variances(
@@ -176,9 +175,6 @@ class StateVersions:
         """Returns what moving variances lack, by variable id."""
         if len(self._versions) == 1:
             return {}
-        weights = [
-            self._split.weight(m) for m in range(self._split.num_micro_batches)
-        ]
         lacking = {}
         for layer in layers:
             for x in layer._flatten_layers():
@@ -187,8 +183,8 @@ class StateVersions:
                 if id(x.moving_mean) in self._updated:
                     with tf.device(self._device_of(x.moving_mean)):
                         lacking[id(x.moving_variance)] = between_variance(
-                            self._values(id(x.moving_mean)),
-                            weights,
+                            tf.stack(self._values(id(x.moving_mean))),
+                            self._split.mean,
                             x.momentum,
                         )
         return lacking

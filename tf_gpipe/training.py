@@ -10,6 +10,7 @@ from keras.src.losses.loss import scale_loss_for_distribution
 from keras.src.losses.loss import unscale_loss_for_distribution
 
 from tf_gpipe import faults
+from tf_gpipe import slots
 from tf_gpipe import state
 from tf_gpipe.calls import PipelinedCalls
 from tf_gpipe.colocation import colocate
@@ -167,6 +168,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         if not self.optimizer.built:
             with tf.init_scope(), self.distribute_strategy.scope():
                 self.optimizer.build(self.trainable_variables)
+                slots.place(self.optimizer)
 
     def _loss_of_call(self, x, y, sample_weight):
         """As Keras's own step: whatever `call` does around the pipeline."""
@@ -261,7 +263,9 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             ),
             added_scale,
         )
-        sums = [tf.add_n(list(x)) for x in zip(*parts, strict=True)]
+        # One message a loss where that stage is on another host.
+        with tf.device(run.pipeline.stages[-1].device):
+            sums = [tf.add_n(list(x)) for x in zip(*parts, strict=True)]
         with tf.GradientTape() as tape:
             penalties = self._get_regularization_losses()
             scaled = [added_scale * penalty for penalty in penalties]

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 from absl.testing import parameterized
+from tensorflow.python.eager import context
 
 import tf_gpipe
 
@@ -24,11 +25,17 @@ def several():
     return OPTIMIZERS.MultiOptimizer(OPTIMIZERS.OptimizerMap(OPTIMIZERS.Adam()))
 
 
-def make_model(optimizer):
+def make_model(optimizer, num_layers=2, num_micro_batches=2):
+    middle = [LAYERS.BatchNormalization(), LAYERS.Dropout(0.5)]
     model = tf_gpipe.PipelinedSequential(
-        [keras.Input((WIDTH,)), *(LAYERS.Dense(WIDTH) for _ in range(2))],
+        [
+            keras.Input((WIDTH,)),
+            *(LAYERS.Dense(WIDTH) for _ in range(num_layers // 2)),
+            *middle,
+            *(LAYERS.Dense(WIDTH) for _ in range(num_layers // 2)),
+        ],
         num_stages=2,
-        num_micro_batches=2,
+        num_micro_batches=num_micro_batches,
         devices=["CPU:1", "CPU:2"],
     )
     model.compile(optimizer, "mse", metrics=["mae"])
@@ -48,6 +55,36 @@ def graphs_of(function):
                 ]
 
 
+def home(x):
+    """Returns where a matrix is, or an empty string."""
+    if x.shape.rank != 2:
+        return ""
+    if not x.device and x.op.type == "ReadVariableOp":
+        variable = x.op.inputs[0]
+        for outer, inner in x.graph.captures:
+            if inner is variable:
+                return outer.device
+    return x.device
+
+
+def messages(model, x):
+    """Returns the tensors that go from device to device in a step."""
+    # The graphs as TensorFlow will run them, optimised and cut up.
+    context.context().enable_run_metadata()
+    try:
+        model.train_on_batch(x, x)
+    finally:
+        found = context.context().export_run_metadata()
+        context.context().disable_run_metadata()
+    functions = [
+        [node for graph in function.partition_graphs for node in graph.node]
+        for function in found.function_graphs
+    ]
+    # The others are those of single operations.
+    step = max(functions, key=len)
+    return [x.name for x in step if x.op in ("_Send", "_HostSend")]
+
+
 def moved(function):
     """Returns the operations that take a matrix from another device.
 
@@ -57,9 +94,9 @@ def moved(function):
     for graph in graphs_of(function):
         for op in graph.get_operations():
             homes = {
-                tf.DeviceSpec.from_string(x.device).device_index
-                for x in op.inputs
-                if x.shape.rank == 2 and x.device
+                tf.DeviceSpec.from_string(device).device_index
+                for device in map(home, op.inputs)
+                if device
             }
             here = tf.DeviceSpec.from_string(op.device).device_index
             if homes - {here} and op.type not in (
@@ -87,6 +124,24 @@ class ColocationTest(parameterized.TestCase, tf.test.TestCase):
         x = tf.zeros((4, WIDTH))
         step = tf.function(model.train_step, autograph=False)
         self.assertEmpty(moved(step.get_concrete_function((x, x))))
+
+    @parameterized.parameters(
+        lambda: OPTIMIZERS.SGD(0.1),
+        lambda: OPTIMIZERS.AdamW(weight_decay=0.1, use_ema=True),
+        lambda: OPTIMIZERS.Adafactor(),
+    )
+    def test_messages(self, optimizer):
+        x = tf.ones((8, WIDTH))
+        sent = {
+            (num_layers, m): len(
+                messages(make_model(optimizer(), num_layers, m), x)
+            )
+            for num_layers, m in ((2, 2), (2, 4), (6, 2))
+        }
+        # One there and one back for each micro-batch.
+        self.assertEqual(sent[2, 4], sent[2, 2] + 2 * 2, sent)
+        # Whatever there is to update.
+        self.assertEqual(sent[6, 2], sent[2, 2], sent)
 
     def test_evaluation(self):
         model = make_model("sgd")
