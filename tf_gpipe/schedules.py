@@ -59,13 +59,39 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     Returns:
         A `Schedule`.
     """
-    rows = []
-    for k in range(num_stages):
-        warmup = min(num_stages - k - 1, num_micro_batches)
-        forward = [Task(FORWARD, k, m) for m in range(num_micro_batches)]
-        backward = [Task(BACKWARD, k, m) for m in range(num_micro_batches)]
-        rows.append(_alternating(forward, backward, warmup))
+    rows = [
+        _one_stage(k, num_micro_batches, num_stages - k - 1)
+        for k in range(num_stages)
+    ]
     return Schedule(rows, name="1f1b")
+
+
+@functools.lru_cache(maxsize=8)
+def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
+    """1F1B with forward passes started earlier (Zhuang et al., 2023).
+
+    Under 1F1B a stage waits while an activation is on its way to the next one
+    and the gradient on its way back, once a micro-batch. Here it has another
+    micro-batch to run meanwhile, for each stage behind it: transfers overlap
+    with computation. Stage k holds at most 2(K-k)-1 micro-batches. For K=3,
+    M=4:
+
+        stage 0   F0 F1 F2 F3  . B0  . B1  . B2  . B3
+        stage 1    . F0 F1 F2 B0 F3 B1  . B2  . B3  .
+        stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
+
+    Args:
+        num_stages: Integer K.
+        num_micro_batches: Integer M.
+
+    Returns:
+        A `Schedule`.
+    """
+    rows = [
+        _one_stage(k, num_micro_batches, 2 * (num_stages - k - 1))
+        for k in range(num_stages)
+    ]
+    return Schedule(rows, name="eager_1f1b")
 
 
 @functools.lru_cache(maxsize=8)
@@ -177,6 +203,15 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     return Schedule(rows, name="zero_bubble")
 
 
+def _one_stage(k: int, num_micro_batches: int, warmup: int) -> list[Task]:
+    """Returns the tasks of stage `k` under 1F1B."""
+    return _alternating(
+        [Task(FORWARD, k, m) for m in range(num_micro_batches)],
+        [Task(BACKWARD, k, m) for m in range(num_micro_batches)],
+        min(warmup, num_micro_batches),
+    )
+
+
 def _alternating(
     forward: list[Task], backward: list[Task], warmup: int
 ) -> list[Task]:
@@ -187,7 +222,7 @@ def _alternating(
     return row
 
 
-NAMES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+NAMES = ("1f1b", "eager_1f1b", "gpipe", "interleaved", "zero_bubble")
 
 
 def get(
@@ -216,6 +251,8 @@ def get(
         return gpipe(num_stages, num_micro_batches)
     if schedule == "1f1b":
         return one_f_one_b(num_stages, num_micro_batches)
+    if schedule == "eager_1f1b":
+        return eager_one_f_one_b(num_stages, num_micro_batches)
     if schedule == "interleaved":
         return interleaved(
             num_stages, num_micro_batches, num_devices or num_stages

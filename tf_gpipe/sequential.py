@@ -43,14 +43,17 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             backward pass; or a function `cost(layer, input_shape)` that
             returns a number. Costs are those of a batch of one row, if the
             `Input` gives no batch size. Defaults to `"parameters"`.
-        schedule: `"1f1b"` (one forward, one backward), `"gpipe"` (all
-            forward, then all backward), `"interleaved"` (as 1F1B, stage s on
-            device s modulo the number of `devices`, so that `num_stages` is a
-            multiple of it), `"zero_bubble"` (as 1F1B, with the gradients of
-            weights in what was bubble), or a `tf_gpipe.Schedule`. `"1f1b"`
-            holds fewer activations than `"gpipe"`, which accepts losses that
-            need the whole mini-batch; `"interleaved"` and `"zero_bubble"`
-            have smaller bubbles. Defaults to `"1f1b"`.
+        schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as
+            1F1B, with more forward passes ahead, while which activations and
+            gradients travel), `"gpipe"` (all forward, then all backward),
+            `"interleaved"` (as 1F1B, stage s on device s modulo the number of
+            `devices`, so that `num_stages` is a multiple of it),
+            `"zero_bubble"` (as 1F1B, with the gradients of weights in what
+            was bubble), or a `tf_gpipe.Schedule`. `"1f1b"` holds the fewest
+            activations; `"gpipe"` accepts losses that need the whole
+            mini-batch; `"eager_1f1b"` is for slow connections;
+            `"interleaved"` and `"zero_bubble"` have smaller bubbles. Defaults
+            to `"1f1b"`.
         remat: Which micro-batches keep only the input of each stage and
             compute the activations again for the backward pass: `"always"`,
             `"except_last"` (all but the last one) or `"never"`. None is where

@@ -38,7 +38,10 @@ flags.DEFINE_string(
     "stage, as in 5,4.",
 )
 flags.DEFINE_enum(
-    "schedule", "1f1b", ["gpipe", "1f1b"], "Order of micro-batches."
+    "schedule",
+    "1f1b",
+    ["1f1b", "eager_1f1b", "gpipe", "zero_bubble"],
+    "Order of micro-batches.",
 )
 flags.DEFINE_enum(
     "remat",

@@ -100,6 +100,21 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain_dense(8), pipelined)
 
+    @parameterized.parameters(
+        (2, 4, "always", 8), (4, 7, "except_last", 8), (4, 8, "never", 7)
+    )
+    def test_eager_1f1b(self, num_stages, num_micro_batches, remat, rows):
+        pipelined = comparison.train(
+            dense,
+            batches([rows]),
+            **CLASSIFIES,
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            schedule="eager_1f1b",
+            remat=remat,
+        )
+        comparison.assert_same(self, plain_dense(rows), pipelined)
+
     @parameterized.product(
         num_stages=(2, 4),
         num_micro_batches=(2, 4),
@@ -451,6 +466,8 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         ("1f1b", "never", 0, 4),
         # Where the backward pass follows at once.
         ("1f1b", "always", 1, 4),
+        ("eager_1f1b", "always", 0, 8),
+        ("eager_1f1b", "always", 1, 4),
         ("zero_bubble", "always", 0, 8),
         ("zero_bubble", "never", 0, 4),
         ("zero_bubble", "always", 1, 4),

@@ -49,7 +49,7 @@ class Logged(keras.layers.Layer):
 
 class OrderTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
-        schedule=("1f1b", "gpipe", "interleaved", "zero_bubble"),
+        schedule=("1f1b", "eager_1f1b", "gpipe", "interleaved", "zero_bubble"),
         devices=(["CPU:0", "CPU:1"], ["CPU:0"] * 4),
     )
     def test_order(self, schedule, devices):

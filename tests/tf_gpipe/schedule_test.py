@@ -69,8 +69,25 @@ class ScheduleTest(parameterized.TestCase):
         self.assertEqual(clock(plan), picture)
         self.assertEqual(plan.forwards_first, num_micro_batches == 1)
 
+    @parameterized.parameters(
+        (1, 3, ["F0 B0 F1 B1 F2 B2"]),
+        (2, 3, ["F0 F1 F2 B0  . B1  . B2", " . F0 B0 F1 B1 F2 B2  ."]),
+        (
+            3,
+            4,
+            [
+                "F0 F1 F2 F3  . B0  . B1  . B2  . B3",
+                " . F0 F1 F2 B0 F3 B1  . B2  . B3  .",
+                " .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .",
+            ],
+        ),
+    )
+    def test_eager_one_f_one_b(self, num_stages, num_micro_batches, picture):
+        plan = schedules.eager_one_f_one_b(num_stages, num_micro_batches)
+        self.assertEqual(clock(plan), picture)
+
     @parameterized.product(
-        name=("gpipe", "1f1b"),
+        name=("gpipe", "1f1b", "eager_1f1b"),
         num_stages=(1, 2, 3, 5, 8),
         num_micro_batches=(1, 2, 3, 7, 16),
     )

@@ -72,6 +72,31 @@ class SimulateTest(parameterized.TestCase):
             max(result.peak_micro_batches), max(unsplit.peak_micro_batches)
         )
 
+    @parameterized.product(
+        num_stages=(1, 2, 3, 4, 8), num_micro_batches=(1, 7, 32)
+    )
+    def test_eager_one_f_one_b(self, num_stages, num_micro_batches):
+        transfer = 0.5
+        eager, usual, gpipe = (
+            simulate(
+                schedules.get(name, num_stages, num_micro_batches),
+                transfer=transfer,
+            )
+            for name in ("eager_1f1b", "1f1b", "gpipe")
+        )
+        # Transfers take time only on the way of the first micro-batch to the
+        # last stage, and on that of the last one back.
+        self.assertAlmostEqual(eager.makespan, gpipe.makespan)
+        exposed = min(num_stages, num_micro_batches) > 1
+        self.assertEqual(eager.makespan < usual.makespan - 1e-9, exposed)
+        self.assertEqual(
+            eager.peak_micro_batches,
+            [
+                min(2 * (num_stages - k) - 1, num_micro_batches)
+                for k in range(num_stages)
+            ],
+        )
+
     def test_gradients_of_weights(self):
         schedule = schedules.zero_bubble(2, 2)
         spans = simulate(schedule, 1.0, 5.0, weights=[2.0, 1.0]).spans

@@ -166,8 +166,8 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             [
                 ("tf_gpipe", "one core"),
                 ("tf_gpipe", "1f1b"),
+                ("tf_gpipe", "eager_1f1b"),
                 ("tf_gpipe", "zero_bubble"),
-                ("Keras fit", "one core"),
             ],
         )
 

@@ -113,9 +113,9 @@ def of_stages(
 ) -> list[float]:
     """Returns how many times as much a layer costs in each stage.
 
-    A stage that recomputes takes a third more time, so the last one of `1f1b`
-    and `zero_bubble`, which never does, gets more layers. What a function
-    given as `balance` measures is not known, and nothing is added to it.
+    A stage that recomputes takes a third more time, so one that never does,
+    such as the last one of `1f1b`, gets more layers. What a function given as
+    `balance` measures is not known, and nothing is added to it.
     """
     if balance not in ("flops", "time"):
         return [1.0] * schedule.num_stages

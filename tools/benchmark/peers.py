@@ -39,7 +39,9 @@ class _Peer:
 
 
 _PEERS = {
-    "tf_gpipe": _Peer("pipelined", "tensorflow", ("1f1b", "zero_bubble")),
+    "tf_gpipe": _Peer(
+        "pipelined", "tensorflow", ("1f1b", "eager_1f1b", "zero_bubble")
+    ),
     "Keras fit": _Peer("keras_fit", "tensorflow"),
     "torch.distributed.pipelining": _Peer(
         "torch_pipelining", "torch", ("gpipe", "1f1b")
