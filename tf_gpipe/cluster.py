@@ -11,6 +11,8 @@ from tensorflow.python.eager import context
 _JOB = "worker"
 # Time for a worker to answer at all, once it has been there.
 _PROBE_SECONDS = 2.0
+# Time for the sockets of a process that ends to close.
+_CLOSING_SECONDS = 2.0
 
 
 def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
@@ -82,6 +84,18 @@ def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
         cpus = [x for x in own if x.device_type == "CPU"]
         devices += [x.name for x in accelerators or cpus[:1]]
     return devices
+
+
+def soon_unreachable(addresses: Iterable[str]) -> list[str]:
+    """As `unreachable`, after a connection has broken.
+
+    The sockets of a process that is killed close one after another: for a
+    moment it may still answer.
+    """
+    end = time.monotonic() + _CLOSING_SECONDS
+    while not (found := unreachable(addresses)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
 
 
 def unreachable(addresses: Iterable[str]) -> list[str]:

@@ -46,9 +46,11 @@ def _diagnosis(model: Any, error: tf.errors.OpError) -> str | None:
             address = cluster.address(device)
             if address is not None:
                 stages.setdefault(address, []).append(str(stage.index))
-    gone = cluster.unreachable(stages)
     # What a worker that was started again says to a client of the old one.
     again = "Unable to find a context_id" in error.message
+    broken = isinstance(error, tf.errors.UnavailableError) and not again
+    find = cluster.soon_unreachable if broken else cluster.unreachable
+    gone = find(stages)
     if not gone and not again:
         return None
     lines = [

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -102,6 +103,19 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(process.stdout.readline(), "training\n")
         process.kill()
         process.wait()
+
+    def test_worker_that_is_closing_its_sockets(self):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+
+            def close():
+                server.accept()[0].close()
+                server.close()
+
+            closing = threading.Thread(target=close)
+            closing.start()
+            self.assertEqual(cluster.soon_unreachable([address]), [address])
+            closing.join()
 
     def test_only_the_address_of_bind_is_served(self):
         host, port = self.addresses[0].split(":")
