@@ -111,6 +111,8 @@ class _Follower:
                 # TensorFlow keeps scopes from it, and runs it there.
                 tensor = tensor.op.inputs[0]
                 continue
+            if tensor.op.type != "Placeholder":
+                break
             if id(tensor) not in self._outer:
                 self._outer.update((id(y), x) for x, y in tensor.graph.captures)
             if id(tensor) not in self._outer:

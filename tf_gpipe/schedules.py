@@ -208,7 +208,7 @@ def _one_stage(k: int, num_micro_batches: int, warmup: int) -> list[Task]:
     return _alternating(
         [Task(FORWARD, k, m) for m in range(num_micro_batches)],
         [Task(BACKWARD, k, m) for m in range(num_micro_batches)],
-        min(warmup, num_micro_batches),
+        warmup,
     )
 
 

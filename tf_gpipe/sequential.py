@@ -44,8 +44,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             returns a number. Costs are those of a batch of one row, if the
             `Input` gives no batch size. Defaults to `"parameters"`.
         schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as
-            1F1B, with more forward passes ahead, while which activations and
-            gradients travel), `"gpipe"` (all forward, then all backward),
+            1F1B, with more forward passes ahead, which run while activations
+            and gradients travel), `"gpipe"` (all forward, then all backward),
             `"interleaved"` (as 1F1B, stage s on device s modulo the number of
             `devices`, so that `num_stages` is a multiple of it),
             `"zero_bubble"` (as 1F1B, with the gradients of weights in what

@@ -162,12 +162,13 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             "--num_repeats=1",
         )
         self.assertEqual(
-            [(row["library"], row["schedule"]) for row in found["rows"]][:4],
+            [(row["library"], row["schedule"]) for row in found["rows"]][:5],
             [
                 ("tf_gpipe", "one core"),
                 ("tf_gpipe", "1f1b"),
                 ("tf_gpipe", "eager_1f1b"),
                 ("tf_gpipe", "zero_bubble"),
+                ("Keras fit", "one core"),
             ],
         )
 
