@@ -19,6 +19,9 @@ from trainers.command_line import UserError
 from trainers.interruption import StopOnSignal
 from trainers.interruption import Stopped
 from trainers.loss_log import LossLog
+from trainers.weight_averages import SwapAverages
+from trainers.weight_averages import has_averages
+from trainers.weight_averages import inner_optimizer
 
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
@@ -273,8 +276,7 @@ class Job:
 
     def _averages(self, model):
         """Tests with averages of the weights if the optimizer has them."""
-        use_ema = _optimizer(model).use_ema
-        return [keras.callbacks.SwapEMAWeights()] if use_ema else []
+        return [SwapAverages()] if has_averages(model) else []
 
     def _records(self, steps_per_epoch, position):
         if not self.workdir:
@@ -334,17 +336,12 @@ def _weights_are_kept(model):
     Keras does that at the end of each `fit`, of which there are two in a run
     that is resumed within an epoch.
     """
-    optimizer = _optimizer(model)
+    optimizer = inner_optimizer(model)
     use_ema = optimizer.use_ema
     yield keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: setattr(optimizer, "use_ema", False)
     )
     optimizer.use_ema = use_ema
-
-
-def _optimizer(model):
-    # A LossScaleOptimizer holds another one.
-    return getattr(model.optimizer, "inner_optimizer", model.optimizer)
 
 
 class _NotANumber(keras.callbacks.Callback):

@@ -1,12 +1,10 @@
 """Translates texts with a trained model."""
 
-import contextlib
-
-import keras
 import numpy as np
 
 from model_zoo import decoding
 from trainers import placeholders
+from trainers.weight_averages import averaged
 
 # Hypotheses that are extended at a time.
 _BATCH = 256
@@ -69,7 +67,7 @@ class Translator:
         order = np.argsort([len(source) for source in sources], kind="stable")
         rows = max(1, _BATCH // self._beam_size)
         translations = [""] * len(texts)
-        with _averaged(self._model):
+        with averaged(self._model):
             for start in range(0, len(order), rows):
                 selected = order[start : start + rows]
                 decoded = self._decode([sources[i] for i in selected])
@@ -91,21 +89,3 @@ class Translator:
             length_penalty=self._length_penalty,
         )
         return self._vocabulary.decode(tokens.numpy())
-
-
-@contextlib.contextmanager
-def _averaged(model):
-    """Has the model use averages of its weights, if there are any."""
-    optimizer = getattr(model, "optimizer", None)
-    # A LossScaleOptimizer holds another one.
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if not getattr(optimizer, "use_ema", False):
-        yield
-        return
-    swap = keras.callbacks.SwapEMAWeights()
-    swap.set_model(model)
-    swap.on_test_begin()
-    try:
-        yield
-    finally:
-        swap.on_test_end()
