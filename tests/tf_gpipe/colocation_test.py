@@ -3,9 +3,9 @@
 import keras
 import tensorflow as tf
 from absl.testing import parameterized
-from tensorflow.python.eager import context
 
 import tf_gpipe
+from tests.tf_gpipe.executed_graph import executed_graph
 
 LAYERS = keras.layers
 OPTIMIZERS = keras.optimizers
@@ -69,20 +69,8 @@ def home(x):
 
 def messages(model, x):
     """Returns the tensors that go from device to device in a step."""
-    # The graphs as TensorFlow will run them, optimised and cut up.
-    context.context().enable_run_metadata()
-    try:
-        model.train_on_batch(x, x)
-    finally:
-        found = context.context().export_run_metadata()
-        context.context().disable_run_metadata()
-    functions = [
-        [node for graph in function.partition_graphs for node in graph.node]
-        for function in found.function_graphs
-    ]
-    # The others are those of single operations.
-    step = max(functions, key=len)
-    return [x.name for x in step if x.op in ("_Send", "_HostSend")]
+    step = executed_graph(model.train_on_batch, x, x)
+    return [node.name for node in step if node.op in ("_Send", "_HostSend")]
 
 
 def moved(function):

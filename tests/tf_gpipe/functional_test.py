@@ -1,5 +1,6 @@
 """`PipelinedModel`: graphs with skips, several inputs and outputs."""
 
+import collections
 import pathlib
 
 import keras
@@ -9,10 +10,10 @@ import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
 from keras import ops
-from tensorflow.python.eager import context
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
+from tests.tf_gpipe.executed_graph import executed_graph
 
 GRID = {
     "num_micro_batches": (1, 4),
@@ -363,18 +364,11 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
         )
         step = tf.function(lambda x: model(x, training=False))
         x = tf.constant(numbers(4, 6))
-        context.enable_run_metadata()
-        try:
-            step(x)
-            metadata = context.export_run_metadata()
-        finally:
-            context.disable_run_metadata()
-        received = {}
-        for graph in metadata.partition_graphs:
-            for node in graph.node:
-                if node.op == "_Recv" and "F0.0" in node.name:
-                    device = node.device[-1]
-                    received[device] = received.get(device, 0) + 1
+        received = collections.Counter(
+            node.device[-1]
+            for node in executed_graph(step, x)
+            if node.op == "_Recv" and "F0.0" in node.name
+        )
         self.assertEqual(received, {"1": 1, "2": 1})
 
     @parameterized.parameters("float32", "float16")
