@@ -3,7 +3,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import os
 import pathlib
 import resource
 import signal
@@ -97,7 +96,7 @@ def _signal_after(calls):
         before(self, batch, logs)
         count += 1
         if count == calls:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     with mock.patch.object(job._NotANumber, "on_train_batch_end", send):
         yield

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import math
-import os
 import pathlib
 import signal
 import subprocess
@@ -220,7 +219,7 @@ class ModesTest(TestCase):
         def stop(self, batch, logs=None):
             # In the second epoch, after its first step.
             if len(list(workdirs[1].glob("checkpoints/*00001*"))):
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
 
         with (
             mock.patch.object(
