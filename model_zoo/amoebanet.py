@@ -12,6 +12,9 @@ https://arxiv.org/abs/1811.06965, Table 1, come out.
 import keras
 from keras import ops
 
+from model_zoo.chain import build_chain
+from model_zoo.chain import call_chain
+
 # A cell's states: 0 is its input, 1 the input of the cell before it, both
 # projected to its number of filters. The operations, each with the state that
 # it takes, follow in pairs: the sum of a pair is the next state.
@@ -88,16 +91,15 @@ class FactorizedReduction(keras.layers.Layer):
         self.norm = _normalization(momentum, name="norm")
 
     def build(self, input_shape):
-        self.relu.build(input_shape)
-        _build_chain([*self.shift, self.conv_2], input_shape)
-        self.conv_1.build(input_shape)
-        self.norm.build(self.compute_output_shape(input_shape))
+        build_chain(self, [self.relu, self.conv_1], input_shape)
+        build_chain(self, [*self.shift, self.conv_2], input_shape)
+        build_chain(self, [self.norm], self.compute_output_shape(input_shape))
 
-    def call(self, x, training=None):
+    def call(self, x):
         x = self.relu(x)
-        shifted = _call_chain(self.shift, x, training)
+        shifted = call_chain(self.shift, x)
         x = ops.concatenate([self.conv_1(x), self.conv_2(shifted)], axis=-1)
-        return self.norm(x, training=training)
+        return self.norm(x)
 
     def compute_output_shape(self, input_shape):
         return (*_resolution(input_shape, 2), self.filters)
@@ -206,26 +208,26 @@ class AmoebaNetCell(keras.layers.Layer):
                 self.filters, 1, 1, self.momentum, "previous"
             )
         shapes = [
-            _build_chain(self.project_input, x),
-            _build_chain(self.project_previous, previous),
+            build_chain(self, self.project_input, x),
+            build_chain(self, self.project_previous, previous),
         ]
         for index, chain in enumerate(self.operations):
-            shape = _build_chain(chain, shapes[self.sources[index]])
+            shape = build_chain(self, chain, shapes[self.sources[index]])
             if index % 2:
                 shapes.append(shape)
 
-    def call(self, inputs, training=None):
+    def call(self, inputs):
         if not isinstance(inputs, (list, tuple)):
             inputs = (inputs, inputs)
         x, previous, *others = inputs
         states = [
-            _call_chain(self.project_input, x, training),
-            _call_chain(self.project_previous, previous, training),
+            call_chain(self.project_input, x),
+            call_chain(self.project_previous, previous),
         ]
 
         def result(index):
             state = states[self.sources[index]]
-            return _call_chain(self.operations[index], state, training)
+            return call_chain(self.operations[index], state)
 
         for index in range(0, len(self.operations), 2):
             states.append(result(index) + result(index + 1))
@@ -300,7 +302,7 @@ class AuxiliaryHead(keras.layers.Layer):
             _normalization(self.momentum, name="norm_1"),
             keras.layers.ReLU(name="relu_1"),
         ]
-        left = _build_chain(head, shape)
+        left = build_chain(self, head, shape)
         tail = [
             _convolution(768, left[1:3], 1, name="conv_2", padding="valid"),
             _normalization(self.momentum, name="norm_2"),
@@ -308,11 +310,11 @@ class AuxiliaryHead(keras.layers.Layer):
             keras.layers.Flatten(name="flatten"),
             keras.layers.Dense(self.num_classes, name="logits"),
         ]
-        _build_chain(tail, left)
+        build_chain(self, tail, left)
         self.chain = [*head, *tail]
 
-    def call(self, inputs, training=None):
-        return (*inputs, _call_chain(self.chain, inputs[0], training))
+    def call(self, inputs):
+        return (*inputs, call_chain(self.chain, inputs[0]))
 
     def compute_output_shape(self, input_shape):
         shapes = _shapes(input_shape)
@@ -364,11 +366,11 @@ class Classifier(keras.layers.Layer):
         ]
 
     def build(self, input_shape):
-        _build_chain(self.chain, input_shape[0])
+        build_chain(self, self.chain, input_shape[0])
 
-    def call(self, inputs, training=None):
+    def call(self, inputs):
         x, _, *aux_logits = inputs
-        return _outputs(_call_chain(self.chain, x, training), aux_logits)
+        return _outputs(call_chain(self.chain, x), aux_logits)
 
     def compute_output_shape(self, input_shape):
         x, _, *aux_logits = _shapes(input_shape)
@@ -531,13 +533,6 @@ def amoebanet_d(
     return layers
 
 
-_DEPENDS_ON_TRAINING = (
-    keras.layers.BatchNormalization,
-    keras.layers.Dropout,
-    FactorizedReduction,
-)
-
-
 def _operation(kind, filters, strides, drop_path, momentum, name):
     """Returns an operation of a cell, as a list of layers."""
     # The larger convolutions work on a quarter of the channels.
@@ -598,22 +593,6 @@ def _convolution(filters, size, strides, name, padding="same"):
 
 def _normalization(momentum, name):
     return keras.layers.BatchNormalization(momentum=momentum, name=name)
-
-
-def _build_chain(layers, shape):
-    for layer in layers:
-        layer.build(shape)
-        shape = layer.compute_output_shape(shape)
-    return shape
-
-
-def _call_chain(layers, inputs, training):
-    for layer in layers:
-        if isinstance(layer, _DEPENDS_ON_TRAINING):
-            inputs = layer(inputs, training=training)
-        else:
-            inputs = layer(inputs)
-    return inputs
 
 
 def _shapes(input_shape):

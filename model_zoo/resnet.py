@@ -6,6 +6,9 @@ CVPR 2016, https://arxiv.org/abs/1512.03385.
 
 import keras
 
+from model_zoo.chain import build_chain
+from model_zoo.chain import call_chain
+
 # The epsilon of the batch normalisations in `keras.applications.ResNet50`.
 _RESNET_EPSILON = 1.001e-5
 
@@ -26,17 +29,17 @@ class _Residual(keras.layers.Layer):
         self.add = keras.layers.Add(name="add")
 
     def build(self, input_shape):
-        output_shape = _build_chain(self.main_path, input_shape)
+        output_shape = build_chain(self, self.main_path, input_shape)
         channels = output_shape[-1]
         if self.strides != 1 or input_shape[-1] != channels:
             self.shortcut = self._projection(channels)
-        _build_chain(self.shortcut, input_shape)
-        self.add.build([output_shape, output_shape])
-        self.relu.build(output_shape)
+        build_chain(self, self.shortcut, input_shape)
+        build_chain(self, [self.add], [output_shape, output_shape])
+        build_chain(self, [self.relu], output_shape)
 
-    def call(self, inputs, training=None):
-        outputs = _call_chain(self.main_path, inputs, training)
-        shortcut = _call_chain(self.shortcut, inputs, training)
+    def call(self, inputs):
+        outputs = call_chain(self.main_path, inputs)
+        shortcut = call_chain(self.shortcut, inputs)
         return self.relu(self.add([outputs, shortcut]))
 
     def compute_output_shape(self, input_shape):
@@ -354,19 +357,3 @@ def _normalization(momentum, epsilon=1e-3, *, name):
     return keras.layers.BatchNormalization(
         momentum=momentum, epsilon=epsilon, name=name
     )
-
-
-def _build_chain(layers, shape):
-    for layer in layers:
-        layer.build(shape)
-        shape = layer.compute_output_shape(shape)
-    return shape
-
-
-def _call_chain(layers, inputs, training):
-    for layer in layers:
-        if isinstance(layer, keras.layers.BatchNormalization):
-            inputs = layer(inputs, training=training)
-        else:
-            inputs = layer(inputs)
-    return inputs

@@ -10,6 +10,8 @@ https://arxiv.org/abs/1811.06965, Table 1.
 import keras
 from keras import ops
 
+from model_zoo.chain import build_chain
+
 
 @keras.saving.register_keras_serializable(package="model_zoo")
 class SinusoidalPositions(keras.layers.Layer):
@@ -91,14 +93,19 @@ class CausalTransformerBlock(keras.layers.Layer):
                 f"num_heads={self.num_heads}, input_shape={input_shape}"
             )
         self.attention = keras.layers.MultiHeadAttention(
-            self.num_heads, dim // self.num_heads, name="attention"
+            self.num_heads,
+            dim // self.num_heads,
+            dtype=self.dtype_policy,
+            name="attention",
         )
         self.outer = keras.layers.Dense(dim, name="outer")
-        self.norm_1.build(input_shape)
+        build_chain(self, [self.norm_1, self.drop_1], input_shape)
         self.attention.build(input_shape, input_shape)
-        self.norm_2.build(input_shape)
-        self.inner.build(input_shape)
-        self.outer.build((*input_shape[:-1], self.ffn_dim))
+        build_chain(
+            self,
+            [self.norm_2, self.inner, self.outer, self.drop_2],
+            input_shape,
+        )
 
     def call(self, x, training=None):
         h = self.norm_1(x)
