@@ -25,12 +25,12 @@ import json
 import pathlib
 import shlex
 import statistics
-import subprocess
 import sys
 
 from rich.console import Console
 from rich.table import Table
 
+from tools import foreground
 from trainers.command_line import UserError
 from trainers.sentence_pairs import SentencePairs
 
@@ -204,13 +204,22 @@ def _scores(row, flags, workdir):
         *row.flags,
         *flags,
     ]
+    made = workdir / "command.txt"
+    text = shlex.join(["python", *command[1:]])
+    if made.exists() and made.read_text() != text:
+        sys.exit(
+            f"Error: the run in {workdir} was made with other flags: "
+            f"{made.read_text()}\nRepeat those, or choose another --workdir. "
+            f"Received: {' '.join(flags)}"
+        )
     if not path.exists():
-        print(shlex.join(["python", *command[1:]]), flush=True)
-        result = subprocess.run(
+        print(text, flush=True)
+        status = foreground.call(
             [*command, "--verbose=2"], cwd=_ROOT, stdout=sys.stderr
         )
-        if result.returncode:
+        if status:
             sys.exit(f"Error: the run in {workdir} has failed; see above.")
+        made.write_text(text)
     directions = json.loads(path.read_text())["directions"]
     return {x["target"]: x for x in directions}
 

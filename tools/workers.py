@@ -14,6 +14,8 @@ import subprocess
 import sys
 
 import tf_gpipe
+from tools import command_line
+from tools import foreground
 
 # The environment of workers whose memory is measured. Without it, memory that
 # TensorFlow has given back would be kept: by the allocator of oneDNN all of it,
@@ -50,6 +52,8 @@ class Worker:
             text=True,
             env={**os.environ, **(environment or {})},
             preexec_fn=confine,
+            # Ctrl-C is for the command, which may want them to the end.
+            start_new_session=True,
         )
         self.address = self.device = None
 
@@ -156,16 +160,18 @@ def main():
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("num_workers", type=int, help="how many to start")
+    parser.add_argument(
+        "num_workers", type=command_line.positive, help="how many to start"
+    )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="what to run, with arguments"
     )
     args = parser.parse_args()
-    if args.num_workers < 1 or not args.command:
-        parser.error("a number of workers above 0 and a command are needed")
+    if not args.command:
+        parser.error("a command to run is needed")
     with started(args.num_workers) as workers:
         addresses = ",".join(worker.address for worker in workers)
-        status = subprocess.call([*args.command, f"--workers={addresses}"])
+        status = foreground.call([*args.command, f"--workers={addresses}"])
     sys.exit(status)
 
 

@@ -209,6 +209,40 @@ class CommandTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(num_unreachable, "0")
         self.assertLen(cluster.unreachable([first, second]), 2)
 
+    @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
+    def test_a_command_with_workers_ends_as_it_wants(self, number):
+        # It has to say that it can be stopped, and what it finds then.
+        program = (
+            "import signal, sys; from tf_gpipe import cluster; "
+            "a = sys.argv[-1].removeprefix('--workers=').split(','); "
+            "stop = lambda *_: "
+            "sys.exit(5 + len(cluster.unreachable(a))); "
+            f"signal.signal({int(number)}, stop); "
+            "print('ready', flush=True); signal.pause()"
+        )
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tools.workers",
+                "1",
+                sys.executable,
+                "-c",
+                program,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.assertEqual(process.stdout.readline(), "ready\n")
+        if number == signal.SIGINT:
+            # As a terminal does: to all that it has started.
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        self.assertEqual(process.wait(), 5)
+        process.stdout.close()
+
 
 if __name__ == "__main__":
     tf.test.main()

@@ -147,6 +147,24 @@ class ExperimentsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual({x["languages"] for x in found}, {"all"})
         self.assertIn("8192 tokens", printed)
 
+    def test_scores_of_other_flags(self):
+        directory = self.make_directory()
+
+        def run(command, cwd, stdout):
+            (workdir,) = (
+                x.removeprefix("--workdir=")
+                for x in command
+                if x.startswith("--workdir=")
+            )
+            self.write(pathlib.Path(workdir), xx=1.0)
+            return 0
+
+        with mock.patch.object(translation_experiments.foreground, "call", run):
+            for _ in range(2):
+                self.main("batch", f"--workdir={directory}", "--num_epochs=1")
+            with self.assertRaisesRegex(SystemExit, "with other flags: .*=1\n"):
+                self.main("batch", f"--workdir={directory}")
+
     def test_failure(self):
         with self.assertRaisesRegex(SystemExit, "^Error: the run .* failed"):
             self.main(
