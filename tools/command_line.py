@@ -1,6 +1,7 @@
 """Flags that commands about a schedule share."""
 
 import argparse
+import math
 
 from tf_gpipe import remat
 from tf_gpipe import schedules
@@ -65,6 +66,17 @@ def positive(text):
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+    return value
+
+
+def positive_number(text):
+    """Returns a positive number, as the type of a flag."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"not a positive number: {text!r}")
     return value
 
 

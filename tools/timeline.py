@@ -111,9 +111,15 @@ def make_parser():
 def main(argv=None):
     parser = make_parser()
     args = command_line.parse(parser, argv)
-    for name in ("workers", "model_args"):
-        if getattr(args, name) and not args.model:
+    for name in ("workers", "model_args", "batch_size", "num_steps"):
+        if getattr(args, name) != parser.get_default(name) and not args.model:
             parser.error(f"--{name} needs --model")
+    for name in ("forward", "backward", "recompute", "transfer"):
+        if getattr(args, name) != parser.get_default(name) and args.model:
+            parser.error(f"--{name} is for a step on paper, without --model")
+    if args.num_steps < 3:
+        # The first is traced, and times are from step to step.
+        parser.error(f"--num_steps must be at least 3, not {args.num_steps}")
     try:
         rows, ratio = measured(args) if args.model else (simulated(args), None)
         spans, devices = list(rows.values())[-1]

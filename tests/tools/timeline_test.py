@@ -91,6 +91,12 @@ class TimelineTest(parameterized.TestCase):
         ),
         (["--model_args=x=1"], "--model_args needs --model"),
         (["--workers"], "--workers needs --model"),
+        (["--batch_size=8"], "--batch_size needs --model"),
+        (
+            ["--model=resnet_small", "--transfer=1"],
+            "--transfer is for a step on paper",
+        ),
+        (["--model=resnet_small", "--num_steps=2"], "must be at least 3"),
         (["--forward=1,2"], "`forward` must be a number or a list of 4"),
         (["--backward=1,,2"], "--backward: not a number"),
         (["--transfer=inf"], "--transfer: not a number"),

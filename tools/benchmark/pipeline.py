@@ -66,7 +66,7 @@ def add_arguments(parser):
     )
     parser.add_argument(
         "--wait",
-        type=float,
+        type=command_line.positive_number,
         help="seconds that a step waits on one simulated accelerator, "
         f"{_WAIT} if not given",
     )
@@ -95,7 +95,7 @@ def main(args):
     what = args.workload or "transformer"
     make, balance = workloads.WORKLOADS[what], "flops"
     if simulated:
-        wait = args.wait or _WAIT
+        wait = _WAIT if args.wait is None else args.wait
         what, balance = f"waiting for {wait:g} s", "parameters"
         forward = wait / 3 / args.batch_size
     grid = list(

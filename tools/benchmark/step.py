@@ -5,15 +5,16 @@ import statistics
 import keras
 
 import tf_gpipe
+from tools import command_line
 from tools.benchmark import timing
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
 
 
 def add_arguments(parser):
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--num_steps", type=int, default=5)
-    parser.add_argument("--num_repeats", type=int, default=9)
+    parser.add_argument("--batch_size", type=command_line.positive, default=64)
+    parser.add_argument("--num_steps", type=command_line.positive, default=5)
+    parser.add_argument("--num_repeats", type=command_line.positive, default=9)
 
 
 def main(args):

@@ -7,6 +7,7 @@ import time
 import keras
 
 import tf_gpipe
+from tools import command_line
 from tools import local_devices
 from tools.benchmark import fresh
 from tools.benchmark import timing
@@ -15,13 +16,15 @@ from tools.benchmark.report import Report
 
 
 def add_arguments(parser):
-    parser.add_argument("--num_stages", type=int, default=4)
-    parser.add_argument("--num_micro_batches", type=int, default=32)
-    parser.add_argument("--num_blocks", type=int, default=24)
-    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--num_stages", type=command_line.positive, default=4)
+    parser.add_argument(
+        "--num_micro_batches", type=command_line.positive, default=32
+    )
+    parser.add_argument("--num_blocks", type=command_line.positive, default=24)
+    parser.add_argument("--batch_size", type=command_line.positive, default=64)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--remat", default="always")
-    parser.add_argument("--num_repeats", type=int, default=3)
+    parser.add_argument("--num_repeats", type=command_line.positive, default=3)
     parser.add_argument(
         "--only", choices=("keras", "tf_gpipe"), help="measure this one only"
     )
