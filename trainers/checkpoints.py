@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shutil
+import warnings
 from typing import NamedTuple
 
 import h5py
@@ -80,28 +81,30 @@ class Checkpoints(keras.callbacks.Callback):
         """Loads the last checkpoint, if there is one.
 
         Args:
-            model: A built and compiled `keras.Model`.
+            model: A built and compiled pipeline.
 
         Raises:
-            UserError: If the checkpoint is not one of this model.
+            UserError: If the checkpoint is not one of this model and its
+                optimizer.
         """
         path = newest(self.directory)
         if path is None:
             return
-        # Keras skips the optimizer's state in the file if the optimizer has
-        # no variables yet.
-        model.optimizer.build(model.trainable_variables)
         try:
-            model.load_weights(path)
+            with warnings.catch_warnings():
+                # Keras leaves out an optimizer's state that does not fit.
+                warnings.filterwarnings("error", "Skipping variable loading")
+                model.load_weights(path)
             with h5py.File(path) as file:
                 seeds = file[_SEEDS][:]
             for variable, seed in zip(_seeds(model), seeds, strict=True):
                 variable.assign(seed)
-        except (KeyError, OSError, ValueError) as error:
+        except (KeyError, OSError, UserWarning, ValueError) as error:
             # Keras lists every variable with its values.
             raise UserError(
-                f"The checkpoint {path} is damaged or not one of this model. "
-                "Choose another directory, or the flags that it was made with."
+                f"The checkpoint {path} is damaged or not one of this model "
+                "and its optimizer. Choose another directory, or the flags "
+                "that it was made with."
             ) from error
 
     def position(self):

@@ -33,11 +33,9 @@ class Hardware:
 
     def agree(self, number):
         """Returns whether all processes call it with the same number."""
-        total = self.strategy.reduce(
-            "SUM",
-            self.strategy.run(lambda: tf.constant(float(number))),
-            axis=None,
-        )
+        # TPUs run nothing but compiled functions.
+        mine = tf.function(lambda: tf.constant(float(number)))
+        total = self.strategy.reduce("SUM", self.strategy.run(mine), axis=None)
         return float(total) == number * self.num_replicas
 
 

@@ -153,6 +153,13 @@ def train_and_evaluate(
             machine or the checkpoint (nothing has been trained then), or a
             worker process has failed, the data is damaged or a disk full.
     """
+    of_the_data = {"num_classes", "input_shape"} & set(model_args or {})
+    if of_the_data:
+        raise UserError(
+            "The number of classes and the shape of images follow from the "
+            "data and --image_size. Received in --model_args: "
+            f"{', '.join(sorted(of_the_data))}"
+        )
     # First of all: TensorFlow's devices are fixed once it has started.
     job = Job(config)
     if batch_size % job.hardware.num_replicas:
@@ -234,7 +241,6 @@ class _TopKAccuracy(keras.metrics.TopKCategoricalAccuracy):
 
 def main():
     config = job_flags.job()
-    job_flags.keep()
     dataset, data_dir = job_flags.data()
     train_and_evaluate(
         config,

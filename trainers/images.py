@@ -16,6 +16,9 @@ from trainers.command_line import UserError
 # shuffled, so it need not hold all of a large one.
 _SHUFFLE_BUFFER = 10_000
 
+# TensorFlow's, of graphs that no seed has been set for.
+_DEFAULT_SEED = 87654321
+
 
 @dataclasses.dataclass(frozen=True)
 class Images:
@@ -116,7 +119,14 @@ class Images:
             UserError: If a class has fewer images.
         """
         chosen = collections.defaultdict(list)
-        shuffled = self.train.shuffle(_SHUFFLE_BUFFER, seed=seed)
+
+        def shuffle(_):
+            # Of this function's graph: the choice must not depend on what has
+            # been set before.
+            tf.random.set_seed(_DEFAULT_SEED)
+            return self.train.shuffle(_SHUFFLE_BUFFER, seed=seed)
+
+        shuffled = tf.data.Dataset.range(1).flat_map(shuffle)
         for image, label in shuffled.as_numpy_iterator():
             if len(chosen[int(label)]) < count:
                 chosen[int(label)].append(image)
@@ -150,7 +160,7 @@ def load(name, data_dir=None, image_size=None):
     Args:
         name: String, name of a dataset with features `image` and `label`; a
             split `train`; and a split `test` or `validation`, of which the
-            first is used to test.
+            first that has labels is used to test.
         data_dir: Directory of prepared datasets. Defaults to that of TFDS.
         image_size: Positive integer, height and width to resize images to.
             Defaults to `None`, for those of the dataset, which must then be
@@ -175,10 +185,8 @@ def load(name, data_dir=None, image_size=None):
     # Whatever the dataset's own code, the network or the disk may raise.
     except Exception as error:
         raise UserError(f"Cannot load dataset {name!r}: {error}") from error
-    test = next((key for key in ("test", "validation") if key in splits), None)
     if (
         "train" not in splits
-        or test is None
         or info.supervised_keys != ("image", "label")
         or not isinstance(info.features["image"], tfds.features.Image)
         or not isinstance(info.features["label"], tfds.features.ClassLabel)
@@ -187,6 +195,19 @@ def load(name, data_dir=None, image_size=None):
             f"Dataset {name!r} cannot be used. Expected images with a label "
             "each, in splits 'train' and 'test' or 'validation'. "
             f"Received: features={info.features}, splits={list(splits)}"
+        )
+    test = next(
+        (
+            splits[key]
+            for key in ("test", "validation")
+            if key in splits and _has_labels(splits[key])
+        ),
+        None,
+    )
+    if test is None:
+        raise UserError(
+            f"Dataset {name!r} has no images to test with: no split 'test' or "
+            f"'validation' with labels. Received: splits={list(splits)}"
         )
     feature = info.features["image"]
     shape = tuple(feature.shape)
@@ -199,12 +220,17 @@ def load(name, data_dir=None, image_size=None):
         )
     return Images(
         train=splits["train"],
-        test=splits[test],
+        test=test,
         num_classes=info.features["label"].num_classes,
         shape=shape,
         resize=shape != tuple(feature.shape),
         feature=feature,
     )
+
+
+def _has_labels(split):
+    """Returns whether the first image has; TFDS gives it -1 if not."""
+    return all(label >= 0 for _, label in split.take(1).as_numpy_iterator())
 
 
 def _by_batch(batches):

@@ -20,6 +20,7 @@ from trainers.interruption import StopOnSignal
 from trainers.interruption import Stopped
 from trainers.loss_log import LossLog
 from trainers.weight_averages import SwapAverages
+from trainers.weight_averages import averaged
 from trainers.weight_averages import has_averages
 from trainers.weight_averages import inner_optimizer
 
@@ -54,6 +55,8 @@ class JobConfig:
         workdir: Directory for checkpoints, losses and logs; `None` to keep
             nothing.
         verbose: `0`, `1` or `2`, as of `keras.Model.fit`.
+        flags: String, what flags.txt in `workdir` holds once training starts;
+            `None` for no such file.
     """
 
     num_stages: int = 2
@@ -72,6 +75,7 @@ class JobConfig:
     seed: int = 0
     workdir: str | pathlib.Path | None = None
     verbose: int = 1
+    flags: str | None = None
 
 
 class Job:
@@ -168,9 +172,12 @@ class Job:
         return model
 
     def _restore(self, model):
-        self._checkpoints = Checkpoints(
-            self.workdir / _CHECKPOINTS, self.hardware.is_chief
-        )
+        try:
+            self._checkpoints = Checkpoints(
+                self.workdir / _CHECKPOINTS, self.hardware.is_chief
+            )
+        except OSError as error:
+            raise UserError(f"Cannot write to --workdir: {error}") from error
         self._position = self._checkpoints.position()
         if not all(map(self.hardware.agree, self._position)):
             raise UserError(
@@ -226,7 +233,7 @@ class Job:
         callbacks = [
             *callbacks,
             _NotANumber(self._newest),
-            *self._averages(model),
+            *([SwapAverages()] if has_averages(model) else []),
             stop,
             *self._records(steps_per_epoch, Position(first, skipped)),
         ]
@@ -249,6 +256,8 @@ class Job:
             )
 
         with self._told_in_one_line(), stop:
+            if self.workdir and config.flags and self.hardware.is_chief:
+                (self.workdir / "flags.txt").write_text(config.flags)
             if skipped:
                 with _weights_are_kept(model) as callback:
                     fit(first, first + 1, skipped, [*callbacks, callback])
@@ -267,16 +276,8 @@ class Job:
     def evaluate(self, model, batches):
         """Returns what `model.evaluate` tells of `batches`, as a dictionary."""
         with self._told_in_one_line():
-            return model.evaluate(
-                batches,
-                verbose=0,
-                return_dict=True,
-                callbacks=self._averages(model),
-            )
-
-    def _averages(self, model):
-        """Tests with averages of the weights if the optimizer has them."""
-        return [SwapAverages()] if has_averages(model) else []
+            with averaged(model):
+                return model.evaluate(batches, verbose=0, return_dict=True)
 
     def _records(self, steps_per_epoch, position):
         if not self.workdir:

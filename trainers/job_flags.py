@@ -1,7 +1,6 @@
 """Flags of all trainers, and what they say as a configuration."""
 
 import dataclasses
-import pathlib
 import re
 
 from absl import flags
@@ -100,7 +99,7 @@ _LABEL_SMOOTHING = flags.DEFINE_float(
     lower_bound=0.0,
     upper_bound=1.0,
 )
-_WORKDIR = flags.DEFINE_string(
+flags.DEFINE_string(
     "workdir", None, "Directory to keep results in and to resume from."
 )
 flags.DEFINE_integer(
@@ -162,7 +161,7 @@ flags.register_validator(
 
 def job():
     """Returns the `JobConfig` that the flags tell."""
-    config = _from_flags(JobConfig)
+    config = _from_flags(JobConfig, flags=flags.FLAGS.flags_into_string())
     if re.fullmatch(r"\d+(,\d+)*", config.balance):
         counts = [int(count) for count in config.balance.split(",")]
         config = dataclasses.replace(config, balance=counts)
@@ -174,18 +173,6 @@ def optimization():
     config = _from_flags(Optimization)
     arguments = _arguments("optimizer_args", config.optimizer_args)
     return dataclasses.replace(config, optimizer_args=arguments)
-
-
-def keep():
-    """Writes the flags to the working directory, for `--flagfile`."""
-    if _WORKDIR.value is None:
-        return
-    try:
-        workdir = pathlib.Path(_WORKDIR.value)
-        workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / "flags.txt").write_text(flags.FLAGS.flags_into_string())
-    except OSError as error:
-        raise UserError(f"Cannot write to --workdir: {error}") from error
 
 
 def data():
@@ -203,9 +190,9 @@ def model_args():
     return _arguments("model_args", _MODEL_ARGS.value)
 
 
-def _from_flags(cls):
-    names = [field.name for field in dataclasses.fields(cls)]
-    return cls(**{name: flags.FLAGS[name].value for name in names})
+def _from_flags(cls, **others):
+    names = {field.name for field in dataclasses.fields(cls)} - set(others)
+    return cls(**{name: flags.FLAGS[name].value for name in names}, **others)
 
 
 def _arguments(flag, text):

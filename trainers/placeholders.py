@@ -20,7 +20,8 @@ SYMBOLS = tuple(chr(0xE000 + index) for index in range(NUM_SYMBOLS))
 
 _PLACEHOLDER = re.compile(
     # Of Python's % and of printf: %(name)s, %s, %d, %1$s.
-    r"%(?:\(\w+\)|\d+\$)?[sdif]\b"
+    # Not `\b`: where languages have no spaces, a letter may follow.
+    r"%(?:\(\w+\)|\d+\$)?[sdif](?![A-Za-z0-9_])"
     # Of format strings: {name}, {0}, {}.
     r"|\{[^{}\s]*\}"
     # Tags of HTML.

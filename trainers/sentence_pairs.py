@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import hashlib
-import unicodedata
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -171,7 +170,9 @@ def _read(name, data_dir, split):
                 rows = [chunk[x] for x in ("language", "source", "target")]
             found = collections.defaultdict(lambda: ([], []))
             for row in zip(*rows, strict=True):
-                language, english, text = map(_clean, row)
+                language, english, text = (
+                    message_pairs.normalized(tf.compat.as_text(x)) for x in row
+                )
                 if part and message_pairs.split_of(english) != part:
                     continue
                 if english and text:
@@ -234,8 +235,3 @@ def _load(name, data_dir, split):
         key = next(x for x in wanted if x in available)
         return builder.as_dataset(key), other, None
     return builder.as_dataset("train"), other, split
-
-
-def _clean(text):
-    # As the texts that vocabularies are trained on.
-    return unicodedata.normalize("NFC", tf.compat.as_text(text)).strip()

@@ -490,7 +490,6 @@ def main(texts):
     if mode == "evaluate":
         evaluate(config, optimization, **common)
         return
-    job_flags.keep()
     vocabulary = _VOCABULARY.value or vocabulary_path(
         common["pairs"].datasets,
         _VOCABULARY_SIZE.value,

@@ -4,6 +4,7 @@ import numpy as np
 
 from model_zoo import decoding
 from trainers import placeholders
+from trainers.datasets import message_pairs
 from trainers.weight_averages import averaged
 
 # Hypotheses that are extended at a time.
@@ -49,12 +50,14 @@ class Translator:
             languages: List of strings, the language to translate each into.
 
         Returns:
-            List of strings.
+            List of strings, empty ones for blank texts.
 
         Raises:
             UserError: If the vocabulary lacks a language.
         """
         vocabulary = self._vocabulary
+        # As the texts that the model was trained with.
+        texts = list(map(message_pairs.normalized, texts))
         found = [placeholders.find(text) for text in texts]
         masked = map(placeholders.replace, texts, found)
         sources = [
@@ -65,6 +68,7 @@ class Translator:
         ]
         # A batch takes as long as its longest translation.
         order = np.argsort([len(source) for source in sources], kind="stable")
+        order = [i for i in order if texts[i]]
         rows = max(1, _BATCH // self._beam_size)
         translations = [""] * len(texts)
         with averaged(self._model):

@@ -46,7 +46,8 @@ def averaged(model):
         y = model(x, training=False)
     ```
     """
-    if not has_averages(model):
+    # A model that has not been trained has none yet.
+    if not (has_averages(model) and model.optimizer.built):
         yield
         return
     swap = SwapAverages()

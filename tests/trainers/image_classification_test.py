@@ -79,6 +79,25 @@ class TinyImagesOfTwoClasses(TinyImages):
     NUM_CLASSES = 2
 
 
+class TinyImagesWithoutLabels(TinyImages):
+    """With a split to predict, as that of a competition."""
+
+    def _split_generators(self, dl_manager):
+        splits = super()._split_generators(dl_manager)
+        return {**splits, "test": self._without_labels()}
+
+    def _without_labels(self):
+        for index, example in self._generate_examples(31, 34):
+            yield index, {**example, "label": -1}
+
+
+class TinyImagesNotToTestWith(TinyImagesWithoutLabels):
+    def _split_generators(self, dl_manager):
+        splits = super()._split_generators(dl_manager)
+        del splits["validation"]
+        return splits
+
+
 class NoImages(TinyImages):
     def _generate_examples(self, start, stop):
         return iter(())
@@ -186,6 +205,24 @@ class ImagesTest(TestCase):
         images_of_test = np.concatenate([x for x, _ in batches])
         distance = np.abs(images_of_test - expected / 255).max((1, 2, 3))
         self.assertLess(distance.min(), 1e-6)
+
+    def test_split_without_labels(self):
+        data = images.load("tiny_images_without_labels", self.data_dir)
+        self.assertLen(data.test, 7)
+        with self.assertRaisesRegex(UserError, "no images to test with"):
+            images.load("tiny_images_not_to_test_with", self.data_dir)
+
+    def test_images_of_each_class_follow_from_the_seed(self):
+        data = images.load("tiny_images", self.data_dir)
+
+        def chosen(seed):
+            train = data.some_of_each_class(2, seed).train
+            return [x for x, _ in train.as_numpy_iterator()]
+
+        first = chosen(3)
+        keras.utils.set_random_seed(7)
+        self.assertEqual(chosen(3), first)
+        self.assertNotEqual(chosen(4), first)
 
     def test_order_follows_from_seed_and_epoch(self):
         data = images.load("tiny_images", self.data_dir)
@@ -471,6 +508,32 @@ class TrainTest(TestCase):
         with self.assertRaisesRegex(UserError, "not one of this model"):
             self.train(workdir=workdir)
 
+    @parameterized.parameters(
+        # As many epochs as there are, and more.
+        ({"ema": 0.9, "num_epochs": 1},),
+        ({"optimizer": "sgd", "optimizer_args": {}},),
+        ({"learning_rate_schedule": "constant"},),
+    )
+    def test_checkpoint_of_another_optimizer(self, others):
+        arguments = {
+            "workdir": self.make_directory(),
+            "learning_rate_schedule": "cosine",
+        }
+        self.train(num_epochs=1, flags="--as_before", **arguments)
+        with self.assertRaisesRegex(UserError, "and its optimizer"):
+            self.train(**{**arguments, "flags": "--refused", **others})
+        # A run that is refused leaves everything as it was.
+        kept = (arguments["workdir"] / "flags.txt").read_text()
+        self.assertEqual(kept, "--as_before")
+
+    def test_averages_before_training(self):
+        _, printed = self.train(num_epochs=0, ema=0.9)
+        self.assertIn("test accuracy", printed)
+
+    def test_what_the_data_tells(self):
+        with self.assertRaisesRegex(UserError, "--model_args: num_classes"):
+            self.train(model_args={"num_classes": 3})
+
     def test_damaged_checkpoint(self):
         workdir = self.make_directory()
         self.train(num_epochs=1, workdir=workdir)
@@ -682,7 +745,7 @@ class CommandLineTest(TestCase):
         self.assertEqual(config.remat, "never")
         self.assertEqual(optimization.optimizer_args, {"weight_decay": 0.1})
         self.assertEqual(train.call_args.kwargs["augmentation"].crop, "pad")
-        self.assertIn("--seed=3", (workdir / "flags.txt").read_text())
+        self.assertIn("--seed=3", config.flags)
 
 
 def _dense():

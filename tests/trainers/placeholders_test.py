@@ -10,8 +10,10 @@ class PlaceholdersTest(parameterized.TestCase):
         ("%s, %d, %1$s", ["%s", "%d", "%1$s"]),
         ("{name} and {}, {name}", ["{name}", "{}"]),
         ('<a href="%(url)s">Log in</a>', ['<a href="%(url)s">', "</a>"]),
+        # Where a language has no spaces.
+        ("%(count)s\u500b %d\uc77c", ["%(count)s", "%d"]),
         # No placeholders, however like them.
-        ("50% done, 5 < 6 > 3, { a }, 100%", []),
+        ("50% done, 5 < 6 > 3, { a }, 100%, %sure", []),
     )
     def test_find(self, source, expected):
         found = placeholders.find(source)

@@ -195,9 +195,13 @@ class TranslatorTest(tf.test.TestCase):
                 6,
                 beam_size=2,
             )
-            expected += self.vocabulary.decode(tokens.numpy())
+            found = self.vocabulary.decode(tokens.numpy())
+            expected += found if text else [""]
         self.assertGreater(len(set(expected)), 2)
         self.assertEqual(translator.translate(texts, languages), expected)
+        # White space at the ends is no part of a text.
+        spaced = [f" {text}\t" for text in texts]
+        self.assertEqual(translator.translate(spaced, languages), expected)
         # The same text into another language.
         other = translator.translate(texts, ["zz"] * len(texts))
         self.assertNotEqual(other, expected)
