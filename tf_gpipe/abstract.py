@@ -13,6 +13,8 @@ from typing import Any
 import keras
 from keras.src.backend.common import global_state
 
+from tf_gpipe import state
+
 
 class NoValues(keras.StatelessScope):
     """Variables that are made in this scope get no value, and no memory."""
@@ -20,6 +22,11 @@ class NoValues(keras.StatelessScope):
     def __init__(self) -> None:
         super().__init__(initialize_variables=False)
         self._updates: list[tuple[keras.Variable, Any]] = []
+
+    def __enter__(self) -> "NoValues":
+        # Layers may draw from it as they are built, and it outlives them.
+        state.global_seed()
+        return super().__enter__()
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         self._updates.append(update)

@@ -155,6 +155,10 @@ class PipelinedModel(Pipelined, Functional):
     @classmethod
     def from_config(cls, config, custom_objects=None):
         config = cls._revived(config)
+        if "layers" not in config:
+            # Of a subclass, which makes its layers itself.
+            config.pop("dtype", None)
+            return cls(**config)
         own = set(config) - {"layers", "input_layers", "output_layers"}
         kwargs = {key: config.pop(key) for key in own}
         # So that weights get their first values where their stage is.
@@ -181,4 +185,6 @@ class PipelinedModel(Pipelined, Functional):
             lambda t: t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t),
             x,
         )
+        # Which Keras does where it calls the model, but `fit` does not.
+        self._assert_input_compatibility(x)
         return self._built_pipeline(), tuple(self._standardize_inputs(x))

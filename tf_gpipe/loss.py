@@ -70,7 +70,10 @@ def micro_batch_loss(
         def share(i, loss, y_true, y_pred, weight):
             count = _count(loss, y_true, y_pred, weight)
             count *= tf.cast(valid, count.dtype)
-            value = tf.reduce_sum(loss(y_true, y_pred, weight))
+            with keras.StatelessScope() as scope:
+                value = tf.reduce_sum(loss(y_true, y_pred, weight))
+            if scope.state_mapping:
+                raise _whole(loss, "changes variables, such as random seeds")
             value *= tf.cast(
                 tf.math.divide_no_nan(count, counts[i]), value.dtype
             )

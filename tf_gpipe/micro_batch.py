@@ -114,11 +114,13 @@ class Split:
                 return x
             rows = x.shape[0]
             if rows is None or self.static_rows is None:
-                each = tf.shape(x)[0] // tf.maximum(self.rows, 1)
-            elif rows == 1 < self.static_rows:
+                rows = tf.shape(x)[0]
+                each = rows // tf.maximum(self.rows, 1)
+                # At least one row: that which Keras would broadcast.
+                return x[start * each : tf.where(rows == 1, 1, end * each)]
+            if rows == 1 < self.static_rows:
                 return x
-            else:
-                each = rows // max(self.static_rows, 1)
+            each = rows // max(self.static_rows, 1)
             return x[start * each : end * each]
 
         return keras.tree.map_structure(cut, values)
@@ -178,8 +180,10 @@ class Split:
             start += own
         return pieces
 
-    def zeros_like_whole(self, part: tf.Tensor, m: int) -> tf.Tensor:
-        """Returns zeros shaped as the merged parts, of which this is the m-th.
+    def like_whole(self, part: tf.Tensor, m: int) -> tf.Tensor:
+        """Returns a tensor like the merged parts, of which this is the m-th.
+
+        Its values are such as few functions fail for: 0.5, or 0 if integers.
 
         Args:
             part: Tensor.
@@ -188,8 +192,9 @@ class Split:
         shape = tf.shape(part)
         # A layer may make several rows of one.
         rows = shape[0] // tf.maximum(self.size(m), 1) * self.rows
-        zeros = tf.zeros(tf.concat([[rows], shape[1:]], axis=0), part.dtype)
-        return tf.ensure_shape(zeros, [None, *part.shape[1:]])
+        value = tf.constant(0.5 if part.dtype.is_floating else 0, part.dtype)
+        whole = tf.fill(tf.concat([[rows], shape[1:]], axis=0), value)
+        return tf.ensure_shape(whole, [None, *part.shape[1:]])
 
 
 def not_dense(x: Any) -> TypeError:

@@ -94,16 +94,15 @@ class Pipelined(PipelinedTraining):
         self._forget_traced()
 
     def make_train_function(self, force=False):
-        self._place_again()
-        self._follow_moves()
+        self._follow_changes()
         return super().make_train_function(force=force)
 
     def make_test_function(self, force=False):
-        self._follow_moves()
+        self._follow_changes()
         return super().make_test_function(force=force)
 
     def make_predict_function(self, force=False):
-        self._follow_moves()
+        self._follow_changes()
         return super().make_predict_function(force=force)
 
     def summary(
@@ -170,11 +169,15 @@ class Pipelined(PipelinedTraining):
             stages.append(Stage(k, config.devices[k], part, stages))
             _check(stages[k])
         # All or none: what `rebalance` refuses leaves the model as it is.
+        places = [
+            (variable, stage.devices)
+            for stage in stages
+            for variable in (*stage.owned, *stage.waiting())
+        ]
         with self._strategy_scope():
-            for stage in stages:
-                for variable in stage.owned:
-                    placement.place(variable, stage.devices)
-        abstract.forget(v for stage in stages for v in stage.variables)
+            for variable, devices in places:
+                placement.place(variable, devices)
+        abstract.forget(variable for variable, _ in places)
         state.global_seed()
         self._pipeline = Pipeline(
             graph,
@@ -184,18 +187,18 @@ class Pipelined(PipelinedTraining):
             config.boundary_dtype,
         )
 
-    def _place_again(self) -> None:
-        """Places weights that layers have got since, as by `enable_lora`."""
-        stages = self._pipeline.stages if self._pipeline else ()
+    def _follow_changes(self) -> None:
+        """Places weights that layers have got since, as by `enable_lora`.
+
+        And traces again if another pipeline of the same layers moved them.
+        """
+        if self._pipeline is None:
+            return
+        stages = self._pipeline.stages
         if any(len(stage.used()) != len(stage.variables) for stage in stages):
             config = self._config
             self.rebalance([len(stage.nodes) for stage in stages])
             self._config = config
-
-    def _follow_moves(self) -> None:
-        """Traces again if another pipeline of the same layers moved them."""
-        if self._pipeline is None:
-            return
         found = hash(
             tuple(
                 v.value._unique_id
@@ -217,8 +220,11 @@ class Pipelined(PipelinedTraining):
             slots.find_again(optimizer)
 
     def _resolve(self, config: PipelineConfig | None = None) -> ResolvedConfig:
+        calls = self._calls()
+        for layer in calls:
+            _check_layer(layer)
         return (config or self._config).resolve(
-            self._calls(), self._distribute_strategy
+            calls, self._distribute_strategy
         )
 
     def _strategy_scope(self) -> contextlib.AbstractContextManager:
@@ -236,6 +242,19 @@ class Pipelined(PipelinedTraining):
                 "`model.build(input_shape)`, or call it on data."
             )
         return self._pipeline
+
+
+def _check_layer(layer: keras.Operation) -> None:
+    """Refuses a pipeline as a layer of another one."""
+    if not isinstance(layer, keras.Layer):
+        return
+    for x in layer._flatten_layers():
+        if isinstance(x, Pipelined):
+            raise ValueError(
+                f"Layer '{x.name}' is a pipeline, with stages on devices of "
+                "its own, and cannot be a layer of another one. Give the "
+                "outer pipeline its layers."
+            )
 
 
 def _check(stage: Stage) -> None:

@@ -224,7 +224,10 @@ class PipelinedSequential(Pipelined, keras.Sequential):
 
     def _place_chain(self, inputs: Any, built: abstract.NoValues) -> None:
         graph = chain(self.layers, inputs)
-        graph.infer_specs()
+        # Where Keras calls a layer to learn its outputs, all variables that
+        # wait for a value would get it, on the first device.
+        with abstract.NoValues():
+            graph.infer_specs()
         self._place(graph)
         built.assign()
 

@@ -79,6 +79,14 @@ class Stage:
         own = [v for layer in self.layers for v in layer.variables]
         return _unique([*own, *self._arguments])
 
+    def waiting(self) -> list[keras.Variable]:
+        """Returns the variables of metrics of layers that have no value yet.
+
+        Keras leaves them out of a layer's variables.
+        """
+        found = [v for layer in self.layers for v in layer.metrics_variables]
+        return [v for v in _unique(found) if v._value is None]
+
     def trainable(self, variables: Sequence[keras.Variable]) -> list:
         """Returns those of `variables` that training changes."""
         ids = {id(v) for x in self.layers for v in x.trainable_variables}

@@ -20,6 +20,9 @@ from tf_gpipe import replicas
 from tf_gpipe.batch_norm import between_variance
 from tf_gpipe.micro_batch import Split
 
+# The generator that was last seen outside of replicas.
+_shared: list[keras.random.SeedGenerator] = []
+
 # Odd and far from small integers: users number their seeds 1, 2, 3.
 _SEED_STRIDE = 1640531527
 
@@ -37,17 +40,22 @@ def global_seed() -> list[keras.Variable]:
     another one is a pipeline.
 
     Returns:
-        List of one variable; of none in a replica, which cannot make it.
+        List of one variable; of none in a replica, which cannot make it, if
+        there is none.
     """
-    missing = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is None
     in_replica = not tf.distribute.in_cross_replica_context()
-    if missing and in_replica and tf.distribute.has_strategy():
-        return []
+    if in_replica and tf.distribute.has_strategy():
+        if not _shared:
+            return []
+        # A replica is a thread, and each has a state of Keras of its own.
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _shared[0])
+        return [_shared[0].state]
     drawn = random.getstate()
     with tf.init_scope():
-        variable = global_seed_generator().state
+        generator = global_seed_generator()
     random.setstate(drawn)
-    return [variable]
+    _shared[:] = [generator]
+    return [generator.state]
 
 
 def _seed_offset(m: int, dtype: tf.DType) -> tf.Tensor:

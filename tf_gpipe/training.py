@@ -268,7 +268,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             sums = [tf.add_n(list(x)) for x in zip(*parts, strict=True)]
         with tf.GradientTape() as tape:
             penalties = self._get_regularization_losses()
-            scaled = [added_scale * penalty for penalty in penalties]
+            scaled = [tf.cast(added_scale, x.dtype) * x for x in penalties]
         by_variable = tape.gradient(scaled, self.trainable_variables)
         added = [
             scale_loss_for_distribution(value)
@@ -282,15 +282,15 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         return loss, self._gradients(run, by_variable), run.outputs()
 
     def _like_outputs(self, run, inputs, outputs, m):
-        """Returns zeros like the outputs of the mini-batch, with its masks."""
+        """Returns tensors like the mini-batch's outputs, with their masks."""
         pipeline = run.pipeline
         whole = keras.tree.map_structure(
-            lambda x: run.split.zeros_like_whole(x, m), outputs.tensors
+            lambda x: run.split.like_whole(x, m), outputs.tensors
         )
         if all(mask is None for mask in keras.tree.flatten(outputs.masks)):
             return whole
-        # Masks come from inputs as a rule. Then all else that is emitted here
-        # has no use, and TensorFlow drops it from the graph.
+        # Masks come from inputs as a rule. What else is emitted here has no
+        # use then, and TensorFlow drops it from a graph.
         values = dict(zip(pipeline.graph.inputs, inputs, strict=True))
         with keras.StatelessScope():
             for stage in pipeline.stages:

@@ -447,6 +447,31 @@ class DataTest(ErrorTest):
         with self.assert_raises(ValueError, "4", "(6, 3)"):
             pipelined()(np.ones((6, 3), "float32"))
 
+    @parameterized.parameters("fit", "evaluate", "predict")
+    def test_wrong_shape_of_images(self, method):
+        inputs = keras.Input((8, 8, 1))
+        x = keras.layers.Conv2D(2, 3)(inputs)
+        model = tf_gpipe.PipelinedModel(
+            inputs,
+            keras.layers.GlobalAveragePooling2D()(x),
+            num_stages=2,
+            num_micro_batches=2,
+        )
+        model.compile("sgd", "mse")
+        x, y = np.zeros((4, 16, 16, 1)), np.zeros((4, 2))
+        with self.assert_raises(ValueError, "(None, 8, 8, 1)", "16, 16"):
+            getattr(model, method)(x, *[y][: method != "predict"], verbose=0)
+
+    @parameterized.parameters([[]], [[keras.Input((4,))]])
+    def test_pipeline_in_a_pipeline(self, first):
+        inner = pipelined([*first, keras.layers.Dense(4)], num_stages=1)
+        with self.assert_raises(ValueError, inner.name, "its layers"):
+            pipelined([inner, keras.layers.Dense(4)])(np.ones((4, 4)))
+        if first:
+            inputs = keras.Input((4,))
+            with self.assert_raises(ValueError, inner.name, "its layers"):
+                tf_gpipe.PipelinedModel(inputs, inner(inputs), num_stages=1)
+
 
 class LossTest(ErrorTest):
     @parameterized.parameters(one_number, OneNumber(name="one_number"))

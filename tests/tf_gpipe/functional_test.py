@@ -417,6 +417,28 @@ class LifeTest(tf.test.TestCase, parameterized.TestCase):
             model.predict(x, verbose=0), plain.predict(x, verbose=0)
         )
 
+    def test_saving_a_subclass_with_a_constructor_of_its_own(self):
+        @keras.saving.register_keras_serializable("functional_test")
+        class Net(tf_gpipe.PipelinedModel):
+            def __init__(self, width=4, **kwargs):
+                self.width = width
+                inputs = keras.Input((4,))
+                x = L.Dense(width)(inputs)
+                super().__init__(inputs, L.Dense(1)(x), **kwargs)
+
+            def get_config(self):
+                return {**super().get_config(), "width": self.width}
+
+        model = Net(width=6, num_stages=2, num_micro_batches=2)
+        path = pathlib.Path(self.get_temp_dir(), "model.keras")
+        model.save(path)
+        loaded = keras.saving.load_model(path)
+        self.assertIsInstance(loaded, Net)
+        self.assertEqual(loaded.width, 6)
+        self.assertLen(loaded.stages, 2)
+        x = numbers(4, 4)
+        self.assertAllClose(loaded(x), model(x))
+
     def test_saving(self):
         ((x, y, _),) = two_by_two_data(8)
         model = self.make()

@@ -315,6 +315,29 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
 
         comparison.assert_same(self, fit(), fit(), rtol=0, atol=0)
 
+    def test_noise_without_a_generator(self):
+        class Shaken(L.Layer):
+            def call(self, x):
+                return x + keras.random.normal(keras.ops.shape(x))
+
+        strategy = mirrored(2)
+        with strategy.scope():
+            keras.utils.set_random_seed(2)
+            model = tf_gpipe.PipelinedSequential(
+                [keras.Input((6,)), Shaken(), L.Identity()],
+                num_stages=2,
+                num_micro_batches=2,
+            )
+        x = tf.zeros((4, 6))
+        run = tf.function(lambda: strategy.run(model, (x,), {"training": True}))
+        rows = [
+            tuple(row.numpy())
+            for _ in range(2)
+            for part in strategy.experimental_local_results(run())
+            for row in part
+        ]
+        self.assertLen(set(rows), 2 * 2 * 4)
+
     def test_first_replica_draws_as_without_replicas(self):
         def outputs(strategy):
             with strategy.scope():

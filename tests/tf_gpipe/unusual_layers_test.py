@@ -80,6 +80,13 @@ class Shaken(L.Layer):
         return x + keras.random.normal(keras.ops.shape(x))
 
 
+class Doubled(L.Layer):
+    """As layers are mostly written: Keras calls it to learn its outputs."""
+
+    def call(self, x):
+        return 2 * x
+
+
 class Raw(L.Layer):
     """Has a variable of TensorFlow, of which Keras does not know."""
 
@@ -384,6 +391,136 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_labels_that_are_broadcast(self):
         self.assert_trains_alike(dense, numbers(8, 6), numbers(1, 3))
+
+    @parameterized.product(
+        schedule=("gpipe", "1f1b"), num_micro_batches=(2, 8), weights=(0, 1)
+    )
+    def test_labels_of_a_generator_that_are_broadcast(
+        self, schedule, num_micro_batches, weights
+    ):
+        def batches():
+            # As of a generator, sizes are not known when a step is traced.
+            x, y = numbers(8, 6), numbers(8 if weights else 1, 3, seed=1)
+            while True:
+                yield (x, y, np.ones(1, "float32")) if weights else (x, y)
+
+        found = []
+        for make in (
+            keras.Sequential,
+            functools.partial(
+                tf_gpipe.PipelinedSequential,
+                **{**TWO, "num_micro_batches": num_micro_batches},
+                schedule=schedule,
+            ),
+        ):
+            keras.utils.set_random_seed(0)
+            model = make(dense())
+            model.compile(SGD(), "mse")
+            history = model.fit(batches(), steps_per_epoch=2, verbose=0)
+            found.append([history.history["loss"], model.get_weights()])
+        self.assertAllClose(*found)
+
+    @parameterized.parameters("gpipe", "1f1b")
+    def test_float64(self, schedule):
+        def make():
+            return [
+                keras.Input((6,)),
+                L.Dense(4, activation="tanh", kernel_regularizer="l2"),
+                L.Dense(3),
+            ]
+
+        self.addCleanup(keras.config.set_floatx, keras.config.floatx())
+        keras.config.set_floatx("float64")
+        self.assert_trains_alike(
+            make, numbers(7, 6), numbers(7, 3), schedule=schedule
+        )
+
+    @parameterized.parameters(
+        L.ReLU, Doubled, lambda: L.Lambda(lambda x: 2 * x)
+    )
+    def test_first_values_are_made_where_the_stage_is(self, layer):
+        made = {}
+
+        class Noted(keras.initializers.Zeros):
+            def __init__(self, name):
+                self.name = name
+
+            def __call__(self, shape, dtype=None):
+                value = super().__call__(shape, dtype)
+                if tf.executing_eagerly():
+                    made[self.name] = value.device[-5:]
+                return value
+
+        tf_gpipe.PipelinedSequential(
+            [
+                keras.Input((4,)),
+                L.Dense(4, kernel_initializer=Noted("first")),
+                layer(),
+                L.Dense(4, kernel_initializer=Noted("last")),
+            ],
+            balance=[2, 1],
+            num_micro_batches=2,
+            devices=["CPU:1", "CPU:2"],
+        )
+        self.assertEqual(made, {"first": "CPU:1", "last": "CPU:2"})
+
+    def test_metric_made_in_build(self):
+        class Watched(L.Layer):
+            def build(self, input_shape):
+                self.mean = keras.metrics.Mean(name="watched")
+
+            def call(self, x):
+                self.mean.update_state(x)
+                return x
+
+            def compute_output_shape(self, input_shape):
+                return input_shape
+
+        def make():
+            return [keras.Input((6,)), L.Dense(4), Watched(), L.Dense(3)]
+
+        self.assert_trains_alike(make, numbers(8, 6), numbers(8, 3))
+
+    def test_loss_with_a_state(self):
+        class Noisy(keras.losses.Loss):
+            def __init__(self):
+                super().__init__(name="noisy")
+                self.seed = keras.random.SeedGenerator(1)
+
+            def call(self, y, y_pred):
+                noise = keras.random.normal(
+                    keras.ops.shape(y_pred), seed=self.seed
+                )
+                return keras.ops.mean((y_pred + noise - y) ** 2, -1)
+
+        x, y = numbers(8, 6), numbers(8, 3)
+        losses = []
+        for make in (
+            keras.Sequential,
+            functools.partial(
+                tf_gpipe.PipelinedSequential, schedule="gpipe", **TWO
+            ),
+        ):
+            keras.utils.set_random_seed(0)
+            model = make(dense())
+            model.compile(keras.optimizers.SGD(0.0), Noisy())
+            losses.append([model.train_on_batch(x, y) for _ in range(3)])
+        self.assertAllClose(*losses)
+        model = tf_gpipe.PipelinedSequential(dense(), **TWO)
+        model.compile("sgd", Noisy())
+        with self.assertRaisesRegex(ValueError, "'noisy' changes variables"):
+            model.train_on_batch(x, y)
+
+    def test_loss_of_positive_outputs(self):
+        def loss(y, y_pred):
+            del y
+            tf.debugging.assert_positive(y_pred)
+            return keras.ops.mean(-keras.ops.log(y_pred), -1)
+
+        def make():
+            return [keras.Input((6,)), L.Dense(5), L.Dense(3, "softplus")]
+
+        self.assert_trains_alike(make, numbers(8, 6), numbers(8, 3), loss=loss)
 
     def test_layers_of_two_pipelines(self):
         inputs = keras.Input((6,))
