@@ -8,8 +8,8 @@ import subprocess
 def call(command, **kwargs):
     """Runs a command, and leaves to it what to do when it is to stop.
 
-    Ctrl-C reaches it as it reaches this process, SIGTERM and SIGHUP are handed
-    on: a trainer saves a checkpoint before it ends.
+    Ctrl-C reaches it as it reaches this process, SIGTERM is handed on: a
+    trainer saves a checkpoint before it ends.
 
     Args:
         command: List of strings.
@@ -28,7 +28,6 @@ def call(command, **kwargs):
         # A handler, not `SIG_IGN`, which the command would inherit.
         signal.SIGINT: lambda number, frame: None,
         signal.SIGTERM: hand_on,
-        signal.SIGHUP: hand_on,
     }
     with contextlib.ExitStack() as stack:
         for number, handler in handlers.items():

@@ -52,8 +52,6 @@ class Worker:
             text=True,
             env={**os.environ, **(environment or {})},
             preexec_fn=confine,
-            # Ctrl-C is for the command, which may want them to the end.
-            start_new_session=True,
         )
         self.address = self.device = None
 

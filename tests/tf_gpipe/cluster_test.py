@@ -16,6 +16,27 @@ from tf_gpipe import cluster
 from tf_gpipe.worker import accept_only
 from tools import workers
 
+# Told to stop, it ends with 5 if its worker is there for a second more.
+STOPPABLE = """
+import signal, socket, sys
+
+host, port = sys.argv[-1].removeprefix("--workers=").split(":")
+worker = socket.create_connection((host, int(port)), timeout=1.0)
+
+def stop(*_):
+    try:
+        while worker.recv(4096):
+            pass
+    except TimeoutError:
+        sys.exit(5)
+    sys.exit(6)
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, stop)
+print("ready", flush=True)
+signal.pause()
+"""
+
 
 def client(program, addresses, **kwargs):
     """Starts one of the programs in `cluster_client`."""
@@ -211,15 +232,6 @@ class CommandTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
     def test_a_command_with_workers_ends_as_it_wants(self, number):
-        # It has to say that it can be stopped, and what it finds then.
-        program = (
-            "import signal, sys; from tf_gpipe import cluster; "
-            "a = sys.argv[-1].removeprefix('--workers=').split(','); "
-            "stop = lambda *_: "
-            "sys.exit(5 + len(cluster.unreachable(a))); "
-            f"signal.signal({int(number)}, stop); "
-            "print('ready', flush=True); signal.pause()"
-        )
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -228,7 +240,7 @@ class CommandTest(tf.test.TestCase, parameterized.TestCase):
                 "1",
                 sys.executable,
                 "-c",
-                program,
+                STOPPABLE,
             ],
             stdout=subprocess.PIPE,
             text=True,
