@@ -7,6 +7,8 @@ import time
 import keras
 
 import tf_gpipe
+from tf_gpipe import remat
+from tf_gpipe import schedules
 from tools import command_line
 from tools import local_devices
 from tools.benchmark import fresh
@@ -22,8 +24,8 @@ def add_arguments(parser):
     )
     parser.add_argument("--num_blocks", type=command_line.positive, default=24)
     parser.add_argument("--batch_size", type=command_line.positive, default=64)
-    parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--remat", default="always")
+    parser.add_argument("--schedule", choices=schedules.NAMES, default="1f1b")
+    parser.add_argument("--remat", choices=remat.MODES, default="always")
     parser.add_argument("--num_repeats", type=command_line.positive, default=3)
     parser.add_argument(
         "--only", choices=("keras", "tf_gpipe"), help="measure this one only"
