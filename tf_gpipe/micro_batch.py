@@ -5,6 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import replicas
+
 
 class Split:
     """How the rows of one mini-batch are shared out among micro-batches.
@@ -23,7 +25,8 @@ class Split:
 
     Raises:
         TypeError: If an input is no dense tensor.
-        ValueError: If an input has no batch axis, or batch sizes differ.
+        ValueError: If an input has no batch axis, or batch sizes differ, or
+            are unknown on TPUs.
     """
 
     def __init__(self, inputs: Any, num_micro_batches: int):
@@ -48,6 +51,17 @@ class Split:
         self.padded = not self.even and (
             self.static_rows is None or self.static_rows < num_micro_batches
         )
+        if (
+            self.static_rows is None
+            and num_micro_batches > 1
+            and replicas.on_tpu(tf.distribute.get_strategy())
+        ):
+            raise ValueError(
+                "On TPUs micro-batches are cut from mini-batches of a size "
+                "that is known when the step is traced. Received one of an "
+                "unknown size. Make them with "
+                "`dataset.batch(batch_size, drop_remainder=True)`."
+            )
         if self.static_rows is None:
             self.rows = tf.shape(keras.tree.flatten(inputs)[0])[0]
         elif self.even or tf.executing_eagerly():

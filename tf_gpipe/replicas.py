@@ -19,6 +19,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+# Of gradients that hosts exchange at once.
+_BYTES_PER_PACK = 32 * 2**20
+
 
 def count(strategy: tf.distribute.Strategy | None) -> int:
     """Returns how many replicas a strategy has in this process.
@@ -95,23 +98,30 @@ def several() -> bool:
 def current() -> int:
     """Returns the number of the current replica among this process's.
 
-    It is 0 outside of replicas.
+    It is 0 outside of replicas, and on TPUs, whose logical cores have the
+    same names in all of them.
     """
     context = tf.distribute.get_replica_context()
     if context is None or not tf.distribute.has_strategy():
         return 0
+    if on_tpu(context.strategy):
+        return 0
     return number() % count(context.strategy)
 
 
-def number() -> int:
+def number() -> Any:
     """Returns the number of the current replica among all.
 
-    It is 0 outside of replicas.
+    It is 0 outside of replicas. On TPUs, where all replicas run one program,
+    it is a tensor.
     """
     context = tf.distribute.get_replica_context()
     if context is None:
         return 0
-    return int(tf.get_static_value(context.replica_id_in_sync_group))
+    static = tf.get_static_value(context.replica_id_in_sync_group)
+    if static is None:
+        return context.replica_id_in_sync_group
+    return int(static)
 
 
 @contextlib.contextmanager
@@ -192,16 +202,22 @@ def _reduced(op: tf.distribute.ReduceOp, pairs: list[tuple]) -> list:
     if context is None or not tf.distribute.has_strategy() or not pairs:
         return values
     if not isinstance(context.strategy, tf.distribute.MirroredStrategy):
-        # Hosts have to agree on an order, which the strategy sees to.
-        return context.all_reduce(op, values)
+        # Hosts have to agree on an order, which the strategy sees to. It sums
+        # on the first device of each, which should not hold a copy of all.
+        options = tf.distribute.experimental.CommunicationOptions(
+            bytes_per_pack=_BYTES_PER_PACK
+        )
+        return context.all_reduce(op, values, options)
+    # Tensors that are summed at once are packed, which needs one dtype.
     by_devices: dict = {}
-    for i, (_, variable) in enumerate(pairs):
-        by_devices.setdefault(tuple(devices_of(variable)), []).append(i)
+    for i, (value, variable) in enumerate(pairs):
+        key = tuple(devices_of(variable)), value.dtype
+        by_devices.setdefault(key, []).append(i)
 
     def merge(strategy, values):
         results = [None] * len(values)
-        for devices, places in by_devices.items():
-            reduced = _cross_device_ops(strategy, devices).batch_reduce(
+        for (devices, dtype), places in by_devices.items():
+            reduced = _cross_device_ops(strategy, devices, dtype).batch_reduce(
                 op, [(values[i], pairs[i][1]) for i in places]
             )
             for i, x in zip(places, reduced, strict=True):
@@ -212,16 +228,27 @@ def _reduced(op: tf.distribute.ReduceOp, pairs: list[tuple]) -> list:
 
 
 def _cross_device_ops(
-    strategy: tf.distribute.Strategy, devices: Sequence[str]
+    strategy: tf.distribute.Strategy, devices: Sequence[str], dtype: tf.DType
 ) -> tf.distribute.CrossDeviceOps:
-    """Returns what sums over given devices: the user's, or the best one."""
+    """Returns what sums over given devices: the user's, or the best one.
+
+    NCCL knows no bfloat16, and takes a device for a whole GPU: not for one of
+    several that a GPU has been split into.
+    """
     given = strategy.extended._cross_device_ops
     if isinstance(
         given, (tf.distribute.ReductionToOneDevice, tf.distribute.NcclAllReduce)
     ):
         return given
-    apart = len(set(devices)) == len(devices)
-    if apart and all("GPU" in device for device in devices):
+    whole = len(tf.config.list_physical_devices("GPU")) == len(
+        tf.config.list_logical_devices("GPU")
+    )
+    if (
+        whole
+        and dtype != tf.bfloat16
+        and len(set(devices)) == len(devices)
+        and all("GPU" in device for device in devices)
+    ):
         return tf.distribute.NcclAllReduce()
     return tf.distribute.ReductionToOneDevice()
 

@@ -58,8 +58,15 @@ def global_seed() -> list[keras.Variable]:
     return [generator.state]
 
 
-def _seed_offset(m: int, dtype: tf.DType) -> tf.Tensor:
-    return tf.constant([m * _SEED_STRIDE % (2**31 - 1), 0], dtype)
+def _seed_offset(number: int | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if isinstance(number, int):
+        return tf.constant([number * _SEED_STRIDE % (2**31 - 1), 0], dtype)
+    offset = tf.cast(number, tf.int64) * _SEED_STRIDE % (2**31 - 1)
+    return tf.stack([tf.cast(offset, dtype), tf.zeros((), dtype)])
+
+
+def _is_zero(number: int | tf.Tensor) -> bool:
+    return isinstance(number, int) and number == 0
 
 
 class StateVersions:
@@ -104,15 +111,15 @@ class StateVersions:
                 )
         found = self._found[key]
         seed = self._first + m
-        if not seed or not is_seed(variable):
+        if not is_seed(variable) or _is_zero(seed):
             return found
-        if (key, seed, device) not in self._seeds:
+        if (key, m, device) not in self._seeds:
             # There, so that only one seed is sent to a device.
             with tf.device(device):
-                self._seeds[key, seed, device] = found + _seed_offset(
+                self._seeds[key, m, device] = found + _seed_offset(
                     seed, found.dtype
                 )
-        return self._seeds[key, seed, device]
+        return self._seeds[key, m, device]
 
     def write(
         self,
@@ -157,7 +164,7 @@ class StateVersions:
         self, variable: keras.Variable, extra: tf.Tensor | None
     ) -> tf.Tensor:
         values = self._values(id(variable))
-        if self._first and is_seed(variable):
+        if is_seed(variable) and not _is_zero(self._first):
             return values[0] - _seed_offset(self._first, values[0].dtype)
         if len(values) == 1:
             return values[0]

@@ -170,6 +170,12 @@ def train_and_evaluate(
     data = images.load(dataset, data_dir, image_size)
     if num_train_per_class:
         data = data.some_of_each_class(num_train_per_class, config.seed)
+    if config.strategy == "tpu" and len(data.test) % batch_size:
+        raise UserError(
+            "TPUs take batches of one size, so --batch_size must divide the "
+            f"number of test images, {len(data.test)}. Received: "
+            f"batch_size={batch_size}"
+        )
     # Only now: preparing a dataset, the first time, draws random numbers too.
     keras.utils.set_random_seed(config.seed)
     steps_per_epoch = len(data.train) // batch_size

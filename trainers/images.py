@@ -106,7 +106,9 @@ class Images:
             return image / 255.0, tf.one_hot(label, self.num_classes)
 
         images = self.test.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-        return _by_batch(images.batch(batch_size))
+        # Of a size that is known, where all have the same.
+        even = len(self.test) % batch_size == 0
+        return _by_batch(images.batch(batch_size, drop_remainder=even))
 
     def some_of_each_class(self, count, seed):
         """Returns the same with `count` training images of each class.

@@ -221,7 +221,7 @@ def train_and_evaluate(
             disk full.
     """
     # First of all: TensorFlow's devices are fixed once it has started.
-    job = Job(_balanced(config))
+    job = Job(_for_sentences(config))
     path, vocabulary = vocabulary, Vocabulary.load(vocabulary)
     tokens = token_pairs.tokenise(vocabulary, pairs.texts("train"), max_length)
     num_replicas = job.hardware.num_replicas
@@ -297,7 +297,7 @@ def evaluate(
     Raises:
         UserError: If there is no such model, or the arguments do not fit it.
     """
-    job = Job(_balanced(config))
+    job = Job(_for_sentences(config))
     model = TranslationModel.load(config.workdir)
     model.check_languages(pairs.languages or [])
     texts = pairs.held_out(num_test_pairs)
@@ -340,7 +340,7 @@ def translate(
         UserError: If there is no such model, or it was not trained to
             translate into this language.
     """
-    job = Job(_balanced(config))
+    job = Job(_for_sentences(config))
     model = TranslationModel.load(config.workdir)
     language = model.target(language)
     network = _build(job, optimization, model)
@@ -350,7 +350,12 @@ def translate(
     return translator.translate(texts, [language] * len(texts))
 
 
-def _balanced(config):
+def _for_sentences(config):
+    if config.strategy == "tpu":
+        raise UserError(
+            "Batches of sentences differ in length, and TPUs compile a step "
+            "for one shape. Received: --strategy=tpu"
+        )
     if config.balance != "flops":
         return config
 

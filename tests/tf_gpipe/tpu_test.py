@@ -13,6 +13,7 @@ from keras import layers as L
 import tf_gpipe
 from tf_gpipe import placement
 from tf_gpipe import replicas
+from tf_gpipe.micro_batch import Split
 from tf_gpipe.pipeline_config import PipelineConfig
 
 
@@ -83,6 +84,22 @@ class XlaTest(tf.test.TestCase, parameterized.TestCase):
         # XLA draws other masks, but the same ones each time.
         for a, b in zip(train(True, 0.5), train(True, 0.5), strict=True):
             self.assertAllEqual(a, b)
+
+    def test_number_of_a_replica_that_is_a_tensor(self):
+        # All replicas on TPUs run one program.
+        def outputs(number):
+            made = model(rate=0.5)
+            with mock.patch.object(replicas, "number", return_value=number):
+                step = tf.function(
+                    lambda x: made(x, training=True), jit_compile=True
+                )
+                rows = step(tf.ones((8, 8)))
+            return rows, [v.numpy() for v in made.non_trainable_variables]
+
+        for number in (0, 3):
+            a, b = outputs(number), outputs(tf.constant(number))
+            self.assertAllClose(a, b)
+        self.assertNotAllClose(a[0], outputs(0)[0])
 
     def test_timeline_is_refused(self):
         made = model()
@@ -170,6 +187,14 @@ class PlacementTest(tf.test.TestCase):
         ((tensor, core),) = self.strategy.fed
         self.assertIs(tensor, x)
         self.assertEqual(core, 0)
+
+    def test_batches_of_unknown_size(self):
+        graph = tf.Graph()
+        with graph.as_default():
+            x = tf.compat.v1.placeholder(tf.float32, (None, 8))
+            with self.assertRaisesRegex(ValueError, "drop_remainder=True"):
+                Split(x, num_micro_batches=2)
+            Split(x, num_micro_batches=1)
 
     def test_devices_are_the_strategy_s(self):
         config = PipelineConfig(

@@ -349,15 +349,22 @@ class ErrorsTest(TestCase):
         (["--to=de"], "are for --mode=translate. Received: .*--to=de"),
         (["--mode=translate", "save"], "needs the --workdir"),
         (["--mode=evaluate"], "needs the --workdir"),
+        (["--strategy=tpu"], "differ in length.* Received: --strategy=tpu"),
         (
             ["--vocabulary_size=99"],
             r"There is no vocabulary .*tiny_messages_99.model. Make it with: "
             "python -m tools.prepare_data tiny_messages --vocabulary_size=99",
         ),
-        (["--workdir=/dev/null/nonsuch"], "Cannot write to --workdir"),
     )
     def test_bad_flags(self, arguments, message):
         self.assertRegex(self.error(*arguments), message)
+
+    def test_workdir_that_cannot_be_written_to(self):
+        error = self.error(
+            "--workdir=/dev/null/nonsuch",
+            f"--vocabulary={self.vocabulary_path}",
+        )
+        self.assertIn("Cannot write to --workdir", error)
 
 
 class ProcessTest(TestCase):
