@@ -76,11 +76,6 @@ class StagePhases:
             concrete = self._differentiated.get_concrete_function(*given)
             graph = concrete.graph
             if graph not in self._cuts:
-                # Parts of it call functions that TensorFlow forgets with it,
-                # such as gradients of loops: it lives as long as its caller.
-                caller = tf.compat.v1.get_default_graph()
-                kept = getattr(caller, "_stage_traces", ())
-                caller._stage_traces = (*kept, concrete)
                 self._cuts[graph] = Cut(
                     self.function,
                     concrete,

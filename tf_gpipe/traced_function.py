@@ -149,6 +149,10 @@ class TracedFunction:
 
         def run(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             graph = tf.compat.v1.get_default_graph()
+            # TensorFlow forgets functions, such as gradients of loops, with
+            # the last graph that has them, which may be the traced one.
+            for function in self._graph._functions.values():
+                graph._add_function_recursive(function)
             fed = dict(zip(map(id, feeds), values, strict=True))
             found = {
                 name: fed[id(x)]
@@ -173,10 +177,7 @@ class TracedFunction:
     def _definition_of(self, operations: Collection[tf.Operation]) -> Any:
         """Returns the graph of some operations."""
         kept = {op.name for op in operations}
-        definition = tf.compat.v1.GraphDef(
-            versions=self._definition.versions,
-            library=self._definition.library,
-        )
+        definition = tf.compat.v1.GraphDef(versions=self._definition.versions)
         for node in self._definition.node:
             if node.name in kept:
                 copy = definition.node.add()

@@ -1,6 +1,7 @@
 """Layers that do what few do, as in the plain model, or refused."""
 
 import functools
+import gc
 
 import keras
 import numpy as np
@@ -163,6 +164,25 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             num_stages=num_stages,
             balance=[4] if num_stages == 1 else [1, 3],
         )
+
+    @parameterized.product(
+        schedule=("1f1b", "zero_bubble"), remat=("always", "never")
+    )
+    def test_garbage_collected_before_the_first_step(self, schedule, remat):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((5, 4)), L.GRU(3, return_sequences=True), L.LSTM(2)],
+            **TWO,
+            schedule=schedule,
+            remat=remat,
+        )
+        model.compile("sgd", "mse")
+        x, y = tf.constant(numbers(8, 5, 4)), tf.constant(numbers(8, 2))
+        step = tf.function(lambda x, y: model.loss_and_gradients(x, y))
+        step = step.get_concrete_function(x, y)
+        # The trace that stages are cut from, whose loops are functions.
+        gc.collect()
+        loss, _, outputs = step(x, y)
+        self.assertAllClose(loss, tf.reduce_mean((outputs - y) ** 2))
 
     @parameterized.parameters(("gpipe", 1), ("1f1b", 2), ("zero_bubble", 2))
     def test_assigned_weights(self, schedule, num_micro_batches):
