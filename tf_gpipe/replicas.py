@@ -102,9 +102,11 @@ def current() -> int:
     same names in all of them.
     """
     context = tf.distribute.get_replica_context()
-    if context is None or not tf.distribute.has_strategy():
-        return 0
-    if on_tpu(context.strategy):
+    if (
+        context is None
+        or not tf.distribute.has_strategy()
+        or on_tpu(context.strategy)
+    ):
         return 0
     return number() % count(context.strategy)
 

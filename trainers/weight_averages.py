@@ -7,7 +7,7 @@ import tensorflow as tf
 
 
 class SwapAverages(keras.callbacks.SwapEMAWeights):
-    """Evaluates with moving averages of the weights, and gives those back.
+    """Evaluates with averages of the weights, which are given back after it.
 
     `keras.callbacks.SwapEMAWeights` swaps the two by adding and subtracting,
     which changes their last digits: training would go on from other numbers

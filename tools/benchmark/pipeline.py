@@ -95,7 +95,7 @@ def main(args):
     what = args.workload or "transformer"
     make, balance = workloads.WORKLOADS[what], "flops"
     if simulated:
-        wait = _WAIT if args.wait is None else args.wait
+        wait = args.wait or _WAIT
         what, balance = f"waiting for {wait:g} s", "parameters"
         forward = wait / 3 / args.batch_size
     grid = list(
