@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras.src.models.functional import Functional
 from keras.src.models.functional import functional_from_config
 
@@ -181,10 +180,7 @@ class PipelinedModel(Pipelined, Functional):
         return converted
 
     def _pipeline_for(self, x: Any) -> tuple:
-        x = keras.tree.map_structure(
-            lambda t: t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t),
-            x,
-        )
+        x = self._as_tensors(x)
         # Which Keras does where it calls the model, but `fit` does not.
         self._assert_input_compatibility(x)
         return self._built_pipeline(), tuple(self._standardize_inputs(x))

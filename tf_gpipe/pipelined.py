@@ -154,6 +154,14 @@ class Pipelined(PipelinedTraining):
         return config
 
     @staticmethod
+    def _as_tensors(x: Any) -> Any:
+        """Returns a nested structure of tensors and arrays as tensors."""
+        return keras.tree.map_structure(
+            lambda t: t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t),
+            x,
+        )
+
+    @staticmethod
     def _revived(config: dict[str, Any]) -> dict[str, Any]:
         """Returns a copy of what `get_config` returned, with a `Schedule`."""
         config = dict(config)

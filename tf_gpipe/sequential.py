@@ -253,10 +253,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 return
 
     def _pipeline_for(self, x: Any) -> tuple:
-        x = keras.tree.map_structure(
-            lambda t: t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t),
-            x,
-        )
+        x = self._as_tensors(x)
         if self._pipeline is None:
             self._build_for(x)
         if self._functional is not None:
