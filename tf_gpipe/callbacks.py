@@ -82,11 +82,11 @@ class Timeline(keras.callbacks.Callback):
                 f"`PipelinedSequential`. Received: {model}"
             )
         super().set_model(model)
-        # What has been traced takes no times.
-        model._record_times = self._record
-        model.train_function = None
 
     def on_train_begin(self, logs=None):
+        self.model._record_times = self._record
+        # What has been traced takes no times.
+        self.model.make_train_function(force=True)
         self._first = self._next = 0
         self.spans = []
         self._times.assign(tf.zeros((0, 2), tf.float64))

@@ -141,7 +141,7 @@ def _count(
     if isinstance(loss, keras.losses.Circle):
         raise _whole(loss, "compares samples with one another")
     if loss.reduction in ("sum", "none", None):
-        return tf.ones(())
+        return tf.ones((), tf.float64)
     masks = [
         mask
         for mask in (in_mask, getattr(values, "_keras_mask", None))
@@ -149,9 +149,9 @@ def _count(
     ]
     mask = masks[0] & masks[-1] if masks else None
     if loss.reduction == "mean_with_sample_weight" and weight is not None:
-        count = tf.cast(weight, tf.float32)
+        count = tf.cast(weight, tf.float64)
         if mask is not None:
-            mask = tf.cast(mask, tf.float32)
+            mask = tf.cast(mask, tf.float64)
             # Weights of shape (B,) or (B, 1) with masks of shape (B, T).
             while count.shape.rank < mask.shape.rank:
                 count = count[..., None]
@@ -160,8 +160,8 @@ def _count(
             count *= mask
         return tf.reduce_sum(count)
     if mask is not None:
-        return tf.reduce_sum(tf.cast(mask, tf.float32))
-    return tf.cast(tf.shape(values)[0], tf.float32)
+        return tf.reduce_sum(tf.cast(mask, tf.float64))
+    return tf.cast(tf.shape(values)[0], tf.float64)
 
 
 def _whole(loss: Any, reason: str) -> ValueError:

@@ -81,11 +81,11 @@ class Split:
         return base + tf.cast(m < self.rows % self.num_micro_batches, tf.int32)
 
     def weight(self, m: int | tf.Tensor) -> Any:
-        """Returns the share of micro-batch `m` in the rows, a float32."""
+        """Returns the share of micro-batch `m` in the rows, a float64."""
         if self.even:
             return 1.0 / self.num_micro_batches
-        return tf.cast(self.size(m), tf.float32) / tf.cast(
-            tf.maximum(self.rows, 1), tf.float32
+        return tf.cast(self.size(m), tf.float64) / tf.cast(
+            tf.maximum(self.rows, 1), tf.float64
         )
 
     def mean(self, values: tf.Tensor) -> tf.Tensor:

@@ -146,6 +146,13 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(os.path.getsize(picture), 1000)
         self.assertIsNone(model._record_times)
 
+    def test_evaluate_does_not_record(self):
+        model = make_model()
+        model.evaluate(
+            *make_data(), verbose=0, callbacks=[tf_gpipe.callbacks.Timeline()]
+        )
+        self.assertIsNone(model._record_times)
+
     def test_plain_model(self):
         model = keras.Sequential([keras.layers.Dense(8)])
         model.compile("sgd", "mse")
