@@ -18,8 +18,10 @@ from trainers.command_line import UserError
 
 _PATTERN = re.compile(r"epoch_(\d{5,})(?:_step_(\d+))?\.weights\.h5")
 _PARTIAL = "partial.weights.h5"
-# Beside what Keras saves, which leaves out the state of random numbers.
+# Beside what Keras saves, which leaves out the state of random numbers, and
+# which optimizer it was.
 _SEEDS = "seed_generator_states"
+_OPTIMIZER = "optimizer"
 _SEED_STATE = "seed_generator_state"
 
 
@@ -97,6 +99,10 @@ class Checkpoints(keras.callbacks.Callback):
                 model.load_weights(path)
             with h5py.File(path) as file:
                 seeds = file[_SEEDS][:]
+                saved = file[_SEEDS].attrs[_OPTIMIZER]
+            # Slots of the same shapes may mean something else.
+            if saved != type(model.optimizer).__name__:
+                raise ValueError(f"its optimizer is {saved}")
             for variable, seed in zip(_seeds(model), seeds, strict=True):
                 variable.assign(seed)
         except (KeyError, OSError, UserWarning, ValueError) as error:
@@ -137,6 +143,8 @@ class Checkpoints(keras.callbacks.Callback):
             with h5py.File(partial, "a") as file:
                 seeds = [v.numpy() for v in _seeds(self.model)]
                 file[_SEEDS] = np.reshape(seeds, (-1, 2)).astype("int64")
+                optimizer = type(self.model.optimizer).__name__
+                file[_SEEDS].attrs[_OPTIMIZER] = optimizer
             partial.replace(_path(self.directory, position))
         except OSError as error:
             partial.unlink(missing_ok=True)

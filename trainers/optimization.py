@@ -22,7 +22,7 @@ class Optimization:
         optimizer_args: Dictionary, its other arguments, such as
             `weight_decay`.
         learning_rate: Positive float, the highest learning rate.
-        learning_rate_schedule: `"constant"`; `"cosine"`, which ends at 0 with
+        learning_rate_schedule: `"constant"`; `"cosine"`, which is at 0 after
             the last step; `"exponential"`; or `"inverse_sqrt"`, which falls
             with the square root of the number of steps, once warm-up is over.
         warmup_steps: Integer, steps in which the learning rate rises from 0.

@@ -512,6 +512,8 @@ class TrainTest(TestCase):
         # As many epochs as there are, and more.
         ({"ema": 0.9, "num_epochs": 1},),
         ({"optimizer": "sgd", "optimizer_args": {}},),
+        # Whose slots are of the same shapes as AdamW's.
+        ({"optimizer": "adam", "optimizer_args": {}},),
         ({"learning_rate_schedule": "constant"},),
     )
     def test_checkpoint_of_another_optimizer(self, others):
