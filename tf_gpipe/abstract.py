@@ -38,13 +38,6 @@ class NoValues(keras.StatelessScope):
             variable.assign(value)
 
 
-def call(layers: Iterable[keras.Layer], inputs: Any) -> Any:
-    """Returns what layers, called one after another, make of `inputs`."""
-    for layer in layers:
-        inputs = layer(inputs)
-    return inputs
-
-
 def forget(variables: Iterable[keras.Variable]) -> None:
     """Takes variables from Keras's list of those that wait for a value."""
     ids = {id(v) for v in variables}

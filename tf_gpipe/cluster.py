@@ -86,28 +86,30 @@ def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
     return devices
 
 
-def soon_unreachable(addresses: Iterable[str]) -> list[str]:
-    """As `unreachable`, after a connection has broken.
+def unreachable(addresses: Iterable[str], broken: bool = False) -> list[str]:
+    """Returns those of `addresses` where nothing answers.
 
-    The sockets of a process that is killed close one after another: for a
-    moment it may still answer.
+    Args:
+        addresses: List of strings.
+        broken: Boolean, whether a connection has broken. The sockets of a
+            process that is killed close one after another: for a moment it
+            may still answer, and is asked again.
     """
-    end = time.monotonic() + _CLOSING_SECONDS
-    while not (found := unreachable(addresses)) and time.monotonic() < end:
+    end = time.monotonic() + (_CLOSING_SECONDS if broken else 0.0)
+    while not (found := [x for x in addresses if not _answers(x)]):
+        if time.monotonic() >= end:
+            break
         time.sleep(0.1)
     return found
 
 
-def unreachable(addresses: Iterable[str]) -> list[str]:
-    """Returns those of `addresses` where nothing answers."""
-    found = []
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), _PROBE_SECONDS).close()
-        except OSError:
-            found.append(address)
-    return found
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def address(device: str) -> str | None:

@@ -49,8 +49,7 @@ def _diagnosis(model: Any, error: tf.errors.OpError) -> str | None:
     # What a worker that was started again says to a client of the old one.
     again = "Unable to find a context_id" in error.message
     broken = isinstance(error, tf.errors.UnavailableError) and not again
-    find = cluster.soon_unreachable if broken else cluster.unreachable
-    gone = find(stages)
+    gone = cluster.unreachable(stages, broken)
     if not gone and not again:
         return None
     lines = [

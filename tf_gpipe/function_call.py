@@ -49,8 +49,7 @@ class FunctionCall:
         concrete = self._function.get_concrete_function(*args)
         graph = tf.compat.v1.get_default_graph()
         concrete.add_to_graph(graph)
-        inputs = [x for x in flatten(args) if isinstance(x, tf.Tensor)]
-        inputs += concrete.captured_inputs
+        inputs = tensors(args) + concrete.captured_inputs
         stateless = self._stateless or not any(
             op.op_def.is_stateful for op in concrete.graph.get_operations()
         )
@@ -77,16 +76,21 @@ def flatten(structure: Any) -> list:
     return tf.nest.flatten(structure, expand_composites=True)
 
 
-def filled(structure: Any, tensors: Sequence[tf.Tensor]) -> Any:
+def tensors(structure: Any) -> list[tf.Tensor]:
+    """Returns the tensors among the leaves of a nested structure."""
+    return [x for x in flatten(structure) if isinstance(x, tf.Tensor)]
+
+
+def filled(structure: Any, values: Sequence[tf.Tensor]) -> Any:
     """Returns a nested structure with other tensors, `None`s left out."""
     leaves = flatten(structure)
     places = [i for i, x in enumerate(leaves) if x is not None]
-    for i, x in zip(places, tensors, strict=True):
+    for i, x in zip(places, values, strict=True):
         leaves[i] = x
     return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
 
 
-def _types(tensors: Sequence[tf.Tensor]) -> Any:
-    types = [x.dtype.as_datatype_enum for x in tensors]
+def _types(values: Sequence[tf.Tensor]) -> Any:
+    types = [x.dtype.as_datatype_enum for x in values]
     value = tf.compat.v1.AttrValue
     return value(list=value.ListValue(type=types))

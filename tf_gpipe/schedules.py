@@ -222,7 +222,13 @@ def _alternating(
     return row
 
 
-NAMES = ("1f1b", "eager_1f1b", "gpipe", "interleaved", "zero_bubble")
+_BY_NAME = {
+    "1f1b": one_f_one_b,
+    "eager_1f1b": eager_one_f_one_b,
+    "gpipe": gpipe,
+    "zero_bubble": zero_bubble,
+}
+NAMES = tuple(sorted([*_BY_NAME, "interleaved"]))
 
 
 def get(
@@ -247,18 +253,12 @@ def get(
         ValueError: If the name is unknown, or the schedule is not possible
             with these numbers.
     """
-    if schedule == "gpipe":
-        return gpipe(num_stages, num_micro_batches)
-    if schedule == "1f1b":
-        return one_f_one_b(num_stages, num_micro_batches)
-    if schedule == "eager_1f1b":
-        return eager_one_f_one_b(num_stages, num_micro_batches)
     if schedule == "interleaved":
         return interleaved(
             num_stages, num_micro_batches, num_devices or num_stages
         )
-    if schedule == "zero_bubble":
-        return zero_bubble(num_stages, num_micro_batches)
+    if isinstance(schedule, str) and schedule in _BY_NAME:
+        return _BY_NAME[schedule](num_stages, num_micro_batches)
     if not isinstance(schedule, Schedule):
         raise ValueError(
             f"`schedule` must be one of {list(NAMES)} or a "

@@ -215,7 +215,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             )
             with abstract.NoValues() as scope:
                 try:
-                    abstract.call(self.layers, x)
+                    made = x
+                    for layer in self.layers:
+                        made = layer(made)
                 except Exception as e:
                     self._name_layer(e, x)
                     raise

@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe.function_call import tensors
 from tf_gpipe.gradients import Gradients
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage_cuts import Cut
@@ -83,7 +84,7 @@ class StagePhases:
                     self._splits,
                     self._jit_compile,
                 )
-            return PhasedCall(self._cuts[graph], _tensors(given), remat)
+            return PhasedCall(self._cuts[graph], tensors(given), remat)
 
     def _differentiate(self, inputs: Activations, carried: list) -> tuple:
         with self.function.on_device():
@@ -155,9 +156,3 @@ class PhasedCall:
             and that of the sparse ones.
         """
         return self._backward.weights(self.kept)
-
-
-def _tensors(structure: Any) -> list[tf.Tensor]:
-    # What else there may be, such as numbers, is a part of the trace.
-    leaves = tf.nest.flatten(structure, expand_composites=True)
-    return [x for x in leaves if isinstance(x, tf.Tensor)]

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe.clock import Clock
+from tf_gpipe.function_call import tensors
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.schedule import Task
 
@@ -54,7 +55,7 @@ class TaskOrder:
         def finish(results: Any) -> None:
             if tf.executing_eagerly():
                 return
-            after = _tensors(results)
+            after = tensors(results)
             if self._clock is not None:
                 after = [self._clock.stamp(after)]
                 self._times[task] += after
@@ -64,7 +65,7 @@ class TaskOrder:
         with tf.device(device), tf.name_scope(str(task)):
             if self._clock is not None:
                 if task not in self._times:
-                    after = [*before, *_tensors(needs)]
+                    after = [*before, *tensors(needs)]
                     self._times[task] = [self._clock.stamp(after)]
                 before = self._times[task][:1]
             with tf.control_dependencies(before):
@@ -91,8 +92,3 @@ class TaskOrder:
             rows += own
         times = tf.reshape(tf.concat(parts, axis=0), (-1, 2))
         return tf.gather(times, tf.argsort(rows))
-
-
-def _tensors(structure: Any) -> list[tf.Tensor]:
-    leaves = tf.nest.flatten(structure, expand_composites=True)
-    return [x for x in leaves if x is not None]

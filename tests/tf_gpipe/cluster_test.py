@@ -135,7 +135,9 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
 
             closing = threading.Thread(target=close)
             closing.start()
-            self.assertEqual(cluster.soon_unreachable([address]), [address])
+            self.assertEqual(
+                cluster.unreachable([address], broken=True), [address]
+            )
             closing.join()
 
     def test_only_the_address_of_bind_is_served(self):
