@@ -167,23 +167,26 @@ def _seconds(node: Node, contents: Sequence[Any]) -> float:
     """
     run = layer_graph.forward_and_backward(node)
     function = tf.function(lambda *args: run(*args)[1], autograph=False)
-    args = (
-        keras.tree.map_structure(_made_up, list(contents)),
-        [_made_up(v) for v in layer_graph.variables_of(node.layer)],
-    )
-    function(*args)
     seconds = []
-    for _ in range(_NUM_TIMINGS):
-        start = time.perf_counter()
-        for x in tf.nest.flatten(function(*args)):
-            if x is not None:
-                tf.convert_to_tensor(x).numpy()  # waits for the device
-        seconds.append(time.perf_counter() - start)
+    with layer_graph.naming(node):
+        args = (
+            keras.tree.map_structure(_made_up, list(contents)),
+            [_made_up(v) for v in layer_graph.variables_of(node.layer)],
+        )
+        function(*args)
+        for _ in range(_NUM_TIMINGS):
+            start = time.perf_counter()
+            for x in tf.nest.flatten(function(*args)):
+                if x is not None:
+                    tf.convert_to_tensor(x).numpy()  # waits for the device
+            seconds.append(time.perf_counter() - start)
     # Whatever else the machine does only adds to it.
     return min(seconds)
 
 
 def _made_up(like: Any) -> tf.Tensor:
+    if None in like.shape:
+        raise ValueError(f"the shape of '{like.name}' is not known")
     dtype = tf.as_dtype(like.dtype)
     if dtype.is_floating:
         return tf.cast(tf.random.stateless_normal(like.shape, (0, 1)), dtype)

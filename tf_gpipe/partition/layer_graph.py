@@ -1,9 +1,11 @@
 """What calls of layers do and keep, found by tracing them without weights."""
 
+import contextlib
 import dataclasses
 import json
 import math
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,18 +83,25 @@ def trace(graph: Graph, inputs: Sequence[Any]) -> list[LayerGraph]:
         contents = [values[value] for value in node.inputs]
         which = key(node, contents)
         if which not in known:
-            try:
+            with naming(node):
                 known[which] = _trace(node, contents)
-            except Exception as e:
-                raise ValueError(
-                    f"The cost of layer '{node.layer.name}' (of type "
-                    f"{type(node.layer).__name__}) cannot be found: {e}. Give "
-                    "costs with a function `cost(layer, input_shape)`, or "
-                    "the split as a list of layer counts."
-                ) from e
         graphs.append(known[which])
         values.update(node.contents(known[which].outputs))
     return graphs
+
+
+@contextlib.contextmanager
+def naming(node: Node) -> Iterator[None]:
+    """Returns a scope whose errors say which layer has no cost."""
+    try:
+        yield
+    except Exception as e:
+        raise ValueError(
+            f"The cost of layer '{node.layer.name}' (of type "
+            f"{type(node.layer).__name__}) cannot be found: {e}. Give "
+            "costs with a function `cost(layer, input_shape)`, or the split as "
+            "a list of layer counts."
+        ) from e
 
 
 def size_in_bytes(tensors: Any) -> int:
