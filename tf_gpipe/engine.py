@@ -41,9 +41,9 @@ class MiniBatch:
             elif task is recompute:
                 call[k, m].recompute()
             elif task is backward:
-                call[k, m].backward(gradients of what it made)
+                call[k, m].backward(gradients of what it made, sums[k])
             if task is weights, or is backward and that is not split:
-                gradients += call[k, m].weights()
+                call[k, m].weights(sums[k])
 
     Walked while `tf.function` traces, the loop emits the operations of a task
     on its stage's device, after those of that device's previous task. Values
@@ -128,7 +128,7 @@ class MiniBatch:
                 of `outputs()`.
             loss_gradients: List with a scalar for each of `losses()`.
         """
-        self._sums = [GradientSum() for _ in self.pipeline.stages]
+        self._sums = self._no_gradients()
         outputs = [
             keras.tree.flatten(self._exchange.outputs(m).tensors)
             for m in range(self.split.num_micro_batches)
@@ -168,7 +168,7 @@ class MiniBatch:
         Returns:
             List with the list of scalars of each micro-batch.
         """
-        self._sums = [GradientSum() for _ in self.pipeline.stages]
+        self._sums = self._no_gradients()
         loss: Any = None
         losses: dict[int, list[tf.Tensor]] = {}
         for task in self._steps:
@@ -264,17 +264,21 @@ class MiniBatch:
         with self._order.task(task, arrived) as finish:
             upstream = arrived if last else self._exchange.total(k, arrived)
             added = self._added.gradients(k, m, loss_gradients)
-            inputs = call.backward(upstream + added)
+            inputs = call.backward(upstream + added, self._sums[k])
             self._exchange.put_gradients(k, m, inputs)
             # A split backward pass has a task of its own for weights.
             splits = self.pipeline.schedule.splits
             rest = call.kept if splits else self._add_gradients(task)
             finish((inputs, rest))
 
+    def _no_gradients(self) -> list[GradientSum]:
+        several = self.split.num_micro_batches > 1
+        return [GradientSum(several) for _ in self.pipeline.stages]
+
     def _add_gradients(self, task: Task) -> list[tf.Tensor]:
         """Adds the gradients of weights of a micro-batch. Returns the sums."""
         k, m = task.stage, task.micro_batch
-        self._sums[k].add(*self._calls[k, m].weights())
+        self._calls[k, m].weights(self._sums[k])
         if not self._repeatable:
             del self._calls[k, m]
         return self._sums[k].tensors

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tf_gpipe.pack import pack
+from tf_gpipe import accumulator
 from tf_gpipe.pack import unpack
 from tf_gpipe.pipeline import Pipeline
 
@@ -15,27 +15,49 @@ from tf_gpipe.pipeline import Pipeline
 class Gradients(NamedTuple):
     """Gradients of one micro-batch, a structure that functions can return."""
 
-    dense: list[tf.Tensor]  # one a variable, or a single one that packs all
+    # One a variable; or a pack; or what is there once they have been added.
+    dense: list[tf.Tensor]
     sparse: list[tf.IndexedSlices]  # one a variable, of embeddings
-
-    def packed(self) -> "Gradients":
-        """Returns the dense ones as a pack, which is summed as a whole."""
-        return Gradients(pack(self.dense), self.sparse)
 
 
 class GradientSum:
-    """The sum of the gradients of a stage's variables over micro-batches."""
+    """The sum of the gradients of a stage's variables over micro-batches.
 
-    def __init__(self) -> None:
+    Args:
+        several: Boolean, whether there are several micro-batches.
+    """
+
+    def __init__(self, several: bool):
+        self._several = several
         # By the variables with dense gradients: whether those of an embedding
         # are sparse depends on rematerialisation.
         self._dense: dict[tuple, tuple[Sequence, list[tf.Tensor]]] = {}
+        # Of those of them that are added in place.
+        self._handles: dict[tuple, tf.Tensor] = {}
         self._sparse: list[tuple[keras.Variable, tf.IndexedSlices]] = []
 
     @property
     def tensors(self) -> list[tf.Tensor]:
         """The sums so far."""
         return [x for _, totals in self._dense.values() for x in totals]
+
+    def place(self, dense: Sequence[keras.Variable]) -> list[tf.Tensor]:
+        """Returns where functions may add dense gradients themselves.
+
+        Args:
+            dense: List of the variables of all of them.
+
+        Returns:
+            List of the handle of an accumulator; or an empty one, if there is
+            nothing to add.
+        """
+        if not self._several or not dense:
+            return []
+        key = tuple(map(id, dense))
+        if key not in self._handles:
+            values = [v.value for v in dense]
+            self._handles[key] = accumulator.create(values)
+        return [self._handles[key]]
 
     def add(
         self,
@@ -46,18 +68,17 @@ class GradientSum:
         """Adds the gradients of one micro-batch.
 
         Args:
-            gradients: `Gradients`.
+            gradients: `Gradients`; the dense ones have been added already, if
+                there is a place for them.
             dense: List of the variables of `gradients.dense`.
             sparse: List of the variables of `gradients.sparse`.
         """
         self._sparse += zip(sparse, gradients.sparse, strict=True)
         key = tuple(map(id, dense))
         totals = gradients.dense
-        if key in self._dense:
+        if key in self._dense and key not in self._handles:
             _, previous = self._dense[key]
-            totals = [
-                tf.add_n([a, b]) for a, b in zip(previous, totals, strict=True)
-            ]
+            totals = [a + b for a, b in zip(previous, totals, strict=True)]
         self._dense[key] = dense, totals
 
     def by_variable(self) -> dict[int, Any]:
@@ -66,9 +87,13 @@ class GradientSum:
         for variable, x in self._sparse:
             slices.setdefault(id(variable), []).append(x)
         sums: dict[int, Any] = {key: _concat(xs) for key, xs in slices.items()}
-        for variables, totals in self._dense.values():
-            if totals and totals[0].dtype == tf.variant:
-                totals = unpack(totals, [v.value for v in variables])
+        for key, (variables, totals) in self._dense.items():
+            values = [v.value for v in variables]
+            if key in self._handles:
+                with tf.control_dependencies(totals):
+                    totals = accumulator.take(self._handles[key], values)
+            elif totals and totals[0].dtype == tf.variant:
+                totals = unpack(totals, values)
             for variable, total in zip(variables, totals, strict=True):
                 sums[id(variable)] = add(sums.get(id(variable)), total)
         return sums

@@ -1,6 +1,7 @@
 """Cuts the phases of a stage from a trace of it and its gradient."""
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tf_gpipe import accumulator
 from tf_gpipe.function_call import FunctionCall
 from tf_gpipe.function_call import filled
 from tf_gpipe.function_call import flatten
@@ -83,6 +85,7 @@ class Cut:
         jit_compile: bool,
     ):
         self._splits = splits
+        self._jit_compile = jit_compile
         size = len(concrete.inputs) - len(concrete.captured_inputs)
         self._inputs = concrete.inputs[:size]
         self._result, self._by_input, dense, sparse = _outputs(concrete)
@@ -165,6 +168,7 @@ class Cut:
                 self._sparse.of(alive),
                 self._late_effects,
                 self._splits,
+                self._jit_compile,
             )
         return self._backward[arrived]
 
@@ -182,11 +186,19 @@ class Backward:
         sparse: `Weights`.
         effects: Operations with side effects that it runs.
         splits: Boolean, whether the gradients of weights are apart.
+        jit_compile: Boolean, whether XLA compiles the phases.
 
     Attributes:
-        run: `FunctionCall` from the pack of `stored` and the list of the
-            values of `upstream` to the gradients of inputs, and what `weights`
-            takes.
+        dense: List of the variables whose gradients are dense.
+        sparse: List of those whose gradients are sparse.
+        splits: As above.
+        run: `FunctionCall` from the pack of `stored`, the list of the values
+            of `upstream`, and where to add gradients (a list with the handle
+            of an accumulator of the dense ones, or an empty one), to the
+            gradients of inputs and the `Gradients`, in place of which there
+            is what `weights` takes if those are apart.
+        weights: `FunctionCall` from that, and from where to add gradients, to
+            the `Gradients`.
     """
 
     def __init__(
@@ -200,16 +212,19 @@ class Backward:
         sparse: Weights,
         effects: Collection[tf.Operation],
         splits: bool,
+        jit_compile: bool,
     ):
+        self.dense = dense.variables
+        self.sparse = sparse.variables
         self._traced = traced
         self._stored = stored
         self._upstream = upstream
         self._by_input = by_input
-        self._dense = dense
-        self._sparse = sparse
+        self._slices = sparse.made.structure
         self._effects = effects
         self._gradients = dense.made.tensors + sparse.made.tensors
-        self._splits = splits
+        self.splits = splits
+        self._jit_compile = jit_compile
         # What the phase of weights is fed.
         self._kept: list[tf.Tensor] = []
         if splits:
@@ -217,36 +232,65 @@ class Backward:
             done |= traced.makers(by_input.tensors, effects)
             self._kept = traced.handed(self._gradients, done)
         self.run = FunctionCall(self._run)
-        self._run_weights = FunctionCall(self._weights)
+        self.weights = FunctionCall(self._weights)
 
-    def weights(self, rest: Any) -> tuple[Gradients, list, list]:
-        """Returns the gradients of weights, and whose they are."""
-        gradients = self._run_weights(rest) if self._splits else rest
-        return gradients, self._dense.variables, self._sparse.variables
+    def _run(
+        self,
+        packed: list[tf.Tensor],
+        values: list[tf.Tensor],
+        place: list[tf.Tensor],
+    ) -> tuple:
+        feeds = self._stored + self._upstream
+        values = [*unpack(packed, self._stored), *values]
+        by_input = self._by_input.tensors
+        size = len(by_input)
+        if self.splits:
+            part = self._traced.part(
+                feeds, by_input + self._kept, self._effects
+            )
+            found = part(values)
+            made, rest = found[:size], pack(found[size:])
+        else:
+            made, rest = self._ending(
+                feeds,
+                by_input + self._gradients,
+                lambda found, place: (
+                    found[:size],
+                    self._placed(found[size:], place),
+                ),
+                self._effects,
+            )(values, place)
+        return filled(self._by_input.structure, made), rest
 
-    def _run(self, packed: list[tf.Tensor], values: list[tf.Tensor]) -> tuple:
-        part = self._traced.part(
-            self._stored + self._upstream,
-            self._by_input.tensors
-            + (self._kept if self._splits else self._gradients),
-            self._effects,
-        )
-        found = part([*unpack(packed, self._stored), *values])
-        size = len(self._by_input.tensors)
-        by_input = filled(self._by_input.structure, found[:size])
-        rest = found[size:]
-        return by_input, pack(rest) if self._splits else self._packed(rest)
+    def _weights(
+        self, packed: list[tf.Tensor], place: list[tf.Tensor]
+    ) -> Gradients:
+        part = self._ending(self._kept, self._gradients, self._placed)
+        return part(unpack(packed, self._kept), place)
 
-    def _weights(self, packed: list[tf.Tensor]) -> Gradients:
-        part = self._traced.part(self._kept, self._gradients)
-        return self._packed(part(unpack(packed, self._kept)))
+    def _ending(
+        self,
+        feeds: list[tf.Tensor],
+        fetches: list[tf.Tensor],
+        then: Callable,
+        effects: Collection[tf.Operation] = (),
+    ) -> Callable:
+        """Returns a part that ends with `then`, in it if that is possible."""
+        if not self._jit_compile:
+            return self._traced.part(feeds, fetches, effects, then)
+        # XLA knows no packs. All gradients are there before any is added.
+        part = self._traced.part(feeds, fetches, effects)
+        return lambda values, place: then(part(values), place)
 
-    def _packed(self, found: Sequence[tf.Tensor]) -> Gradients:
-        size = len(self._dense.variables)
-        return Gradients(
-            filled(self._dense.made.structure, found[:size]),
-            filled(self._sparse.made.structure, found[size:]),
-        ).packed()
+    def _placed(
+        self, found: Sequence[tf.Tensor], place: list[tf.Tensor]
+    ) -> Gradients:
+        """Adds gradients of weights where there is a place, or packs them."""
+        size = len(self.dense)
+        dense, sparse = list(found[:size]), filled(self._slices, found[size:])
+        if not place:
+            return Gradients(pack(dense), sparse)
+        return Gradients([accumulator.add(place[0], dense)], sparse)
 
 
 def _outputs(concrete: Any) -> list[Made]:

@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe.function_call import tensors
-from tf_gpipe.gradients import Gradients
+from tf_gpipe.gradients import GradientSum
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage_cuts import Cut
 from tf_gpipe.stage_function import Result
@@ -108,7 +108,7 @@ class PhasedCall:
 
     Attributes:
         result: `Result`.
-        kept: Nested structure of what `weights` takes, after `backward`.
+        kept: Nested structure of what is left after `backward` for `weights`.
     """
 
     def __init__(self, cut: Cut, inputs: list[tf.Tensor], remat: bool):
@@ -125,12 +125,13 @@ class PhasedCall:
         self._stored = self._cut.recompute(self._inputs, self._drawn)
         return self._stored
 
-    def backward(self, upstream: list) -> list:
+    def backward(self, upstream: list, sums: GradientSum) -> list:
         """Runs the backward phase.
 
         Args:
             upstream: List with a tensor or `None` for each of the result's
                 targets.
+            sums: `GradientSum` of the stage.
 
         Returns:
             List with a gradient or `None` for each flat input.
@@ -145,14 +146,15 @@ class PhasedCall:
             else tf.cast(upstream[i], targets[i].dtype)
             for i in floats
         ]
-        by_input, self.kept = self._backward.run(self._stored, values)
+        backward = self._backward
+        place = [] if backward.splits else sums.place(backward.dense)
+        by_input, self.kept = backward.run(self._stored, values, place)
         return by_input
 
-    def weights(self) -> tuple[Gradients, list, list]:
-        """Returns the gradients of weights, after the backward phase.
-
-        Returns:
-            Tuple of `Gradients`, the list of the variables of the dense ones,
-            and that of the sparse ones.
-        """
-        return self._backward.weights(self.kept)
+    def weights(self, sums: GradientSum) -> None:
+        """Adds the gradients of weights, after the backward phase."""
+        backward, gradients = self._backward, self.kept
+        if backward.splits:
+            place = sums.place(backward.dense)
+            gradients = backward.weights(self.kept, place)
+        sums.add(gradients, backward.dense, backward.sparse)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tf_gpipe.gradients import Gradients
+from tf_gpipe.gradients import GradientSum
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageFunction
@@ -61,11 +62,12 @@ class TapedCall:
         """Does nothing."""
         return []
 
-    def backward(self, upstream: list) -> list:
+    def backward(self, upstream: list, sums: GradientSum) -> list:
         """Runs the backward pass. Returns the gradients of the inputs."""
+        del sums
         by_input, self.kept = self._gradient(upstream)
         return by_input
 
-    def weights(self) -> tuple[Gradients, list, list]:
-        """Returns the gradients of weights, and whose they are."""
-        return self.kept, self._function.dense, self._function.sparse
+    def weights(self, sums: GradientSum) -> None:
+        """Adds the gradients of weights."""
+        sums.add(self.kept, self._function.dense, self._function.sparse)

@@ -116,17 +116,21 @@ class TracedFunction:
         feeds: Sequence[tf.Tensor],
         fetches: Sequence[tf.Tensor],
         effects: Iterable[tf.Operation] = (),
-    ) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]:
+        then: Callable | None = None,
+    ) -> Callable:
         """Returns a part as a function.
 
         Args:
             feeds: List of tensors of the graph.
             fetches: List of tensors of the graph, that follow from `feeds`.
             effects: Operations of the graph that the part runs as well.
+            then: Function of the list of values of `fetches`, and of any other
+                arguments of the call, which the part ends with. Defaults to
+                none: the list is what it returns.
 
         Returns:
             Function that emits a call of the part: from the list of values of
-            `feeds` to those of `fetches`.
+            `feeds`, and what `then` is given beside, to the result.
         """
         known = {id(x) for x in feeds}
         # Of each tensor that is not computed here.
@@ -147,7 +151,7 @@ class TracedFunction:
         used = {x.name for op in operations for x in op.inputs}
         computed = [x.name for x in fetches if x.name not in given]
 
-        def run(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        def run(values: Sequence[tf.Tensor], *args: Any) -> Any:
             graph = tf.compat.v1.get_default_graph()
             # TensorFlow forgets functions, such as gradients of loops, with
             # the last graph that has them, which may be the traced one.
@@ -170,7 +174,7 @@ class TracedFunction:
             results = [found[x.name] for x in fetches]
             for x, traced in zip(results, fetches, strict=True):
                 x.set_shape(traced.shape)
-            return results
+            return results if then is None else then(results, *args)
 
         return FunctionCall(run, jit_compile=self._jit_compile)
 
