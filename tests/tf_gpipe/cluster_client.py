@@ -1,8 +1,10 @@
 """Programs that train over worker processes, for `cluster_test`.
 
-Run as `python -m tests.tf_gpipe.cluster_client PROGRAM ADDRESS ...`.
+Run as `python -m tests.tf_gpipe.cluster_client PROGRAM ADDRESS ...`; without
+addresses a program starts its own.
 """
 
+import functools
 import os
 import socket
 import struct
@@ -16,6 +18,7 @@ from keras import layers as L
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
+from tools import workers
 
 
 def equal(devices):
@@ -136,6 +139,36 @@ def endless(devices):
         print(f"failed: {' '.join(error.message.split())}", flush=True)
 
 
+def sums():
+    """A worker has one sum of gradients, and no copies of it."""
+
+    def make():
+        return [
+            keras.Input((1024,)),
+            *(L.Dense(1024, activation="tanh") for _ in range(16)),
+        ]
+
+    x = np.ones((16, 1024), "float32")
+    with workers.connected(1, environment=workers.GIVE_BACK) as processes:
+        for schedule in ("1f1b", "zero_bubble"):
+            options = {
+                "num_stages": 1,
+                "num_micro_batches": 4,
+                "schedule": schedule,
+            }
+            plan = tf_gpipe.plan(make(), x.shape, optimizer="sgd", **options)
+            model = tf_gpipe.PipelinedSequential(
+                make(), devices=[processes[0].device], **options
+            )
+            model.compile("sgd", "mse")
+            step = functools.partial(model.train_on_batch, x, x)
+            (measured,) = workers.peak_memory(processes, step)
+            weights = 4 * model.count_params()
+            planned = plan.stages[0].bytes - weights
+            assert planned < 1.2 * weights
+            assert 0.9 * planned < measured < 1.3 * planned, (measured, planned)
+
+
 def _bytes_moved():
     """Returns what this process has sent and received over TCP."""
     total = 0
@@ -154,5 +187,5 @@ def _bytes_moved():
 
 if __name__ == "__main__":
     program, *addresses = sys.argv[1:]
-    globals()[program](tf_gpipe.connect(addresses))
+    globals()[program](*([tf_gpipe.connect(addresses)] if addresses else []))
     print("done", flush=True)

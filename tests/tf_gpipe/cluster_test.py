@@ -90,6 +90,10 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         output, _ = client("boundary", self.addresses[:2]).communicate()
         self.assertEqual(output.splitlines()[-1], "done")
 
+    def test_gradients_add_up_in_place(self):
+        output, _ = client("sums", []).communicate()
+        self.assertEqual(output.splitlines()[-1:], ["done"])
+
     def test_killed_client_leaves_workers_usable(self):
         first = client("endless", self.addresses[:2])
         self.assertEqual(first.stdout.readline(), "training\n")
