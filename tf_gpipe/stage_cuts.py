@@ -240,27 +240,22 @@ class Backward:
         values: list[tf.Tensor],
         place: list[tf.Tensor],
     ) -> tuple:
-        feeds = self._stored + self._upstream
-        values = [*unpack(packed, self._stored), *values]
         by_input = self._by_input.tensors
         size = len(by_input)
-        if self.splits:
-            part = self._traced.part(
-                feeds, by_input + self._kept, self._effects
-            )
-            found = part(values)
-            made, rest = found[:size], pack(found[size:])
-        else:
-            made, rest = self._ending(
-                feeds,
-                by_input + self._gradients,
-                lambda found, place: (
-                    found[:size],
-                    self._placed(found[size:], place),
-                ),
-                self._effects,
-            )(values, place)
-        return filled(self._by_input.structure, made), rest
+
+        def then(found: Sequence[tf.Tensor], place: list[tf.Tensor]) -> tuple:
+            rest = found[size:]
+            kept = pack(rest) if self.splits else self._placed(rest, place)
+            return found[:size], kept
+
+        part = self._ending(
+            self._stored + self._upstream,
+            by_input + (self._kept if self.splits else self._gradients),
+            then,
+            self._effects,
+        )
+        made, kept = part([*unpack(packed, self._stored), *values], place)
+        return filled(self._by_input.structure, made), kept
 
     def _weights(
         self, packed: list[tf.Tensor], place: list[tf.Tensor]
