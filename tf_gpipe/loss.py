@@ -16,13 +16,15 @@ import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tf_gpipe.stage import Activations
-
 Differentiated = tuple[list[tf.Tensor], list]
+
+# Stands for the number of rows; no size that is about.
+_ROWS = 1009
 
 
 def micro_batch_loss(
@@ -31,7 +33,7 @@ def micro_batch_loss(
     outputs: Any,
     sample_weight: Any,
     scale: tf.Tensor,
-) -> Callable[[Activations, Any, Any, Any], Differentiated]:
+) -> Callable[..., Differentiated]:
     """Returns the losses given to `compile`, as a function of a micro-batch.
 
     Args:
@@ -44,39 +46,48 @@ def micro_batch_loss(
 
     Returns:
         Function of a micro-batch's outputs, labels and sample weights, and of
-        a number: 0 if it has no rows of its own, else 1. It returns a list of
-        scalars, the part in the total and the parts in each loss; and a list
-        with the gradient or `None` for each flat output.
+        two numbers: 0 if it has no rows of its own, else 1; and its share in
+        the rows. It returns a list of scalars, the part in the total and the
+        parts in each loss; and a list with the gradient or `None` for each
+        flat output.
 
     Raises:
         ValueError: If a loss can only be computed on the whole mini-batch.
     """
-    counts: dict[int, tf.Tensor] = {}
+    values: dict[int, _Values] = {}
+    counts: dict[int, tf.Tensor | None] = {}
 
     def probe(i, loss, y_true, y_pred, weight):
-        counts[i] = _count(loss, y_true, y_pred, weight)
+        values[i] = _values(loss, y_true, y_pred)
+        _check_weight(loss, values[i], weight)
+        counts[i] = _count(loss, values[i], y_true, y_pred, weight)
         return tf.zeros(())
 
-    if compile_loss is not None:
+    def run():
         with keras.StatelessScope():
-            if not compile_loss.built:
-                compile_loss(y, outputs, sample_weight)
-            with _in_place_of_each(compile_loss, probe):
-                compile_loss(y, outputs, sample_weight)
+            return compile_loss(y, outputs, sample_weight)
 
-    def differentiate(outputs, y, sample_weight, valid):
+    if compile_loss is not None:
+        if not compile_loss.built:
+            # Never run: only Keras knows which labels go with what.
+            tf.function(run, autograph=False).get_concrete_function()
+        with _in_place_of_each(compile_loss, probe):
+            run()
+
+    def differentiate(outputs, y, sample_weight, valid, share_of_rows):
         parts: list[tf.Tensor] = []
 
         def share(i, loss, y_true, y_pred, weight):
-            count = _count(loss, y_true, y_pred, weight)
-            count *= tf.cast(valid, count.dtype)
+            portion, whole = share_of_rows, counts[i]
+            count = _count(loss, values[i], y_true, y_pred, weight)
+            if count is not None:
+                count *= tf.cast(valid, count.dtype)
+                portion = tf.math.divide_no_nan(count, whole)
             with keras.StatelessScope() as scope:
                 value = tf.reduce_sum(loss(y_true, y_pred, weight))
             if scope.state_mapping:
                 raise _whole(loss, "changes variables, such as random seeds")
-            value *= tf.cast(
-                tf.math.divide_no_nan(count, counts[i]), value.dtype
-            )
+            value *= tf.cast(portion, value.dtype)
             parts.append(value)
             return value
 
@@ -122,29 +133,100 @@ def _in_place_of_each(compile_loss: Any, wrapper: Callable) -> Iterator[None]:
         compile_loss._flat_losses = original
 
 
-def _count(
-    loss: keras.Loss, y_true: Any, y_pred: Any, weight: Any
-) -> tf.Tensor:
-    """Returns the N by which `loss` divides, up to a constant factor."""
+class _Values(NamedTuple):
+    """The values of a loss, as far as they are known without making them."""
+
+    shape: tf.TensorShape
+    by_rows: bool  # whether their number is in proportion to that of rows
+    masked: bool
+
+
+def _values(loss: keras.Loss, y_true: Any, y_pred: Any) -> _Values:
+    """Returns what a loss makes of a batch, by a trace that is never run.
+
+    To tell how many values there are TensorFlow would make them, those of the
+    whole mini-batch, unless it knows the size of the batch.
+
+    Raises:
+        ValueError: If the loss needs the whole mini-batch.
+    """
     if type(loss).__call__ is not keras.Loss.__call__:
         raise _whole(loss, "overrides `__call__`")
-    in_mask = getattr(y_pred, "_keras_mask", None)
-    to_tensor = lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype)  # noqa: E731
-    given = keras.tree.map_structure(to_tensor, [y_true, y_pred])
-    values = keras.ops.convert_to_tensor(loss.call(*given))
-    if values.shape.rank == 0:
+    given = _given(loss, y_true, y_pred)
+
+    def sized(x: tf.Tensor) -> tf.TensorSpec:
+        # Labels of one row are those of all samples.
+        has_rows = x.shape.rank and x.shape[0] != 1
+        shape = [_ROWS, *x.shape[1:]] if has_rows else x.shape
+        return tf.TensorSpec(shape, x.dtype)
+
+    def call(*args):
+        found = keras.ops.convert_to_tensor(loss.call(*args))
+        return found, getattr(found, "_keras_mask", None)
+
+    try:
+        found, mask = (
+            tf.function(call, autograph=False)
+            .get_concrete_function(*keras.tree.map_structure(sized, given))
+            .structured_outputs
+        )
+    except Exception as e:
+        shapes = keras.tree.map_structure(lambda x: str(x.shape), given)
+        e.add_note(
+            f"Raised by loss '{loss.name}', called on labels and outputs of "
+            f"shapes {shapes}."
+        )
+        raise
+    shape = found.shape
+    if shape.rank == 0:
         raise _whole(loss, "returns one number, not one a sample")
-    flat = keras.tree.flatten(given)
-    rows = [x.shape[0] for x in flat if x.shape.rank != 0]
-    if values.shape[0] not in (None, *rows):
-        raise _whole(loss, f"returns {values.shape[0]} numbers for all samples")
+    rows = shape[0] if shape.rank else None
+    if rows is not None and rows % _ROWS:
+        raise _whole(loss, f"returns {rows} numbers for all samples")
     if isinstance(loss, keras.losses.Circle):
         raise _whole(loss, "compares samples with one another")
+    return _Values(shape, rows is not None, mask is not None)
+
+
+def _check_weight(loss: keras.Loss, values: _Values, weight: Any) -> None:
+    """Refuses weights of samples that Keras takes for weights of others.
+
+    It multiplies as NumPy does, from the last axis: weights of shape (B,) by
+    values of shape (B, T) are those of positions, or fail, unless B is T. Of
+    a micro-batch they need not fail.
+    """
+    shape = tf.TensorShape(getattr(weight, "shape", ()))
+    rank = values.shape.rank
+    if None in (shape.rank, rank) or shape.rank in (0, rank) or shape[0] == 1:
+        return
+    longer = max(shape, values.shape, key=len)
+    if abs(shape.rank - rank) > 1 or longer[-1] != 1:
+        raise ValueError(
+            f"`sample_weight` must have {rank} axes, as many as the values of "
+            f"loss '{loss.name}', such as shape (batch_size, 1). Received: "
+            f"sample_weight of shape {tuple(shape)}"
+        )
+
+
+def _count(
+    loss: keras.Loss, values: _Values, y_true: Any, y_pred: Any, weight: Any
+) -> tf.Tensor | None:
+    """Returns the N by which `loss` divides, up to a constant factor.
+
+    Or `None`, if it is the number of rows.
+    """
     if loss.reduction in ("sum", "none", None):
         return tf.ones((), tf.float64)
+    made = None
+    if values.masked or not values.by_rows:
+        # Of which TensorFlow runs what the count needs.
+        made = loss.call(*_given(loss, y_true, y_pred))
     masks = [
         mask
-        for mask in (in_mask, getattr(values, "_keras_mask", None))
+        for mask in (
+            getattr(y_pred, "_keras_mask", None),
+            getattr(made, "_keras_mask", None),
+        )
         if mask is not None
     ]
     mask = masks[0] & masks[-1] if masks else None
@@ -152,7 +234,6 @@ def _count(
         count = tf.cast(weight, tf.float64)
         if mask is not None:
             mask = tf.cast(mask, tf.float64)
-            # Weights of shape (B,) or (B, 1) with masks of shape (B, T).
             while count.shape.rank < mask.shape.rank:
                 count = count[..., None]
             while mask.shape.rank < count.shape.rank:
@@ -161,7 +242,13 @@ def _count(
         return tf.reduce_sum(count)
     if mask is not None:
         return tf.reduce_sum(tf.cast(mask, tf.float64))
-    return tf.cast(tf.shape(values)[0], tf.float64)
+    return None if made is None else tf.cast(tf.shape(made)[0], tf.float64)
+
+
+def _given(loss: keras.Loss, y_true: Any, y_pred: Any) -> list:
+    """Returns labels and outputs as Keras gives them to `loss.call`."""
+    to_tensor = lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype)  # noqa: E731
+    return keras.tree.map_structure(to_tensor, [y_true, y_pred])
 
 
 def _whole(loss: Any, reason: str) -> ValueError:

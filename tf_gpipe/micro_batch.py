@@ -80,10 +80,10 @@ class Split:
         base = self.rows // self.num_micro_batches
         return base + tf.cast(m < self.rows % self.num_micro_batches, tf.int32)
 
-    def weight(self, m: int | tf.Tensor) -> Any:
+    def weight(self, m: int | tf.Tensor) -> tf.Tensor:
         """Returns the share of micro-batch `m` in the rows, a float64."""
         if self.even:
-            return 1.0 / self.num_micro_batches
+            return tf.constant(1.0 / self.num_micro_batches, tf.float64)
         return tf.cast(self.size(m), tf.float64) / tf.cast(
             tf.maximum(self.rows, 1), tf.float64
         )

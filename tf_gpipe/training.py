@@ -260,6 +260,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
                 split.take_of_outputs(y, m),
                 split.take_of_outputs(sample_weight, m),
                 split.valid(m),
+                split.weight(m),
             ),
             added_scale,
         )

@@ -11,6 +11,7 @@ from keras import layers as L
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
+from tests.tf_gpipe.executed_graph import executed_graph
 
 SGD = functools.partial(keras.optimizers.SGD, 0.1)
 CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy
@@ -444,8 +445,79 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             found.append([history.history["loss"], model.get_weights()])
         self.assertAllClose(*found)
 
-    @parameterized.parameters("gpipe", "1f1b")
-    def test_float64(self, schedule):
+    @parameterized.product(
+        schedule=("gpipe", "1f1b"), num_micro_batches=(2, 3), reduction=(0, 1)
+    )
+    def test_values_that_are_fewer_than_rows(
+        self, schedule, num_micro_batches, reduction
+    ):
+        class Labelled(keras.losses.Loss):
+            def call(self, y_true, y_pred):
+                values = keras.losses.sparse_categorical_crossentropy(
+                    tf.maximum(y_true, 0), y_pred, from_logits=True
+                )
+                return tf.boolean_mask(values, y_true >= 0)
+
+        reductions = "mean", "sum"
+        self.assert_trains_alike(
+            dense,
+            numbers(8, 6),
+            np.array([-1, 1, 2, -1, -1, -1, 0, 1]),
+            schedule=schedule,
+            num_micro_batches=num_micro_batches,
+            loss=Labelled(reduction=reductions[reduction]),
+        )
+
+    # Shapes (4, 4) and (4,) fit as arrays; the sizes of batches of 8 and 1
+    # are unknown when the step is traced.
+    @parameterized.parameters((4, 2), (4, 4), (9, 2), (9, 8))
+    def test_refuses_weights_of_something_else(self, rows, num_micro_batches):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((4, 2)), L.Dense(4), L.Dense(1)],
+            **{**TWO, "num_micro_batches": num_micro_batches},
+        )
+        model.compile("sgd", "mse")
+        fit = functools.partial(
+            model.fit,
+            numbers(rows, 4, 2),
+            numbers(rows, 4, 1),
+            batch_size=8,
+            verbose=0,
+        )
+        with self.assertRaisesRegex(ValueError, "must have 2 axes"):
+            fit(sample_weight=np.ones(rows))
+        fit(sample_weight=np.ones((rows, 1)))
+
+    @parameterized.parameters(2, 8)
+    def test_refuses_labels_of_something_else(self, num_micro_batches):
+        model = tf_gpipe.PipelinedSequential(
+            dense(), **{**TWO, "num_micro_batches": num_micro_batches}
+        )
+        model.compile("sgd", "mse")
+        # The size of a batch is unknown where the last one has fewer rows.
+        with self.assertRaises(ValueError) as caught:
+            model.fit(numbers(9, 6), numbers(9), batch_size=8, verbose=0)
+        notes = "".join(caught.exception.__notes__)
+        self.assertIn("Raised by loss 'mse'", notes)
+
+    @parameterized.parameters("1f1b", "zero_bubble")
+    def test_loss_is_that_of_micro_batches_alone(self, schedule):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((5, 6)), L.Dense(4), L.Dense(3)],
+            schedule=schedule,
+            **TWO,
+        )
+        model.compile("sgd", CROSS_ENTROPY(from_logits=True))
+        x, y = numbers(9, 5, 6), tokens(3, 9, 5)
+        nodes = executed_graph(
+            lambda: model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        )
+        losses = [node for node in nodes if "SoftmaxCross" in node.op]
+        self.assertLen(losses, 2)
+        self.assertNotIn("Fill", [node.op for node in nodes])
+
+    @parameterized.parameters(("gpipe", 2, 7), ("1f1b", 2, 7), ("1f1b", 3, 6))
+    def test_float64(self, schedule, num_micro_batches, rows):
         def make():
             return [
                 keras.Input((6,)),
@@ -457,10 +529,11 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         keras.config.set_floatx("float64")
         self.assert_trains_alike(
             make,
-            numbers(7, 6),
-            numbers(7, 3),
-            np.arange(7.0),
+            numbers(rows, 6),
+            numbers(rows, 3),
+            np.arange(float(rows)),
             schedule=schedule,
+            num_micro_batches=num_micro_batches,
             rtol=1e-11,
         )
 
