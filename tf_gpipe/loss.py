@@ -33,6 +33,7 @@ def micro_batch_loss(
     outputs: Any,
     sample_weight: Any,
     scale: tf.Tensor,
+    num_rows: int | None,
 ) -> Callable[..., Differentiated]:
     """Returns the losses given to `compile`, as a function of a micro-batch.
 
@@ -43,6 +44,7 @@ def micro_batch_loss(
             Keras masks; the values don't matter.
         sample_weight: Nested structure of sample weights, or `None`.
         scale: Scalar, by which gradients are multiplied.
+        num_rows: Integer, the size of the mini-batch, or `None` if unknown.
 
     Returns:
         Function of a micro-batch's outputs, labels and sample weights, and of
@@ -58,7 +60,7 @@ def micro_batch_loss(
     counts: dict[int, tf.Tensor | None] = {}
 
     def probe(i, loss, y_true, y_pred, weight):
-        values[i] = _values(loss, y_true, y_pred)
+        values[i] = _values(loss, y_true, y_pred, num_rows)
         _check_weight(loss, values[i], weight)
         counts[i] = _count(loss, values[i], y_true, y_pred, weight)
         return tf.zeros(())
@@ -141,7 +143,9 @@ class _Values(NamedTuple):
     masked: bool
 
 
-def _values(loss: keras.Loss, y_true: Any, y_pred: Any) -> _Values:
+def _values(
+    loss: keras.Loss, y_true: Any, y_pred: Any, num_rows: int | None
+) -> _Values:
     """Returns what a loss makes of a batch, by a trace that is never run.
 
     To tell how many values there are TensorFlow would make them, those of the
@@ -155,10 +159,10 @@ def _values(loss: keras.Loss, y_true: Any, y_pred: Any) -> _Values:
     given = _given(loss, y_true, y_pred)
 
     def sized(x: tf.Tensor) -> tf.TensorSpec:
-        # Labels of one row are those of all samples.
-        has_rows = x.shape.rank and x.shape[0] != 1
-        shape = [_ROWS, *x.shape[1:]] if has_rows else x.shape
-        return tf.TensorSpec(shape, x.dtype)
+        # A label of one row may be that of all samples.
+        if not x.shape.rank or (x.shape[0] == 1 and num_rows != 1):
+            return tf.TensorSpec(x.shape, x.dtype)
+        return tf.TensorSpec([_ROWS, *x.shape[1:]], x.dtype)
 
     def call(*args):
         found = keras.ops.convert_to_tensor(loss.call(*args))

@@ -252,6 +252,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
                 self._like_outputs(run, inputs, outputs, m),
                 sample_weight,
                 scale,
+                split.static_rows,
             )
 
         parts = run.interleave(

@@ -417,6 +417,17 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
     def test_labels_that_are_broadcast(self):
         self.assert_trains_alike(dense, numbers(8, 6), numbers(1, 3))
 
+    @parameterized.product(loss=("mse", 0), eager=(False, True))
+    def test_one_row(self, loss, eager):
+        self.addCleanup(tf.config.run_functions_eagerly, False)
+        tf.config.run_functions_eagerly(eager)
+        self.assert_trains_alike(
+            dense,
+            numbers(1, 6),
+            numbers(1, 3) if loss else tokens(3, 1),
+            loss=loss or CROSS_ENTROPY(from_logits=True),
+        )
+
     @parameterized.product(
         schedule=("gpipe", "1f1b"), num_micro_batches=(2, 8), weights=(0, 1)
     )
