@@ -21,6 +21,8 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tf_gpipe.traced_function import result_alone
+
 Differentiated = tuple[list[tf.Tensor], list]
 
 # Stands for the number of rows; no size that is about.
@@ -62,7 +64,9 @@ def micro_batch_loss(
     def probe(i, loss, y_true, y_pred, weight):
         values[i] = _values(loss, y_true, y_pred, num_rows)
         _check_weight(loss, values[i], weight)
-        counts[i] = _count(loss, values[i], y_true, y_pred, weight)
+        counts[i] = result_alone(
+            lambda: _count(loss, values[i], y_true, y_pred, weight)
+        )
         return tf.zeros(())
 
     def run():

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe.function_call import FunctionCall
+from tf_gpipe.function_call import filled
 
 # Of variables.
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
@@ -194,6 +195,19 @@ class TracedFunction:
                     if not x.startswith("^") or x[1:] in kept
                 ]
         return definition
+
+
+def result_alone(function: Callable[[], Any]) -> Any:
+    """Returns what a function makes, by the operations alone that it needs.
+
+    TensorFlow runs all in a graph that may have an effect, whatever it is for:
+    checks of shapes, and loops that read variables, as recurrent layers do.
+    """
+    if tf.executing_eagerly():
+        return function()
+    concrete = tf.function(function, autograph=False).get_concrete_function()
+    part = TracedFunction(concrete, []).part([], concrete.outputs)
+    return filled(concrete.structured_outputs, part([]))
 
 
 def _reach(

@@ -20,6 +20,7 @@ from tf_gpipe.loss import micro_batch_loss
 from tf_gpipe.several_hosts import SeveralHosts
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import run_stage
+from tf_gpipe.traced_function import result_alone
 
 
 def _traced_once(step: Callable) -> Callable:
@@ -291,14 +292,17 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         )
         if all(mask is None for mask in keras.tree.flatten(outputs.masks)):
             return whole
-        # Masks come from inputs as a rule. What else is emitted here has no
-        # use then, and TensorFlow drops it from a graph.
-        values = dict(zip(pipeline.graph.inputs, inputs, strict=True))
-        with keras.StatelessScope():
-            for stage in pipeline.stages:
-                run_stage(stage, values, training=True)
-        made = keras.tree.map_structure(values.get, pipeline.graph.outputs)
-        return Activations(whole, Activations.of(made).masks).unpack()
+
+        def masks():
+            values = dict(zip(pipeline.graph.inputs, inputs, strict=True))
+            with keras.StatelessScope():
+                for stage in pipeline.stages:
+                    run_stage(stage, values, training=True)
+            made = keras.tree.map_structure(values.get, pipeline.graph.outputs)
+            return Activations.of(made).masks
+
+        # They come from inputs as a rule, and nothing else is run.
+        return Activations(whole, result_alone(masks)).unpack()
 
     def _update_loss_metrics(self, values, rows):
         """Updates the metrics that Keras keeps of each of several losses."""

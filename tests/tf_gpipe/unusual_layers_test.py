@@ -527,6 +527,23 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(losses, 2)
         self.assertNotIn("Fill", [node.op for node in nodes])
 
+    def test_layers_run_for_micro_batches_alone(self):
+        # Masks of the outputs, which the loss counts, need no layer to run.
+        model = tf_gpipe.PipelinedSequential(
+            [
+                keras.Input((5,), dtype="int32"),
+                L.Embedding(9, 4, mask_zero=True),
+                L.GRU(4, return_sequences=True),
+                L.Dense(3),
+            ],
+            **TWO,
+        )
+        model.compile("sgd", CROSS_ENTROPY(from_logits=True))
+        x, y = tokens(9, 8, 5), tokens(3, 8, 5)
+        nodes = executed_graph(lambda: model.train_on_batch(x, y))
+        # But for functions, such as those of the stages.
+        self.assertNotIn("LoopCond", [node.op for node in nodes])
+
     @parameterized.parameters(("gpipe", 2, 7), ("1f1b", 2, 7), ("1f1b", 3, 6))
     def test_float64(self, schedule, num_micro_batches, rows):
         def make():
