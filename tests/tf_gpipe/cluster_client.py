@@ -93,6 +93,47 @@ def skips(devices):
         comparison.assert_same(absltest.TestCase(), plain, pipelined)
 
 
+def masks(devices):
+    """A loss counts what is not masked, by inputs or by what layers make."""
+    generator = np.random.default_rng(0)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def of_tokens():
+        return [
+            keras.Input((5,), dtype="int32"),
+            L.Embedding(9, 4, mask_zero=True),
+            L.GRU(4, return_sequences=True),
+            L.Dense(4),
+            L.Dense(3),
+        ]
+
+    def of_activations():
+        return [
+            keras.Input((5, 2)),
+            L.Dense(4, activation="relu"),
+            L.Masking(),
+            L.LSTM(4, return_sequences=True),
+            L.Dense(3),
+        ]
+
+    for make, x in (
+        (of_tokens, generator.integers(0, 3, (2, 8, 5))),
+        (of_activations, generator.standard_normal((2, 8, 5, 2))),
+    ):
+        data = list(zip(x, generator.integers(0, 3, (2, 8, 5)), strict=True))
+        options = {"loss": loss, "optimizer": keras.optimizers.SGD}
+        plain = comparison.train(make, data, **options)
+        pipelined = comparison.train(
+            make,
+            data,
+            num_stages=len(devices),
+            num_micro_batches=2,
+            devices=devices,
+            **options,
+        )
+        comparison.assert_same(absltest.TestCase(), plain, pipelined)
+
+
 def boundary(devices):
     """What goes from stage to stage does not go by way of this process."""
     width, rows, steps = 1024, 512, 10

@@ -86,6 +86,10 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         output, _ = client("skips", self.addresses).communicate()
         self.assertEqual(output.splitlines()[-1], "done")
 
+    def test_masks(self):
+        output, _ = client("masks", self.addresses[:2]).communicate()
+        self.assertEqual(output.splitlines()[-1], "done")
+
     def test_boundary_tensors_go_from_worker_to_worker(self):
         output, _ = client("boundary", self.addresses[:2]).communicate()
         self.assertEqual(output.splitlines()[-1], "done")
