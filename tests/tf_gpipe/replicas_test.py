@@ -111,6 +111,32 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
     def test_equals_one_device(self):
         self.assert_equals_one_device((2, 2), "1f1b")
 
+    def test_masks(self):
+        # As many in both halves: Keras takes the mean of both means.
+        x = np.tile(np.arange(20).reshape((4, 5)) % 7, (2, 1))
+        y = np.tile(np.arange(20).reshape((4, 5)) % 3, (2, 1))
+
+        def trained(strategy, make):
+            keras.utils.set_random_seed(1)
+            with strategy.scope():
+                model = make(
+                    [
+                        keras.Input((5,), dtype="int32"),
+                        L.Embedding(7, 4, mask_zero=True),
+                        L.GRU(4, return_sequences=True),
+                        L.Dense(3),
+                    ]
+                )
+                model.compile("sgd", SOFTMAX(from_logits=True))
+            model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+            return model.get_weights()
+
+        make = functools.partial(
+            tf_gpipe.PipelinedSequential, num_stages=2, num_micro_batches=3
+        )
+        plain = trained(tf.distribute.get_strategy(), keras.Sequential)
+        self.assertAllClose(trained(mirrored(2), make), plain)
+
     @parameterized.parameters(
         ((2, 2), "gpipe"),
         ((2, 3), "gpipe"),

@@ -85,6 +85,32 @@ class XlaTest(tf.test.TestCase, parameterized.TestCase):
         for a, b in zip(train(True, 0.5), train(True, 0.5), strict=True):
             self.assertAllEqual(a, b)
 
+    def test_whole_step_with_masks_compiles(self):
+        x, y = tf.reshape(tf.range(20) % 4, (4, 5)), tf.ones((4, 5), tf.int32)
+
+        def losses(jit_compile):
+            keras.utils.set_random_seed(0)
+            made = tf_gpipe.PipelinedSequential(
+                [
+                    keras.Input((5,), dtype="int32"),
+                    L.Embedding(4, 4, mask_zero=True),
+                    L.GRU(4, return_sequences=True),
+                    L.Dense(3),
+                ],
+                num_stages=2,
+                num_micro_batches=2,
+                devices=["CPU:0", "CPU:0"],
+            )
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            made.compile("sgd", loss)
+            step = tf.function(
+                lambda x, y: made.loss_and_gradients(x, y)[0],
+                jit_compile=jit_compile,
+            )
+            return step(x, y)
+
+        self.assertAllClose(losses(True), losses(False))
+
     def test_number_of_a_replica_that_is_a_tensor(self):
         # All replicas on TPUs run one program.
         def outputs(number):
