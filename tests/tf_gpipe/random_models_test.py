@@ -232,8 +232,8 @@ class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
     def test_trains_alike(self, seed, has_state):
         self.assert_trains_alike(Drawing(seed, has_state))
 
-    @pytest.mark.slow
     @parameterized.product(seed=list(range(4, 24)), has_state=(False, True))
+    @pytest.mark.slow
     def test_more_of_them_train_alike(self, seed, has_state):
         self.assert_trains_alike(Drawing(seed, has_state))
 
