@@ -1,10 +1,12 @@
 """A Keras model's calls through a pipeline, within gradient tapes."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import AutocastScope
+from keras.src.backend.common import global_state
 
 from tf_gpipe import batch_norm
 from tf_gpipe import replicas
@@ -47,9 +49,7 @@ class PipelinedCalls(_Mixin):
         """
         if mask is not None:
             inputs = Activations(inputs, mask).unpack()
-        # Else variables would be their values, cast, under mixed precision.
-        # Each layer enters a scope of its own.
-        with AutocastScope(None):
+        with _without_autocast():
             return self._run(inputs, training)
 
     @tf.autograph.experimental.do_not_convert
@@ -157,3 +157,20 @@ class PipelinedCalls(_Mixin):
             # A functional model's own takes none.
             keras.Layer.add_loss(self, loss)
         run.commit_state()
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """A scope without that in which Keras casts variables.
+
+    The model's own would cast those of layers with another policy. Each layer
+    enters its own. Keras's scope of no dtype does not do: there all variables
+    say that they are of float32.
+    """
+    key = "autocast_scope"
+    scope = global_state.get_global_attribute(key)
+    global_state.set_global_attribute(key, None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(key, scope)

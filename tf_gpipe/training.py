@@ -137,7 +137,6 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             sample_weight=tf.shape(keras.tree.flatten(x)[0])[0],
         )
         if self.trainable_variables:
-            self._build_optimizer()
             self.optimizer.apply_gradients(
                 zip(gradients, self.trainable_variables, strict=True)
             )
@@ -166,7 +165,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     def _build_optimizer(self):
         """Makes slots where their weights are, which a trace would not."""
-        if not self.optimizer.built:
+        if self.trainable_variables and not self.optimizer.built:
             with tf.init_scope(), self.distribute_strategy.scope():
                 self.optimizer.build(self.trainable_variables)
                 slots.place(self.optimizer)
@@ -315,6 +314,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     def _scale_loss(self, loss):
         if getattr(self, "optimizer", None) is None:
             return loss
+        # An optimizer that is not built has a constant scale.
+        self._build_optimizer()
         return self.optimizer.scale_loss(loss)
 
     def _get_regularization_losses(self):

@@ -49,6 +49,16 @@ def make_classes(rows=ROWS):
     return x, np.random.default_rng(2).integers(0, 3, size=(rows,))
 
 
+class PlainDoubled(keras.Sequential):
+    def call(self, inputs, training=None, mask=None):
+        return 2.0 * super().call(inputs, training=training, mask=mask)
+
+
+class Doubled(tf_gpipe.PipelinedSequential):
+    def call(self, inputs, training=None, mask=None):
+        return 2.0 * super().call(inputs, training=training, mask=mask)
+
+
 class Heads(keras.layers.Layer):
     """Two outputs, by name."""
 
@@ -365,6 +375,32 @@ class FitTest(LifeTest):
         history = model.fit(x, y, epochs=2, batch_size=BATCH, verbose=0)
         self.assertLen(model.weights, 6)
         self.assertLess(history.history["loss"][1], history.history["loss"][0])
+
+    @parameterized.parameters(
+        (None, "1f1b"), (None, "gpipe"), ((PlainDoubled, Doubled), "gpipe")
+    )
+    def test_loss_scale_of_a_deferred_build(self, classes, schedule):
+        plain_cls, cls = classes or (keras.Sequential, None)
+        x, y = make_data(24)
+        models = []
+        for make in (
+            plain_cls,
+            lambda x: pipelined(x, cls=cls, schedule=schedule),
+        ):
+            keras.utils.set_random_seed(1)
+            model = make(make_layers()[1:])
+            # The scale doubles at every step.
+            model.compile(
+                keras.optimizers.LossScaleOptimizer(
+                    keras.optimizers.SGD(0.1),
+                    initial_scale=2.0,
+                    dynamic_growth_steps=1,
+                ),
+                "mse",
+            )
+            model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+            models.append(model)
+        self.assert_same_state(*models)
 
     def test_frozen_layer(self):
         x, y = make_data()
@@ -975,16 +1011,6 @@ class OwnTrainStep(tf_gpipe.PipelinedSequential):
             if metric.name == "loss":
                 metric.update_state(loss)
         return self.compute_metrics(x, y, y_pred, sample_weight)
-
-
-class PlainDoubled(keras.Sequential):
-    def call(self, inputs, training=None, mask=None):
-        return 2.0 * super().call(inputs, training=training, mask=mask)
-
-
-class Doubled(tf_gpipe.PipelinedSequential):
-    def call(self, inputs, training=None, mask=None):
-        return 2.0 * super().call(inputs, training=training, mask=mask)
 
 
 class PenaltyMixin:

@@ -565,6 +565,34 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             rtol=1e-11,
         )
 
+    def test_layers_of_float64(self):
+        keras.utils.set_random_seed(1)
+        tied = L.Dense(6, dtype="float64")
+        plain = keras.Sequential(
+            [
+                keras.Input((6,)),
+                L.Dense(6, dtype="float64", trainable=False),
+                tied,
+                L.SpectralNormalization(L.Dense(6, dtype="float64")),
+                tied,
+            ]
+        )
+        model = tf_gpipe.PipelinedModel.from_model(
+            plain, **{**TWO, "num_micro_batches": 1}
+        )
+        x = numbers(8, 6)
+        for training in (False, True):
+            # This changes the state of a layer, which models have in common.
+            before = [w.numpy() for w in plain.weights]
+            expected = plain(x, training=training)
+            after = [w.numpy() for w in plain.weights]
+            for variable, value in zip(model.weights, before, strict=True):
+                variable.assign(value)
+            found = model(x, training=training)
+            self.assertAllClose(expected, found, rtol=1e-12, atol=1e-12)
+            for variable, value in zip(model.weights, after, strict=True):
+                self.assertAllClose(variable, value, rtol=1e-12, atol=1e-12)
+
     @parameterized.parameters(
         L.ReLU, Doubled, lambda: L.Lambda(lambda x: 2 * x)
     )
