@@ -94,6 +94,8 @@ class MiniBatch:
         self._stages: dict[int, Any] = {}
         # Not that of the time of the build, which the user may have replaced.
         self._seed = global_seed()
+        # Functions that read it run on when Keras has got another one.
+        pipeline.seeds.update((id(v), v) for v in self._seed)
         self._steps = pipeline.schedule.steps(pipeline.remat)
         self._apart = apart and not tf.executing_eagerly()
         clock = Clock() if timed and not tf.executing_eagerly() else None

@@ -24,6 +24,8 @@ class Pipeline:
     schedule: Schedule
     remat: str  # one of `remat.MODES`
     boundary_dtype: str | None  # of what travels from device to device
+    # States of Keras's global seed generator, by id.
+    seeds: dict[int, keras.Variable] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def _owners(self) -> dict[int, Stage]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 
 import keras
@@ -363,6 +364,23 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             for row in part
         ]
         self.assertLen(set(rows), 2 * 2 * 4)
+
+    def test_another_seed_between_two_fits(self):
+        with mirrored(2).scope():
+            model = tf_gpipe.PipelinedSequential(
+                dense(), num_stages=2, num_micro_batches=2
+            )
+            model.compile(
+                "sgd", SOFTMAX(from_logits=True), steps_per_execution=3
+            )
+        x, y, _ = data()
+        model.fit(x, y, batch_size=16, verbose=0)
+        # Which drops the generator that the first step has read.
+        keras.utils.set_random_seed(5)
+        gc.collect()
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+        model.fit(batches.repeat(), steps_per_epoch=3, verbose=0)
+        self.assertEqual(model.optimizer.iterations, 6)
 
     def test_first_replica_draws_as_without_replicas(self):
         def outputs(strategy):
