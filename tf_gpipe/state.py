@@ -5,6 +5,7 @@ own version of it through the stages. When all micro-batches are through,
 their versions become one, as if the layers had seen the mini-batch as a whole.
 """
 
+import concurrent.futures
 import random
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -51,6 +52,15 @@ def global_seed() -> list[keras.Variable]:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _shared[0])
         return [_shared[0].state]
     drawn = random.getstate()
+    known = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    if known is None and not (
+        tf.executing_eagerly() or tf.distribute.has_strategy()
+    ):
+        # A function that is traced again may make no variable. In a thread of
+        # its own none is being traced.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            made = thread.submit(keras.random.SeedGenerator).result()
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, made)
     with tf.init_scope():
         generator = global_seed_generator()
     random.setstate(drawn)

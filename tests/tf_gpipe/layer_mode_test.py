@@ -287,6 +287,24 @@ class ModelTest(LayerModeTest):
         self.assertLen(body.stages, 3)
         self.assertEqual(model(make_data(7, 5)).shape, (7, 1))
 
+    def test_another_seed_between_two_steps(self):
+        x, y = make_data(8, 5), make_data(8, 1)
+        plain = around(keras.Sequential(make_layers()))
+        model = around(pipelined(make_layers()))
+        model.set_weights(plain.get_weights())
+        drawn = []
+        for m in (plain, model):
+            m.compile("sgd", "mse")
+            m.train_on_batch(x, y)
+            # Which drops the generator that the first step has read. The
+            # second one is traced again.
+            keras.utils.set_random_seed(5)
+            m.train_on_batch(x[:6], y[:6])
+            drawn.append(keras.random.normal((3,)))
+        self.assertAllEqual(*drawn)
+        for a, b in zip(plain.get_weights(), model.get_weights(), strict=True):
+            self.assert_same_numbers(a, b)
+
     @parameterized.parameters(*SCHEDULES)
     def test_frozen_pipeline_passes_gradients_on(self, schedule):
         x, y = make_data(8, 5), make_data(8, 1)
