@@ -15,7 +15,11 @@ from absl.testing import parameterized
 
 import model_zoo
 import tf_gpipe
-from tools import table1 as command
+from tools.table1 import __main__ as command
+from tools.table1 import measured
+from tools.table1 import planned
+from tools.table1.published import FAMILIES
+from tools.table1.published import ROWS
 
 GIB = 2**30
 
@@ -44,7 +48,7 @@ def message(*args):
 
 
 def row(model, name):
-    return next(x for x in command._ROWS if x.model == model and x.name == name)
+    return next(x for x in ROWS if x.model == model and x.name == name)
 
 
 class Table1Test(parameterized.TestCase, tf.test.TestCase):
@@ -153,7 +157,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
         ("amoebanet_d", "Pipeline-4", lambda n: (0, 10 * n), 99),
     )
     def test_search(self, model, name, fullest, expected):
-        largest = command._largest(row(model, name), fullest, 1000)
+        largest = planned.largest(row(model, name), fullest, 1000)
         self.assertEqual(largest, expected)
 
     @pytest.mark.slow
@@ -215,9 +219,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
 
     def test_measure(self):
         # Of a model that is traced in no time.
-        family = dataclasses.replace(
-            command._FAMILIES["transformer_lm"], batch_size=4
-        )
+        family = dataclasses.replace(FAMILIES["transformer_lm"], batch_size=4)
         small = {**family.small, "num_layers": 1, "dim": 16, "length": 8}
         rows = [
             dataclasses.replace(
@@ -228,7 +230,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
         args = command.make_parser().parse_args(
             ["--run", "--micro_batch_size=2", "--json"]
         )
-        make = command._model
+        make = measured._model
 
         def too_large(layers, family, devices, options):
             if len(devices) == 1:
@@ -242,12 +244,11 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
                 reset_memory_stats=mock.Mock(),
                 get_memory_info=lambda device: {"peak": len(device)},
             ),
-            mock.patch.multiple(
-                command, _FAMILIES={"transformer_lm": family}, _model=too_large
-            ),
+            mock.patch.dict(FAMILIES, transformer_lm=family),
+            mock.patch.object(measured, "_model", too_large),
             contextlib.redirect_stdout(io.StringIO()) as stdout,
         ):
-            command._measure(rows, ["CPU:0", "CPU:1"], args)
+            measured.on_gpu(rows, ["CPU:0", "CPU:1"], args)
         self.assertEqual(
             json.loads(stdout.getvalue().splitlines()[-1])["runs"],
             [

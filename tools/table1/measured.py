@@ -1,0 +1,170 @@
+"""What steps of the models need, on a GPU or in worker processes."""
+
+import functools
+import gc
+import itertools
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import model_zoo
+import tf_gpipe
+from tools import workers
+from tools.benchmark.report import Report
+from tools.table1 import notes
+from tools.table1.planned import plan
+from tools.table1.published import FAMILIES
+from tools.table1.published import NUM_CLASSES
+from tools.table1.published import text
+
+# Of each virtual device of a GPU.
+GPU_MIB = 8192
+
+
+def on_gpu(rows, devices, args):
+    """Prints what the devices need at most in a step of each row."""
+    lines, runs = [], []
+    for row in rows:
+        peaks = None
+        if row.num_stages <= len(devices):
+            peaks = _peaks(row, devices[: row.num_stages], args)
+            result = "fits" if peaks else "does not fit"
+        else:
+            result = f"needs {row.num_stages} devices"
+        # What the row has left on the devices.
+        keras.backend.clear_session()
+        gc.collect()
+        sizes = [f"{x / 2**30:.2f}" for x in peaks or []]
+        lines.append(
+            {
+                "row": row.name,
+                "(L, D)": text(row.sizes),
+                "result": result,
+                "peak GiB": " ".join(sizes),
+            }
+        )
+        runs.append({"name": row.name, "result": result, "peaks": peaks})
+    Report(
+        f"AmoebaNet-D on {len(devices)} virtual devices of {GPU_MIB} MiB",
+        lines,
+        {"runs": runs},
+    ).print(args.json)
+
+
+def _peaks(row, devices, args):
+    """Returns the peak memory of each device; `None` where it is too little."""
+    layers = model_zoo.get(row.model, **row.sizes)
+    x, y = _data(layers, row.family.batch_size)
+    try:
+        model = _model(
+            layers, row.family, devices, row.options(args.micro_batch_size)
+        )
+        model.train_on_batch(x, y)
+        # The first step also tries out algorithms for convolutions.
+        for device in devices:
+            tf.config.experimental.reset_memory_stats(device)
+        model.train_on_batch(x, y)
+    except tf.errors.ResourceExhaustedError:
+        return None
+    return [
+        tf.config.experimental.get_memory_info(device)["peak"]
+        for device in devices
+    ]
+
+
+def on_workers(models, args):
+    """Prints the memory of worker processes beside what is planned for it."""
+    lines, runs, why = [], [], []
+    with workers.connected(
+        2, environment=workers.GIVE_BACK, one_core=True
+    ) as processes:
+        for model, remat in itertools.product(models, ("never", "always")):
+            print(f"{model}, remat {remat}", file=sys.stderr)
+            options = {
+                "num_stages": len(processes),
+                "num_micro_batches": 4,
+                "remat": remat,
+            }
+            planned, measured = _memory(model, processes, options)
+            ratios = [x / y for x, y in zip(measured, planned, strict=True)]
+            lines += [
+                {
+                    "model": model,
+                    "remat": remat,
+                    "stage": k,
+                    "planned": planned[k] / 2**20,
+                    "measured": measured[k] / 2**20,
+                    "measured / planned": ratio,
+                }
+                for k, ratio in enumerate(ratios)
+            ]
+            runs.append(
+                {
+                    "model": model,
+                    "remat": remat,
+                    "planned": planned,
+                    "measured": measured,
+                }
+            )
+            if model == "amoebanet_d" and min(ratios) < 0.8:
+                why.append(f"AmoebaNet-D, remat {remat}: {notes.MERGED}")
+            if remat == "never" and max(ratios) > 1.2:
+                why.append(f"{FAMILIES[model].title}: {notes.SHAPES}")
+    Report(
+        "Small versions, a worker process a stage; peak MiB of activations and "
+        "gradients",
+        lines,
+        {"runs": runs, "notes": why},
+        notes=why,
+    ).print(args.json)
+
+
+def _memory(model, processes, options):
+    """Returns the peaks of activations and gradients, planned and measured.
+
+    Each is a list with the bytes of each stage.
+    """
+    family = FAMILIES[model]
+    make = functools.partial(model_zoo.get, model, **family.small)
+    planned = plan(make(), family, family.small_batch_size, **options)
+    x, y = _data(make(), family.small_batch_size)
+    pipeline = _model(
+        make(), family, [process.device for process in processes], options
+    )
+    measured = workers.peak_memory(
+        processes, lambda: pipeline.train_on_batch(x, y)
+    )
+    expected = [
+        stage_plan.activation_bytes
+        + sum(
+            v.shape.num_elements() * v.value.dtype.size
+            for v in stage.trainable(stage.owned)
+        )
+        for stage_plan, stage in zip(
+            planned.stages, pipeline.stages, strict=True
+        )
+    ]
+    return expected, measured
+
+
+def _model(layers, family, devices, options):
+    model = tf_gpipe.PipelinedSequential(layers, devices=devices, **options)
+    model.compile(
+        family.optimizer(),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
+def _data(layers, batch_size):
+    """Returns a mini-batch of random inputs and labels."""
+    inputs = layers[0].output
+    shape = (batch_size, *inputs.shape[1:])
+    generator = np.random.default_rng(0)
+    if inputs.dtype == "int32":
+        tokens = generator.integers(0, NUM_CLASSES, shape, dtype="int32")
+        return tokens, tokens
+    labels = generator.integers(0, NUM_CLASSES, batch_size, dtype="int32")
+    return generator.standard_normal(shape, dtype="float32"), labels
