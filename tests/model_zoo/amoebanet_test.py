@@ -6,11 +6,11 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
-from model_zoo.amoebanet import AmoebaNetCell
 from model_zoo.amoebanet import AuxiliaryHead
 from model_zoo.amoebanet import Classifier
-from model_zoo.amoebanet import FactorizedReduction
 from model_zoo.amoebanet import amoebanet_d
+from model_zoo.amoebanet_cells import AmoebaNetCell
+from model_zoo.amoebanet_cells import FactorizedReduction
 
 SMALL = {
     "num_layers": 3,

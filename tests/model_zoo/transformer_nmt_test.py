@@ -11,8 +11,8 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from model_zoo.decoding import decode
-from model_zoo.transformer_nmt import SharedEmbedding
 from model_zoo.transformer_nmt import transformer_nmt
+from model_zoo.transformer_nmt_layers import SharedEmbedding
 from tests.tf_gpipe import comparison
 
 SMALL = {

@@ -11,8 +11,8 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 import tf_gpipe
-from model_zoo.transformer_nmt import EncoderBlock
 from model_zoo.transformer_nmt import transformer_nmt
+from model_zoo.transformer_nmt_layers import EncoderBlock
 from tests.trainers import tiny_messages
 from tests.trainers.tiny_messages import NUM_TRAIN
 from trainers import token_batches
