@@ -18,6 +18,7 @@ from tests.trainers import tiny_messages
 from tools import translation_experiments
 from trainers import models
 from trainers import translation
+from trainers import translation_job
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = sorted(ROOT.glob("trainers/recipes/translation_*.cfg"))
@@ -52,7 +53,7 @@ class RecipesTest(tf.test.TestCase, parameterized.TestCase):
             defaults = {name: flags.FLAGS[name].value for name in names}
             flags.FLAGS(["translation", f"--flagfile={path}"])
             found = {name: flags.FLAGS[name].value for name in names}
-        defaults["model_args"] = translation._MODEL_ARGS
+        defaults["model_args"] = translation_job._MODEL_ARGS
         defaults["languages"] = translation._SLAVIC
         found["model_args"] = models.parse_hyper_parameters(found["model_args"])
         self.assertEqual(found, defaults)
