@@ -80,7 +80,9 @@ def _reading_once(
             given = dict(scope.state_mapping)
             method(*args)
         # What the method has assigned, which the scope has kept back.
-        for x in optimizer.variables + optimizer._trainable_variables:
+        # Which are a tuple where `apply_gradients` has built it.
+        weights = optimizer._trainable_variables
+        for x in [*optimizer.variables, *weights]:
             value = scope.get_current_value(x)
             if value is not None and value is not given.get(id(x)):
                 x.assign(value)

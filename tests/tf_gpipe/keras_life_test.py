@@ -1013,6 +1013,30 @@ class OwnTrainStep(tf_gpipe.PipelinedSequential):
         return self.compute_metrics(x, y, y_pred, sample_weight)
 
 
+class TapeMixin:
+    """A train step as Keras documents it."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x, y, y_pred)
+            loss = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        return self.compute_metrics(x, y, y_pred)
+
+
+class PlainTape(TapeMixin, keras.Sequential):
+    pass
+
+
+class PipelinedTape(TapeMixin, tf_gpipe.PipelinedSequential):
+    pass
+
+
 class PenaltyMixin:
     def compute_loss(
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
@@ -1060,6 +1084,23 @@ class SubclassTest(LifeTest):
         )
         self.assert_same_history(a, b)
         self.assert_same_state(plain, model)
+
+    @parameterized.product(built=(True, False), loss_scale=(True, False))
+    def test_train_step_with_a_tape(self, built, loss_scale):
+        x, y = make_data(24)
+        models = []
+        for make in (PlainTape, lambda x: pipelined(x, cls=PipelinedTape)):
+            keras.utils.set_random_seed(1)
+            model = make(make_layers()[0 if built else 1 :])
+            optimizer = keras.optimizers.Adam(0.02)
+            if loss_scale:
+                optimizer = keras.optimizers.LossScaleOptimizer(
+                    optimizer, initial_scale=2.0, dynamic_growth_steps=2
+                )
+            model.compile(optimizer, "mse")
+            model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+            models.append(model)
+        self.assert_same_state(*models)
 
     @parameterized.parameters("1f1b", "gpipe")
     def test_gradients(self, schedule):
