@@ -178,14 +178,15 @@ class Pipelined(PipelinedTraining):
             _check(stages[k])
         # All or none: what `rebalance` refuses leaves the model as it is.
         places = [
-            (variable, stage.devices)
+            (variable, stage.devices, id(variable) in weights)
             for stage in stages
+            for weights in [stage.made_trainable()]
             for variable in (*stage.owned, *stage.waiting())
         ]
         with self._strategy_scope():
-            for variable, devices in places:
-                placement.place(variable, devices)
-        abstract.forget(variable for variable, _ in places)
+            for place in places:
+                placement.place(*place)
+        abstract.forget(variable for variable, *_ in places)
         state.global_seed()
         self._pipeline = Pipeline(
             graph,

@@ -121,7 +121,9 @@ def find(device: str) -> str:
     )
 
 
-def place(variable: keras.Variable, devices: Sequence[str]) -> None:
+def place(
+    variable: keras.Variable, devices: Sequence[str], trainable: bool = False
+) -> None:
     """Gives a variable its place, with the value that it has.
 
     A variable that has no value yet is initialised there, so that a model too
@@ -130,10 +132,15 @@ def place(variable: keras.Variable, devices: Sequence[str]) -> None:
     Args:
         variable: A `keras.Variable`.
         devices: List of full device names, one a replica.
+        trainable: Boolean, whether gradient tapes watch a variable that has no
+            value yet. Also those that are frozen: they may not always be.
     """
     with tf.init_scope(), replicas.variables_on(devices):
         if variable._value is None:
+            before = variable.trainable
+            variable.trainable = before or trainable
             variable._deferred_initialize()
+            variable.trainable = before
         elif not all(
             _compatible(_spec(is_on), _LOCAL.make_merged_spec(_spec(wanted)))
             for is_on, wanted in zip(

@@ -87,6 +87,15 @@ class Stage:
         found = [v for layer in self.layers for v in layer.metrics_variables]
         return [v for v in _unique(found) if v._value is None]
 
+    def made_trainable(self) -> set[int]:
+        """Returns the ids of weights, also of those that are frozen."""
+        return {
+            id(v)
+            for layer in self.layers
+            for x in layer._flatten_layers()
+            for v in x._trainable_variables
+        }
+
     def trainable(self, variables: Sequence[keras.Variable]) -> list:
         """Returns those of `variables` that training changes."""
         ids = {id(v) for x in self.layers for v in x.trainable_variables}

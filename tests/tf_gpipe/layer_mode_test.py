@@ -321,6 +321,33 @@ class ModelTest(LayerModeTest):
             self.assert_same_numbers(a, b)
 
     @parameterized.parameters(*SCHEDULES)
+    def test_layer_that_was_made_frozen(self, schedule):
+        x, y = make_data(8, 5), make_data(8, 1)
+
+        def make_frozen_layers():
+            inner = keras.Sequential([keras.layers.Dense(3, name="inner")])
+            frozen = keras.layers.Dense(5, trainable=False)
+            return [*make_layers(), frozen, inner]
+
+        plain = around(keras.Sequential(make_frozen_layers()))
+        model = around(pipelined(make_frozen_layers(), schedule=schedule))
+        start = plain.get_weights()
+        model.set_weights(start)
+        for trainable in (None, False, True):
+            for m in (plain, model):
+                if trainable is not None:
+                    m.trainable = trainable
+                m.compile(keras.optimizers.SGD(0.1), "mse")
+                if m.trainable_variables:
+                    m.train_on_batch(x, y)
+            for a, b in zip(
+                plain.get_weights(), model.get_weights(), strict=True
+            ):
+                self.assert_same_numbers(a, b)
+        for before, after in zip(start, model.get_weights(), strict=True):
+            self.assertNotAllClose(before, after)
+
+    @parameterized.parameters(*SCHEDULES)
     def test_called_twice(self, schedule):
         x = tf.constant(make_data(7, 4))
         layers = make_layers()[:-1] + [keras.layers.Dense(4)]
