@@ -38,8 +38,9 @@ def create(like: Sequence[Any]) -> tf.Tensor:
     handle = tf.raw_ops.VarHandleOp(
         dtype=tf.variant, shape=(), shared_name=context.anonymous_name()
     )
-    FunctionCall(fill)(handle)
-    return handle
+    # A gradient of a function is a graph whose effects have no order but this.
+    with tf.control_dependencies([FunctionCall(fill)(handle)]):
+        return tf.identity(handle)
 
 
 def add(handle: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -156,10 +156,13 @@ class Pipelined(PipelinedTraining):
     @staticmethod
     def _as_tensors(x: Any) -> Any:
         """Returns a nested structure of tensors and arrays as tensors."""
-        return keras.tree.map_structure(
-            lambda t: t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t),
-            x,
-        )
+
+        def as_tensor(t):
+            if isinstance(t, (tf.Variable, keras.Variable)):
+                return tf.convert_to_tensor(t)
+            return t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t)
+
+        return keras.tree.map_structure(as_tensor, x)
 
     @staticmethod
     def _revived(config: dict[str, Any]) -> dict[str, Any]:

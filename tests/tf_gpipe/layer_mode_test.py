@@ -152,7 +152,15 @@ class LayerModeTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(a, b, rtol=1e-4, atol=1e-5)
 
     def assert_same_gradients(self, model, x, compiled, training=True):
-        """Compares outputs and gradients by weights and inputs."""
+        """Compares outputs and gradients by weights and inputs.
+
+        Args:
+            model: The pipeline.
+            x: Its inputs.
+            compiled: What `tf.function` compiles: `"step"`, `"call"`, or
+                `None` for nothing.
+            training: Boolean, of the call.
+        """
         floats = [
             t for t in keras.tree.flatten(x) if tf.as_dtype(t.dtype).is_floating
         ]
@@ -172,8 +180,9 @@ class LayerModeTest(tf.test.TestCase, parameterized.TestCase):
         expected, expected_gradients = run(
             lambda x: one_by_one(layers, x, training)
         )
-        step = lambda: run(lambda x: model(x, training=training))
-        found, gradients = (tf.function(step) if compiled else step)()
+        call = lambda x: model(x, training=training)
+        step = lambda: run(tf.function(call) if compiled == "call" else call)
+        found, gradients = (tf.function(step) if compiled == "step" else step)()
         keras.tree.assert_same_structure(expected, found)
         for a, b in zip(
             keras.tree.flatten(expected),
@@ -369,7 +378,7 @@ class TapeTest(LayerModeTest):
     @parameterized.product(
         schedule=SCHEDULES,
         remat=REMATS,
-        compiled=(True, False),
+        compiled=("step", "call", None),
         rows=(6, 7, 2),
     )
     def test_gradients(self, schedule, remat, compiled, rows):
@@ -378,7 +387,7 @@ class TapeTest(LayerModeTest):
             model, tf.constant(make_data(rows, 4)), compiled
         )
 
-    @parameterized.product(compiled=(True, False), remat=REMATS)
+    @parameterized.product(compiled=("step", "call", None), remat=REMATS)
     def test_gradients_in_inference_mode(self, compiled, remat):
         layers = make_layers()
         layers.insert(2, keras.layers.Dropout(0.5))
@@ -386,6 +395,12 @@ class TapeTest(LayerModeTest):
         self.assert_same_gradients(
             model, tf.constant(make_data(7, 4)), compiled, training=False
         )
+
+    @parameterized.parameters("step", "call", None)
+    def test_variable_as_input(self, compiled):
+        model = pipelined(make_layers())
+        x = tf.Variable(make_data(7, 4))
+        self.assert_same_gradients(model, x, compiled)
 
     @parameterized.parameters(True, False)
     def test_gradients_by_some_sources(self, compiled):
@@ -470,7 +485,7 @@ class TapeTest(LayerModeTest):
 
 class StructureTest(LayerModeTest):
     @parameterized.product(
-        remat=REMATS, schedule=SCHEDULES, compiled=(True, False)
+        remat=REMATS, schedule=SCHEDULES, compiled=("step", "call", None)
     )
     def test_embedding_of_integers(self, remat, schedule, compiled):
         model = pipelined(
@@ -490,7 +505,7 @@ class StructureTest(LayerModeTest):
         )
 
     @parameterized.product(
-        remat=REMATS, schedule=SCHEDULES, compiled=(True, False)
+        remat=REMATS, schedule=SCHEDULES, compiled=("step", "call", None)
     )
     def test_nested_between_stages(self, remat, schedule, compiled):
         model = pipelined(
@@ -503,7 +518,7 @@ class StructureTest(LayerModeTest):
         )
 
     @parameterized.product(
-        remat=REMATS, schedule=SCHEDULES, compiled=(True, False)
+        remat=REMATS, schedule=SCHEDULES, compiled=("step", "call", None)
     )
     def test_nested_inputs(self, remat, schedule, compiled):
         model = pipelined([Cross(), Join()], 2, remat=remat, schedule=schedule)
@@ -513,7 +528,7 @@ class StructureTest(LayerModeTest):
         self.assert_same_gradients(model, inputs, compiled)
 
     @parameterized.product(
-        remat=REMATS, schedule=SCHEDULES, compiled=(True, False)
+        remat=REMATS, schedule=SCHEDULES, compiled=("step", "call", None)
     )
     def test_integers_next_to_floats(self, remat, schedule, compiled):
         model = pipelined(
@@ -569,7 +584,7 @@ class StructureTest(LayerModeTest):
         model = pipelined([Twice(), Join()], 2)
         x = tf.constant(make_data(7, 4))
         model(x)
-        for compiled in (True, False):
+        for compiled in ("step", "call", None):
             self.assert_same_gradients(model, x, compiled)
 
 
