@@ -7,10 +7,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from tensorflow.python.eager import record
 
 from tf_gpipe import batch_norm
 from tf_gpipe import replicas
 from tf_gpipe.engine import MiniBatch
+from tf_gpipe.function_call import NO_SECOND_DERIVATIVES
+from tf_gpipe.function_call import tensors
 from tf_gpipe.stage import Activations
 
 # A `keras.Model` supplies the rest, of which no types are known.
@@ -100,14 +103,19 @@ class PipelinedCalls(_Mixin):
                 )
                 by_input = run.input_gradients()
                 by_input = [by_input[i] for i in floats] or [None]
-                if variables is None:
-                    return by_input
                 # None by a `tf.Variable` that is no weight of the model.
                 ids = {v.value.ref(): id(v) for v in self.variables}
-                found_by_id = run.gradients()
-                return by_input, [
-                    found_by_id.get(ids.get(v.ref())) for v in variables
+                found_by_id = run.gradients() if variables else {}
+                by_weight = [
+                    found_by_id.get(ids.get(v.ref())) for v in variables or ()
                 ]
+                sources = [
+                    *args,
+                    *upstream,
+                    *(v.handle for v in variables or ()),
+                ]
+                _refuse_gradients(by_input + by_weight, sources)
+                return by_input if variables is None else (by_input, by_weight)
 
             return differentiable + losses, gradient
 
@@ -157,6 +165,22 @@ class PipelinedCalls(_Mixin):
             # A functional model's own takes none.
             keras.Layer.add_loss(self, loss)
         run.commit_state()
+
+
+def _refuse_gradients(gradients: list, sources: list) -> None:
+    """Makes gradient tapes fail that differentiate gradients once more.
+
+    The backward pass is out of their sight: they would take it for constant.
+
+    Args:
+        gradients: List of gradients or `None`.
+        sources: List of tensors and handles of variables that they come from.
+    """
+
+    def refuse(*_):
+        raise NotImplementedError(NO_SECOND_DERIVATIVES)
+
+    record.record_operation("Pipeline", tensors(gradients), sources, refuse)
 
 
 @contextlib.contextmanager

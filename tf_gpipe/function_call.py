@@ -6,6 +6,12 @@ from typing import Any
 
 import tensorflow as tf
 
+NO_SECOND_DERIVATIVES = (
+    "A pipeline has no second derivatives in training mode, as a gradient "
+    "penalty takes them. Call it with `training=False` for those."
+)
+_GRADIENT = "PipelineFunctionCall"
+
 
 class FunctionCall:
     """A function that a graph calls many times: traced once, never inlined.
@@ -18,7 +24,8 @@ class FunctionCall:
     several times, while it optimises the graph. A long body should be one
     call more away.
 
-    A gradient tape does not see such a call.
+    A gradient tape does not see such a call, and a gradient of a graph that
+    has one fails.
 
     TensorFlow runs calls that have side effects one after another, those of
     different devices too. To read a variable, which must come before it
@@ -64,11 +71,25 @@ class FunctionCall:
                 "f": value(func=tf.compat.v1.NameAttrList(name=concrete.name)),
                 "_disable_call_shape_inference": value(b=True),
                 "_XlaMustCompile": value(b=self._jit_compile),
+                "_gradient_op_type": value(s=_GRADIENT.encode()),
             },
         )
         for x, inferred in zip(call.outputs, concrete.outputs, strict=True):
             x.set_shape(inferred.shape)
         return filled(concrete.structured_outputs, call.outputs)
+
+
+@tf.RegisterGradient(_GRADIENT)
+def _fail(op: tf.Operation, *_: Any) -> list:
+    """A gradient that fails where it runs.
+
+    TensorFlow traces it for persistent tapes, which need not run it.
+    """
+    check = tf.debugging.Assert(False, [NO_SECOND_DERIVATIVES])
+    with tf.control_dependencies([check]):
+        return [
+            tf.zeros_like(x) if x.dtype.is_floating else None for x in op.inputs
+        ]
 
 
 def flatten(structure: Any) -> list:

@@ -153,6 +153,16 @@ class Pipelined(PipelinedTraining):
             )
         return config
 
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type == "savedmodel" and self._pipeline is not None:
+            # Which its functions read, and no layer has.
+            seeds = [*state.global_seed(), *self._pipeline.seeds.values()]
+            children |= {
+                f"_global_seed_{i}": v.value for i, v in enumerate(seeds)
+            }
+        return children
+
     @staticmethod
     def _as_tensors(x: Any) -> Any:
         """Returns a nested structure of tensors and arrays as tensors."""

@@ -857,6 +857,15 @@ class SavingTest(LifeTest):
                 for variable in layer.variables:
                     self.assertEndsWith(variable.value.device, stage.device)
 
+    def test_saved_model(self):
+        model = pipelined(make_layers())
+        x, _ = make_data(7)
+        path = os.path.join(self.get_temp_dir(), "saved_model")
+        tf.saved_model.save(model, path)
+        loaded = tf.saved_model.load(path)
+        (found,) = loaded.signatures["serving_default"](tf.constant(x)).values()
+        self.assertAllClose(model.predict(x, verbose=0), found)
+
     def test_pipeline_of_a_loaded_model(self):
         path = os.path.join(self.get_temp_dir(), "file.keras")
         before = self._make(2)

@@ -423,7 +423,7 @@ class TapeTest(LayerModeTest):
             expected = run(lambda x: one_by_one(model.layers, x))
             self.assert_same_numbers(expected, found)
 
-    @parameterized.product(schedule=SCHEDULES, compiled=(True, False))
+    @parameterized.product(schedule=SCHEDULES, compiled=("step", "call", None))
     def test_persistent_tape(self, schedule, compiled):
         model = pipelined(make_layers(), schedule=schedule)
         x = tf.constant(make_data(7, 4))
@@ -439,11 +439,37 @@ class TapeTest(LayerModeTest):
                 *tape.gradient(one, model.trainable_variables),
             ]
 
-        step = lambda: run(lambda x: model(x, training=True))
-        found = (tf.function(step) if compiled else step)()
+        call = lambda x: model(x, training=True)
+        step = lambda: run(tf.function(call) if compiled == "call" else call)
+        found = (tf.function(step) if compiled == "step" else step)()
         expected = run(lambda x: one_by_one(model.layers, x))
         for a, b in zip(expected, found, strict=True):
             self.assert_same_numbers(a, b)
+
+    @parameterized.product(
+        compiled=("step", "call", None), of_weights=(True, False)
+    )
+    def test_second_derivatives_are_refused(self, compiled, of_weights):
+        model = pipelined(make_layers())
+        x = tf.constant(make_data(7, 4))
+        call = lambda x: model(x, training=True)
+        if compiled == "call":
+            call = tf.function(call)
+
+        def step():
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    # As of a gradient penalty.
+                    outputs = tf.reduce_sum(call(x))
+                gradient = inner.gradient(outputs, x)
+                loss = tf.reduce_sum(gradient**2)
+            sources = model.trainable_variables if of_weights else x
+            return outer.gradient(loss, sources)
+
+        with self.assertRaisesRegex(Exception, "no second derivatives in"):
+            (tf.function(step) if compiled == "step" else step)()
 
     @parameterized.parameters(True, False)
     def test_losses_under_the_tape(self, compiled):
