@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
+from absl import flags
 from absl.testing import absltest
 from absl.testing import flagsaver
 from absl.testing import parameterized
@@ -728,18 +729,22 @@ class CommandLineTest(TestCase):
     def test_flags_are_used_and_kept(self):
         workdir = self.make_directory()
         with (
-            flagsaver.flagsaver(
-                balance="4,5",
-                seed=3,
-                remat="never",
-                workdir=str(workdir),
-                optimizer_args="weight_decay=0.1",
-                crop="pad",
-            ),
+            flagsaver.flagsaver(),
             mock.patch.object(
                 image_classification, "train_and_evaluate"
             ) as train,
         ):
+            flags.FLAGS(
+                [
+                    "image_classification",
+                    "--balance=4,5",
+                    "--seed=3",
+                    "--remat=never",
+                    f"--workdir={workdir}",
+                    "--optimizer_args=weight_decay=0.1",
+                    "--crop=pad",
+                ]
+            )
             image_classification.main()
         config, optimization = train.call_args.args
         self.assertEqual(config.balance, [4, 5])
