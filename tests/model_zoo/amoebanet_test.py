@@ -2,6 +2,7 @@ import pathlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -116,6 +117,7 @@ class AmoebaNetTest(tf.test.TestCase, parameterized.TestCase):
         {"num_stages": 2, "aux_head": False, "run_eagerly": False},
         {"num_stages": 4, "aux_head": True, "run_eagerly": True},
     )
+    @pytest.mark.slow
     def test_trains_as_a_pipeline(self, num_stages, aux_head, run_eagerly):
         # So many batch normalisations and max-poolings of so few pixels
         # magnify the rounding of float32.

@@ -2,6 +2,7 @@ import pathlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -225,6 +226,7 @@ class BottleneckTest(tf.test.TestCase, parameterized.TestCase):
             + [(2, 1, 32)] * 3,
         )
 
+    @pytest.mark.slow
     def test_trains_as_a_pipeline(self):
         # So many normalisations of small batches amplify rounding errors.
         previous = keras.config.dtype_policy()

@@ -2,6 +2,7 @@ import pathlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -71,6 +72,7 @@ class TransformerLmTest(tf.test.TestCase, parameterized.TestCase):
         self.assertNotAllClose(model(x, training=True), model(x, training=True))
 
     @parameterized.parameters("float32", "mixed_float16", "mixed_bfloat16")
+    @pytest.mark.slow
     def test_trains_as_a_pipeline(self, policy):
         previous = keras.config.dtype_policy()
         self.addCleanup(keras.config.set_dtype_policy, previous)

@@ -1,6 +1,7 @@
 """Optimizer steps and metrics run where what they work on is."""
 
 import keras
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -131,6 +132,7 @@ class ColocationTest(parameterized.TestCase, tf.test.TestCase):
         # Whatever there is to update.
         self.assertEqual(sent[6, 2], sent[2, 2], sent)
 
+    @pytest.mark.slow
     def test_evaluation(self):
         model = make_model("sgd")
         x = tf.zeros((4, WIDTH))

@@ -5,6 +5,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -121,6 +122,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         remat=("always", "except_last", "never"),
         rows=(8, 7),
     )
+    @pytest.mark.slow
     def test_interleaved(self, rows, **kwargs):
         pipelined = comparison.train(
             dense,
@@ -168,6 +170,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         schedule=("gpipe", "1f1b"),
         num_rows=(7, 2),
     )
+    @pytest.mark.slow
     def test_reductions(self, reduction, schedule, num_rows):
         data = batches([num_rows])
         loss = SOFTMAX(from_logits=True, reduction=reduction)

@@ -183,6 +183,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         schedule=("gpipe", "1f1b"), remat=("always", "never")
     )
+    @pytest.mark.slow
     def test_unet_with_batch_normalization(self, **kwargs):
         data = [(numbers(4, 8, 8, 2), numbers(4, 8, 8, 1, seed=1))]
         self.compare(

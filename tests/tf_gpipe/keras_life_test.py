@@ -4,6 +4,7 @@ import os
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -807,6 +808,7 @@ class SavingTest(LifeTest):
         kinds=((2, 3), (3, 1), (2, "plain"), ("plain", 2)),
         suffix=(".keras", ".weights.h5"),
     )
+    @pytest.mark.slow
     def test_goes_on_after_a_change(self, kinds, suffix):
         one, other = kinds
         path = os.path.join(self.get_temp_dir(), f"file{suffix}")

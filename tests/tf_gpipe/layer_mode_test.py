@@ -4,6 +4,7 @@ import os
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -208,6 +209,7 @@ class ModelTest(LayerModeTest):
         schedule=SCHEDULES,
         options=({}, {"run_eagerly": True}),
     )
+    @pytest.mark.slow
     def test_fit(self, make, schedule, options):
         x, y = make_data(10, 5), make_data(10, 1)
         plain = make(keras.Sequential(make_layers()))
@@ -381,6 +383,7 @@ class TapeTest(LayerModeTest):
         compiled=("step", "call", None),
         rows=(6, 7, 2),
     )
+    @pytest.mark.slow
     def test_gradients(self, schedule, remat, compiled, rows):
         model = pipelined(make_layers(), schedule=schedule, remat=remat)
         self.assert_same_gradients(

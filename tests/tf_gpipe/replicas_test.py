@@ -486,6 +486,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
                 )
 
     @parameterized.parameters(True, False)
+    @pytest.mark.slow
     def test_rebalance(self, in_scope):
         moved, _ = train(
             dense, 2, num_stages=2, num_micro_batches=2, balance=[4, 1]

@@ -52,6 +52,7 @@ def row(model, name):
 
 
 class Table1Test(parameterized.TestCase, tf.test.TestCase):
+    @pytest.mark.slow
     def test_transformer(self):
         result = subprocess.run(
             [
