@@ -111,8 +111,7 @@ class Timeline(keras.callbacks.Callback):
             logs["bubble"] = statistics.mean(self._bubbles)
 
     def on_train_end(self, logs=None):
-        self.model._record_times = None
-        self.model.train_function = None
+        self.model._stop_recording()
         if not self.spans:
             return
         if self._trace:

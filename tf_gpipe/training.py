@@ -156,7 +156,20 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     # Given by `callbacks.Timeline`: a function of the tasks' times.
     _record_times: Any = None
 
-    fit = faults.named(keras.Model.fit)
+    @faults.named
+    @functools.wraps(keras.Model.fit)
+    def fit(self, *args, **kwargs):
+        try:
+            return super().fit(*args, **kwargs)
+        finally:
+            # Keras ends no callback of a run that fails.
+            self._stop_recording()
+
+    def _stop_recording(self):
+        if self._record_times is not None:
+            self._record_times = None
+            self.train_function = None
+
     evaluate = faults.named(keras.Model.evaluate)
     predict = faults.named(keras.Model.predict)
     train_on_batch = faults.named(keras.Model.train_on_batch)

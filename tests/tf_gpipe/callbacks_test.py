@@ -153,6 +153,29 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertIsNone(model._record_times)
 
+    def test_a_run_that_fails_ends_recording(self):
+        def interrupt(batch, logs):
+            raise KeyboardInterrupt
+
+        model = make_model()
+        recorder = tf_gpipe.callbacks.Timeline()
+        with self.assertRaises(KeyboardInterrupt):
+            model.fit(
+                *make_data(),
+                batch_size=8,
+                verbose=0,
+                callbacks=[
+                    recorder,
+                    keras.callbacks.LambdaCallback(
+                        on_train_batch_end=interrupt
+                    ),
+                ],
+            )
+        before = recorder._times.numpy()
+        self.assertNotEmpty(before)
+        model.fit(*make_data(), batch_size=8, verbose=0)
+        self.assertAllEqual(recorder._times, before)
+
     def test_plain_model(self):
         model = keras.Sequential([keras.layers.Dense(8)])
         model.compile("sgd", "mse")

@@ -36,11 +36,14 @@ class Life:
         self.steps_per_execution = draw.choice([1, 1, 3])
         shape = INPUTS[draw.choice(list(INPUTS))]
         within = draw.random() < 0.3
-        deferred = draw.random() < 0.5
+        form = draw.choice(["deferred", "sequential", "functional"])
         layers = self.layers(draw, shape)
-        if within or not deferred:
-            layers = [keras.Input(shape), *layers]
-        self.model = self.stack(layers)
+        if form == "functional":
+            self.model = self.graph(keras.Input(shape), layers)
+        elif within or form == "sequential":
+            self.model = self.stack([keras.Input(shape), *layers])
+        else:
+            self.model = self.stack(layers)
         if within:
             # The pipeline is a layer of a plain model.
             inputs = keras.Input(shape)
@@ -77,6 +80,18 @@ class Life:
         if self.kwargs is None:
             return keras.Sequential(layers)
         return tf_gpipe.PipelinedSequential(layers, **self.kwargs)
+
+    def graph(self, inputs, layers):
+        # Every tensor is also added to the next one of its shape.
+        x, last = inputs, {}
+        for layer in layers:
+            x = layer(x)
+            if x.shape in last:
+                x = L.Add()([x, last[x.shape]])
+            last[x.shape] = x
+        if self.kwargs is None:
+            return keras.Model(inputs, x)
+        return tf_gpipe.PipelinedModel(inputs, x, **self.kwargs)
 
     def sgd(self):
         return keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=1.0)
@@ -127,6 +142,21 @@ class Life:
             self.x[:6], self.y[:6], return_dict=True
         )
 
+    def takes_a_step_of_its_own(self):
+        model, data = self.model, (self.x, self.y, self.weights)
+        if hasattr(model, "loss_and_gradients"):
+            loss, gradients, outputs = model.loss_and_gradients(*data)
+        else:
+            with tf.GradientTape() as tape:
+                outputs = model(self.x, training=True)
+                loss = model.compute_loss(
+                    self.x, self.y, outputs, self.weights, training=True
+                )
+                scaled = model.optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return {"loss": loss, "outputs": outputs}
+
     def evaluates(self):
         return self.model.evaluate(self.dataset(), verbose=0, return_dict=True)
 
@@ -170,7 +200,7 @@ class Life:
 ACTIONS = [
     name
     for name in vars(Life)
-    if name.startswith(("fits", "trains", "is_", "freezes", "loads"))
+    if name.startswith(("fits", "trains", "takes", "is_", "freezes", "loads"))
 ] + ["evaluates", "predicts"]
 
 
