@@ -27,20 +27,19 @@ def create(like: Sequence[Any]) -> tf.Tensor:
         like: List of tensors, or variables, of the dtypes and shapes.
     """
 
-    def fill(handle: tf.Tensor) -> tf.Tensor:
+    def filled() -> tf.Tensor:
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=tf.variant, shape=(), shared_name=context.anonymous_name()
+        )
         # Zero, by an operation that TensorFlow cannot run beforehand: it would
         # keep the zeros of all tensors as constants.
         zero = tf.raw_ops.VarIsInitializedOp(resource=handle)
-        return _put(
-            handle, [tf.fill(x.shape, tf.cast(zero, x.dtype)) for x in like]
-        )
+        _put(handle, [tf.fill(x.shape, tf.cast(zero, x.dtype)) for x in like])
+        return handle
 
-    handle = tf.raw_ops.VarHandleOp(
-        dtype=tf.variant, shape=(), shared_name=context.anonymous_name()
-    )
-    # A gradient of a function is a graph whose effects have no order but this.
-    with tf.control_dependencies([FunctionCall(fill)(handle)]):
-        return tf.identity(handle)
+    # A function is done when its effects are. In the graph that TensorFlow
+    # builds for the gradient of a function, effects have no other order.
+    return FunctionCall(filled)()
 
 
 def add(handle: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -27,13 +27,15 @@ class FunctionCall:
     A gradient tape does not see such a call, and a gradient of a graph that
     has one fails.
 
-    TensorFlow runs calls that have side effects one after another, those of
-    different devices too. To read a variable, which must come before it
-    changes, is one. A call that has none says so.
+    TensorFlow runs calls that have side effects in the order of the program:
+    those that take the same variable, and all others one after another, on
+    whatever devices they are. So that stages do not wait for each other, a
+    call that takes no variable is in no order but that of its inputs.
 
     Args:
         function: Function from nested structures of tensors to another one.
-        stateless: Boolean, whether to say so even if it has some.
+        stateless: Boolean, whether to say that it has no side effects even if
+            it has some: it runs if its result is used.
         jit_compile: Boolean, whether XLA compiles it.
     """
 
@@ -57,12 +59,12 @@ class FunctionCall:
         graph = tf.compat.v1.get_default_graph()
         concrete.add_to_graph(graph)
         inputs = tensors(args) + concrete.captured_inputs
-        stateless = self._stateless or not any(
+        stateful = not self._stateless and any(
             op.op_def.is_stateful for op in concrete.graph.get_operations()
         )
         value = tf.compat.v1.AttrValue
         call = graph.create_op(
-            "PartitionedCall" if stateless else "StatefulPartitionedCall",
+            "StatefulPartitionedCall" if stateful else "PartitionedCall",
             inputs,
             [x.dtype for x in concrete.outputs],
             attrs={
@@ -74,6 +76,9 @@ class FunctionCall:
                 "_gradient_op_type": value(s=_GRADIENT.encode()),
             },
         )
+        order = graph.experimental_acd_manager
+        if order and stateful and all(x.dtype != tf.resource for x in inputs):
+            order.run_independently(call)
         for x, inferred in zip(call.outputs, concrete.outputs, strict=True):
             x.set_shape(inferred.shape)
         return filled(concrete.structured_outputs, call.outputs)
