@@ -1,8 +1,11 @@
 """The phases of a stage as functions, traced once for all micro-batches."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 
 from tf_gpipe.function_call import tensors
 from tf_gpipe.gradients import GradientSum
@@ -87,7 +90,7 @@ class StagePhases:
             return PhasedCall(self._cuts[graph], tensors(given), remat)
 
     def _differentiate(self, inputs: Activations, carried: list) -> tuple:
-        with self.function.on_device():
+        with self.function.on_device(), _recording():
             result, gradient = self.function.differentiable(inputs, carried)
             graph = tf.compat.v1.get_default_graph()
             num_forward = len(graph.get_operations())
@@ -101,6 +104,23 @@ class StagePhases:
             self._passes[graph] = num_forward, upstream
             by_input, gradients = gradient(upstream)
             return result, by_input, *gradients
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """A scope in which tapes record even if TensorFlow has stopped them.
+
+    As `tf.recompute_grad` has when it runs a function forward. The trace is
+    kept, and the function will be called with tapes that do record.
+    """
+    stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if stopped:
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        if stopped:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
 class PhasedCall:

@@ -450,6 +450,28 @@ class TapeTest(LayerModeTest):
             self.assert_same_numbers(a, b)
 
     @parameterized.product(
+        remat=(tf.recompute_grad, keras.remat),
+        schedule=SCHEDULES,
+        compiled=("step", "call", None),
+    )
+    def test_within_remat(self, remat, schedule, compiled):
+        model = pipelined(make_layers(), schedule=schedule)
+        x = tf.constant(make_data(7, 4))
+
+        def run(function):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = total(remat(function)(x))
+            return tape.gradient(loss, [x, *model.trainable_variables])
+
+        call = lambda x: model(x, training=True)
+        step = lambda: run(tf.function(call) if compiled == "call" else call)
+        found = (tf.function(step) if compiled == "step" else step)()
+        expected = run(lambda x: one_by_one(model.layers, x))
+        for a, b in zip(expected, found, strict=True):
+            self.assert_same_numbers(a, b)
+
+    @parameterized.product(
         compiled=("step", "call", None), of_weights=(True, False)
     )
     def test_second_derivatives_are_refused(self, compiled, of_weights):
