@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 
 from tf_gpipe.gradients import Gradients
+from tf_gpipe.gradients import add
 from tf_gpipe.graph import Value
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import Stage
@@ -156,10 +158,12 @@ class StageFunction:
             for i, x in enumerate(flat)
             if x.dtype.is_floating and not stopped[i]
         ]
-        variables = [self.carried[i] for i in self.borrowed] + self._weights
+        borrowed = [self.carried[i] for i in self.borrowed]
+        variables = borrowed + self._weights
         sources = [flat[i] for i in by_input]
         sources += [carried[i] for i in self.borrowed]
-        sources += [v.value for v in self._weights]
+        # The borrowed ones twice: see `_Recorder.get_current_value`.
+        sources += [v.value for v in variables]
         with tf.GradientTape(
             persistent=repeatable, watch_accessed_variables=False
         ) as tape:
@@ -186,8 +190,12 @@ class StageFunction:
                 if x is not None:
                     # Those of a gather along the rows are sparse.
                     input_gradients[i] = tf.convert_to_tensor(x)
-            gradients = self._sort(variables, found[len(by_input) :])
-            return input_gradients, gradients
+            rest = found[len(by_input) :]
+            passed, read = rest[: len(borrowed)], rest[len(borrowed) :]
+            passed += [None] * len(self._weights)
+            return input_gradients, self._sort(
+                variables, list(map(add, passed, read))
+            )
 
         return result, gradient
 
@@ -263,6 +271,7 @@ class _Recorder(keras.StatelessScope):
         super().__init__(state_mapping, collect_losses=True)
         self.updated: dict[int, keras.Variable] = {}
         self._elsewhere = elsewhere
+        self._stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
 
     def add_update(self, update):
         variable, value = update
@@ -282,6 +291,11 @@ class _Recorder(keras.StatelessScope):
                 "weight of the layer that uses it too. If layers have got "
                 "weights since the model was built, call `model.rebalance`."
             )
+        stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped() and not self._stopped
+        if variable.trainable and stopped and id(variable) not in self.updated:
+            # A layer's own `keras.remat`, which finds the weights of what it
+            # will run again by watching which are read where they are.
+            return None
         return super().get_current_value(variable)
 
 

@@ -125,6 +125,20 @@ class LookUp(keras.layers.Layer):
         return x * self.table(places), places + 1
 
 
+class Rematerialized(keras.layers.Layer):
+    """Runs its weights' part once more for the gradient, as Keras offers."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(4, activation="tanh")
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        return keras.remat(self.dense)(x)
+
+
 class Body(keras.Model):
     """A subclassed model around `body`."""
 
@@ -388,6 +402,21 @@ class TapeTest(LayerModeTest):
         model = pipelined(make_layers(), schedule=schedule, remat=remat)
         self.assert_same_gradients(
             model, tf.constant(make_data(rows, 4)), compiled
+        )
+
+    @parameterized.product(
+        schedule=SCHEDULES, remat=REMATS, compiled=("step", "call", None)
+    )
+    def test_remat_of_a_layer(self, schedule, remat, compiled):
+        layers = [
+            keras.Input((4,)),
+            Rematerialized(),
+            keras.layers.Dense(4, activation="tanh"),
+            Rematerialized(),
+        ]
+        model = pipelined(layers, schedule=schedule, remat=remat)
+        self.assert_same_gradients(
+            model, tf.constant(make_data(7, 4)), compiled
         )
 
     @parameterized.product(compiled=("step", "call", None), remat=REMATS)

@@ -120,6 +120,19 @@ class Flattened(L.Layer):
         return (None, input_shape[-1])
 
 
+class Rematerialized(L.Layer):
+    """Runs its weights' part once more for the gradient, as Keras offers."""
+
+    def build(self, input_shape):
+        self.inner = L.Dense(6, activation="tanh")
+        self.inner.build(input_shape)
+        self.outer = L.Dense(input_shape[-1])
+        self.outer.build((None, 6))
+
+    def call(self, x):
+        return x + keras.remat(lambda x: self.outer(self.inner(x)))(x)
+
+
 class ToComplex(L.Layer):
     def call(self, x):
         return keras.ops.cast(x, "complex64")
@@ -188,6 +201,38 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         gc.collect()
         loss, _, outputs = step(x, y)
         self.assertAllClose(loss, tf.reduce_mean((outputs - y) ** 2))
+
+    @parameterized.product(
+        schedule=("gpipe", "1f1b", "zero_bubble"),
+        remat=("always", "never"),
+        shared=(True, False),
+    )
+    def test_remat_of_a_layer(self, schedule, remat, shared):
+        def make():
+            layer = Rematerialized()
+            inputs = keras.Input((4,))
+            x = L.Dense(4, activation="tanh")(layer(inputs))
+            x = (layer if shared else Rematerialized())(x)
+            return keras.Model(inputs, L.Dense(3)(x))
+
+        self.assert_trains_alike(
+            make,
+            numbers(8, 4),
+            numbers(8, 3),
+            schedule=schedule,
+            remat=remat,
+            balance=[2, 2],
+        )
+
+    @parameterized.parameters("1f1b", "gpipe")
+    def test_remat_scope(self, schedule):
+        def make():
+            with keras.RematScope(mode="full"):
+                return dense()
+
+        self.assert_trains_alike(
+            make, numbers(8, 6), numbers(8, 3), schedule=schedule
+        )
 
     @parameterized.parameters(("gpipe", 1), ("1f1b", 2), ("zero_bubble", 2))
     def test_assigned_weights(self, schedule, num_micro_batches):
