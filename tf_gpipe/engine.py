@@ -278,12 +278,13 @@ class MiniBatch:
         return [GradientSum(several) for _ in self.pipeline.stages]
 
     def _add_gradients(self, task: Task) -> list[tf.Tensor]:
-        """Adds the gradients of weights of a micro-batch. Returns the sums."""
-        k, m = task.stage, task.micro_batch
-        self._calls[k, m].weights(self._sums[k])
-        if not self._repeatable:
-            del self._calls[k, m]
-        return self._sums[k].tensors
+        """Adds the gradients of weights of a micro-batch.
+
+        Returns what is there when they have been added.
+        """
+        key = task.stage, task.micro_batch
+        call = self._calls[key] if self._repeatable else self._calls.pop(key)
+        return call.weights(self._sums[task.stage])
 
     def _loss_function(
         self,

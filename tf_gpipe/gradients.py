@@ -1,99 +1,76 @@
 """Gradients of a stage's variables, summed over micro-batches."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tf_gpipe import accumulator
-from tf_gpipe.pack import unpack
 from tf_gpipe.pipeline import Pipeline
-
-
-class Gradients(NamedTuple):
-    """Gradients of one micro-batch, a structure that functions can return."""
-
-    # One a variable; or a pack; or what is there once they have been added.
-    dense: list[tf.Tensor]
-    sparse: list[tf.IndexedSlices]  # one a variable, of embeddings
 
 
 class GradientSum:
     """The sum of the gradients of a stage's variables over micro-batches.
 
     Args:
-        several: Boolean, whether there are several micro-batches.
+        several: Whether there are several micro-batches.
     """
 
     def __init__(self, several: bool):
         self._several = several
-        # By the variables with dense gradients: whether those of an embedding
-        # are sparse depends on rematerialisation.
-        self._dense: dict[tuple, tuple[Sequence, list[tf.Tensor]]] = {}
-        # Of those of them that are added in place.
-        self._handles: dict[tuple, tf.Tensor] = {}
-        self._sparse: list[tuple[keras.Variable, tf.IndexedSlices]] = []
+        # All by the ids of variables: a variable's gradients may be of
+        # several kinds, since those of an embedding are sparse or not.
+        self._dense: dict[int, tf.Tensor] = {}
+        self._sparse: dict[int, list[tf.IndexedSlices]] = {}
+        # The variables, a handle, and what is there when the last one is added.
+        self._placed: dict[tuple, tuple[Sequence, tf.Tensor, list]] = {}
 
-    @property
-    def tensors(self) -> list[tf.Tensor]:
-        """The sums so far."""
-        return [x for _, totals in self._dense.values() for x in totals]
-
-    def place(self, dense: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    def place(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
         """Returns where functions may add dense gradients themselves.
 
-        Args:
-            dense: List of the variables of all of them.
-
-        Returns:
-            List of the handle of an accumulator; or an empty one, if there is
-            nothing to add.
+        List of the handle of an accumulator; or an empty one, if there is
+        nothing to add.
         """
-        if not self._several or not dense:
+        if not self._several or not variables:
             return []
-        key = tuple(map(id, dense))
-        if key not in self._handles:
-            values = [v.value for v in dense]
-            self._handles[key] = accumulator.create(values)
-        return [self._handles[key]]
+        key = tuple(map(id, variables))
+        if key not in self._placed:
+            handle = accumulator.create([v.value for v in variables])
+            self._placed[key] = variables, handle, []
+        return [self._placed[key][1]]
+
+    def added(self, variables: Sequence[keras.Variable], done: list) -> None:
+        """Takes tensors that are there when a function has added gradients."""
+        self._placed[tuple(map(id, variables))][2][:] = done
 
     def add(
-        self,
-        gradients: Gradients,
-        dense: Sequence[keras.Variable],
-        sparse: Sequence[keras.Variable],
-    ) -> None:
-        """Adds the gradients of one micro-batch.
+        self, gradients: Iterable[tuple[keras.Variable, Any]]
+    ) -> list[tf.Tensor]:
+        """Adds gradients of one micro-batch, dense or sparse, by variable.
 
-        Args:
-            gradients: `Gradients`; the dense ones have been added already, if
-                there is a place for them.
-            dense: List of the variables of `gradients.dense`.
-            sparse: List of the variables of `gradients.sparse`.
+        Returns tensors that are there when they have been added.
         """
-        self._sparse += zip(sparse, gradients.sparse, strict=True)
-        key = tuple(map(id, dense))
-        totals = gradients.dense
-        if key in self._dense and key not in self._handles:
-            _, previous = self._dense[key]
-            totals = [a + b for a, b in zip(previous, totals, strict=True)]
-        self._dense[key] = dense, totals
+        done = []
+        for variable, x in gradients:
+            key = id(variable)
+            if isinstance(x, tf.IndexedSlices):
+                self._sparse.setdefault(key, []).append(x)
+                done.append(x.values)
+            else:
+                self._dense[key] = add(self._dense.get(key), x)
+                done.append(self._dense[key])
+        return done
 
     def by_variable(self) -> dict[int, Any]:
         """Returns the sums by the ids of their variables."""
-        slices: dict[int, list[tf.IndexedSlices]] = {}
-        for variable, x in self._sparse:
-            slices.setdefault(id(variable), []).append(x)
-        sums: dict[int, Any] = {key: _concat(xs) for key, xs in slices.items()}
-        for key, (variables, totals) in self._dense.items():
-            values = [v.value for v in variables]
-            if key in self._handles:
-                with tf.control_dependencies(totals):
-                    totals = accumulator.take(self._handles[key], values)
-            elif totals and totals[0].dtype == tf.variant:
-                totals = unpack(totals, values)
+        sums: dict[int, Any] = {k: _concat(x) for k, x in self._sparse.items()}
+        for key, total in self._dense.items():
+            sums[key] = add(sums.get(key), total)
+        for variables, handle, done in self._placed.values():
+            with tf.control_dependencies(done):
+                totals = accumulator.take(handle, [v.value for v in variables])
             for variable, total in zip(variables, totals, strict=True):
                 sums[id(variable)] = add(sums.get(id(variable)), total)
         return sums

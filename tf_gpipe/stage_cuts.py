@@ -2,67 +2,42 @@
 
 import itertools
 from collections.abc import Callable
-from collections.abc import Collection
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
-import keras
 import tensorflow as tf
 
 from tf_gpipe import accumulator
 from tf_gpipe.function_call import FunctionCall
 from tf_gpipe.function_call import filled
-from tf_gpipe.function_call import flatten
-from tf_gpipe.gradients import Gradients
+from tf_gpipe.function_call import tensors
 from tf_gpipe.pack import pack
 from tf_gpipe.pack import unpack
 from tf_gpipe.stage_function import Result
-from tf_gpipe.stage_function import StageFunction
 from tf_gpipe.traced_function import TracedFunction
 
 
-class Made(NamedTuple):
-    """Some of what a traced function returns."""
+class Trace(NamedTuple):
+    """A stage and its gradient, as tensors of one graph."""
 
-    structure: Any
-    tensors: list[tf.Tensor]  # the leaves of `structure` that are not None
-
-
-class Weights(NamedTuple):
-    """Gradients of weights in a traced function, and whose they are."""
-
-    variables: list[keras.Variable]
-    made: Made  # a list with one a variable
-
-    def of(self, operations: Collection[tf.Operation]) -> "Weights":
-        """Returns those that operations make."""
-        variables, structure, tensors = [], [], []
-        rest = list(self.made.tensors)
-        for variable, like in zip(
-            self.variables, self.made.structure, strict=True
-        ):
-            size = len(flatten(like))
-            own, rest = rest[:size], rest[size:]
-            if any(x.op in operations for x in own):
-                variables.append(variable)
-                structure.append(like)
-                tensors += own
-        return Weights(variables, Made(structure, tensors))
+    num_forward: int  # how many of the graph's operations are forward
+    result: Result
+    upstream: list  # a placeholder, or None, for each of `result.targets`
+    by_input: list  # a gradient or None for each flat input
+    by_variable: list  # pairs of a variable and its gradient
 
 
 class Cut:
     """The phases of a stage, cut from a trace.
 
     Args:
-        function: `StageFunction`.
-        concrete: The trace: a concrete function that returns the result, the
-            gradients of inputs, and `Gradients`.
-        num_forward: Integer, how many of its operations are forward.
-        upstream: List of the placeholders in it of gradients of the result,
-            `None` where there are none.
-        splits: Boolean, whether the gradients of weights are apart.
-        jit_compile: Boolean, whether XLA compiles the phases.
+        name: Of the stage, for errors.
+        concrete: The concrete function that the trace is in.
+        trace: The `Trace`.
+        splits: Whether the gradients of weights are apart.
+        jit_compile: Whether XLA compiles the phases.
 
     Attributes:
         forward: `FunctionCall` from the stage's inputs, and whether to store
@@ -77,49 +52,44 @@ class Cut:
 
     def __init__(
         self,
-        function: StageFunction,
+        name: str,
         concrete: Any,
-        num_forward: int,
-        upstream: list,
+        trace: Trace,
         splits: bool,
         jit_compile: bool,
     ):
-        self._splits = splits
-        self._jit_compile = jit_compile
+        self.trace = trace
+        self.splits = splits
+        self.jit_compile = jit_compile
         size = len(concrete.inputs) - len(concrete.captured_inputs)
         self._inputs = concrete.inputs[:size]
-        self._result, self._by_input, dense, sparse = _outputs(concrete)
-        self._dense = Weights(function.dense, dense)
-        self._sparse = Weights(function.sparse, sparse)
-        self._upstream = [x for x in upstream if x is not None]
-        self._traced = TracedFunction(
-            concrete, [*self._inputs, *self._upstream], jit_compile
+        self.upstream = [x for x in trace.upstream if x is not None]
+        self.traced = TracedFunction(
+            concrete, [*self._inputs, *self.upstream], jit_compile
         )
         # All of the gradient, also what follows from the forward pass alone:
         # it would only have to be stored.
-        operations = concrete.graph.get_operations()
-        late = set(operations[num_forward:])
-        effects = self._traced.effects()
+        late = set(concrete.graph.get_operations()[trace.num_forward :])
+        effects = self.traced.effects()
         self._early_effects = effects - late
-        self._late_effects = effects & late
-        fetches = self._by_input.tensors + dense.tensors + sparse.tensors
-        early = self._traced.makers(fetches, self._late_effects) - late
+        self.late_effects = effects & late
+        fetches = tensors((trace.by_input, [x for _, x in trace.by_variable]))
+        self.early = self.traced.makers(fetches, self.late_effects) - late
         # What is there once the stage has run.
-        self._stored = self._traced.handed(fetches, early, self._late_effects)
-        if jit_compile and any(x.dtype == tf.variant for x in self._stored):
+        self.stored = self.traced.handed(fetches, self.early, self.late_effects)
+        if jit_compile and any(x.dtype == tf.variant for x in self.stored):
             raise ValueError(
-                f"XLA cannot compile stage {function.stage.index}: it keeps "
-                "lists of tensors for the backward pass, as recurrent layers "
-                "do. Received: compile(jit_compile=True). Use False."
+                f"XLA cannot compile {name}: it keeps lists of tensors for "
+                "the backward pass, as recurrent layers do. Received: "
+                "compile(jit_compile=True). Use False."
             )
         # Random numbers that a recomputation would draw anew.
         self._drawn = [
             x
-            for op in self._traced.makers(self._stored)
+            for op in self.traced.makers(self.stored)
             if "seed2" in op.node_def.attr
             for x in op.outputs
         ]
-        self._early = early
         self._backward: dict[tuple, Backward] = {}
         self.forward = FunctionCall(self._forward)
         self.recompute = FunctionCall(self._recompute)
@@ -127,19 +97,20 @@ class Cut:
     def _forward(
         self, inputs: list[tf.Tensor], stores: bool
     ) -> tuple[Result, list[tf.Tensor]]:
-        part = self._traced.part(
+        result = tensors(self.trace.result)
+        part = self.traced.part(
             self._inputs,
-            self._result.tensors + (self._stored if stores else self._drawn),
+            result + (self.stored if stores else self._drawn),
             self._early_effects,
         )
         found = part(inputs)
-        size = len(self._result.tensors)
-        return filled(self._result.structure, found[:size]), pack(found[size:])
+        size = len(result)
+        return filled(self.trace.result, found[:size]), pack(found[size:])
 
     def _recompute(
         self, inputs: list[tf.Tensor], packed: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        part = self._traced.part(self._inputs + self._drawn, self._stored)
+        part = self.traced.part(self._inputs + self._drawn, self.stored)
         return pack(part([*inputs, *unpack(packed, self._drawn)]))
 
     def backward(self, arrived: tuple[bool, ...]) -> "Backward":
@@ -150,26 +121,8 @@ class Cut:
                 What depends on none that is there is `None`, as by a tape.
         """
         if arrived not in self._backward:
-            there = itertools.compress(self._upstream, arrived)
-            alive = self._traced.users(there)
-            by_input = [
-                x if x is not None and x.op in alive else None
-                for x in filled(
-                    self._by_input.structure, self._by_input.tensors
-                )
-            ]
-            self._backward[arrived] = Backward(
-                self._traced,
-                self._early,
-                self._stored,
-                self._upstream,
-                Made(by_input, [x for x in by_input if x is not None]),
-                self._dense.of(alive),
-                self._sparse.of(alive),
-                self._late_effects,
-                self._splits,
-                self._jit_compile,
-            )
+            there = itertools.compress(self.upstream, arrived)
+            self._backward[arrived] = Backward(self, self.traced.users(there))
         return self._backward[arrived]
 
 
@@ -177,60 +130,42 @@ class Backward:
     """The backward phase of a stage, and after it the phase of weights.
 
     Args:
-        traced: `TracedFunction`.
-        early: Set of the operations that have run before.
-        stored: List of the tensors of the graph that the stage has stored.
-        upstream: List of the placeholders of the gradients that arrive.
-        by_input: `Made`, the gradients of inputs.
-        dense: `Weights`.
-        sparse: `Weights`.
-        effects: Operations with side effects that it runs.
-        splits: Boolean, whether the gradients of weights are apart.
-        jit_compile: Boolean, whether XLA compiles the phases.
+        cut: The `Cut` that it is of.
+        alive: The operations that follow from the gradients that arrive.
 
     Attributes:
         dense: List of the variables whose gradients are dense.
         sparse: List of those whose gradients are sparse.
-        splits: As above.
-        run: `FunctionCall` from the pack of `stored`, the list of the values
-            of `upstream`, and where to add gradients (a list with the handle
-            of an accumulator of the dense ones, or an empty one), to the
-            gradients of inputs and the `Gradients`, in place of which there
-            is what `weights` takes if those are apart.
+        run: `FunctionCall` from the pack of what the stage has stored, the
+            values of the gradients that arrive, and where to add gradients (a
+            list with the handle of an accumulator of the dense ones, or an
+            empty one). To the gradients of inputs, and what `weights` takes if
+            that is apart, or else returns.
         weights: `FunctionCall` from that, and from where to add gradients, to
-            the `Gradients`.
+            a list of what is there when dense gradients have been added, or
+            of a pack of them, and the list of the sparse ones.
     """
 
-    def __init__(
-        self,
-        traced: TracedFunction,
-        early: Collection[tf.Operation],
-        stored: list[tf.Tensor],
-        upstream: list[tf.Tensor],
-        by_input: Made,
-        dense: Weights,
-        sparse: Weights,
-        effects: Collection[tf.Operation],
-        splits: bool,
-        jit_compile: bool,
-    ):
-        self.dense = dense.variables
-        self.sparse = sparse.variables
-        self._traced = traced
-        self._stored = stored
-        self._upstream = upstream
-        self._by_input = by_input
-        self._slices = sparse.made.structure
-        self._effects = effects
-        self._gradients = dense.made.tensors + sparse.made.tensors
-        self.splits = splits
-        self._jit_compile = jit_compile
+    def __init__(self, cut: Cut, alive: set[tf.Operation]):
+        def lives(gradient: Any) -> bool:
+            return any(x.op in alive for x in tensors(gradient))
+
+        self._cut = cut
+        self._by_input = [x if lives(x) else None for x in cut.trace.by_input]
+        pairs = [p for p in cut.trace.by_variable if lives(p[1])]
+        sparse = [p for p in pairs if isinstance(p[1], tf.IndexedSlices)]
+        dense = [p for p in pairs if not isinstance(p[1], tf.IndexedSlices)]
+        self.dense = [v for v, _ in dense]
+        self.sparse = [v for v, _ in sparse]
+        self._slices = [x for _, x in sparse]
+        self._gradients = [x for _, x in dense] + tensors(self._slices)
         # What the phase of weights is fed.
         self._kept: list[tf.Tensor] = []
-        if splits:
-            done = {*early, *(x.op for x in upstream)}
-            done |= traced.makers(by_input.tensors, effects)
-            self._kept = traced.handed(self._gradients, done)
+        if cut.splits:
+            done = {*cut.early, *(x.op for x in cut.upstream)}
+            made = tensors(self._by_input)
+            done |= cut.traced.makers(made, cut.late_effects)
+            self._kept = cut.traced.handed(self._gradients, done)
         self.run = FunctionCall(self._run)
         self.weights = FunctionCall(self._weights)
 
@@ -240,26 +175,26 @@ class Backward:
         values: list[tf.Tensor],
         place: list[tf.Tensor],
     ) -> tuple:
-        by_input = self._by_input.tensors
+        cut, by_input = self._cut, tensors(self._by_input)
         size = len(by_input)
 
         def then(found: Sequence[tf.Tensor], place: list[tf.Tensor]) -> tuple:
             rest = found[size:]
-            kept = pack(rest) if self.splits else self._placed(rest, place)
+            kept = pack(rest) if cut.splits else self._placed(rest, place)
             return found[:size], kept
 
         part = self._ending(
-            self._stored + self._upstream,
-            by_input + (self._kept if self.splits else self._gradients),
+            cut.stored + cut.upstream,
+            by_input + (self._kept if cut.splits else self._gradients),
             then,
-            self._effects,
+            cut.late_effects,
         )
-        made, kept = part([*unpack(packed, self._stored), *values], place)
-        return filled(self._by_input.structure, made), kept
+        made, kept = part([*unpack(packed, cut.stored), *values], place)
+        return filled(self._by_input, made), kept
 
     def _weights(
         self, packed: list[tf.Tensor], place: list[tf.Tensor]
-    ) -> Gradients:
+    ) -> tuple[list, list]:
         part = self._ending(self._kept, self._gradients, self._placed)
         return part(unpack(packed, self._kept), place)
 
@@ -268,31 +203,22 @@ class Backward:
         feeds: list[tf.Tensor],
         fetches: list[tf.Tensor],
         then: Callable,
-        effects: Collection[tf.Operation] = (),
+        effects: Iterable[tf.Operation] = (),
     ) -> Callable:
         """Returns a part that ends with `then`, in it if that is possible."""
-        if not self._jit_compile:
-            return self._traced.part(feeds, fetches, effects, then)
+        traced = self._cut.traced
+        if not self._cut.jit_compile:
+            return traced.part(feeds, fetches, effects, then)
         # XLA knows no packs. All gradients are there before any is added.
-        part = self._traced.part(feeds, fetches, effects)
+        part = traced.part(feeds, fetches, effects)
         return lambda values, place: then(part(values), place)
 
     def _placed(
         self, found: Sequence[tf.Tensor], place: list[tf.Tensor]
-    ) -> Gradients:
+    ) -> tuple[list, list]:
         """Adds gradients of weights where there is a place, or packs them."""
         size = len(self.dense)
         dense, sparse = list(found[:size]), filled(self._slices, found[size:])
-        if not place:
-            return Gradients(pack(dense), sparse)
-        return Gradients([accumulator.add(place[0], dense)], sparse)
-
-
-def _outputs(concrete: Any) -> list[Made]:
-    """Returns what a trace returns, a tuple, one by one."""
-    found, rest = [], list(concrete.outputs)
-    for structure in concrete.structured_outputs:
-        size = sum(x is not None for x in flatten(structure))
-        found.append(Made(structure, rest[:size]))
-        rest = rest[size:]
-    return found
+        if place:
+            return [accumulator.add(place[0], dense)], sparse
+        return pack(dense), sparse

@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 
-from tf_gpipe.gradients import Gradients
 from tf_gpipe.gradients import add
 from tf_gpipe.graph import Value
 from tf_gpipe.stage import Activations
@@ -49,10 +48,8 @@ class StageFunction:
 
     Attributes:
         borrowed: List of the places in `carried` of weights, not state.
-        updated: List of the variables whose new values `Result.updates` holds.
-        dense: List of the variables of `Gradients.dense`.
-        sparse: List of the variables of `Gradients.sparse`. These three are
-            known after the first pass, and the first gradient.
+        updated: List of the variables whose new values `Result.updates`
+            holds, known after the first pass.
     """
 
     def __init__(
@@ -66,8 +63,6 @@ class StageFunction:
         self.stage = stage
         self.carried = carried
         self.updated: list[keras.Variable] = []
-        self.dense: list[keras.Variable] = []
-        self.sparse: list[keras.Variable] = []
         self._training = training
         self._elsewhere = elsewhere
         self._stopped = [value in stopped for value in stage.inputs]
@@ -130,21 +125,21 @@ class StageFunction:
         carried: list,
         remat: bool = False,
         repeatable: bool = False,
-    ) -> tuple[Result, Callable[[list], tuple[list, Gradients]]]:
+    ) -> tuple[Result, Callable[[list], tuple[list, list]]]:
         """Runs the stage under a tape, which is the store of activations.
 
         Args:
-            inputs: `Activations`.
-            carried: List of the values of `carried`.
-            remat: Boolean, whether the gradient runs the stage once more,
-                instead of keeping activations.
-            repeatable: Boolean, whether the gradient may be asked for more
-                than once.
+            inputs: What the stage takes.
+            carried: The values of `carried`.
+            remat: Whether the gradient runs the stage once more, instead of
+                keeping activations.
+            repeatable: Whether the gradient may be asked for more than once.
 
         Returns:
             Tuple of the `Result` and its gradient: a function from a tensor or
             `None` for each of `Result.targets` to a list with a gradient or
-            `None` for each flat input, and the `Gradients`.
+            `None` for each flat input, and a list of variables that have a
+            gradient, each with it.
         """
         flat = keras.tree.flatten(inputs.tensors)
         # Whether each flat tensor needs none.
@@ -159,11 +154,11 @@ class StageFunction:
             if x.dtype.is_floating and not stopped[i]
         ]
         borrowed = [self.carried[i] for i in self.borrowed]
-        variables = borrowed + self._weights
+        # The borrowed ones twice: see `_Recorder.get_current_value`.
+        variables = [*borrowed, *borrowed, *self._weights]
         sources = [flat[i] for i in by_input]
         sources += [carried[i] for i in self.borrowed]
-        # The borrowed ones twice: see `_Recorder.get_current_value`.
-        sources += [v.value for v in variables]
+        sources += [v.value for v in [*borrowed, *self._weights]]
         with tf.GradientTape(
             persistent=repeatable, watch_accessed_variables=False
         ) as tape:
@@ -171,7 +166,7 @@ class StageFunction:
             run = self._rematerialized if remat else self
             result = run(inputs, carried)
 
-        def gradient(upstream: list) -> tuple[list, Gradients]:
+        def gradient(upstream: list) -> tuple[list, list]:
             pairs = [
                 (target, tf.cast(arrived, target.dtype))
                 for target, arrived in zip(
@@ -190,27 +185,14 @@ class StageFunction:
                 if x is not None:
                     # Those of a gather along the rows are sparse.
                     input_gradients[i] = tf.convert_to_tensor(x)
-            rest = found[len(by_input) :]
-            passed, read = rest[: len(borrowed)], rest[len(borrowed) :]
-            passed += [None] * len(self._weights)
-            return input_gradients, self._sort(
-                variables, list(map(add, passed, read))
-            )
+            totals: dict[int, Any] = {}
+            for v, x in zip(variables, found[len(by_input) :], strict=True):
+                totals[id(v)] = v, add(totals.get(id(v), (v, None))[1], x)
+            return input_gradients, [
+                (v, x) for v, x in totals.values() if x is not None
+            ]
 
         return result, gradient
-
-    def _sort(self, variables: list, found: list) -> Gradients:
-        """Returns gradients apart by kind, and notes whose they are."""
-        pairs = [
-            (v, x)
-            for v, x in zip(variables, found, strict=True)
-            if x is not None
-        ]
-        dense = [p for p in pairs if not isinstance(p[1], tf.IndexedSlices)]
-        sparse = [p for p in pairs if isinstance(p[1], tf.IndexedSlices)]
-        self.dense = [v for v, _ in dense]
-        self.sparse = [v for v, _ in sparse]
-        return Gradients([x for _, x in dense], [x for _, x in sparse])
 
     def _rematerialized(self, inputs: Activations, carried: list) -> Result:
         """As a call, whose gradient runs it once more for activations.

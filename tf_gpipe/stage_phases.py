@@ -7,10 +7,13 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 
+from tf_gpipe.function_call import filled
 from tf_gpipe.function_call import tensors
 from tf_gpipe.gradients import GradientSum
+from tf_gpipe.pack import unpack
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage_cuts import Cut
+from tf_gpipe.stage_cuts import Trace
 from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageFunction
 
@@ -35,8 +38,8 @@ class StagePhases:
 
     Args:
         function: `StageFunction`.
-        splits: Boolean, whether the gradients of weights are apart.
-        jit_compile: Boolean, whether XLA compiles the phases.
+        splits: Whether the gradients of weights are apart.
+        jit_compile: Whether XLA compiles the phases.
     """
 
     def __init__(
@@ -55,10 +58,9 @@ class StagePhases:
             experimental_attributes={"_noinline": True},
         )
         self._differentiated = tf.function(self._differentiate, autograph=False)
-        # Both by the graph of a trace. Of the first, how many operations are
-        # forward, and placeholders of the gradients that arrive.
-        self._passes: dict[Any, tuple[int, list]] = {}
-        self._cuts: dict[Any, Any] = {}
+        # Both by the graph of a trace.
+        self._traces: dict[Any, Trace] = {}
+        self._cuts: dict[Any, Cut] = {}
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
         """Runs the stage, for no backward pass of the pipeline."""
@@ -71,9 +73,9 @@ class StagePhases:
         """Runs the stage forward.
 
         Args:
-            inputs: `Activations`.
-            carried: List with the values of what the function carries.
-            remat: Boolean, whether `PhasedCall.recompute` will run it again.
+            inputs: What the stage takes.
+            carried: The values of what the function carries.
+            remat: Whether `PhasedCall.recompute` will run it again.
         """
         given = inputs, carried
         with self.function.on_device():
@@ -81,17 +83,19 @@ class StagePhases:
             graph = concrete.graph
             if graph not in self._cuts:
                 self._cuts[graph] = Cut(
-                    self.function,
+                    f"stage {self.function.stage.index}",
                     concrete,
-                    *self._passes[graph],
+                    self._traces[graph],
                     self._splits,
                     self._jit_compile,
                 )
             return PhasedCall(self._cuts[graph], tensors(given), remat)
 
-    def _differentiate(self, inputs: Activations, carried: list) -> tuple:
+    def _differentiate(self, inputs: Activations, carried: list) -> None:
         with self.function.on_device(), _recording():
             result, gradient = self.function.differentiable(inputs, carried)
+            # Of the graph, also what the layers have from elsewhere.
+            result = filled(result, list(map(tf.identity, tensors(result))))
             graph = tf.compat.v1.get_default_graph()
             num_forward = len(graph.get_operations())
             # Of what arrives later: they are fed to parts of the trace.
@@ -101,9 +105,10 @@ class StagePhases:
                 else None
                 for x in result.targets
             ]
-            self._passes[graph] = num_forward, upstream
-            by_input, gradients = gradient(upstream)
-            return result, by_input, *gradients
+            by_input, by_variable = gradient(upstream)
+            self._traces[graph] = Trace(
+                num_forward, result, upstream, by_input, by_variable
+            )
 
 
 @contextlib.contextmanager
@@ -128,7 +133,7 @@ class PhasedCall:
 
     Attributes:
         result: `Result`.
-        kept: Nested structure of what is left after `backward` for `weights`.
+        kept: What is left after `backward` for `weights`, to be waited for.
     """
 
     def __init__(self, cut: Cut, inputs: list[tf.Tensor], remat: bool):
@@ -149,32 +154,46 @@ class PhasedCall:
         """Runs the backward phase.
 
         Args:
-            upstream: List with a tensor or `None` for each of the result's
-                targets.
-            sums: `GradientSum` of the stage.
+            upstream: A tensor or `None` for each of the result's targets.
+            sums: Those of the stage.
 
         Returns:
             List with a gradient or `None` for each flat input.
         """
-        targets = self.result.targets
-        floats = [i for i, x in enumerate(targets) if x.dtype.is_floating]
-        arrived = tuple(upstream[i] is not None for i in floats)
-        self._backward = self._cut.backward(arrived)
-        values = [
-            tf.zeros_like(targets[i])
-            if upstream[i] is None
-            else tf.cast(upstream[i], targets[i].dtype)
-            for i in floats
+        pairs = [
+            (x, arrived)
+            for x, arrived in zip(self.result.targets, upstream, strict=True)
+            if x.dtype.is_floating
         ]
-        backward = self._backward
-        place = [] if backward.splits else sums.place(backward.dense)
-        by_input, self.kept = backward.run(self._stored, values, place)
+        self._backward = self._cut.backward(
+            tuple(arrived is not None for _, arrived in pairs)
+        )
+        values = [
+            tf.zeros_like(x) if arrived is None else tf.cast(arrived, x.dtype)
+            for x, arrived in pairs
+        ]
+        by_input, self.kept = self._backward.run(
+            self._stored,
+            values,
+            [] if self._cut.splits else sums.place(self._backward.dense),
+        )
         return by_input
 
-    def weights(self, sums: GradientSum) -> None:
-        """Adds the gradients of weights, after the backward phase."""
-        backward, gradients = self._backward, self.kept
-        if backward.splits:
-            place = sums.place(backward.dense)
-            gradients = backward.weights(self.kept, place)
-        sums.add(gradients, backward.dense, backward.sparse)
+    def weights(self, sums: GradientSum) -> list[tf.Tensor]:
+        """Adds the gradients of weights, after the backward phase.
+
+        Returns what is there when they have been added.
+        """
+        variables = self._backward.dense
+        place = sums.place(variables)
+        made = self.kept
+        if self._cut.splits:
+            made = self._backward.weights(made, place)
+        dense, sparse = made
+        if place:
+            sums.added(variables, dense)
+        else:
+            values = unpack(dense, [v.value for v in variables])
+            sums.add(zip(variables, values, strict=True))
+        sums.add(zip(self._backward.sparse, sparse, strict=True))
+        return tensors(made)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tf_gpipe.gradients import Gradients
+from tf_gpipe.function_call import tensors
 from tf_gpipe.gradients import GradientSum
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage_function import Result
@@ -16,7 +16,7 @@ class TapedStage:
 
     Args:
         function: `StageFunction`.
-        repeatable: Boolean, whether backward passes may run more than once.
+        repeatable: Whether backward passes may run more than once.
     """
 
     def __init__(self, function: StageFunction, repeatable: bool):
@@ -33,10 +33,9 @@ class TapedStage:
         """Runs the stage forward."""
         with self.function.on_device():
             return TapedCall(
-                self.function,
                 *self.function.differentiable(
                     inputs, carried, remat, self._repeatable
-                ),
+                )
             )
 
 
@@ -47,16 +46,11 @@ class TapedCall:
     weights come with those of inputs.
     """
 
-    def __init__(
-        self,
-        function: StageFunction,
-        result: Result,
-        gradient: Callable[[list], tuple[list, Gradients]],
-    ):
+    def __init__(self, result: Result, gradient: Callable):
         self.result = result
-        self._function = function
         self._gradient = gradient
-        self.kept = Gradients([], [])
+        self._by_variable: list = []
+        self.kept: list[tf.Tensor] = []
 
     def recompute(self) -> list[tf.Tensor]:
         """Does nothing."""
@@ -65,9 +59,10 @@ class TapedCall:
     def backward(self, upstream: list, sums: GradientSum) -> list:
         """Runs the backward pass. Returns the gradients of the inputs."""
         del sums
-        by_input, self.kept = self._gradient(upstream)
+        by_input, self._by_variable = self._gradient(upstream)
+        self.kept = tensors([x for _, x in self._by_variable])
         return by_input
 
-    def weights(self, sums: GradientSum) -> None:
+    def weights(self, sums: GradientSum) -> list[tf.Tensor]:
         """Adds the gradients of weights."""
-        sums.add(self.kept, self._function.dense, self._function.sparse)
+        return sums.add(self._by_variable)
