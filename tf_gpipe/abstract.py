@@ -4,10 +4,7 @@ That is how a model is counted that is too large for the machine, and how one
 is built whose weights get their values where their stage is.
 """
 
-import contextlib
-import random
 from collections.abc import Iterable
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -46,35 +43,3 @@ def forget(variables: Iterable[keras.Variable]) -> None:
     global_state.set_global_attribute(
         key, [v for v in waiting if id(v) not in ids]
     )
-
-
-@contextlib.contextmanager
-def policy(policy: Any) -> Iterator[tuple[dict, dict]]:
-    """A scope to copy layers in, in which they have a policy by default.
-
-    Yields the configuration of the global policy, and that of its stand-in.
-    """
-    before = keras.config.dtype_policy()
-    # Copies of layers draw seeds that they do not need.
-    drawn = random.getstate()
-    if policy is not None:
-        keras.config.set_dtype_policy(policy)
-    try:
-        yield tuple(
-            keras.dtype_policies.serialize(x)
-            for x in (before, keras.config.dtype_policy())
-        )
-    finally:
-        keras.config.set_dtype_policy(before)
-        random.setstate(drawn)
-
-
-def replaced(config: Any, old: Any, new: Any) -> Any:
-    """Returns a nested configuration with each `old` replaced by `new`."""
-    if config == old:
-        return new
-    if isinstance(config, dict):
-        return {k: replaced(x, old, new) for k, x in config.items()}
-    if isinstance(config, (list, tuple)):
-        return type(config)(replaced(x, old, new) for x in config)
-    return config

@@ -17,7 +17,6 @@ from tf_gpipe import replicas
 from tf_gpipe import schedules
 from tf_gpipe.graph import Graph
 from tf_gpipe.partition import balanced
-from tf_gpipe.partition import costs
 from tf_gpipe.schedule import Schedule
 
 _BOUNDARY_DTYPES = (None, "bfloat16", "float16")
@@ -65,7 +64,7 @@ class PipelineConfig:
         if isinstance(self.balance, str) or not isinstance(
             self.balance, Iterable
         ):
-            costs.check(self.balance)
+            balanced.check(self.balance)
         else:
             self.balance = _counts(self.balance)
             self.num_stages = self.num_stages or len(self.balance)

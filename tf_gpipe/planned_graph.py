@@ -1,26 +1,25 @@
-"""The graph of what a plan is made of, with all sizes."""
+"""The graph of what a plan is made of: with all sizes, and without values."""
 
+import random
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras.src.models.functional import Functional
 
+from tf_gpipe import abstract
+from tf_gpipe import slots
 from tf_gpipe.graph import Graph
 from tf_gpipe.graph import chain
 from tf_gpipe.graph import functional
+from tf_gpipe.partition import layer_graph
 
 
 def of(model: Any, input_spec: Any) -> Graph:
     """Returns the graph of what `plan` is given, with the input spec."""
+    spec = keras.tree.map_shape_structure(_with_all_sizes, input_spec)
     if isinstance(model, Functional):
-        graph = functional(model)
-        flat = keras.tree.flatten(_standardized(input_spec))
-        expected = [value.spec for value in graph.inputs]
-        if len(flat) != len(expected) or any(
-            len(x.shape) != len(y.shape)
-            for x, y in zip(flat, expected, strict=False)
-        ):
+        graph, flat = functional(model), keras.tree.flatten(spec)
+        if [x.ndim for x in flat] != [x.spec.ndim for x in graph.inputs]:
             raise ValueError(
                 "`input_spec` must be like the inputs of the model, "
                 f"{model.input}. Received: input_spec={input_spec}"
@@ -44,30 +43,60 @@ def of(model: Any, input_spec: Any) -> Graph:
     ]
     if not layers:
         raise ValueError("A plan needs layers. Received none.")
-    return chain(layers, _standardized(input_spec))
+    return chain(layers, spec)
 
 
-def _standardized(spec: Any) -> Any:
-    """Returns an input spec as `KerasTensor`s with a batch size."""
-
-    def standardize(x):
-        if isinstance(x, tf.TensorShape):
-            x = x.as_list()
-        if isinstance(x, dict):
-            return {key: standardize(part) for key, part in x.items()}
-        if isinstance(x, (tuple, list)):
-            if not all(n is None or isinstance(n, int) for n in x):
-                return type(x)(map(standardize, x))
-            return keras.KerasTensor(tuple(x), "float32")
-        return keras.KerasTensor(
-            tuple(x.shape), keras.backend.standardize_dtype(x.dtype)
+def _with_all_sizes(x: Any) -> keras.KerasTensor:
+    """Returns a shape (of float32), or what has one, as a `KerasTensor`."""
+    shape = tuple(getattr(x, "shape", x))
+    dtype = keras.backend.standardize_dtype(getattr(x, "dtype", "float32"))
+    if not shape or None in shape:
+        raise ValueError(
+            "`input_spec` must give all sizes, that of the mini-batch "
+            f"first. Received a shape of {shape}"
         )
+    return keras.KerasTensor(shape, dtype)
 
-    spec = standardize(spec)
-    for x in keras.tree.flatten(spec):
-        if not x.shape or None in x.shape:
-            raise ValueError(
-                "`input_spec` must give all sizes, that of the mini-batch "
-                f"first. Received a shape of {x.shape}"
-            )
-    return spec
+
+def copies(
+    graph: Graph, optimizer: Any, dtype_policy: Any
+) -> tuple[list[tuple], dict]:
+    """Returns copies of the layers, built without values, and all specs.
+
+    For each call it is the copy, which equal calls share, and the bytes of
+    its weights, of the sums of their gradients, and of an optimizer's slots.
+    Layers that have the global dtype policy have the given one instead.
+    """
+    optimizer = keras.optimizers.get(optimizer)
+    before = keras.config.dtype_policy()
+    if dtype_policy is not None:
+        keras.config.set_dtype_policy(dtype_policy)
+    old, new = map(
+        keras.dtype_policies.serialize, (before, keras.config.dtype_policy())
+    )
+
+    def copied(node, specs):
+        layer = node.layer
+        args, kwargs = node.arguments(specs)
+        if not isinstance(layer, keras.Layer):
+            return (layer, 0), layer.compute_output_spec(*args, **kwargs)
+        config = keras.tree.traverse(
+            lambda x: new if x == old else None, layer.get_config()
+        )
+        copy = type(layer).from_config(config)
+        with abstract.NoValues():
+            outputs = copy(*args, **kwargs)
+        abstract.forget(copy.variables)
+        trained = copy.trainable_weights
+        size = layer_graph.size_in_bytes(
+            [copy.weights, trained, slots.planned(optimizer, trained)]
+        )
+        return (copy, size), outputs
+
+    # Copies draw seeds that they do not need.
+    drawn = random.getstate()
+    try:
+        return layer_graph.walk(graph, copied)
+    finally:
+        keras.config.set_dtype_policy(before)
+        random.setstate(drawn)

@@ -1,17 +1,16 @@
 """What a pipeline will need, before anything of it is allocated."""
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from tf_gpipe import abstract
 from tf_gpipe import planned_graph
-from tf_gpipe import slots
 from tf_gpipe.graph import Part
 from tf_gpipe.graph import Value
 from tf_gpipe.partition import balanced
@@ -23,8 +22,6 @@ from tf_gpipe.schedule import Schedule
 from tf_gpipe.simulate import simulate
 from tf_gpipe.stage_memory import peak_activations
 
-Balance = str | Callable | Sequence[int]
-
 
 def plan(
     layers: Sequence[keras.Layer] | keras.Model,
@@ -34,7 +31,7 @@ def plan(
     num_micro_batches: int | None = None,
     schedule: str | Schedule = "1f1b",
     num_devices: int | None = None,
-    balance: Balance = "parameters",
+    balance: str | Callable | Sequence[int] = "parameters",
     remat: str = "always",
     optimizer: str | keras.optimizers.Optimizer = "adam",
     dtype_policy: str | keras.DTypePolicy | None = None,
@@ -101,239 +98,12 @@ def plan(
             f"num_devices={num_devices}, num_stages={num_stages}, "
             f"schedule={schedule!r}"
         )
-    with abstract.policy(dtype_policy) as replaced:
-        planner = _Planner(layers, input_spec, optimizer, replaced)
-    _check_speeds(device_flops, bandwidth, latency)
-    speeds = device_flops, bandwidth, latency
-    found = dataclasses.replace(
-        planner.plan(config, num_devices, speeds), device_memory=device_memory
-    )
-    if found.fits:
-        return found
-    advice = planner.advice(found, config, num_devices, speeds)
-    return dataclasses.replace(found, advice=advice)
-
-
-class _Planner:
-    """Layers copied without values, and what is known of them.
-
-    Of layers with the same configuration and inputs there is one copy, so
-    that a thousand of them take no longer than one.
-    """
-
-    def __init__(self, model, input_spec, optimizer, replaced):
-        graph = planned_graph.of(model, input_spec)
-        self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
-        self.weights: list[list] = []
-        self.replaced = replaced
-        optimizer = keras.optimizers.get(optimizer)
-        known: dict[str, tuple[Any, Any]] = {}
-        self.bytes_of: dict[int, int] = {}
-        seen: set[int] = set()
-        specs = {value: value.spec for value in graph.inputs}
-        copies = []
-        for node in graph.nodes:
-            contents = [specs[value] for value in node.inputs]
-            key = layer_graph.key(node, contents)
-            if key not in known:
-                args, kwargs = node.arguments(specs)
-                known[key] = self._copy(node.layer, args, kwargs, optimizer)
-            copy, results = known[key]
-            specs.update(node.contents(results))
-            copies.append(dataclasses.replace(node, layer=copy))
-            # A layer that comes again brings no weights of its own.
-            weights = getattr(copy, "weights", [])
-            self.weights.append([] if id(node.layer) in seen else weights)
-            seen.add(id(node.layer))
-        for value, spec in specs.items():
-            value.spec = spec
-        self.graph = dataclasses.replace(graph, nodes=copies)
-        self.names = [node.layer.name for node in graph.nodes]
-        self.traces: dict[int, list[layer_graph.LayerGraph]] = {}
-
-    def _copy(self, layer, args, kwargs, optimizer):
-        """Returns a copy of a layer, built without values, and its outputs."""
-        if not isinstance(layer, keras.Layer):
-            return layer, layer.compute_output_spec(*args, **kwargs)
-        config = abstract.replaced(layer.get_config(), *self.replaced)
-        copy = type(layer).from_config(config)
-        with abstract.NoValues():
-            outputs = copy(*args, **kwargs)
-        abstract.forget(copy.variables)
-        weights = copy.trainable_weights
-        for weight, own in zip(
-            weights, slots.planned(optimizer, weights), strict=True
-        ):
-            # The weight, the sum of its gradients, and its slots.
-            self.bytes_of[id(weight)] = layer_graph.size_in_bytes(
-                [weight, weight, *own]
-            )
-        return copy, outputs
-
-    def traced(self, rows):
-        """Returns what the layers do with micro-batches of `rows`."""
-        if rows not in self.traces:
-            inputs = keras.tree.map_structure(
-                lambda x: keras.KerasTensor((rows, *x.shape[1:]), x.dtype),
-                [value.spec for value in self.graph.inputs],
-            )
-            self.traces[rows] = layer_graph.trace(self.graph, inputs)
-        return self.traces[rows]
-
-    def plan(self, config, num_devices, speeds):
-        schedule = config.schedule_of(
-            len(self.graph.nodes), num_devices or config.num_stages
+    if config.balance == "time":
+        raise ValueError(
+            "A plan measures nothing, as balance='time' would. Use 'flops'."
         )
-        num_micro_batches, remat = schedule.num_micro_batches, config.remat
-        traces = self.traced(math.ceil(self.rows / num_micro_batches))
-        counts = self._counts(config.balance, schedule, remat)
-        stages = self._stages(counts, traces, schedule, remat)
-        # Without a speed, an operation is the unit of time.
-        device_flops, bandwidth, latency = speeds
-        forward = [stage.flops / (device_flops or 1) for stage in stages]
-        backward = [
-            stage.backward_flops / (device_flops or 1) for stage in stages
-        ]
-        # Between two stages, however many tensors.
-        transfer = {
-            (k, int(to)): latency + size / (bandwidth or math.inf)
-            for k, stage in enumerate(stages)
-            for to, size in stage.sends.items()
-        }
-
-        def simulated(transfer):
-            return simulate(
-                schedule,
-                forward,
-                backward,
-                recompute=forward,
-                transfer=transfer,
-                remat=remat,
-            )
-
-        simulation = simulated(transfer)
-        makespan = simulation.makespan
-        computing = simulated({}).makespan
-        alone = num_micro_batches * (sum(forward) + sum(backward))
-        return Plan(
-            stages=stages,
-            devices=schedule.devices,
-            num_micro_batches=num_micro_batches,
-            schedule=schedule.name,
-            remat=remat,
-            bubble=simulation.bubble,
-            relative_step_time=makespan / alone if alone else 1.0,
-            step_seconds=makespan if device_flops else None,
-            transfer_share=1 - computing / makespan if makespan else 0.0,
-        )
-
-    def advice(self, found, config, num_devices, speeds):
-        """Returns the smallest change with which a plan would fit."""
-        changes = []
-        m = found.num_micro_batches
-        own_schedule = isinstance(config.schedule, Schedule)
-        step = num_devices or 1
-        while not own_schedule and m * 2 <= self.rows and m * 2 % step == 0:
-            m *= 2
-            changes.append({"num_micro_batches": m})
-        if found.remat != "always":
-            changes.append({"remat": "always"})
-            changes += [{**x, "remat": "always"} for x in changes[:-1]]
-        cut_anew = not own_schedule and not isinstance(config.balance, list)
-        if cut_anew and config.schedule != "interleaved":
-            changes += [
-                {"num_stages": k, "remat": "always"}
-                for k in range(len(found.stages) + 1, len(self.graph.nodes) + 1)
-            ]
-        for change in changes:
-            changed = self.plan(
-                dataclasses.replace(config, **change), num_devices, speeds
-            )
-            changed = dataclasses.replace(
-                changed, device_memory=found.device_memory
-            )
-            if changed.fits:
-                words = ", ".join(f"{k}={v!r}" for k, v in change.items())
-                return f"It would fit with {words}."
-        return (
-            "Nothing that the planner tries would make it fit: the largest "
-            "layer alone needs more, or the mini-batch is too large."
-        )
-
-    def _counts(self, balance, schedule, remat):
-        if isinstance(balance, list):
-            return balance
-        if balance == "time":
-            raise ValueError(
-                "A plan measures nothing, as balance='time' would. Use 'flops'."
-            )
-        return balanced.counts(
-            balance, self.graph, schedule, remat, weights=self.weights
-        )
-
-    def _stages(self, counts, traces, schedule, remat):
-        """Returns the `StagePlan`s of a cut."""
-        parts = self.graph.parts(counts)
-        # Of what is given and made for a micro-batch.
-        sizes = {
-            value: layer_graph.size_in_bytes(value.spec)
-            * math.ceil(self.rows / schedule.num_micro_batches)
-            // self.rows
-            for value in self.graph.inputs
-        }
-        for node, trace in zip(self.graph.nodes, traces, strict=True):
-            for value, content in node.contents(trace.outputs):
-                sizes[value] = layer_graph.size_in_bytes(content)
-        stages, first = [], 0
-        for k, part in enumerate(parts):
-            own = slice(first, first + len(part.nodes))
-            first = own.stop
-            weights = [w for ws in self.weights[own] for w in ws]
-            given = [x for x in part.inputs if x in self.graph.inputs]
-            taken = [x for x in part.inputs if x not in self.graph.inputs]
-            stages.append(
-                StagePlan(
-                    layers=self.names[own],
-                    parameters=sum(math.prod(w.shape) for w in weights),
-                    parameter_bytes=sum(
-                        self.bytes_of.get(id(w), layer_graph.size_in_bytes(w))
-                        for w in weights
-                    ),
-                    activation_bytes=peak_activations(
-                        k,
-                        schedule,
-                        remat,
-                        given=sum(sizes[x] for x in given),
-                        inputs=sum(sizes[x] for x in taken),
-                        stored=_stored(part, traces[own], sizes),
-                        passing=max(map(_passing, traces[own])),
-                    ),
-                    flops=sum(x.forward_flops for x in traces[own]),
-                    backward_flops=sum(x.backward_flops for x in traces[own]),
-                    sends={
-                        to: size
-                        for to, other in enumerate(parts)
-                        if to > k
-                        and (
-                            size := sum(
-                                sizes[x]
-                                for x in other.inputs
-                                if x in part.outputs
-                            )
-                        )
-                    },
-                )
-            )
-        return stages
-
-
-def _check_speeds(
-    device_flops: float | None, bandwidth: float | None, latency: float
-) -> None:
-    for name, value in (
-        ("device_flops", device_flops),
-        ("bandwidth", bandwidth),
-    ):
+    speeds = {"device_flops": device_flops, "bandwidth": bandwidth}
+    for name, value in speeds.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(
                 f"`{name}` must be a positive number. Received: {name}={value}"
@@ -348,12 +118,176 @@ def _check_speeds(
             "What transfers cost depends on the speed of the devices: "
             "`bandwidth` and `latency` need `device_flops`."
         )
+    planner = _Planner(layers, input_spec, optimizer, dtype_policy)
+    planned = functools.partial(
+        planner.plan,
+        num_devices=num_devices,
+        device_memory=device_memory,
+        latency=latency,
+        **speeds,
+    )
+    found = planned(config)
+    if found.fits:
+        return found
+    advice = (
+        "Nothing that the planner tries would make it fit: the largest layer "
+        "alone needs more, or the mini-batch is too large."
+    )
+    for change in planner.changes(config, found):
+        if planned(dataclasses.replace(config, **change)).fits:
+            words = ", ".join(f"{k}={v!r}" for k, v in change.items())
+            advice = f"It would fit with {words}."
+            break
+    return dataclasses.replace(found, advice=advice)
+
+
+class _Planner:
+    """Layers copied without values, and what is known of them."""
+
+    def __init__(self, model, input_spec, optimizer, dtype_policy):
+        graph = planned_graph.of(model, input_spec)
+        self.names = [node.layer.name for node in graph.nodes]
+        copies, specs = planned_graph.copies(graph, optimizer, dtype_policy)
+        for value, spec in specs.items():
+            value.spec = spec
+        self.weights: list[list] = []
+        self.bytes: list[int] = []
+        nodes, seen = [], set()
+        for node, (copy, size) in zip(graph.nodes, copies, strict=True):
+            # A layer that comes again brings no weights of its own.
+            again = id(node.layer) in seen
+            seen.add(id(node.layer))
+            self.weights.append([] if again else getattr(copy, "weights", []))
+            self.bytes.append(0 if again else size)
+            nodes.append(dataclasses.replace(node, layer=copy))
+        self.graph = dataclasses.replace(graph, nodes=nodes)
+        self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
+        # What the layers do with micro-batches of so many rows.
+        self.trace = functools.cache(
+            functools.partial(layer_graph.trace, self.graph)
+        )
+
+    def plan(
+        self,
+        config,
+        *,
+        num_devices,
+        device_memory,
+        device_flops,
+        bandwidth,
+        latency,
+    ):
+        schedule = config.schedule_of(
+            len(self.graph.nodes), num_devices or config.num_stages
+        )
+        stages = self._stages(config, schedule)
+        # Without a speed, an operation is the unit of time.
+        forward = [x.flops / (device_flops or 1) for x in stages]
+        backward = [x.backward_flops / (device_flops or 1) for x in stages]
+        simulated = functools.partial(
+            simulate,
+            schedule,
+            forward,
+            backward,
+            recompute=forward,
+            remat=config.remat,
+        )
+        # Between two stages, however many tensors.
+        transfer = {
+            (k, to): latency + size / (bandwidth or math.inf)
+            for k, stage in enumerate(stages)
+            for to, size in stage.sends.items()
+        }
+        simulation = simulated(transfer=transfer)
+        makespan = simulation.makespan
+        alone = schedule.num_micro_batches * (sum(forward) + sum(backward))
+        return Plan(
+            stages=stages,
+            devices=schedule.devices,
+            num_micro_batches=schedule.num_micro_batches,
+            schedule=schedule.name,
+            remat=config.remat,
+            bubble=simulation.bubble,
+            relative_step_time=makespan / alone if alone else 1.0,
+            step_seconds=makespan if device_flops else None,
+            transfer_share=(
+                1 - simulated().makespan / makespan if makespan else 0.0
+            ),
+            device_memory=device_memory,
+        )
+
+    def changes(self, config, found):
+        """Returns what could make a plan fit, the smallest change first."""
+        changes: list[dict[str, Any]] = []
+        named = not isinstance(config.schedule, Schedule)
+        m = found.num_micro_batches
+        while named and (m := 2 * m) <= self.rows:
+            changes.append({"num_micro_batches": m})
+        if found.remat != "always":
+            again = {"remat": "always"}
+            changes += [again, *({**x, **again} for x in changes)]
+        cut_anew = named and not isinstance(config.balance, list)
+        if cut_anew and config.schedule != "interleaved":
+            changes += [
+                {"num_stages": k, "remat": "always"}
+                for k in range(len(found.stages) + 1, len(self.graph.nodes) + 1)
+            ]
+        return changes
+
+    def _stages(self, config, schedule):
+        traces, specs = self.trace(
+            math.ceil(self.rows / schedule.num_micro_batches)
+        )
+        sizes = {x: layer_graph.size_in_bytes(y) for x, y in specs.items()}
+        counts = config.balance
+        if not isinstance(counts, list):
+            counts = balanced.counts(
+                counts,
+                self.graph,
+                schedule,
+                config.remat,
+                weights=self.weights,
+            )
+        parts = self.graph.parts(counts)
+        stages, first = [], 0
+        for k, part in enumerate(parts):
+            own = slice(first, first + len(part.nodes))
+            first = own.stop
+            made = traces[own]
+            given = [sizes[x] for x in part.inputs if x in self.graph.inputs]
+            stages.append(
+                StagePlan(
+                    layers=self.names[own],
+                    parameters=sum(
+                        math.prod(w.shape)
+                        for w in itertools.chain(*self.weights[own])
+                    ),
+                    parameter_bytes=sum(self.bytes[own]),
+                    activation_bytes=peak_activations(
+                        k,
+                        schedule,
+                        config.remat,
+                        given=sum(given),
+                        inputs=sum(sizes[x] for x in part.inputs) - sum(given),
+                        stored=_stored(part, made, sizes),
+                        # The gradient that arrives at a layer, and those that
+                        # it makes, of about the size of its largest tensor.
+                        passing=max(
+                            2 * x.largest_bytes + x.output_bytes for x in made
+                        ),
+                    ),
+                    flops=sum(x.forward_flops for x in made),
+                    backward_flops=sum(x.backward_flops for x in made),
+                    sends=layer_graph.sends(parts, k, sizes.__getitem__),
+                )
+            )
+        return stages
 
 
 def _stored(
     part: Part,
     traces: Sequence[layer_graph.LayerGraph],
-    sizes: Mapping[Value, int],
+    sizes: dict[Value, int],
 ) -> int:
     """Returns what a stage keeps of a micro-batch beside its inputs."""
     kept: set[Value] = set()
@@ -364,12 +298,3 @@ def _stored(
             kept.update(node.made)
     own = kept.difference(part.inputs)
     return sum(x.stored_bytes for x in traces) + sum(sizes[x] for x in own)
-
-
-def _passing(trace: layer_graph.LayerGraph) -> int:
-    """Returns what there is while a layer goes backward.
-
-    The gradient that arrives, and those that it makes, of about the size of
-    its largest tensor.
-    """
-    return 2 * trace.largest_bytes + trace.output_bytes

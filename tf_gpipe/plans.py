@@ -4,12 +4,9 @@ This module imports no TensorFlow.
 """
 
 import dataclasses
-import io
 from typing import Any
 
-import rich.box
-import rich.console
-import rich.table
+from tf_gpipe import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,29 +119,19 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        table = rich.table.Table(box=rich.box.SQUARE)
-        for name in (
-            "Stage",
-            "Device",
-            "Layers",
-            "Parameters",
-            "Weights MiB",
-            "Activations MiB",
-            "GFLOPs",
-            "Boundary MiB",
-        ):
-            table.add_column(name, justify="right")
-        for k, stage in enumerate(self.stages):
-            table.add_row(
-                str(k),
-                str(self.devices[k]),
-                str(len(stage.layers)),
-                f"{stage.parameters:,}",
-                f"{stage.parameter_bytes / 2**20:,.1f}",
-                f"{stage.activation_bytes / 2**20:,.1f}",
-                f"{stage.flops / 1e9:,.2f}",
-                f"{stage.boundary_bytes / 2**20:,.2f}",
-            )
+        rows = [
+            {
+                "Stage": str(k),
+                "Device": str(self.devices[k]),
+                "Layers": str(len(stage.layers)),
+                "Parameters": f"{stage.parameters:,}",
+                "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
+                "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",
+                "GFLOPs": f"{stage.flops / 1e9:,.2f}",
+                "Boundary MiB": f"{stage.boundary_bytes / 2**20:,.2f}",
+            }
+            for k, stage in enumerate(self.stages)
+        ]
         total = sum(stage.parameters for stage in self.stages)
         lines = [
             f"{total:,} parameters; schedule {self.schedule} of "
@@ -173,14 +160,7 @@ class Plan:
             )
         if self.advice:
             lines.append(self.advice)
-        with io.StringIO() as text:
-            console = rich.console.Console(
-                file=text, width=100, highlight=False
-            )
-            console.print(table)
-            for line in lines:
-                console.print(f" {line}", soft_wrap=True)
-            return text.getvalue()
+        return table.render(rows, lines, width=100)
 
 
 def _text(size: int) -> str:

@@ -1,15 +1,10 @@
 """The variables that an optimizer keeps for each weight."""
 
-import contextlib
-from collections.abc import Iterator
 from collections.abc import Sequence
 
 import keras
-import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
-from tf_gpipe import abstract
 from tf_gpipe import placement
 from tf_gpipe import replicas
 
@@ -19,12 +14,7 @@ def of_optimizer(
 ) -> list[list[keras.Variable]]:
     """Returns the slots of each weight: momenta, moving averages and so on.
 
-    Args:
-        optimizer: A built Keras optimizer.
-        weights: List of the weights that it has been built for.
-
-    Returns:
-        List with a list of variables for each weight.
+    The optimizer must have been built for these weights.
     """
     found: dict[int, list[keras.Variable]] = {id(w): [] for w in weights}
     for x in with_inner(optimizer):
@@ -103,36 +93,15 @@ def planned(
 
     Nothing is allocated.
     """
-    optimizer = type(optimizer).from_config(optimizer.get_config())
-    # In a graph, the values that Keras asks for are only symbols.
-    with tf.Graph().as_default(), abstract.NoValues():
-        with _without_values():
-            optimizer.build(weights)
-    found = of_optimizer(optimizer, weights)
-    abstract.forget(optimizer.variables)
-    return found
-
-
-@contextlib.contextmanager
-def _without_values() -> Iterator[None]:
-    """Optimizers can be built for weights without values.
-
-    Keras knows a weight by its value. And where it asks for a function that
-    makes a value, some of its optimizers have a value, such as Adafactor and
-    Nadam.
-    """
-    init, key = keras.Variable.__init__, TFOptimizer._var_key
-
-    def deferred(self, initializer, shape=None, dtype=None, **kwargs):
-        if not callable(initializer) and not isinstance(initializer, str):
-            value = np.asarray(initializer)
-            initializer, shape = lambda *_, **__: value, value.shape
-        init(self, initializer, shape=shape, dtype=dtype, **kwargs)
-
-    keras.Variable.__init__ = deferred
-    TFOptimizer._var_key = lambda self, variable: id(variable)
-    try:
-        yield
-    finally:
-        keras.Variable.__init__ = init
-        TFOptimizer._var_key = key
+    # The variables of a graph have no memory until it runs.
+    with tf.Graph().as_default():
+        optimizer = type(optimizer).from_config(optimizer.get_config())
+        own = [
+            keras.Variable("zeros", w.shape, w.dtype, name=w.name)
+            for w in weights
+        ]
+        for variable, weight in zip(own, weights, strict=True):
+            # By which a MultiOptimizer tells them apart.
+            variable._path = weight.path
+        optimizer.build(own)
+    return of_optimizer(optimizer, own)

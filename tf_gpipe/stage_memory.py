@@ -30,16 +30,12 @@ def peak_activations(
                            stored 1       then - 0                 then - 1
 
     Args:
-        stage: Integer.
-        schedule: The `Schedule`.
-        remat: The remat mode.
-        given: Integer, the bytes of a micro-batch that the stage gets from
-            the model's inputs. It holds all micro-batches' throughout.
-        inputs: Integer, the bytes of a micro-batch that it gets from other
-            stages.
-        stored: Integer, the bytes that the backward pass of a micro-batch
-            needs beside them.
-        passing: Integer, the bytes that it needs at a time.
+        given: The bytes of a micro-batch that the stage gets from the
+            model's inputs. It holds all micro-batches' throughout.
+        inputs: The bytes of a micro-batch that it gets from other stages.
+        stored: The bytes that the backward pass of a micro-batch needs beside
+            them.
+        passing: The bytes that it needs at a time.
     """
     held = most = schedule.num_micro_batches * given
     last = WEIGHTS if schedule.splits else BACKWARD

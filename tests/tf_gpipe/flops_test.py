@@ -22,14 +22,9 @@ def build(make, shape):
     return layer
 
 
-def given(layers, spec):
-    return chain(layers, spec), [spec]
-
-
 def trace(make, shape, dtype="float32"):
-    (graph,) = layer_graph.trace(
-        *given([build(make, shape)], keras.KerasTensor(shape, dtype))
-    )
+    spec = keras.KerasTensor(shape, dtype)
+    (graph,), _ = layer_graph.trace(chain([build(make, shape)], spec))
     return graph
 
 
@@ -329,11 +324,11 @@ class TraceTest(parameterized.TestCase, tf.test.TestCase):
             for layer in layers:
                 layer.build(shape)
                 shape = layer.compute_output_shape(shape)
-        graphs = layer_graph.trace(
-            *given(layers, keras.KerasTensor((4, 6, 6, 3), "float32"))
+        graphs, specs = layer_graph.trace(
+            chain(layers, keras.KerasTensor((4, 6, 6, 3), "float32"))
         )
         self.assertEqual(
-            [graph.outputs.shape for graph in graphs],
+            [spec.shape for spec in list(specs.values())[1:]],
             [(4, 4, 4, 8), (4, 128), (4, 10), (4, 10), (4, 10)],
         )
         products = [2 * 4 * 128 * 10, 2 * 4 * 10 * 10, 2 * 4 * 10 * 10]
@@ -348,7 +343,8 @@ class TraceTest(parameterized.TestCase, tf.test.TestCase):
     def test_allocates_nothing(self, make):
         shape = (2, 10, 16)
         layer = build(make, shape)
-        layer_graph.trace(*given([layer], keras.KerasTensor(shape, "float32")))
+        spec = keras.KerasTensor(shape, "float32")
+        layer_graph.trace(chain([layer], spec))
         self.assertNotEmpty(layer.variables)
         for variable in layer.variables:
             self.assertIsNone(variable._value, variable.path)

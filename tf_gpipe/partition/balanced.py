@@ -1,14 +1,34 @@
 """The cut of a graph into stages that cost nearly the same."""
 
+import math
+import numbers
+import timeit
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tf_gpipe.graph import Graph
-from tf_gpipe.partition import costs
+from tf_gpipe.graph import Node
+from tf_gpipe.partition import layer_graph
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.schedule import Schedule
+
+_NAMES = ("parameters", "flops", "time", "memory")
+
+_NUM_TIMINGS = 5
+
+
+def check(balance: Any) -> None:
+    """Raises a ValueError if `balance` neither names nor computes a cost."""
+    if not callable(balance) and balance not in _NAMES:
+        raise ValueError(
+            f"`balance` must be one of {list(_NAMES)}, a function "
+            "`cost(layer, input_shape)`, or a list of layer counts. "
+            f"Received: balance={balance!r}"
+        )
 
 
 def counts(
@@ -22,19 +42,133 @@ def counts(
     """Returns the number of calls of layers in each stage.
 
     Args:
-        balance: As of `costs.of_nodes`.
-        graph: As of `costs.of_nodes`.
+        balance: `"parameters"`; `"flops"`, the floating-point operations of
+            the forward pass; `"time"`, the measured seconds of a forward and
+            a backward pass; `"memory"`, the bytes of a layer's weights and
+            their gradients and of what it keeps for the backward pass; or a
+            function `cost(layer, input_shape)` that returns a number.
+        graph: `Graph` of built layers; their variables need no values. Where
+            the batch size of its inputs is unknown, it is taken for 1.
         schedule: The `Schedule`, which tells what stages recompute.
-        remat: The remat mode.
-        device: As of `costs.of_nodes`.
-        weights: As of `costs.of_nodes`.
+        remat: The remat mode. What is recomputed is not kept for long, so
+            with rematerialisation `"memory"` counts a layer's output alone.
+        device: Where `"time"` measures.
+        weights: The weights of each call that no earlier one has. Defaults to
+            what the layers tell.
 
     Raises:
-        ValueError: As `costs.of_nodes`.
+        ValueError: If a cost is negative or no number, or cannot be found.
     """
+    # A stage that recomputes takes a third more time, so one that never does,
+    # such as the last one of `1f1b`, gets more layers. What a function given
+    # as `balance` measures is not known, and nothing is added to it.
+    factors = None
+    if balance in ("flops", "time"):
+        factors = [
+            1 + schedule.recomputed_share(stage, remat) / 3
+            for stage in range(schedule.num_stages)
+        ]
     return split(
-        costs.of_nodes(balance, graph, device, remat, weights),
+        _costs(balance, graph, remat, device, weights),
         schedule.num_stages,
-        costs.of_cuts(graph),
-        costs.of_stages(balance, schedule, remat),
+        [
+            layer_graph.size_in_bytes([value.spec for value in values])
+            for values in graph.crossing()
+        ],
+        factors,
     )
+
+
+def _costs(
+    balance: Any,
+    graph: Graph,
+    remat: str,
+    device: str,
+    weights: Sequence[Sequence[keras.Variable]] | None,
+) -> list[float]:
+    """Returns the cost of each call of a layer."""
+    if weights is None:
+        weights = _own_weights(graph)
+    if balance == "parameters":
+        return [sum(math.prod(w.shape) for w in own) for own in weights]
+    if balance in ("flops", "memory"):
+        traces, _ = layer_graph.trace(graph)
+        if balance == "flops":
+            return [x.forward_flops for x in traces]
+        return [
+            2 * layer_graph.size_in_bytes(own)
+            + x.output_bytes
+            + (0 if remat == "always" else x.stored_bytes)
+            for own, x in zip(weights, traces, strict=True)
+        ]
+    # Without counting operations: these costs are for layers too whose
+    # operations cannot be counted.
+    contents = {x: layer_graph.with_rows(x.spec) for x in graph.inputs}
+    for node in graph.nodes:
+        node.run(contents, lambda layer: layer.compute_output_spec)
+    calls = [
+        (node, [contents[value] for value in node.inputs])
+        for node in graph.nodes
+    ]
+    if balance == "time":
+        with tf.device(device):
+            return [_seconds(*call) for call in calls]
+    return [_asked(balance, *call) for call in calls]
+
+
+def _own_weights(graph: Graph) -> list[list[keras.Variable]]:
+    """Returns the weights of each call of a layer that no earlier one has."""
+    seen: set[int] = set()
+    found = []
+    for node in graph.nodes:
+        weights = getattr(node.layer, "weights", ())
+        own = {id(w): w for w in weights if id(w) not in seen}
+        seen.update(own)
+        found.append(list(own.values()))
+    return found
+
+
+def _asked(balance: Callable, node: Node, contents: list) -> float:
+    """Returns what a function given as `balance` says."""
+    shapes = [
+        keras.tree.map_structure(lambda t: tuple(t.shape), x) for x in contents
+    ]
+    cost = balance(node.layer, shapes[0] if len(shapes) == 1 else shapes)
+    if not isinstance(cost, numbers.Real) or not 0 <= float(cost) < math.inf:
+        raise ValueError(
+            "The cost function given as `balance` must return a "
+            f"non-negative number. Received: {cost!r} for layer "
+            f"'{node.layer.name}'"
+        )
+    return float(cost)
+
+
+def _seconds(node: Node, contents: list) -> float:
+    """Returns the seconds of a forward and a backward pass.
+
+    On made-up inputs and weights, so that nothing of the layer changes.
+    """
+    run = layer_graph.forward_and_backward(node)
+    function = tf.function(lambda *args: run(*args)[1], autograph=False)
+    with layer_graph.naming(node):
+        args = keras.tree.map_structure(
+            _made_up, (contents, layer_graph.variables_of(node.layer))
+        )
+
+        def pass_and_wait() -> None:
+            for x in tf.nest.flatten(function(*args)):
+                if x is not None:
+                    tf.convert_to_tensor(x).numpy()
+
+        pass_and_wait()  # traces
+        # Whatever else the machine does only adds to it.
+        return min(timeit.repeat(pass_and_wait, number=1, repeat=_NUM_TIMINGS))
+
+
+def _made_up(like: Any) -> tf.Tensor:
+    if None in like.shape:
+        raise ValueError(f"the shape of '{like.name}' is not known")
+    dtype = tf.as_dtype(like.dtype)
+    if dtype.is_floating:
+        return tf.cast(tf.random.stateless_normal(like.shape, (0, 1)), dtype)
+    return tf.zeros(like.shape, dtype)

@@ -23,12 +23,12 @@ def split(
     largest part, a dynamic programme over prefixes the rest.
 
     Args:
-        costs: Sequence of n non-negative numbers.
+        costs: n non-negative numbers.
         num_parts: Integer K, at most n.
-        cuts: Sequence of n - 1 numbers, what it costs to cut between two
-            items. Defaults to nothing.
-        factors: Sequence of K positive numbers: in part k, items cost so many
-            times as much. Defaults to ones.
+        cuts: n - 1 numbers, what it costs to cut between two items. Defaults
+            to nothing.
+        factors: K positive numbers: in part k, items cost so many times as
+            much. Defaults to ones.
 
     Returns:
         List of K positive integers, the number of items in each part.
@@ -43,70 +43,54 @@ def split(
     n = len(costs)
     # Rounding in the sums must not forbid the very split that attains it.
     limit = _smallest_limit(prefix, factors) * (1 + 1e-9)
-    ends = np.arange(n + 1)
-    # Of parts of each factor that end before item i: where they may start,
-    # and their squares.
-    choosable = {}
-    for factor in set(factors):
-        first = np.searchsorted(prefix, prefix - limit / factor)
-        width = int(np.max(ends - first))
-        starts = ends[:, None] - np.arange(width, 0, -1)
-        allowed = starts >= first[:, None]
-        starts = np.maximum(starts, 0)
-        parts = factor * (prefix[:, None] - prefix[starts])
-        choosable[factor] = starts, np.where(allowed, parts**2, np.inf)
     cut = np.zeros(n + 1)
     if cuts is not None:
         cut[1:n] = cuts
+    ends = np.arange(n + 1)
     best = np.full(n + 1, np.inf)
     best[0] = 0.0
     sent = np.zeros(n + 1)
     choices = []
     for factor in factors:
-        starts, squares = choosable[factor]
-        values = best[starts] + squares
+        # Where parts that end before item i may start, and their squares.
+        first = np.searchsorted(prefix, prefix - limit / factor)
+        starts = ends[:, None] - np.arange(np.max(ends - first), 0, -1)
+        allowed = starts >= first[:, None]
+        starts = np.maximum(starts, 0)
+        parts = factor * (prefix[:, None] - prefix[starts])
+        values = best[starts] + np.where(allowed, parts**2, np.inf)
         least = np.min(values, axis=1)
         ties = np.where(values == least[:, None], (sent + cut)[starts], np.inf)
         column = np.argmin(ties, axis=1)
         best, sent = least, ties[ends, column]
         choices.append(starts[ends, column])
-    sizes: list[int] = []
-    end = n
+    bounds = [n]
     for choice in reversed(choices):
-        sizes.insert(0, end - int(choice[end]))
-        end = int(choice[end])
-    return sizes
+        bounds.insert(0, int(choice[bounds[0]]))
+    return np.diff(bounds).tolist()
 
 
 def _smallest_limit(prefix: np.ndarray, factors: Sequence[float]) -> float:
     """Returns the smallest largest part of any split."""
-    n = len(prefix) - 1
+    last = len(prefix) - len(factors)
 
-    def largest(limit: float) -> float | None:
-        """Returns the largest part where each is as full as `limit` lets."""
-        start, most = 0, 0.0
-        for k, factor in enumerate(factors, start=1):
-            last = prefix[start] + limit / factor
-            end = int(np.searchsorted(prefix, last, "right")) - 1
-            # The parts that follow need an item each.
-            end = min(end, n - (len(factors) - k))
-            if end == start:
-                return None
-            most = max(most, factor * float(prefix[end] - prefix[start]))
-            start = end
-        return most if start == n else None
+    def suffices(limit: float) -> bool:
+        """Fills each part as `limit` lets, but for an item for each later."""
+        start = 0
+        for end, factor in enumerate(factors, start=last):
+            full = np.searchsorted(
+                prefix, prefix[start] + limit / factor, "right"
+            )
+            start, before = min(int(full) - 1, end), start
+            if start == before:
+                return False
+        return start == len(prefix) - 1
 
-    # The largest item in the cheapest part, and all shared out evenly.
-    low = max(
-        float(np.max(np.diff(prefix))) * min(factors),
-        float(prefix[-1]) / sum(1 / factor for factor in factors),
-    )
-    low, high = low * (1 - 1e-12), float(prefix[-1]) * max(factors)
+    low, high = 0.0, float(prefix[-1]) * max(factors)
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
-        found = largest(middle)
-        if found is None:
-            low = middle
+        if suffices(middle):
+            high = middle
         else:
-            high = min(found, middle)
+            low = middle
     return high

@@ -7,44 +7,36 @@ one for each element of the operand, and moving data counts nothing.
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
 
-# What only moves data, makes it up, or works on shapes and integers.
+# What only moves numbers, or makes them up.
 _FREE = frozenset(
     """
-    Assert AssignAddVariableOp AssignSubVariableOp AssignVariableOp
-    BatchToSpaceND BroadcastArgs BroadcastGradientArgs BroadcastTo Cast Const
-    ConcatV2 DepthToSpace DynamicStitch Enter EnsureShape ExpandDims Fill
-    Gather GatherNd GatherV2 Identity IdentityN InvertPermutation MirrorPad
-    MirrorPadGrad NoOp OneHot OnesLike Pack Pad PadV2 Placeholder
-    PlaceholderWithDefault PreventGradient Rank ReadVariableOp Reshape
-    ReverseV2 ResourceGather ScatterNd Shape ShapeN Size Slice SpaceToBatchND
-    SpaceToDepth Split SplitV Squeeze StopGradient StridedSlice
-    StridedSliceGrad TensorListElementShape TensorListFromTensor
-    TensorListGetItem TensorListLength TensorListPopBack TensorListPushBack
-    TensorListReserve TensorListSetItem TensorListStack TensorScatterUpdate
-    TensorShape Tile Transpose Unpack VarHandleOp Where ZerosLike
-    StatelessRandomUniformV2 StatelessRandomNormalV2
-    StatelessRandomGetKeyCounter StatelessRandomGetAlg RandomUniform
+    BatchToSpaceND BroadcastTo Cast ConcatV2 Const DepthToSpace DynamicStitch
+    EnsureShape Enter ExpandDims Fill Gather GatherNd GatherV2 Identity
+    IdentityN MirrorPad MirrorPadGrad OneHot OnesLike Pack Pad PadV2
+    Placeholder PlaceholderWithDefault PreventGradient RandomUniform
+    ReadVariableOp Reshape ResourceGather ReverseV2 ScatterNd Slice
+    SpaceToBatchND SpaceToDepth Split SplitV Squeeze StatelessRandomNormalV2
+    StatelessRandomUniformV2 StopGradient StridedSlice StridedSliceGrad
+    TensorListGetItem TensorListPopBack TensorListStack TensorScatterUpdate
+    Tile Transpose Unpack ZerosLike
     """.split()
 )
 _REDUCTIONS = frozenset("Sum Mean Prod Max Min All Any L2Loss".split())
-
-
-_POOL_GRADIENTS = frozenset(
-    "MaxPoolGrad AvgPoolGrad MaxPool3DGrad AvgPool3DGrad".split()
-)
+_POOLS = frozenset("MaxPool AvgPool MaxPool3D AvgPool3D".split())
+# The attributes that name the functions which an operation calls.
+_CALLS = {
+    "PartitionedCall": ("f",),
+    "While": ("body",),
+    "If": ("then_branch", "else_branch"),
+}
 
 
 def count(operations: Iterable[tf.Operation]) -> int:
-    """Returns the floating-point operations of `operations`.
-
-    Args:
-        operations: List of operations of a graph, of static shapes.
-
-    Returns:
-        Integer.
+    """Returns the floating-point operations of operations of a graph.
 
     Raises:
         ValueError: If a shape, or how often a loop runs, is not known.
@@ -56,13 +48,9 @@ def _count(op: tf.Operation) -> int:
     kind = op.type
     if kind in _FREE:
         return 0
-    if kind == "MatMul":
-        a = op.inputs[0].shape
-        depth = a[0 if op.get_attr("transpose_a") else 1]
-        return 2 * _size(op.outputs[0]) * depth
-    if kind.startswith("BatchMatMul"):
-        a = op.inputs[0].shape
-        depth = a[-2 if op.get_attr("adj_x") else -1]
+    if kind == "MatMul" or kind.startswith("BatchMatMul"):
+        name = "transpose_a" if kind == "MatMul" else "adj_x"
+        depth = _shape(op.inputs[0])[-2 if op.get_attr(name) else -1]
         return 2 * _size(op.outputs[0]) * depth
     if kind == "Einsum":
         return _einsum(op)
@@ -73,10 +61,9 @@ def _count(op: tf.Operation) -> int:
     if kind.startswith("FusedBatchNorm"):
         # Mean 1, squared difference and its mean 2, a product and a sum 2.
         return (5 if op.get_attr("is_training") else 2) * _size(op.outputs[0])
-    if kind in ("MaxPool", "AvgPool", "MaxPool3D", "AvgPool3D"):
-        return _size(op.outputs[0]) * math.prod(op.get_attr("ksize"))
-    if kind in _POOL_GRADIENTS:
-        return _size(op.inputs[-1]) * math.prod(op.get_attr("ksize"))
+    if kind.removesuffix("Grad") in _POOLS:
+        pooled = op.inputs[-1] if kind.endswith("Grad") else op.outputs[0]
+        return _size(pooled) * math.prod(op.get_attr("ksize"))
     if kind in ("Softmax", "LogSoftmax"):
         # Maximum, subtraction, exponential, sum, division.
         return 5 * _size(op.outputs[0])
@@ -84,24 +71,18 @@ def _count(op: tf.Operation) -> int:
         return _size(op.inputs[0]) if op.inputs[0].dtype.is_floating else 0
     if kind == "AddN":
         return _size(op.outputs[0]) * (len(op.inputs) - 1)
-    if kind in ("While", "StatelessWhile"):
-        return iterations(op) * _count_function(op, op.get_attr("body").name)
-    if kind in ("If", "StatelessIf", "Case", "StatelessCase"):
-        names = (
-            [op.get_attr("then_branch"), op.get_attr("else_branch")]
-            if kind.endswith("If")
-            else op.get_attr("branches")
-        )
-        return max(_count_function(op, f.name) for f in names)
-    if kind in ("PartitionedCall", "StatefulPartitionedCall"):
-        return _count_function(op, op.get_attr("f").name)
+    called = [count(graph.get_operations()) for graph in called_by(op)]
+    if called:
+        # One of several branches runs.
+        times = iterations(op) if kind.endswith("While") else 1
+        return times * max(called)
     return sum(_size(x) for x in op.outputs if x.dtype.is_floating)
 
 
 def _einsum(op: tf.Operation) -> int:
     inputs, _, output = op.get_attr("equation").decode().partition("->")
+    # Of each label; "." is what an ellipsis stands for.
     sizes: dict[str, int] = {}
-    labels = ""
     for term, operand in zip(inputs.split(","), op.inputs, strict=True):
         shape = _shape(operand)
         head, dots, tail = term.partition("...")
@@ -110,11 +91,8 @@ def _einsum(op: tf.Operation) -> int:
         if dots:
             middle = shape[len(head) : len(shape) - len(tail)]
             sizes["."] = max(sizes.get(".", 1), math.prod(middle))
-            labels += "."
-        labels += head + tail
-    total = math.prod(sizes[label] for label in set(labels))
-    contracted = set(labels) - set(output)
-    return total * (2 if contracted and len(op.inputs) > 1 else 1)
+    contracts = not set(output).issuperset(sizes) and len(op.inputs) > 1
+    return math.prod(sizes.values()) * (2 if contracts else 1)
 
 
 def _convolution(op: tf.Operation) -> int:
@@ -123,16 +101,9 @@ def _convolution(op: tf.Operation) -> int:
     All three multiply each element of the forward pass's output with each
     element of the filter that it depends on.
     """
-    if "BackpropInput" in op.type:
-        kernel, output = _shape(op.inputs[1]), op.inputs[2]
-    elif "BackpropFilter" in op.type:
-        kernel, output = _shape(op.outputs[0]), op.inputs[2]
-    else:
-        kernel, output = _shape(op.inputs[1]), op.outputs[0]
-    if op.type.startswith("Depthwise"):
-        taps = kernel[:-2]
-    else:
-        taps = kernel[:-1]
+    output = op.inputs[2] if "Backprop" in op.type else op.outputs[0]
+    kernel = op.outputs[0] if "BackpropFilter" in op.type else op.inputs[1]
+    taps = _shape(kernel)[: -2 if op.type.startswith("Depthwise") else -1]
     return 2 * _size(output) * math.prod(taps)
 
 
@@ -149,11 +120,17 @@ def iterations(op: tf.Operation) -> int:
     return int(limit)
 
 
-def _count_function(op: tf.Operation, name: str) -> int:
-    function = op.graph._get_function(name)
-    if function is None:
-        raise ValueError(f"the function '{name}' is not known")
-    return count(function.graph.get_operations())
+def called_by(op: tf.Operation) -> list[Any]:
+    """Returns the graphs of the functions that an operation calls."""
+    kind = op.type.removeprefix("Stateless").removeprefix("Stateful")
+    functions = [op.get_attr(name) for name in _CALLS.get(kind, ())]
+    if kind == "Case":
+        functions = op.get_attr("branches")
+    found = [op.graph._get_function(function.name) for function in functions]
+    for function, known in zip(functions, found, strict=True):
+        if known is None:
+            raise ValueError(f"the function '{function.name}' is not known")
+    return [x.graph for x in found]
 
 
 def _size(x: tf.Tensor) -> int:

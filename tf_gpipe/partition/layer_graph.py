@@ -14,80 +14,71 @@ import tensorflow as tf
 
 from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Node
+from tf_gpipe.graph import Part
+from tf_gpipe.graph import Value
 from tf_gpipe.partition import flops
+from tf_gpipe.stage import Stage
 from tf_gpipe.stage import in_mode
+
+Specs = dict[Value, Any]
 
 # Whose result shares the memory of their first input.
 _ALIASES = frozenset(
     """Identity IdentityN Reshape Squeeze ExpandDims StopGradient
     PreventGradient EnsureShape""".split()
 )
-_BODIES = {
-    "PartitionedCall": "f",
-    "StatefulPartitionedCall": "f",
-    "StatelessWhile": "body",
-    "While": "body",
-}
 # Which need no more of their inputs.
 _SHAPES = frozenset("Shape ShapeN Size Rank".split())
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerGraph:
-    """What a call of a layer does and keeps for a micro-batch in training.
+    """What a call of a layer does and keeps for a micro-batch in training."""
 
-    Attributes:
-        outputs: Nested structure of `KerasTensor`s with a batch size, what
-            the layer returns.
-        forward_flops: Integer, floating-point operations of the forward pass.
-        backward_flops: Integer, those of the gradient by inputs and weights.
-        stored_bytes: Integer, what the forward pass keeps for the backward
-            pass beside the layer's inputs, outputs and weights.
-        kept_inputs: Tuple with whether the backward pass needs each of
-            `Node.inputs`.
-        keeps_outputs: Boolean, whether it needs the outputs.
-        output_bytes: Integer, the size of the outputs.
-        largest_bytes: Integer, the size of the largest tensor in between.
-    """
-
-    outputs: Any
     forward_flops: int
-    backward_flops: int
+    backward_flops: int  # of the gradient by inputs and weights
+    # What it keeps beside the layer's inputs, outputs and weights.
     stored_bytes: int
+    # Whether the backward pass needs each of `Node.inputs`, and the outputs.
     kept_inputs: tuple[bool, ...]
     keeps_outputs: bool
     output_bytes: int
-    largest_bytes: int
+    largest_bytes: int  # of a tensor in between
 
 
-def trace(graph: Graph, inputs: Sequence[Any]) -> list[LayerGraph]:
-    """Returns what each call of a layer does.
+def trace(graph: Graph, rows: int | None = None) -> tuple[list, Specs]:
+    """Returns the `LayerGraph` of each call, and the specs of all values.
 
-    Nothing is allocated or run. Layers of one configuration are traced once.
-
-    Args:
-        graph: `Graph` of built layers; their variables need no values.
-        inputs: List with a nested structure of `KerasTensor`s, with a batch
-            size, for each of the graph's inputs.
-
-    Returns:
-        List with a `LayerGraph` for each node.
+    Nothing is allocated or run: the variables of the layers, which are built,
+    need no values. `rows` is the batch size; by default that of the graph's
+    inputs, or 1 where it is unknown.
 
     Raises:
         ValueError: If the costs of a layer cannot be found.
     """
-    known: dict[str, LayerGraph] = {}
-    graphs = []
-    values = dict(zip(graph.inputs, inputs, strict=True))
+    return walk(graph, _trace, rows)
+
+
+def walk(
+    graph: Graph, visit: Callable[[Node, Specs], tuple], rows: int | None = None
+) -> tuple[list, Specs]:
+    """Returns what `visit` finds of each call, and the specs of all values.
+
+    `visit` returns what it finds of a `Node` and the specs of its inputs, and
+    what the layer returns. Of calls that do the same only one is visited, so
+    that a thousand of them take no longer than one.
+    """
+    specs = {value: with_rows(value.spec, rows) for value in graph.inputs}
+    known: dict[str, tuple] = {}
+    found = []
     for node in graph.nodes:
-        contents = [values[value] for value in node.inputs]
-        which = key(node, contents)
-        if which not in known:
-            with naming(node):
-                known[which] = _trace(node, contents)
-        graphs.append(known[which])
-        values.update(node.contents(known[which].outputs))
-    return graphs
+        key = _key(node, specs)
+        if key not in known:
+            known[key] = visit(node, specs)
+        result, outputs = known[key]
+        found.append(result)
+        specs.update(node.contents(outputs))
+    return found, specs
 
 
 @contextlib.contextmanager
@@ -104,13 +95,39 @@ def naming(node: Node) -> Iterator[None]:
         ) from e
 
 
+def with_rows(spec: Any, rows: int | None = None) -> Any:
+    """Returns a spec for so many rows; or for its own, or 1 if unknown."""
+    return keras.tree.map_structure(
+        lambda x: keras.KerasTensor(
+            (*(rows or n or 1 for n in x.shape[:1]), *x.shape[1:]), x.dtype
+        ),
+        spec,
+    )
+
+
 def size_in_bytes(tensors: Any) -> int:
-    """Returns the size of the tensors in a nested structure."""
+    """Returns the size of the tensors in a nested structure.
+
+    An unknown number of rows is taken for 1.
+    """
     return sum(
         math.prod(n or 1 for n in x.shape) * tf.as_dtype(x.dtype).size
         for x in keras.tree.flatten(tensors)
         if x is not None
     )
+
+
+def sends(parts: Sequence[Part | Stage], k: int, size: Callable) -> dict:
+    """Returns the bytes that part `k` sends to each of the later ones.
+
+    `size` is a function from a `Value` to the bytes of it.
+    """
+    made = set(parts[k].outputs)
+    sent = {
+        to: sum(size(x) for x in parts[to].inputs if x in made)
+        for to in range(k + 1, len(parts))
+    }
+    return {to: total for to, total in sent.items() if total}
 
 
 def variables_of(layer: keras.Operation) -> list[keras.Variable]:
@@ -127,17 +144,14 @@ def forward_and_backward(node: Node) -> Callable:
     as they are.
     """
     variables = variables_of(node.layer)
-    weights = getattr(node.layer, "trainable_variables", ())
-    trainable = {id(v) for v in weights}
+    trainable = set(map(id, getattr(node.layer, "trainable_variables", ())))
 
     def run(contents: list, values: list) -> tuple[Any, list]:
         mapping = list(zip(variables, values, strict=True))
         args, kwargs = node.arguments(
             dict(zip(node.inputs, contents, strict=True))
         )
-        sources = [
-            x for x in keras.tree.flatten(contents) if x.dtype.is_floating
-        ]
+        sources = _floating(contents)
         sources += [x for v, x in mapping if id(v) in trainable]
         with tf.GradientTape() as tape:
             tape.watch(sources)
@@ -145,172 +159,149 @@ def forward_and_backward(node: Node) -> Callable:
                 mapping, collect_losses=True, initialize_variables=False
             ):
                 outputs = in_mode(node.layer, training=True)(*args, **kwargs)
-            targets = [
-                x for x in keras.tree.flatten(outputs) if x.dtype.is_floating
-            ]
+            targets = _floating(outputs)
         return outputs, tape.gradient(targets, sources)
 
     return run
 
 
-def _trace(node: Node, contents: list) -> LayerGraph:
-    outputs: Any = None
-    run = forward_and_backward(node)
+def _floating(tensors: Any) -> list:
+    return [x for x in keras.tree.flatten(tensors) if x.dtype.is_floating]
 
-    def gradients(*args):
-        nonlocal outputs
-        outputs, found = run(*args)
-        return found
 
-    specs = keras.tree.map_structure(
-        lambda x: tf.TensorSpec(x.shape, x.dtype), contents
-    )
-    values = [tf.TensorSpec(v.shape, v.dtype) for v in variables_of(node.layer)]
-    graph = (
-        tf.function(gradients, autograph=False)
-        .get_concrete_function(specs, values)
-        .graph
-    )
-    forward_ops = _before([x.op for x in keras.tree.flatten(outputs)])
-    done = set(forward_ops)
-    needed = _before([x.op for x in graph.outputs])
-    kept = _kept(needed, done)
-    placeholders = iter(x.name for x in graph.inputs)
-    of_inputs = [
-        {next(placeholders) for _ in keras.tree.flatten(x)} for x in contents
-    ]
-    of_weights = set(placeholders)
-    of_outputs = {_root(x).name for x in keras.tree.flatten(outputs)}
-    return LayerGraph(
-        outputs=keras.tree.map_structure(
+def _trace(node: Node, specs: Specs) -> tuple[LayerGraph, Any]:
+    """Returns what a call does, and the specs of what the layer returns."""
+    with naming(node):
+        outputs: Any = None
+        run = forward_and_backward(node)
+
+        def gradients(*args):
+            nonlocal outputs
+            outputs, found = run(*args)
+            return found
+
+        contents, values = keras.tree.map_structure(
+            lambda x: tf.TensorSpec(x.shape, x.dtype),
+            ([specs[x] for x in node.inputs], variables_of(node.layer)),
+        )
+        graph = (
+            tf.function(gradients, autograph=False)
+            .get_concrete_function(contents, values)
+            .graph
+        )
+        early = _needed_by(keras.tree.flatten(outputs))
+        late = _needed_by(graph.outputs) - early
+        # What the backward pass takes from the forward pass, by name.
+        kept = {
+            root.name: root
+            for op in late
+            if op.type not in _SHAPES
+            for x in op.inputs
+            if x.op in early or x.op.type == "Placeholder"
+            for root in [_root(x)]
+        }
+        names = iter(x.name for x in graph.inputs)
+        of_inputs = [
+            {next(names) for _ in keras.tree.flatten(x)} for x in contents
+        ]
+        of_outputs = {_root(x).name for x in keras.tree.flatten(outputs)}
+        elsewhere = of_outputs.union(names, *of_inputs)
+        found = LayerGraph(
+            forward_flops=flops.count(early),
+            backward_flops=flops.count(late),
+            stored_bytes=sum(
+                _kept_bytes(x)
+                for name, x in kept.items()
+                if name not in elsewhere
+            ),
+            kept_inputs=tuple(not own.isdisjoint(kept) for own in of_inputs),
+            keeps_outputs=not of_outputs.isdisjoint(kept),
+            output_bytes=size_in_bytes(outputs),
+            largest_bytes=max(
+                (
+                    size_in_bytes(x)
+                    for op in early
+                    for x in op.outputs
+                    if x.dtype.is_floating and x.shape.is_fully_defined()
+                ),
+                default=0,
+            ),
+        )
+        return found, keras.tree.map_structure(
             lambda x: keras.KerasTensor(
                 x.shape, keras.backend.standardize_dtype(x.dtype)
             ),
             outputs,
-        ),
-        forward_flops=flops.count(forward_ops),
-        backward_flops=flops.count(x for x in needed if x not in done),
-        stored_bytes=sum(
-            _kept_bytes(x)
-            for name, x in kept.items()
-            if name not in of_outputs.union(of_weights, *of_inputs)
-        ),
-        kept_inputs=tuple(not own.isdisjoint(kept) for own in of_inputs),
-        keeps_outputs=not of_outputs.isdisjoint(kept),
-        output_bytes=size_in_bytes(outputs),
-        largest_bytes=max(
-            (
-                size_in_bytes(x)
-                for op in forward_ops
-                for x in op.outputs
-                if x.dtype.is_floating and None not in x.shape.as_list()
-            ),
-            default=0,
-        ),
-    )
+        )
 
 
-def _before(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """Returns operations with all that they need.
+def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
+    """Returns the operations that tensors follow from.
 
     Whatever else is in the graph, TensorFlow drops.
     """
-    waiting = list(operations)
-    found: dict[tf.Operation, None] = {}
+    waiting = [x.op for x in tensors]
+    found: set[tf.Operation] = set()
     while waiting:
         op = waiting.pop()
         if op not in found:
-            found[op] = None
+            found.add(op)
             waiting += [x.op for x in op.inputs]
             waiting += op.control_inputs
-    return list(found)
-
-
-def _kept(
-    needed: Sequence[tf.Operation], forward_ops: set[tf.Operation]
-) -> dict[str, tf.Tensor]:
-    """Returns what the backward pass takes from the forward pass, by name."""
-    kept: dict[str, tf.Tensor] = {}
-    for op in needed:
-        if op not in forward_ops and op.type not in _SHAPES:
-            for x in op.inputs:
-                if x.op in forward_ops or x.op.type == "Placeholder":
-                    root = _root(x)
-                    kept[root.name] = root
-    return kept
+    return found
 
 
 def _root(x: tf.Tensor) -> tf.Tensor:
     """Returns the tensor whose memory `x` shares."""
-    while (source := _source(x)) is not None:
-        x = source
-    return x
-
-
-def _source(x: tf.Tensor) -> tf.Tensor | None:
-    """Returns the input of `x`'s operation that is `x`, if one is."""
     op = x.op
     if op.type in _ALIASES:
-        return op.inputs[x.value_index if op.type == "IdentityN" else 0]
+        return _root(op.inputs[x.value_index if op.type == "IdentityN" else 0])
     # Functions return what their gradients need, even what they are given.
-    attribute = _BODIES.get(op.type)
-    if attribute is None:
-        return None
-    name = op.get_attr(attribute).name
-    body = op.graph._get_function(name).graph
-    root = _root(body.outputs[x.value_index])
-    for i, given in enumerate(body.inputs):
-        # A loop's variable is its start only if no step changes it.
-        if root is given and (attribute == "f" or i == x.value_index):
-            return op.inputs[i]
-    return None
+    if op.type.endswith(("PartitionedCall", "While")):
+        (body,) = flops.called_by(op)
+        root = _root(body.outputs[x.value_index])
+        for i, given in enumerate(body.inputs):
+            # A loop's variable is its start only if no step changes it.
+            if root is given and not (
+                op.type.endswith("While") and i != x.value_index
+            ):
+                return _root(op.inputs[i])
+    return x
 
 
 def _kept_bytes(x: tf.Tensor) -> int:
     """Returns the size of a tensor, or of a loop's list with one a step."""
-    if x.dtype != tf.variant or x.op.type not in ("While", "StatelessWhile"):
+    if x.dtype != tf.variant or not x.op.type.endswith("While"):
         return size_in_bytes(x)
     start = x.op.inputs[x.value_index]
     if start.op.type not in ("EmptyTensorList", "TensorListReserve"):
         return 0
-    body = x.op.graph._get_function(x.op.get_attr("body").name).graph
+    (body,) = flops.called_by(x.op)
     push = body.outputs[x.value_index].op
     if push.type == "Identity":
         push = push.inputs[0].op
-    element = push.inputs[-1]
-    return flops.iterations(x.op) * size_in_bytes(element)
+    return flops.iterations(x.op) * size_in_bytes(push.inputs[-1])
 
 
-def key(node: Node, contents: Sequence[Any]) -> str:
-    """Returns what decides the costs of a call: all but names.
-
-    Args:
-        node: The `Node`.
-        contents: List with a nested structure of `KerasTensor`s for each of
-            its inputs.
-    """
+def _key(node: Node, specs: Specs) -> str:
+    """Returns what decides what a call does: all but names."""
     try:
         config = keras.saving.serialize_keras_object(node.layer)
     except Exception:  # whatever a layer's `get_config` raises
         config = id(node.layer)
-    numbers = {value: f"input {i}" for i, value in enumerate(node.inputs)}
-    structure = keras.tree.map_structure(
-        lambda x: f"{x.dtype}{tuple(x.shape)}", list(contents)
+    nameless = json.loads(
+        json.dumps(config, default=str),
+        object_hook=lambda x: {**x, "name": None},
     )
+    inputs = {
+        value: (
+            f"input {i}",
+            keras.tree.map_structure(
+                lambda x: f"{x.dtype}{tuple(x.shape)}", specs[value]
+            ),
+        )
+        for i, value in enumerate(node.inputs)
+    }
     return json.dumps(
-        [
-            id(type(node.layer)),
-            _without_names(config),
-            node.arguments(numbers),
-            structure,
-        ],
-        default=str,
+        [id(type(node.layer)), nameless, node.arguments(inputs)], default=str
     )
-
-
-def _without_names(config: Any) -> Any:
-    if isinstance(config, dict):
-        return {k: _without_names(v) for k, v in config.items() if k != "name"}
-    if isinstance(config, (list, tuple)):
-        return [_without_names(x) for x in config]
-    return config
