@@ -12,7 +12,7 @@ import keras
 from tf_gpipe import abstract
 from tf_gpipe import planned_graph
 from tf_gpipe import slots
-from tf_gpipe.graph import Part
+from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Value
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_graph
@@ -351,7 +351,7 @@ def _check_speeds(
 
 
 def _stored(
-    part: Part,
+    part: Graph,
     traces: Sequence[layer_graph.LayerGraph],
     sizes: Mapping[Value, int],
 ) -> int:
