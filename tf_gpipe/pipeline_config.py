@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from tf_gpipe import batch_norm
 from tf_gpipe import placement
-from tf_gpipe import remat
 from tf_gpipe import replicas
 from tf_gpipe import schedules
 from tf_gpipe.graph import Graph
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import costs
 from tf_gpipe.schedule import Schedule
+from tf_gpipe.schedule import check_remat
 
 _BOUNDARY_DTYPES = (None, "bfloat16", "float16")
 
@@ -46,7 +46,7 @@ class PipelineConfig:
         self.num_micro_batches = _count(
             "num_micro_batches", self.num_micro_batches
         )
-        remat.check(self.remat)
+        check_remat(self.remat)
         if self.boundary_dtype not in _BOUNDARY_DTYPES:
             raise ValueError(
                 "`boundary_dtype` must be 'bfloat16', 'float16' or None. "
