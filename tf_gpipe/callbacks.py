@@ -1,5 +1,6 @@
 """Keras callbacks that show what a pipeline did."""
 
+import collections
 import json
 import statistics
 from collections.abc import Collection
@@ -64,16 +65,6 @@ class Timeline(keras.callbacks.Callback):
         self._trace = trace
         self._picture = picture
         self._chart = chart
-        # Of the first step of the epoch, and of the step after the last one.
-        self._first = self._next = 0
-        self._bubbles: list[float] = []
-        with tf.device("CPU:0"):
-            # How many tasks there are is known when the model is built.
-            self._times = tf.Variable(
-                tf.zeros((0, 2), tf.float64),
-                trainable=False,
-                shape=(None, 2),
-            )
 
     def set_model(self, model):
         if not isinstance(model, PipelinedTraining):
@@ -87,24 +78,29 @@ class Timeline(keras.callbacks.Callback):
         self.model._record_times = self._record
         # What has been traced takes no times.
         self.model.make_train_function(force=True)
-        self._first = self._next = 0
         self.spans = []
-        self._times.assign(tf.zeros((0, 2), tf.float64))
+        # Of the first step of the epoch, and of the step after the last one.
+        self._first = self._next = 0
+        with tf.device("CPU:0"):
+            # How many tasks there are is known when the model is built.
+            self._times = tf.Variable(
+                tf.zeros((0, 2), tf.float64), trainable=False, shape=(None, 2)
+            )
 
     def on_epoch_begin(self, epoch, logs=None):
         self._first = self._next
-        self._bubbles = []
+        self._bubbles: list[float] = []
 
     def on_train_batch_end(self, batch, logs=None):
         step = self._first + batch
-        if self._steps is None:
-            chosen = self._next > 0
-        else:
-            chosen = step in self._steps
+        # By default all but the first one.
+        chosen = self._next > 0 if self._steps is None else step in self._steps
         self._next = step + 1
         if chosen:
-            self.spans = self._read()
-            self._bubbles.append(Execution(self.spans, self.devices).bubble)
+            self._measured = self._read()
+            self.spans = self._measured.spans
+            self.devices = self._measured.devices
+            self._bubbles.append(self._measured.bubble)
 
     def on_epoch_end(self, epoch, logs=None):
         if self._bubbles and logs is not None:
@@ -116,44 +112,36 @@ class Timeline(keras.callbacks.Callback):
             return
         if self._trace:
             with open(self._trace, "w") as f:
-                json.dump(timeline.chrome_trace(self.spans, self.devices), f)
+                json.dump(timeline.chrome_trace(self._measured), f)
         if self._picture:
-            timeline.picture(
-                {
-                    "simulated": (self.simulated().spans, self.devices),
-                    "measured": (self.spans, self.devices),
-                },
-                self._picture,
-            )
+            steps = {"simulated": self.simulated(), "measured": self._measured}
+            timeline.picture(steps, self._picture)
         if self._chart:
-            print(timeline.text_chart(self.spans, devices=self.devices))
+            print(timeline.text_chart(self._measured))
 
     def simulated(self) -> Execution:
         """Returns the step simulated with the mean times of each stage."""
-        schedule = self.model._pipeline.schedule
+        pipeline = self.model._pipeline
+        seconds: dict = collections.defaultdict(list)
+        for _, task, start, end in self.spans:
+            seconds[task.kind, task.stage].append(end - start)
 
         def mean(kind):
             return [
-                statistics.mean(
-                    [
-                        span.end - span.start
-                        for span in self.spans
-                        if (span.task.kind, span.task.stage) == (kind, k)
-                    ]
-                    or [0.0]
-                )
-                for k in range(schedule.num_stages)
+                statistics.mean(seconds[kind, stage.index] or [0.0])
+                for stage in pipeline.stages
             ]
 
         weights = mean(WEIGHTS)
-        return simulate(
-            schedule,
+        step = simulate(
+            pipeline.schedule,
             mean(FORWARD),
             [sum(x) for x in zip(mean(BACKWARD), weights, strict=True)],
             mean(RECOMPUTE),
-            remat=self.model._pipeline.remat,
+            remat=pipeline.remat,
             weights=weights,
         )
+        return Execution(step.spans, self.devices)
 
     def _record(self, times: tf.Tensor) -> None:
         """Keeps the times of a step, while it is being traced."""
@@ -162,7 +150,7 @@ class Timeline(keras.callbacks.Callback):
         with tf.device("CPU:0"):
             self._times.assign(times)
 
-    def _read(self) -> list[Span]:
+    def _read(self) -> Execution:
         pipeline = self.model._pipeline
         schedule = pipeline.schedule
         times = self._times.numpy()
@@ -173,15 +161,16 @@ class Timeline(keras.callbacks.Callback):
                 "it overrides `call`, or where its own `train_step` does not "
                 "ask `loss_and_gradients`."
             )
-        self.devices = [
-            pipeline.stages[schedule.devices.index(i)].device
-            for i in range(len(schedule.tasks))
-        ]
         times -= times.min()
-        spans = [
-            Span(schedule.devices[task.stage], task, start, end)
-            for task, (start, end) in zip(
-                schedule.steps(pipeline.remat), times.tolist(), strict=True
-            )
-        ]
-        return sorted(spans, key=lambda span: span.start)
+        return Execution(
+            [
+                Span(schedule.devices[task.stage], task, start, end)
+                for task, (start, end) in zip(
+                    schedule.steps(pipeline.remat), times.tolist(), strict=True
+                )
+            ],
+            [
+                pipeline.stages[schedule.devices.index(i)].device
+                for i in range(len(schedule.tasks))
+            ],
+        )

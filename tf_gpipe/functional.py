@@ -101,13 +101,13 @@ class PipelinedModel(Pipelined, Functional):
                     f"keras.Input(name='{x.name}', optional=True) may be "
                     "`None`. Use optional=False."
                 )
-        self._graph = functional(self)
-        if not self._graph.nodes:
+        graph = functional(self)
+        if not graph.nodes:
             raise ValueError(
                 "A pipeline needs layers between `inputs` and `outputs`. "
                 f"Received: inputs={inputs}, outputs={outputs}"
             )
-        self._place(self._graph)
+        self._place(graph)
 
     @classmethod
     def from_model(cls, model: keras.Model, **kwargs: Any) -> "PipelinedModel":
@@ -158,17 +158,12 @@ class PipelinedModel(Pipelined, Functional):
             # Of a subclass, which makes its layers itself.
             config.pop("dtype", None)
             return cls(**config)
-        own = set(config) - {"layers", "input_layers", "output_layers"}
-        kwargs = {key: config.pop(key) for key in own}
         # So that weights get their first values where their stage is.
         with abstract.NoValues() as scope:
-            model = functional_from_config(keras.Model, config, custom_objects)
-        pipelined = cls(model._inputs_struct, model._outputs_struct, **kwargs)
+            arguments = functional_from_config(dict, config, custom_objects)
+        model = cls(**arguments)
         scope.assign()
-        return pipelined
-
-    def _calls(self):
-        return [node.layer for node in self._graph.nodes]
+        return model
 
     def _convert_inputs_to_tensors(self, flat_inputs):
         converted = super()._convert_inputs_to_tensors(flat_inputs)

@@ -1,6 +1,7 @@
 """A model as calls of layers, in an order that can be cut into stages."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -9,17 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+from keras.src.models.functional import unpack_singleton
 
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """What one call of a layer hands to others.
+    """What one call of a layer hands to others."""
 
-    Attributes:
-        spec: Nested structure of `KerasTensor`s that it is like, or `None`
-            where that is not known.
-    """
-
+    # Nested structure of `KerasTensor`s that it is like; `None` if not known.
     spec: Any = None
 
 
@@ -43,23 +41,17 @@ class Node:
 
     @property
     def inputs(self) -> list[Value]:
-        """The values that it takes."""
+        """The values that it takes, each once."""
         leaves = keras.tree.flatten((self.args, self.kwargs))
-        return _unique(x for x in leaves if isinstance(x, Value))
+        return list(dict.fromkeys(x for x in leaves if isinstance(x, Value)))
 
     @property
     def made(self) -> list[Value]:
         """The values that it makes."""
-        if isinstance(self.outputs, Value):
-            return [self.outputs]
-        return self.outputs
+        return keras.tree.flatten(self.outputs)
 
     def arguments(self, values: Mapping[Value, Any]) -> tuple[tuple, dict]:
-        """Returns the arguments and keyword arguments of the call.
-
-        Args:
-            values: The contents of each of `inputs`.
-        """
+        """Returns the arguments of the call, given the contents of `inputs`."""
         return keras.tree.map_structure(
             lambda x: values[x] if isinstance(x, Value) else x,
             (self.args, self.kwargs),
@@ -84,12 +76,14 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """The calls of layers that make up a model.
+    """The calls of layers that make up a model, or a part of one.
 
     Attributes:
         nodes: List of `Node`s, each after those that make its inputs.
-        inputs: List of the `Value`s that the model is given.
-        outputs: Nested structure of the `Value`s that it returns.
+        inputs: List of the `Value`s that come from elsewhere.
+        outputs: Nested structure of the `Value`s that the model returns. Of a
+            part, list of those that later parts need; of the last one, all
+            that the model returns, even if others have made it.
     """
 
     nodes: list[Node]
@@ -101,18 +95,10 @@ class Graph:
         """The values in `outputs`, in order."""
         return keras.tree.flatten(self.outputs)
 
-    def parts(self, counts: Sequence[int]) -> "list[Part]":
-        """Returns the graph cut into consecutive parts.
-
-        Args:
-            counts: List of the number of nodes of each part.
-        """
-        parts = []
-        first = 0
-        for count in counts:
-            parts.append(self._part(first, first + count))
-            first += count
-        return parts
+    def parts(self, counts: Sequence[int]) -> "list[Graph]":
+        """Returns the graph cut into parts of so many consecutive nodes."""
+        bounds = itertools.accumulate(counts, initial=0)
+        return [self._part(*ends) for ends in itertools.pairwise(bounds)]
 
     def infer_specs(self) -> None:
         """Gives each value the spec that the built layers tell."""
@@ -139,48 +125,28 @@ class Graph:
             crossing.append(alive)
         return crossing
 
-    def _part(self, start: int, end: int) -> "Part":
+    def _part(self, start: int, end: int) -> "Graph":
         nodes = self.nodes[start:end]
         made = [value for node in nodes for value in node.made]
         used = [value for node in nodes for value in node.inputs]
-        later = {x for node in self.nodes[end:] for x in node.inputs}
         if end < len(self.nodes):
+            later = {x for node in self.nodes[end:] for x in node.inputs}
             later.update(self.returned)
             outputs = [value for value in made if value in later]
         else:
-            used += self.returned
             outputs = self.returned
+            used += outputs
         mine = set(made)
-        inputs = _unique(x for x in used if x not in mine)
-        return Part(nodes, inputs, outputs)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """Consecutive nodes of a graph.
-
-    Attributes:
-        nodes: List of `Node`s.
-        inputs: List of the `Value`s that come from elsewhere.
-        outputs: List of the `Value`s that later parts need; of the last part,
-            all that the model returns, even if others have made it.
-    """
-
-    nodes: list[Node]
-    inputs: list[Value]
-    outputs: list[Value]
+        inputs = list(dict.fromkeys(x for x in used if x not in mine))
+        return Graph(nodes, inputs, outputs)
 
 
 def chain(layers: Iterable[keras.Layer], inputs: Any) -> Graph:
     """Returns the graph of layers that are called one after another.
 
     Between two of them is one value: all that a layer returns, tensors in any
-    nested structure. Of these values no spec is known.
-
-    Args:
-        layers: List of Keras layers.
-        inputs: Nested structure of `KerasTensor`s, what the first layer is
-            called on.
+    nested structure. Of these values no spec is known. `inputs` is what the
+    first layer is called on, a nested structure of `KerasTensor`s.
     """
     value = first = Value(inputs)
     nodes = []
@@ -195,18 +161,13 @@ def functional(model: keras.Model) -> Graph:
 
     A value is one tensor. Nodes are in Keras's order, in which a layer comes
     as late as those that need it allow.
-
-    Args:
-        model: Functional `keras.Model`.
     """
     values: dict[int, Value] = {}
 
     def value(x):
         if not isinstance(x, keras.KerasTensor):
             return x
-        if id(x) not in values:
-            values[id(x)] = Value(x)
-        return values[id(x)]
+        return values.setdefault(id(x), Value(x))
 
     nodes = []
     for depth in sorted(model._nodes_by_depth, reverse=True):
@@ -216,12 +177,8 @@ def functional(model: keras.Model) -> Graph:
             args, kwargs = node.arguments.convert(value)
             outputs = [value(x) for x in node.output_tensors]
             nodes.append(Node(node.operation, args, kwargs, outputs))
-    returned = keras.tree.map_structure(value, model._outputs_struct)
-    if isinstance(returned, (list, tuple)) and len(returned) == 1:
-        # As Keras does.
-        returned = returned[0]
+    # A list of one output is that output, as Keras has it.
+    returned = unpack_singleton(
+        keras.tree.map_structure(value, model._outputs_struct)
+    )
     return Graph(nodes, [value(x) for x in model._inputs], returned)
-
-
-def _unique(values: Iterable[Value]) -> list[Value]:
-    return list(dict.fromkeys(values))

@@ -1,4 +1,4 @@
-"""Stages and how a mini-batch goes through them."""
+"""Stages, and how a mini-batch goes through them."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from tf_gpipe.stage import Stage
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Stages and how a mini-batch goes through them.
+    """A model cut into stages.
 
     No tuple: Keras tracks what is in the tuples that a layer holds.
     """
@@ -22,7 +22,7 @@ class Pipeline:
     graph: Graph
     stages: tuple[Stage, ...]
     schedule: Schedule
-    remat: str  # one of `remat.MODES`
+    remat: str  # one of `REMAT_MODES`
     boundary_dtype: str | None  # of what travels from device to device
     # States of Keras's global seed generator, by id.
     seeds: dict[int, keras.Variable] = dataclasses.field(default_factory=dict)
@@ -37,11 +37,12 @@ class Pipeline:
 
         Not of what the model is given.
         """
-        makers: dict[Value, tuple[Stage, int]] = {}
-        for stage in self.stages:
-            for i, value in enumerate(stage.outputs):
-                makers.setdefault(value, (stage, i))
-        return makers
+        # The first of them: the last stage passes on what others have made.
+        return {
+            value: (stage, i)
+            for stage in reversed(self.stages)
+            for i, value in enumerate(stage.outputs)
+        }
 
     def elsewhere(self, stage: Stage) -> set[int]:
         """Returns the ids of the layers' variables that a stage lacks."""
@@ -59,6 +60,5 @@ class Pipeline:
 
     def device_of(self, variable: keras.Variable) -> str:
         """Returns the device of a variable, in the current replica."""
-        if id(variable) in self._owners:
-            return self._owners[id(variable)].device
-        return variable.value.device
+        owner = self._owners.get(id(variable))
+        return owner.device if owner else variable.value.device

@@ -9,14 +9,15 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import abstract
+from tf_gpipe import batch_norm
 from tf_gpipe import placement
 from tf_gpipe import slots
 from tf_gpipe import state
 from tf_gpipe.graph import Graph
 from tf_gpipe.micro_batch import not_dense
+from tf_gpipe.partition import balanced
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.pipeline_config import PipelineConfig
-from tf_gpipe.pipeline_config import ResolvedConfig
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.stage import Stage
 from tf_gpipe.summary import stage_table
@@ -26,8 +27,8 @@ from tf_gpipe.training import PipelinedTraining
 class Pipelined(PipelinedTraining):
     """A Keras model that is cut into stages.
 
-    Mixed into a `keras.Model` that calls `_configure`, provides `_calls()`,
-    and gives `_place` its `Graph` once its layers are built.
+    Mixed into a `keras.Model` that calls `_configure`, and gives `_place` its
+    `Graph` once its layers are built.
     """
 
     def _configure(self, **kwargs) -> None:
@@ -38,10 +39,6 @@ class Pipelined(PipelinedTraining):
         self._pipeline: Pipeline | None = None
         # Of the variables that functions have been traced with.
         self._traced_with: int | None = None
-
-    def _calls(self) -> Sequence[keras.Operation]:
-        """Returns the layers in the order in which they are called."""
-        raise NotImplementedError
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -76,12 +73,10 @@ class Pipelined(PipelinedTraining):
                 built.
         """
         pipeline = self._built_pipeline()
-        num_stages = pipeline.schedule.num_stages
-        config = dataclasses.replace(
-            self._config, balance=balance, num_stages=num_stages
+        previous = self._config
+        self._config = dataclasses.replace(
+            previous, balance=balance, num_stages=len(pipeline.stages)
         )
-        self._resolve(config)
-        previous, self._config = self._config, config
         try:
             self._place(pipeline.graph)
         except Exception:
@@ -106,23 +101,10 @@ class Pipelined(PipelinedTraining):
         return super().make_predict_function(force=force)
 
     def summary(
-        self,
-        line_length=None,
-        positions=None,
-        print_fn=None,
-        expand_nested=False,
-        show_trainable=False,
-        layer_range=None,
+        self, line_length=None, positions=None, print_fn=None, *args, **kwargs
     ):
         """Prints Keras's summary, then a table of the stages."""
-        super().summary(
-            line_length=line_length,
-            positions=positions,
-            print_fn=print_fn,
-            expand_nested=expand_nested,
-            show_trainable=show_trainable,
-            layer_range=layer_range,
-        )
+        super().summary(line_length, positions, print_fn, *args, **kwargs)
         if self._pipeline is not None:
             (print_fn or print)(stage_table(self._pipeline, line_length))
 
@@ -142,8 +124,9 @@ class Pipelined(PipelinedTraining):
         )
 
     def get_config(self):
-        config = super().get_config()
-        config.update(self._config.to_dict())
+        config = {**super().get_config(), **vars(self._config)}
+        if isinstance(config["schedule"], Schedule):
+            config["schedule"] = config["schedule"].get_config()
         if callable(config["balance"]):
             # A function need not be there when the model is loaded.
             config["balance"] = (
@@ -184,11 +167,17 @@ class Pipelined(PipelinedTraining):
 
     def _place(self, graph: Graph) -> None:
         """Forms the stages and puts the weights on their devices."""
-        config = self._resolve()
+        config = self._config
+        schedule, devices = self._resolve([x.layer for x in graph.nodes])
+        counts: Any = config.balance
+        if not isinstance(counts, list):
+            counts = balanced.counts(
+                counts, graph, schedule, config.remat, devices[0][0]
+            )
         stages: list[Stage] = []
-        for k, part in enumerate(graph.parts(config.counts(graph))):
-            stages.append(Stage(k, config.devices[k], part, stages))
-            _check(stages[k])
+        for k, part in enumerate(graph.parts(counts)):
+            stages.append(Stage(k, devices[k], part, stages))
+            _check_stage(stages[k])
         # All or none: what `rebalance` refuses leaves the model as it is.
         places = [
             (variable, stage.devices, id(variable) in weights)
@@ -202,11 +191,7 @@ class Pipelined(PipelinedTraining):
         abstract.forget(variable for variable, *_ in places)
         state.global_seed()
         self._pipeline = Pipeline(
-            graph,
-            tuple(stages),
-            config.schedule,
-            config.remat,
-            config.boundary_dtype,
+            graph, tuple(stages), schedule, config.remat, config.boundary_dtype
         )
 
     def _follow_changes(self) -> None:
@@ -241,13 +226,21 @@ class Pipelined(PipelinedTraining):
         if optimizer is not None and optimizer.built:
             slots.find_again(optimizer)
 
-    def _resolve(self, config: PipelineConfig | None = None) -> ResolvedConfig:
-        calls = self._calls()
-        for layer in calls:
-            _check_layer(layer)
-        return (config or self._config).resolve(
-            calls, self._distribute_strategy
-        )
+    def _resolve(
+        self, layers: Sequence[keras.Operation]
+    ) -> tuple[Schedule, list[list[str]]]:
+        """Returns as `PipelineConfig.resolve`, given the layers as called."""
+        if not layers:
+            raise ValueError(
+                f"Model '{self.name}' has no layers. Call `model.add(layer)`."
+            )
+        resolved = self._config.resolve(len(layers), self._distribute_strategy)
+        for layer in layers:
+            if isinstance(layer, keras.Layer):
+                _check_layer(layer)
+                if resolved[0].num_micro_batches > 1:
+                    batch_norm.check(layer)
+        return resolved
 
     def _strategy_scope(self) -> contextlib.AbstractContextManager:
         """Returns the scope of the strategy that the model was made under."""
@@ -257,7 +250,7 @@ class Pipelined(PipelinedTraining):
 
     def _built_pipeline(self) -> Pipeline:
         if self._pipeline is None:
-            self._resolve()
+            self._resolve(self.layers)
             raise ValueError(
                 f"Model '{self.name}' has no stages yet, because it has not "
                 "been built. Give it an `Input` as its first layer, call "
@@ -266,10 +259,8 @@ class Pipelined(PipelinedTraining):
         return self._pipeline
 
 
-def _check_layer(layer: keras.Operation) -> None:
-    """Refuses a pipeline as a layer of another one."""
-    if not isinstance(layer, keras.Layer):
-        return
+def _check_layer(layer: keras.Layer) -> None:
+    """Refuses what cannot be a layer of a pipeline."""
     for x in layer._flatten_layers():
         if isinstance(x, Pipelined):
             raise ValueError(
@@ -277,9 +268,14 @@ def _check_layer(layer: keras.Operation) -> None:
                 "its own, and cannot be a layer of another one. Give the "
                 "outer pipeline its layers."
             )
+        if isinstance(x, keras.layers.RNN) and x.stateful:
+            raise ValueError(
+                f"Layer '{x.name}' keeps states of the rows of a batch, which "
+                "micro-batches divide. Received: stateful=True. Use False."
+            )
 
 
-def _check(stage: Stage) -> None:
+def _check_stage(stage: Stage) -> None:
     """Refuses what a stage cannot compute from micro-batches."""
     for variable in stage.owned:
         if variable.overwrite_with_gradient:
@@ -288,12 +284,11 @@ def _check(stage: Stage) -> None:
                 "scales cannot be put together from micro-batches. Use another "
                 "dtype policy."
             )
-    for value in stage.outputs:
-        for x in keras.tree.flatten(value.spec):
-            if tf.as_dtype(x.dtype).is_complex:
-                raise ValueError(
-                    f"Stage {stage.index} would make complex numbers for "
-                    f"others ('{x.name}', {x.dtype}). Cut the model elsewhere, "
-                    "with `balance` a list of layer counts; or make it return "
-                    "real numbers."
-                )
+    for x in keras.tree.flatten([value.spec for value in stage.outputs]):
+        if tf.as_dtype(x.dtype).is_complex:
+            raise ValueError(
+                f"Stage {stage.index} would make complex numbers for others "
+                f"('{x.name}', {x.dtype}). Cut the model elsewhere, with "
+                "`balance` a list of layer counts; or make it return real "
+                "numbers."
+            )

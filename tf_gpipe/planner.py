@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from tf_gpipe import planned_graph
-from tf_gpipe.graph import Part
+from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Value
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_graph
@@ -119,13 +119,16 @@ def plan(
             "`bandwidth` and `latency` need `device_flops`."
         )
     planner = _Planner(layers, input_spec, optimizer, dtype_policy)
-    planned = functools.partial(
-        planner.plan,
-        num_devices=num_devices,
-        device_memory=device_memory,
-        latency=latency,
-        **speeds,
-    )
+
+    def planned(config: PipelineConfig) -> Plan:
+        return planner.plan(
+            config,
+            num_devices=num_devices,
+            device_memory=device_memory,
+            latency=latency,
+            **speeds,
+        )
+
     found = planned(config)
     if found.fits:
         return found
@@ -285,7 +288,7 @@ class _Planner:
 
 
 def _stored(
-    part: Part,
+    part: Graph,
     traces: Sequence[layer_graph.LayerGraph],
     sizes: dict[Value, int],
 ) -> int:

@@ -10,17 +10,28 @@ micro-batch 0 through stage 2, `B2.0` its backward pass. Where that is split,
 """
 
 import collections
-import functools
 import itertools
+import re
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
-
-from tf_gpipe.remat import recomputes
 
 FORWARD = "F"
 BACKWARD = "B"
 WEIGHTS = "W"
 RECOMPUTE = "R"
+
+# Which micro-batches are recomputed.
+REMAT_MODES = ("always", "except_last", "never")
+
+
+def check_remat(mode: str) -> None:
+    """Raises a ValueError if there is no such mode."""
+    if mode not in REMAT_MODES:
+        raise ValueError(
+            f"`remat` must be one of {list(REMAT_MODES)}. Received: "
+            f"remat={mode!r}"
+        )
 
 
 class Task(NamedTuple):
@@ -36,15 +47,14 @@ class Task(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Task":
         """Returns the task that `str` writes as `text`, such as `"F2.0"`."""
-        stage, _, micro_batch = text[1:].partition(".")
-        if text[:1] not in (FORWARD, BACKWARD, WEIGHTS) or not (
-            stage.isdecimal() and micro_batch.isdecimal()
-        ):
+        match = re.fullmatch(r"([FBW])(\d+)\.(\d+)", text)
+        if match is None:
             raise ValueError(
                 "A task is written as `F`, `B` or `W`, the stage, a dot and "
                 f"the micro-batch, as in 'F2.0'. Received: {text!r}"
             )
-        return cls(text[0], int(stage), int(micro_batch))
+        kind, stage, micro_batch = match.groups()
+        return cls(kind, int(stage), int(micro_batch))
 
 
 class Schedule:
@@ -87,7 +97,34 @@ class Schedule:
         self.num_micro_batches = 1 + max(task.micro_batch for task in flat)
         self.splits = any(task.kind == WEIGHTS for task in flat)
         self._check_complete(flat)
+        homes: dict[int, int] = {}
+        for i, row in enumerate(self.tasks):
+            for task in row:
+                if homes.setdefault(task.stage, i) != i:
+                    raise ValueError(
+                        f"Schedule '{name}' runs stage {task.stage} in "
+                        f"rows {homes[task.stage]} and {i} (task {task}). A "
+                        "stage lives on one device."
+                    )
+        # The number of the device (the row in `tasks`) of each stage.
+        self.devices = [homes[stage] for stage in range(self.num_stages)]
+        # One order of all tasks that every device can follow.
         self.order = self._linearize()
+        # Whether the last stage has every output before it goes backward.
+        last = [t for t in self.order if t.stage == self.num_stages - 1]
+        self.forwards_first = all(
+            t.kind == FORWARD for t in last[: self.num_micro_batches]
+        )
+        # The backward tasks of the last stage right after their forward task.
+        # What the forward pass has computed is still there: nothing needs to
+        # be recomputed. None, where the loss of the whole mini-batch comes
+        # between.
+        self.direct = frozenset(
+            following
+            for task, following in itertools.pairwise(self.order)
+            if following == task._replace(kind=BACKWARD)
+            and not self.forwards_first
+        )
 
     def _check_complete(self, flat: list[Task]) -> None:
         expected = {
@@ -96,32 +133,20 @@ class Schedule:
             for stage in range(self.num_stages)
             for micro_batch in range(self.num_micro_batches)
         }
-        missing = sorted(expected - set(flat))
         counts = collections.Counter(flat)
-        twice = sorted(task for task, n in counts.items() if n > 1)
-        unknown = sorted(set(flat) - expected)
         for problem, tasks in (
-            ("lacks", missing),
-            ("repeats", twice),
-            ("has unknown", unknown),
+            ("lacks", expected - counts.keys()),
+            ("repeats", {task for task, n in counts.items() if n > 1}),
+            ("has unknown", counts.keys() - expected),
         ):
             if tasks:
                 raise ValueError(
                     f"Schedule '{self.name}' for {self.num_stages} stages and "
                     f"{self.num_micro_batches} micro-batches {problem} "
-                    f"{', '.join(map(str, tasks))}. Every stage needs one "
-                    "forward and one backward task a micro-batch, and one "
+                    f"{', '.join(map(str, sorted(tasks)))}. Every stage needs "
+                    "one forward and one backward task a micro-batch, and one "
                     "for weights if any has."
                 )
-        home: dict[int, int] = {}
-        for i, row in enumerate(self.tasks):
-            for task in row:
-                if home.setdefault(task.stage, i) != i:
-                    raise ValueError(
-                        f"Schedule '{self.name}' runs stage {task.stage} in "
-                        f"rows {home[task.stage]} and {i} (task {task}). A "
-                        "stage lives on one device."
-                    )
 
     def needs(self, task: Task) -> list[Task]:
         """Returns the tasks whose results `task` uses."""
@@ -137,85 +162,48 @@ class Schedule:
         return needs
 
     def _linearize(self) -> tuple[Task, ...]:
-        """Returns one order of all tasks that every device can follow."""
-        order: list[Task] = []
-        done: set[Task] = set()
-        position = [0] * len(self.tasks)
-        while len(done) < sum(map(len, self.tasks)):
-            progress = False
-            for i, row in enumerate(self.tasks):
-                turns = True
-                while (
-                    turns
-                    and position[i] < len(row)
-                    and done.issuperset(self.needs(row[position[i]]))
-                ):
-                    task = row[position[i]]
-                    order.append(task)
-                    done.add(task)
-                    position[i] += 1
-                    progress = True
-                    # Nothing comes between the last stage's two passes.
-                    turns = task[:2] == (FORWARD, self.num_stages - 1) and row[
-                        position[i] : position[i] + 1
-                    ] == (task._replace(kind=BACKWARD),)
-            if not progress:
+        done: dict[Task, None] = {}  # in order
+
+        def missing(task: Task) -> list[Task]:
+            return [other for other in self.needs(task) if other not in done]
+
+        rows = [collections.deque(row) for row in self.tasks]
+        while any(rows):
+            before = len(done)
+            for row in rows:
+                if not row or missing(row[0]):
+                    continue
+                task = row.popleft()
+                done[task] = None
+                # Nothing comes between the last stage's two passes.
+                backward = task._replace(kind=BACKWARD)
+                if row and row[0] == backward and not missing(backward):
+                    done[row.popleft()] = None
+            if len(done) == before:
                 waiting = [
-                    f"{row[i]} waits for "
-                    + ", ".join(
-                        str(t) for t in self.needs(row[i]) if t not in done
-                    )
-                    for row, i in zip(self.tasks, position, strict=True)
-                    if i < len(row)
+                    f"{row[0]} waits for {', '.join(map(str, missing(row[0])))}"
+                    for row in rows
+                    if row
                 ]
                 raise ValueError(
                     f"Schedule '{self.name}' can never finish: "
                     f"{'; '.join(waiting)}."
                 )
-        return tuple(order)
-
-    @property
-    def devices(self) -> list[int]:
-        """The number of the device (the row in `tasks`) of each stage."""
-        devices = {t.stage: i for i, row in enumerate(self.tasks) for t in row}
-        return [devices[stage] for stage in range(self.num_stages)]
-
-    @property
-    def forwards_first(self) -> bool:
-        """Whether the last stage has every output before it goes backward."""
-        last = [t for t in self.order if t.stage == self.num_stages - 1]
-        return all(t.kind == FORWARD for t in last[: self.num_micro_batches])
-
-    @functools.cached_property
-    def direct(self) -> frozenset[Task]:
-        """The backward tasks of the last stage right after their forward task.
-
-        What the forward pass has computed is still there: nothing needs to be
-        recomputed. None, where the loss of the whole mini-batch comes between.
-        """
-        last = self.num_stages - 1
-        row = self.tasks[self.devices[last]]
-        if self.forwards_first:
-            return frozenset()
-        return frozenset(
-            following
-            for task, following in itertools.pairwise(row)
-            if task.stage == last and following == task._replace(kind=BACKWARD)
-        )
+        return tuple(done)
 
     def recomputes(self, task: Task, remat: str) -> bool:
         """Returns whether a backward task recomputes, in a remat mode."""
-        return task not in self.direct and recomputes(
-            remat, task.micro_batch, self.num_micro_batches
-        )
+        if remat == "never" or task in self.direct:
+            return False
+        is_last = task.micro_batch == self.num_micro_batches - 1
+        return remat == "always" or not is_last
 
     def recomputed_share(self, stage: int, remat: str) -> float:
         """Returns the share of micro-batches that a stage recomputes."""
-        count = sum(
+        return statistics.mean(
             self.recomputes(Task(BACKWARD, stage, m), remat)
             for m in range(self.num_micro_batches)
         )
-        return count / self.num_micro_batches
 
     def steps(self, remat: str) -> list[Task]:
         """Returns the tasks of `order` and, in a remat mode, recomputations.

@@ -1,10 +1,11 @@
-"""The schedules that have names.
+"""The schedules that have names; the README has pictures of most.
 
 This module imports no TensorFlow.
 """
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
@@ -15,21 +16,7 @@ from tf_gpipe.schedule import Task
 
 @functools.lru_cache(maxsize=8)
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
-    """All forward passes, then all backward passes (Huang et al., 2019).
-
-    For K=3, M=4, with a task's micro-batch in its place on the clock:
-
-        stage 0   F0 F1 F2 F3  .  .  .  . B3 B2 B1 B0
-        stage 1    . F0 F1 F2 F3  .  . B3 B2 B1 B0  .
-        stage 2    .  . F0 F1 F2 F3 B3 B2 B1 B0  .  .
-
-    Args:
-        num_stages: Integer K.
-        num_micro_batches: Integer M.
-
-    Returns:
-        A `Schedule`.
-    """
+    """All forward passes, then all backward passes (Huang et al., 2019)."""
     micro_batches = range(num_micro_batches)
     return Schedule(
         [
@@ -46,24 +33,10 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """One forward, one backward (PipeDream-Flush, Narayanan et al., 2021).
 
     The bubble of GPipe, but stage k holds the activations of at most K-k
-    micro-batches instead of M. For K=3, M=4:
-
-        stage 0   F0 F1 F2  .  . B0 F3 B1  . B2  . B3
-        stage 1    . F0 F1  . B0 F2 B1 F3 B2  . B3  .
-        stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
-
-    Args:
-        num_stages: Integer K.
-        num_micro_batches: Integer M.
-
-    Returns:
-        A `Schedule`.
+    micro-batches instead of M.
     """
-    rows = [
-        _one_stage(k, num_micro_batches, num_stages - k - 1)
-        for k in range(num_stages)
-    ]
-    return Schedule(rows, name="1f1b")
+    passes = [(0, m) for m in range(num_micro_batches)]
+    return _alternating("1f1b", num_stages, passes, each=1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -73,25 +46,10 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     Under 1F1B a stage waits while an activation is on its way to the next one
     and the gradient on its way back, once a micro-batch. Here it has another
     micro-batch to run meanwhile, for each stage behind it: transfers overlap
-    with computation. Stage k holds at most 2(K-k)-1 micro-batches. For K=3,
-    M=4:
-
-        stage 0   F0 F1 F2 F3  . B0  . B1  . B2  . B3
-        stage 1    . F0 F1 F2 B0 F3 B1  . B2  . B3  .
-        stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
-
-    Args:
-        num_stages: Integer K.
-        num_micro_batches: Integer M.
-
-    Returns:
-        A `Schedule`.
+    with computation. Stage k holds at most 2(K-k)-1 micro-batches.
     """
-    rows = [
-        _one_stage(k, num_micro_batches, 2 * (num_stages - k - 1))
-        for k in range(num_stages)
-    ]
-    return Schedule(rows, name="eager_1f1b")
+    passes = [(0, m) for m in range(num_micro_batches)]
+    return _alternating("eager_1f1b", num_stages, passes, each=2)
 
 
 @functools.lru_cache(maxsize=8)
@@ -109,16 +67,9 @@ def interleaved(
         device 0   F0.0 F0.1 F2.0 F2.1  .   B2.0  .   B2.1 B0.0 B0.1
         device 1    .   F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1  .
 
-    Args:
-        num_stages: Integer, the stages of all devices.
-        num_micro_batches: Integer M, a multiple of `num_devices`.
-        num_devices: Integer D, of which `num_stages` is a multiple.
-
-    Returns:
-        A `Schedule`.
-
     Raises:
-        ValueError: If a number is not a multiple of `num_devices`.
+        ValueError: If the number of stages or of micro-batches is not a
+            multiple of `num_devices`.
     """
     for name, value in (
         ("num_stages", num_stages),
@@ -131,42 +82,20 @@ def interleaved(
                 f"{num_devices} devices"
             )
     chunks = num_stages // num_devices
-    total = num_micro_batches * chunks
-
-    def place(i: int) -> tuple[int, int]:
-        """Returns the chunk and the micro-batch of a device's i-th pass.
-
-        Micro-batches go through a chunk in groups of D.
-        """
-        group, rest = divmod(i, num_devices * chunks)
-        chunk, m = divmod(rest, num_devices)
-        return chunk, group * num_devices + m
-
-    rows = []
-    for device in range(num_devices):
-
-        def forward(i: int, device=device) -> Task:
-            chunk, m = place(i)
-            return Task(FORWARD, chunk * num_devices + device, m)
-
-        def backward(i: int, device=device) -> Task:
-            chunk, m = place(i)
-            chunk = chunks - 1 - chunk
-            return Task(BACKWARD, chunk * num_devices + device, m)
-
-        if chunks == 1:
-            warmup = num_devices - device - 1
-        else:
-            warmup = (chunks - 1) * num_devices + 2 * (num_devices - device - 1)
-        warmup = min(warmup, total)
-        rows.append(
-            _alternating(
-                [forward(i) for i in range(total)],
-                [backward(i) for i in range(total)],
-                warmup,
-            )
-        )
-    return Schedule(rows, name="interleaved")
+    # Micro-batches go through a chunk in groups of D.
+    passes = [
+        (chunk, group + m)
+        for group in range(0, num_micro_batches, num_devices)
+        for chunk in range(chunks)
+        for m in range(num_devices)
+    ]
+    return _alternating(
+        "interleaved",
+        num_devices,
+        passes,
+        each=1 if chunks == 1 else 2,
+        more=(chunks - 1) * num_devices,
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -177,49 +106,54 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     weights fill the bubble, of which a third is left where forward and both
     halves of the backward pass take as long as each other. Stage k computes
     those of weights k micro-batches late, so that no stage keeps more than K
-    micro-batches, as the first one does under 1F1B. For K=3, M=4:
-
-        stage 0   F0 F1 F2  .  . B0 W0 F3 B1 W1 B2 W2 B3 W3
-        stage 1    . F0 F1  . B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
-        stage 2    .  . F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
-
-    Args:
-        num_stages: Integer K.
-        num_micro_batches: Integer M.
-
-    Returns:
-        A `Schedule`.
+    micro-batches, as the first one does under 1F1B.
     """
     rows = []
-    for k in range(num_stages):
+    for k, tasks in enumerate(one_f_one_b(num_stages, num_micro_batches).tasks):
+        weights = iter([Task(WEIGHTS, k, m) for m in range(num_micro_batches)])
         row = []
-        for task in one_f_one_b(num_stages, num_micro_batches).tasks[k]:
+        for task in tasks:
             row.append(task)
-            m = task.micro_batch - k
-            if task.kind == BACKWARD and m >= 0:
-                row.append(Task(WEIGHTS, k, m))
-        late = range(max(num_micro_batches - k, 0), num_micro_batches)
-        rows.append(row + [Task(WEIGHTS, k, m) for m in late])
+            if task.kind == BACKWARD and task.micro_batch >= k:
+                row.append(next(weights))
+        rows.append([*row, *weights])
     return Schedule(rows, name="zero_bubble")
 
 
-def _one_stage(k: int, num_micro_batches: int, warmup: int) -> list[Task]:
-    """Returns the tasks of stage `k` under 1F1B."""
-    return _alternating(
-        [Task(FORWARD, k, m) for m in range(num_micro_batches)],
-        [Task(BACKWARD, k, m) for m in range(num_micro_batches)],
-        warmup,
-    )
-
-
 def _alternating(
-    forward: list[Task], backward: list[Task], warmup: int
-) -> list[Task]:
-    """Returns `warmup` forward tasks, then one forward, one backward."""
-    row = forward[:warmup]
-    for pair in itertools.zip_longest(forward[warmup:], backward):
-        row += [task for task in pair if task is not None]
-    return row
+    name: str,
+    num_devices: int,
+    passes: Sequence[tuple[int, int]],
+    each: int,
+    more: int = 0,
+) -> Schedule:
+    """Returns one forward, one backward, after some forward passes.
+
+    Stage s is the chunk s // D of device s % D.
+
+    Args:
+        passes: List of the chunk and the micro-batch of each forward pass of
+            a device; backward passes go through the chunks the other way.
+        each: Integer, the passes that a device starts with for each device
+            behind it; `more` come on top.
+    """
+    last = max(chunk for chunk, _ in passes)
+    rows = []
+    for device in range(num_devices):
+        forward = [
+            Task(FORWARD, chunk * num_devices + device, m)
+            for chunk, m in passes
+        ]
+        backward = [
+            Task(BACKWARD, (last - chunk) * num_devices + device, m)
+            for chunk, m in passes
+        ]
+        first = more + each * (num_devices - device - 1)
+        row = forward[:first]
+        for pair in itertools.zip_longest(forward[first:], backward):
+            row += filter(None, pair)
+        rows.append(row)
+    return Schedule(rows, name)
 
 
 _BY_NAME = {
@@ -239,15 +173,7 @@ def get(
 ) -> Schedule:
     """Returns the schedule of a name, or checks a given one.
 
-    Args:
-        schedule: One of `NAMES`, or a `Schedule`.
-        num_stages: Integer, the stages that the schedule must have.
-        num_micro_batches: Integer M that the schedule must have.
-        num_devices: Integer, over which `"interleaved"` spreads the stages.
-            Defaults to one a stage.
-
-    Returns:
-        A `Schedule` for `num_stages` and `num_micro_batches`.
+    `num_devices` is for `"interleaved"`, and defaults to one a stage.
 
     Raises:
         ValueError: If the name is unknown, or the schedule is not possible

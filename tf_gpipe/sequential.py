@@ -132,7 +132,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 "A pipeline needs layers. Received an empty list: "
                 f"layers={list(layers)}"
             )
-        self._resolve()
+        self._resolve(self.layers)
         self._maybe_rebuild()
 
     def add(self, layer, rebuild=True):
@@ -144,17 +144,15 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         return super().pop(rebuild=rebuild)
 
     def build(self, input_shape=None):
-        if self.layers:
-            self._resolve()
+        self._resolve(self.layers)
         # Abstractly: weights get their values where their stage is, and a
         # model too large for one device is never on one.
         with abstract.NoValues() as scope:
             try:
                 super().build(input_shape)
             except Exception as e:
-                first = self._layers[0] if self._layers else None
-                if isinstance(first, keras.layers.InputLayer):
-                    self._name_layer(e, first.output)
+                if isinstance(self._layers[0], keras.layers.InputLayer):
+                    self._name_layer(e, self._layers[0].output)
                 raise
         if self._functional is not None:
             self._place_chain(self._functional.input, scope)
@@ -169,42 +167,32 @@ class PipelinedSequential(Pipelined, keras.Sequential):
     @classmethod
     def from_config(cls, config, custom_objects=None):
         config = cls._revived(config)
-        build_input_shape = config.pop("build_input_shape", None)
+        # Layers that have been built begin with an input layer.
+        config.pop("build_input_shape", None)
+        config.pop("dtype", None)
         config["layers"] = [
             keras.saving.deserialize_keras_object(
                 layer, custom_objects=custom_objects
             )
             for layer in config["layers"]
         ]
-        config.pop("dtype", None)
-        model = cls(**config)
-        if build_input_shape and model._functional is None:
-            model.build(build_input_shape)
-        return model
+        return cls(**config)
 
     def _maybe_rebuild(self):
         # Layers are added one by one: wait until stages can be formed.
         try:
-            self._resolve()
+            self._resolve(self.layers)
         except ValueError:
             self.built = False
             self._functional = None
             return
         super()._maybe_rebuild()
 
-    def _calls(self):
-        return self.layers
-
     def _build_for(self, inputs: Any) -> None:
         """Builds the layers for inputs of any nested structure."""
-        if not self.layers:
-            raise ValueError(
-                f"Model '{self.name}' has no layers. Call `model.add(layer)`."
-            )
-        self._resolve()
+        self._resolve(self.layers)
         if isinstance(inputs, (tf.Tensor, keras.KerasTensor)):
-            shape = tuple(inputs.shape)
-            self.build((None, *shape[1:]))
+            self.build((None, *inputs.shape[1:]))
         if self._pipeline is None:
             x = keras.tree.map_structure(
                 lambda t: keras.KerasTensor(
@@ -238,13 +226,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
 
         Found by going through the layers once more.
         """
-        config = self._resolve()
         stages = ["a stage not yet known"] * len(self.layers)
-        if isinstance(config.balance, list):
+        if isinstance(self._config.balance, list):
+            _, devices = self._resolve(self.layers)
             stages = [
-                f"stage {k} on {', '.join(devices)}"
-                for k, devices in enumerate(config.devices)
-                for _ in range(config.balance[k])
+                f"stage {k} on {', '.join(devices[k])}"
+                for k, count in enumerate(self._config.balance)
+                for _ in range(count)
             ]
         for layer, stage in zip(self.layers, stages, strict=True):
             inputs = x

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tf_gpipe.remat import check
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import RECOMPUTE
 from tf_gpipe.schedule import WEIGHTS
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.schedule import Task
+from tf_gpipe.schedule import check_remat
 
 Costs = float | Sequence[float]
 
@@ -78,7 +78,15 @@ class Execution:
         whole = len(self.busy) * self.makespan
         # Rounded, so that round shares look it.
         self.bubble = round(1 - sum(self.busy) / whole, 12) if whole else 0.0
-        self.peak_micro_batches = peaks(span.task for span in self.spans)
+        # A stage keeps something of a micro-batch up to the last task of it.
+        splits = any(span.task.kind == WEIGHTS for span in self.spans)
+        last = WEIGHTS if splits else BACKWARD
+        num_stages = 1 + max(span.task.stage for span in self.spans)
+        kept, most = [0] * num_stages, [0] * num_stages
+        for _, (kind, stage, _), _, _ in self.spans:
+            kept[stage] += (kind == FORWARD) - (kind == last)
+            most[stage] = max(most[stage], kept[stage])
+        self.peak_micro_batches = most
 
 
 def simulate(
@@ -127,64 +135,49 @@ def simulate(
     >>> simulate(gpipe(4, 12)).bubble
     0.2
     """
-    check(remat)
+    check_remat(remat)
     num_stages = schedule.num_stages
-    backwards = _costs("backward", backward, num_stages)
     durations = {
         FORWARD: _costs("forward", forward, num_stages),
         RECOMPUTE: _costs("recompute", recompute, num_stages),
-        BACKWARD: backwards,
+        BACKWARD: _costs("backward", backward, num_stages),
     }
     if schedule.splits:
+        whole = durations[BACKWARD]
         if weights is None:
-            weights = [x / 2 for x in backwards]
+            weights = [x / 2 for x in whole]
         durations[WEIGHTS] = _costs("weights", weights, num_stages)
         durations[BACKWARD] = _costs(
             "backward - weights",
-            [x - y for x, y in zip(backwards, durations[WEIGHTS], strict=True)],
+            [x - y for x, y in zip(whole, durations[WEIGHTS], strict=True)],
             num_stages,
         )
-    transfers = _transfers(transfer, num_stages)
-    device_of = schedule.devices
+    devices = schedule.devices
+    # What comes from other devices: by the task's kind and stage, the stage
+    # that sends and how long that takes.
+    arriving: dict = collections.defaultdict(list)
+    for (first, last), seconds in _transfers(transfer, num_stages).items():
+        if devices[first] != devices[last]:
+            arriving[FORWARD, last].append((first, seconds))
+            arriving[BACKWARD, first].append((last, seconds))
     free = [0.0] * len(schedule.tasks)
     ends: dict[Task, float] = {}
     spans = []
     for task in schedule.steps(remat):
-        device = device_of[task.stage]
-        start = free[device]
-        for other in schedule.needs(task):
-            start = max(start, ends[other])
-        if task.kind in (FORWARD, BACKWARD):
-            for (first, last), seconds in transfers.items():
-                here, there = last, first
-                if task.kind == BACKWARD:
-                    here, there = first, last
-                if here == task.stage and device_of[there] != device:
-                    arrived = ends[task._replace(stage=there)] + seconds
-                    start = max(start, arrived)
+        device = devices[task.stage]
+        start = max(
+            free[device],
+            *(ends[other] for other in schedule.needs(task)),
+            *(
+                ends[task._replace(stage=sender)] + seconds
+                for sender, seconds in arriving[task.kind, task.stage]
+            ),
+        )
         end = start + durations[task.kind][task.stage]
         if task.kind != RECOMPUTE or end > start:
             spans.append(Span(device, task, start, end))
         free[device] = ends[task] = end
     return Execution(spans)
-
-
-def peaks(tasks: Iterable[Task]) -> list[int]:
-    """Returns the most micro-batches that each stage keeps at a time.
-
-    Args:
-        tasks: Tasks of all stages, those of a stage in their order.
-    """
-    tasks = list(tasks)
-    splits = any(task.kind == WEIGHTS for task in tasks)
-    last = WEIGHTS if splits else BACKWARD
-    kept: collections.Counter[int] = collections.Counter()
-    most: collections.Counter[int] = collections.Counter()
-    for task in tasks:
-        if task.kind in (FORWARD, last):
-            kept[task.stage] += 1 if task.kind == FORWARD else -1
-        most[task.stage] = max(most[task.stage], kept[task.stage])
-    return [most[stage] for stage in range(1 + max(most))]
 
 
 def _transfers(
@@ -205,10 +198,8 @@ def _transfers(
 
 
 def _costs(name: str, value: Costs, count: int) -> list[float]:
-    if not isinstance(value, Iterable):
-        values = [float(value)] * count
-    else:
-        values = [float(x) for x in value]
+    given = value if isinstance(value, Iterable) else [value] * count
+    values = [float(x) for x in given]
     if len(values) != count:
         raise ValueError(
             f"`{name}` must be a number or a list of {count} numbers. "

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import replicas
-from tf_gpipe.graph import Part
+from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Value
 
 
@@ -33,7 +33,7 @@ class Stage:
         self,
         index: int,
         devices: Sequence[str],
-        part: Part,
+        part: Graph,
         earlier: Sequence["Stage"],
     ):
         self.index = index

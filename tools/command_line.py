@@ -3,8 +3,8 @@
 import argparse
 import math
 
-from tf_gpipe import remat
 from tf_gpipe import schedules
+from tf_gpipe.schedule import REMAT_MODES
 from trainers import models
 
 
@@ -41,7 +41,7 @@ def make_parser(name, description):
     )
     parser.add_argument(
         "--remat",
-        choices=remat.MODES,
+        choices=REMAT_MODES,
         default="always",
         help="which micro-batches are recomputed",
     )

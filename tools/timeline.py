@@ -27,8 +27,9 @@ import numpy as np  # noqa: E402
 import model_zoo  # noqa: E402
 import tf_gpipe  # noqa: E402
 from tf_gpipe import schedules  # noqa: E402
-from tf_gpipe import simulate  # noqa: E402
 from tf_gpipe import timeline  # noqa: E402
+from tf_gpipe.simulate import Execution  # noqa: E402
+from tf_gpipe.simulate import simulate  # noqa: E402
 from tools import command_line  # noqa: E402
 from tools import workers  # noqa: E402
 from trainers import devices as host_devices  # noqa: E402
@@ -121,19 +122,18 @@ def main(argv=None):
         # The first is traced, and times are from step to step.
         parser.error(f"--num_steps must be at least 3, not {args.num_steps}")
     try:
-        rows, ratio = measured(args) if args.model else (simulated(args), None)
-        spans, devices = list(rows.values())[-1]
+        steps, ratio = measured(args) if args.model else (simulated(args), None)
+        step = list(steps.values())[-1]
         if args.picture:
-            timeline.picture(rows, args.picture)
+            timeline.picture(steps, args.picture)
         if args.trace:
             with open(args.trace, "w") as f:
-                json.dump(timeline.chrome_trace(spans, devices), f)
+                json.dump(timeline.chrome_trace(step), f)
     except (ImportError, OSError, TypeError, ValueError) as e:
         parser.error(str(e))
-    step = simulate.Execution(spans, devices)
     names = ("makespan", "busy", "bubble", "peak_micro_batches")
     totals = {name: getattr(step, name) for name in names}
-    print(timeline.text_chart(spans, args.width, devices))
+    print(timeline.text_chart(step, args.width))
     peaks = ", ".join(map(str, step.peak_micro_batches))
     print(f"most micro-batches kept, by stage: {peaks}")
     if ratio is not None:
@@ -144,19 +144,19 @@ def main(argv=None):
 
 
 def simulated(args):
-    """Returns a dict with the spans on paper, and the devices' names."""
+    """Returns a dict with the step on paper, by its title."""
     plan = schedules.get(
         args.schedule, args.num_stages, args.num_micro_batches, args.num_devices
     )
-    spans = simulate.simulate(
+    step = simulate(
         plan,
         forward=args.forward,
         backward=args.backward,
         recompute=args.recompute,
         transfer=args.transfer,
         remat=args.remat,
-    ).spans
-    return {"simulated": (spans, None)}
+    )
+    return {"simulated": step}
 
 
 def measured(args):
@@ -215,11 +215,11 @@ def _measured(args, devices):
     ratio = statistics.median(
         a / b for a, b in zip(seconds[True], seconds[False], strict=True)
     )
-    rows = {
-        "simulated": (recorder.simulated().spans, recorder.devices),
-        "measured": (recorder.spans, recorder.devices),
+    steps = {
+        "simulated": recorder.simulated(),
+        "measured": Execution(recorder.spans, recorder.devices),
     }
-    return rows, ratio
+    return steps, ratio
 
 
 class _Clock(keras.callbacks.Callback):

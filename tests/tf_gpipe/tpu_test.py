@@ -172,9 +172,9 @@ class PlacementTest(tf.test.TestCase):
 
     def test_stages_are_logical_cores(self):
         config = PipelineConfig(3, 4, "parameters", "1f1b", "always", None)
-        resolved = config.resolve(layers()[1:], self.strategy.double)
+        _, devices = config.resolve(5, self.strategy.double)
         self.assertEqual(
-            resolved.devices,
+            devices,
             [[f"device:TPU_REPLICATED_CORE:{k}"] * 4 for k in range(3)],
         )
 
@@ -186,10 +186,8 @@ class PlacementTest(tf.test.TestCase):
         with mock.patch.object(
             placement, "accelerators", return_value=[x.name for x in logical]
         ):
-            resolved = config.resolve(layers()[1:], self.strategy.double)
-        self.assertEqual(
-            [row[0][-1] for row in resolved.devices], ["0", "1", "0", "1"]
-        )
+            _, devices = config.resolve(5, self.strategy.double)
+        self.assertEqual([row[0][-1] for row in devices], ["0", "1", "0", "1"])
 
     def test_variables_are_made_on_their_core(self):
         made_on = []
@@ -227,7 +225,7 @@ class PlacementTest(tf.test.TestCase):
             2, 4, "parameters", "1f1b", "always", ["CPU:0", "CPU:1"]
         )
         with self.assertRaisesRegex(ValueError, "DeviceAssignment"):
-            config.resolve(layers()[1:], self.strategy.double)
+            config.resolve(5, self.strategy.double)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Node
-from tf_gpipe.graph import Part
 from tf_gpipe.graph import Value
 from tf_gpipe.partition import flops
 from tf_gpipe.stage import Stage
@@ -117,7 +116,7 @@ def size_in_bytes(tensors: Any) -> int:
     )
 
 
-def sends(parts: Sequence[Part | Stage], k: int, size: Callable) -> dict:
+def sends(parts: Sequence[Graph | Stage], k: int, size: Callable) -> dict:
     """Returns the bytes that part `k` sends to each of the later ones.
 
     `size` is a function from a `Value` to the bytes of it.

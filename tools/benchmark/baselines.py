@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import tf_gpipe
 from tf_gpipe import worker
-from tf_gpipe.remat import MODES
+from tf_gpipe.schedule import REMAT_MODES
 from tf_gpipe.schedules import NAMES
 from tools import command_line
 from tools import workers
@@ -48,7 +48,7 @@ def add_arguments(parser):
     )
     parser.add_argument("--batch_size", type=command_line.positive, default=64)
     parser.add_argument("--schedule", choices=NAMES, default="1f1b")
-    parser.add_argument("--remat", choices=MODES, default="never")
+    parser.add_argument("--remat", choices=REMAT_MODES, default="never")
     parser.add_argument("--num_steps", type=command_line.positive, default=3)
     parser.add_argument("--num_repeats", type=command_line.positive, default=5)
 

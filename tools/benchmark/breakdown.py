@@ -4,9 +4,9 @@ import statistics
 import time
 
 import tf_gpipe
-from tf_gpipe import remat
 from tf_gpipe import schedules
 from tf_gpipe import timeline
+from tf_gpipe.schedule import REMAT_MODES
 from tf_gpipe.simulate import Execution
 from tools import command_line
 from tools.benchmark import pipeline
@@ -28,7 +28,7 @@ def add_arguments(parser):
         "--num_micro_batches", type=command_line.positive, default=8
     )
     parser.add_argument("--schedule", choices=schedules.NAMES, default="1f1b")
-    parser.add_argument("--remat", choices=remat.MODES, default="always")
+    parser.add_argument("--remat", choices=REMAT_MODES, default="always")
     parser.add_argument(
         "--workload", choices=workloads.WORKLOADS, default="transformer"
     )

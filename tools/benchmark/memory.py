@@ -5,9 +5,9 @@ import math
 import keras
 
 import tf_gpipe
-from tf_gpipe import remat
 from tf_gpipe import schedules
-from tf_gpipe.simulate import peaks
+from tf_gpipe.schedule import REMAT_MODES
+from tf_gpipe.simulate import simulate
 from tools import command_line
 from tools import workers
 from tools.benchmark import workloads
@@ -29,7 +29,7 @@ def add_arguments(parser):
     )
     parser.add_argument(
         "--remat",
-        type=command_line.choices(remat.MODES),
+        type=command_line.choices(REMAT_MODES),
         default="always,never",
         help="the remat mode of each pipeline",
     )
@@ -135,7 +135,7 @@ def _formula(model, num_rows, whole):
     num_layers = sum(len(stage.nodes) for stage in model.stages)
     schedule = model._pipeline.schedule
     num_micro_batches = schedule.num_micro_batches
-    kept = peaks(schedule.order)
+    kept = simulate(schedule).peak_micro_batches
     found = []
     for k, stage in enumerate(model.stages):
         share = len(stage.nodes) / num_layers / num_micro_batches

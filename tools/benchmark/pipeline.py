@@ -9,8 +9,8 @@ import time
 import keras
 
 import tf_gpipe
-from tf_gpipe import remat
 from tf_gpipe import schedules
+from tf_gpipe.schedule import REMAT_MODES
 from tf_gpipe.simulate import simulate
 from tools import command_line
 from tools import local_devices
@@ -50,7 +50,7 @@ def add_arguments(parser):
     )
     parser.add_argument(
         "--remat",
-        type=command_line.choices(remat.MODES),
+        type=command_line.choices(REMAT_MODES),
         default="never",
         help="the remat mode of each pipeline",
     )

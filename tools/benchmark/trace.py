@@ -7,8 +7,8 @@ import time
 import keras
 
 import tf_gpipe
-from tf_gpipe import remat
 from tf_gpipe import schedules
+from tf_gpipe.schedule import REMAT_MODES
 from tools import command_line
 from tools import local_devices
 from tools.benchmark import fresh
@@ -25,7 +25,7 @@ def add_arguments(parser):
     parser.add_argument("--num_blocks", type=command_line.positive, default=24)
     parser.add_argument("--batch_size", type=command_line.positive, default=64)
     parser.add_argument("--schedule", choices=schedules.NAMES, default="1f1b")
-    parser.add_argument("--remat", choices=remat.MODES, default="always")
+    parser.add_argument("--remat", choices=REMAT_MODES, default="always")
     parser.add_argument("--num_repeats", type=command_line.positive, default=3)
     parser.add_argument(
         "--only", choices=("keras", "tf_gpipe"), help="measure this one only"
