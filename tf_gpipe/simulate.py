@@ -166,12 +166,14 @@ def simulate(
     for task in schedule.steps(remat):
         device = devices[task.stage]
         start = max(
-            free[device],
-            *(ends[other] for other in schedule.needs(task)),
-            *(
-                ends[task._replace(stage=sender)] + seconds
-                for sender, seconds in arriving[task.kind, task.stage]
-            ),
+            [
+                free[device],
+                *(ends[other] for other in schedule.needs(task)),
+                *(
+                    ends[task._replace(stage=sender)] + seconds
+                    for sender, seconds in arriving[task.kind, task.stage]
+                ),
+            ]
         )
         end = start + durations[task.kind][task.stage]
         if task.kind != RECOMPUTE or end > start:

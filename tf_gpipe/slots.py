@@ -93,9 +93,10 @@ def planned(
 
     Nothing is allocated.
     """
+    config = optimizer.get_config()
     # The variables of a graph have no memory until it runs.
     with tf.Graph().as_default():
-        optimizer = type(optimizer).from_config(optimizer.get_config())
+        optimizer = type(optimizer).from_config(config)
         own = [
             keras.Variable("zeros", w.shape, w.dtype, name=w.name)
             for w in weights

@@ -205,7 +205,7 @@ class PictureTest(absltest.TestCase):
         self.assertFalse(os.path.exists(path))
 
     def test_refuses_nothing(self):
-        with self.assertRaisesRegex(ValueError, "nothing to draw.*rows={}"):
+        with self.assertRaisesRegex(ValueError, "nothing to draw.*steps={}"):
             timeline.picture({}, self.path("a.png"))
 
 

