@@ -344,6 +344,21 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertLen(stage.layers, len(expected.layers))
         return planned
 
+    def test_layers_that_differ_in_dtype(self):
+        layers = [
+            keras.layers.Dense(8),
+            keras.layers.Dense(8, dtype="float16"),
+            keras.layers.Dense(8),
+        ]
+        found = plan(
+            layers, (4, 8), num_stages=3, balance=[1, 1, 1], optimizer="sgd"
+        )
+        # 72 weights and their gradients.
+        self.assertEqual(
+            [stage.parameter_bytes for stage in found.stages],
+            [72 * 4 * 2, 72 * 2 * 2, 72 * 4 * 2],
+        )
+
     @parameterized.parameters(
         "adam",
         "sgd",

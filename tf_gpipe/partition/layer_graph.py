@@ -290,7 +290,8 @@ def _key(node: Node, specs: Specs) -> str:
         config = id(node.layer)
     nameless = json.loads(
         json.dumps(config, default=str),
-        object_hook=lambda x: {**x, "name": None},
+        # What has a name alone is a dtype policy.
+        object_hook=lambda x: x if {*x} == {"name"} else {**x, "name": None},
     )
     inputs = {
         value: (
