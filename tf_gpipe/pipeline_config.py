@@ -10,11 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import batch_norm
 from tf_gpipe import placement
 from tf_gpipe import remat
 from tf_gpipe import replicas
 from tf_gpipe import schedules
+from tf_gpipe import state
 from tf_gpipe.graph import Graph
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import costs
@@ -173,7 +173,7 @@ class PipelineConfig:
             if isinstance(layer, keras.Layer):
                 _check_stateless(layer)
                 if schedule.num_micro_batches > 1:
-                    batch_norm.check(layer)
+                    state.check(layer)
         if replicas.on_tpu(strategy):
             cores = [replicas.core(i) for i in range(len(schedule.tasks))]
             rows = [cores] * num_replicas
