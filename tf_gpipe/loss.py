@@ -35,14 +35,9 @@ def micro_batch_loss(
 ) -> Callable[..., tuple[list[tf.Tensor], list]]:
     """Returns the losses given to `compile`, as a function of a micro-batch.
 
-    Args:
-        compile_loss: Keras's `CompileLoss` of the model, or `None`.
-        y: Nested structure of the mini-batch's labels.
-        outputs: Nested structure like the mini-batch's outputs, with their
-            Keras masks; the values don't matter.
-        sample_weight: Nested structure of sample weights, or `None`.
-        scale: Scalar, by which gradients are multiplied.
-        num_rows: Integer, the size of the mini-batch, or `None` if unknown.
+    All arguments are the mini-batch's. `outputs` need only have the shapes
+    and Keras masks of its outputs; the values don't matter.
+    Gradients are multiplied by `scale`. `num_rows` is `None` if unknown.
 
     Returns:
         Function of a micro-batch's outputs, labels and sample weights, and of

@@ -19,15 +19,7 @@ class Split:
 
         B=10, M=4: 3 3 2 2          B=3, M=4: 1 1 1 (1)
 
-    Args:
-        inputs: Nested structure of dense tensors that share the length B of
-            their first axis.
-        num_micro_batches: Integer M.
-
-    Raises:
-        TypeError: If an input is no dense tensor.
-        ValueError: If an input has no batch axis, or batch sizes differ, or
-            are unknown on TPUs.
+    All inputs must be dense tensors whose first axis has B rows.
     """
 
     def __init__(self, inputs: Any, num_micro_batches: int):

@@ -32,11 +32,8 @@ def global_seed() -> list[keras.Variable]:
 
     Keras makes it on first use, with a seed that Python draws. That draw is
     taken back, or what a model is initialised with would depend on whether
-    another one is a pipeline.
-
-    Returns:
-        List of one variable; of none in a replica, which cannot make it, if
-        there is none.
+    another one is a pipeline. A replica cannot make it: the list is empty
+    there if there is none.
     """
     in_replica = not tf.distribute.in_cross_replica_context()
     if in_replica and tf.distribute.has_strategy():
@@ -142,8 +139,7 @@ class StateVersions:
     def commit(self, layers: Iterable[keras.Layer]) -> None:
         """Assigns to each updated variable what the mini-batch makes of it.
 
-        Args:
-            layers: The layers of the model, to find batch normalisation.
+        Batch normalisation is found in the model's `layers`.
         """
         lacking = self._between_variances(layers)
         merged = {}
