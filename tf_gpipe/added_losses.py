@@ -7,8 +7,6 @@ import tensorflow as tf
 from tf_gpipe.micro_batch import Split
 from tf_gpipe.stage import Stage
 
-Shares = tuple[tf.Tensor, tf.Tensor]
-
 
 class AddedLosses:
     """What `add_loss` and activity regularisers add, by stage.
@@ -16,10 +14,6 @@ class AddedLosses:
     A scalar that a layer adds is taken for a mean over rows, as Keras's
     activity regularisers are, so micro-batches count by their rows. Other
     losses have one value a row, of which Keras takes the sum.
-
-    Args:
-        stages: List of the `Stage`s.
-        split: `Split` of the mini-batch.
     """
 
     def __init__(self, stages: Sequence[Stage], split: Split):
@@ -39,15 +33,15 @@ class AddedLosses:
         """Returns them for the mini-batch, scalars."""
         totals = []
         for stage in self._stages:
+            parts = [
+                self._losses[stage.index, m]
+                for m in range(self._split.num_micro_batches)
+            ]
             with tf.device(stage.device):
-                parts = [
-                    self._losses[stage.index, m]
-                    for m in range(self._split.num_micro_batches)
-                ]
                 totals += [
                     tf.add_n(
                         [
-                            tf.reduce_sum(x) * _share(x, self._shares(m))
+                            tf.reduce_sum(x) * self._share(x, m)
                             for m, x in enumerate(losses)
                         ]
                     )
@@ -60,25 +54,19 @@ class AddedLosses:
     ) -> list[tf.Tensor]:
         """Returns the gradients by those of a stage and a micro-batch.
 
-        Args:
-            k: Integer, the stage.
-            m: Integer, the micro-batch.
-            upstream: List with the gradient by each of `totals()`.
+        `upstream` has the gradient by each of `totals()`.
         """
         first = sum(len(self._losses[i, m]) for i in range(k))
-        shares = self._shares(m)
         return [
-            tf.ones_like(loss) * _share(loss, shares) * tf.cast(x, loss.dtype)
-            for loss, x in zip(
+            tf.ones_like(x) * self._share(x, m) * tf.cast(gradient, x.dtype)
+            for x, gradient in zip(
                 self._losses[k, m], upstream[first:], strict=False
             )
         ]
 
-    def _shares(self, m: int) -> Shares:
-        """Returns what a micro-batch counts: its weight, and if it is valid."""
-        return self._split.weight(m), self._split.valid(m)
-
-
-def _share(loss: tf.Tensor, shares: Shares) -> tf.Tensor:
-    weight, valid = shares
-    return tf.cast(weight if loss.shape.rank == 0 else valid, loss.dtype)
+    def _share(self, loss: tf.Tensor, m: int) -> tf.Tensor:
+        """Returns what a micro-batch counts: its weight, or if it is valid."""
+        share = (
+            self._split.weight if loss.shape.rank == 0 else self._split.valid
+        )
+        return tf.cast(share(m), loss.dtype)

@@ -9,8 +9,8 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from tensorflow.python.eager import record
 
-from tf_gpipe import batch_norm
 from tf_gpipe import replicas
+from tf_gpipe import state
 from tf_gpipe.engine import MiniBatch
 from tf_gpipe.function_call import NO_SECOND_DERIVATIVES
 from tf_gpipe.function_call import tensors
@@ -40,15 +40,8 @@ class PipelinedCalls(_Mixin):
     def call(self, inputs, training=None, mask=None):
         """Runs the pipeline forward; a gradient tape runs it backward.
 
-        Args:
-            inputs: Nested structure of tensors of shape `(batch_size, ...)`.
-            training: Boolean, whether to run in training mode. Gradients in
-                inference mode are right, but neither pipelined nor
-                rematerialised.
-            mask: Keras masks of the inputs, or `None`.
-
-        Returns:
-            The outputs of the last stage for the whole batch.
+        Gradients in inference mode are right, but neither pipelined nor
+        rematerialised.
         """
         if mask is not None:
             inputs = Activations(inputs, mask).unpack()
@@ -134,9 +127,9 @@ class PipelinedCalls(_Mixin):
     def _mini_batch(self, pipeline, inputs, training, **kwargs):
         # Replicas cannot meet inside a function.
         meets = replicas.several() and any(
-            batch_norm.synchronized(layer)
+            x.synchronized
             for stage in pipeline.stages
-            for layer in stage.layers
+            for x in state.batch_norms(stage.layers)
         )
         within_xla = replicas.within_xla()
         if within_xla and kwargs.get("timed"):
@@ -171,10 +164,7 @@ def _refuse_gradients(gradients: list, sources: list) -> None:
     """Makes gradient tapes fail that differentiate gradients once more.
 
     The backward pass is out of their sight: they would take it for constant.
-
-    Args:
-        gradients: List of gradients or `None`.
-        sources: List of tensors and handles of variables that they come from.
+    `sources` are the tensors and handles of variables that it comes from.
     """
 
     def refuse(*_):

@@ -11,19 +11,15 @@ backward pass, when most outputs are not yet there. It does not depend on
 their values, only on labels, sample weights and masks.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.src.losses.loss import apply_mask
 
 from tf_gpipe.traced_function import result_alone
-
-Differentiated = tuple[list[tf.Tensor], list]
 
 # Stands for the number of rows; no size that is about.
 _ROWS = 1009
@@ -36,17 +32,12 @@ def micro_batch_loss(
     sample_weight: Any,
     scale: tf.Tensor,
     num_rows: int | None,
-) -> Callable[..., Differentiated]:
+) -> Callable[..., tuple[list[tf.Tensor], list]]:
     """Returns the losses given to `compile`, as a function of a micro-batch.
 
-    Args:
-        compile_loss: Keras's `CompileLoss` of the model, or `None`.
-        y: Nested structure of the mini-batch's labels.
-        outputs: Nested structure like the mini-batch's outputs, with their
-            Keras masks; the values don't matter.
-        sample_weight: Nested structure of sample weights, or `None`.
-        scale: Scalar, by which gradients are multiplied.
-        num_rows: Integer, the size of the mini-batch, or `None` if unknown.
+    All arguments are the mini-batch's. `outputs` need only have the shapes
+    and Keras masks of its outputs; the values don't matter.
+    Gradients are multiplied by `scale`. `num_rows` is `None` if unknown.
 
     Returns:
         Function of a micro-batch's outputs, labels and sample weights, and of
@@ -58,37 +49,28 @@ def micro_batch_loss(
     Raises:
         ValueError: If a loss can only be computed on the whole mini-batch.
     """
-    values: dict[int, _Values] = {}
+    # By number of the loss: whether its count takes its values, and the count.
+    needed: dict[int, bool] = {}
     counts: dict[int, tf.Tensor | None] = {}
 
     def probe(i, loss, y_true, y_pred, weight):
-        values[i] = _values(loss, y_true, y_pred, num_rows)
-        _check_weight(loss, values[i], weight)
+        needed[i] = _needs_values(loss, y_true, y_pred, weight, num_rows)
         counts[i] = result_alone(
-            lambda: _count(loss, values[i], y_true, y_pred, weight)
+            lambda: _count(loss, needed[i], y_true, y_pred, weight)
         )
         return tf.zeros(())
 
-    def run():
-        with keras.StatelessScope():
-            return compile_loss(y, outputs, sample_weight)
-
-    if compile_loss is not None:
-        if not compile_loss.built:
-            # Never run: only Keras knows which labels go with what.
-            tf.function(run, autograph=False).get_concrete_function()
-        with _in_place_of_each(compile_loss, probe):
-            run()
+    _in_place_of_each(compile_loss, probe, y, outputs, sample_weight)
 
     def differentiate(outputs, y, sample_weight, valid, share_of_rows):
         parts: list[tf.Tensor] = []
 
         def share(i, loss, y_true, y_pred, weight):
-            portion, whole = share_of_rows, counts[i]
-            count = _count(loss, values[i], y_true, y_pred, weight)
+            portion = share_of_rows
+            count = _count(loss, needed[i], y_true, y_pred, weight)
             if count is not None:
                 count *= tf.cast(valid, count.dtype)
-                portion = tf.math.divide_no_nan(count, whole)
+                portion = tf.math.divide_no_nan(count, counts[i])
             with keras.StatelessScope() as scope:
                 value = tf.reduce_sum(loss(y_true, y_pred, weight))
             if scope.state_mapping:
@@ -99,64 +81,63 @@ def micro_batch_loss(
 
         y_pred = outputs.unpack()
         flat = keras.tree.flatten(y_pred)
-        sources = [x for x in flat if x.dtype.is_floating]
-        total = tf.zeros(())
         with tf.GradientTape() as tape:
-            tape.watch(sources)
-            if compile_loss is not None:
-                # Without the metrics that Keras keeps of several losses,
-                # which want the mini-batch.
-                with (
-                    keras.StatelessScope(),
-                    _in_place_of_each(compile_loss, share),
-                ):
-                    total = compile_loss(y, y_pred, sample_weight)
-            scaled = total * tf.cast(scale, total.dtype)
-        found = iter(
-            tape.gradient(
-                scaled,
-                sources,
-                unconnected_gradients=tf.UnconnectedGradients.ZERO,
+            tape.watch([x for x in flat if x.dtype.is_floating])
+            total = _in_place_of_each(
+                compile_loss, share, y, y_pred, sample_weight
             )
-        )
-        gradients = [next(found) if x.dtype.is_floating else None for x in flat]
-        return [total, *parts], gradients
+            scaled = total * tf.cast(scale, total.dtype)
+        return [total, *parts], tape.gradient(scaled, flat)
 
     return differentiate
 
 
-@contextlib.contextmanager
-def _in_place_of_each(compile_loss: Any, wrapper: Callable) -> Iterator[None]:
-    """Has `wrapper` called in place of each loss, with its number and it."""
+def _in_place_of_each(
+    compile_loss: Any, function: Callable, *args: Any
+) -> tf.Tensor:
+    """Calls `compile_loss` with a function in place of each of its losses.
+
+    It gets the number of the loss and the loss, then what the loss would get.
+    """
+    if compile_loss is None:
+        return tf.zeros(())
+
+    def call():
+        # Without the metrics that Keras keeps of several losses, which want
+        # the mini-batch.
+        with keras.StatelessScope():
+            return compile_loss(*args)
+
+    if not compile_loss.built:
+        # Never run: only Keras knows which labels go with what.
+        tf.function(call, autograph=False).get_concrete_function()
     original = compile_loss._flat_losses
     try:
         compile_loss._flat_losses = [
-            entry._replace(loss=functools.partial(wrapper, i, entry.loss))
+            entry._replace(loss=functools.partial(function, i, entry.loss))
             for i, entry in enumerate(original)
         ]
-        yield
+        return call()
     finally:
         compile_loss._flat_losses = original
 
 
-class _Values(NamedTuple):
-    """The values of a loss, as far as they are known without making them."""
+def _needs_values(
+    loss: keras.Loss,
+    y_true: Any,
+    y_pred: Any,
+    weight: Any,
+    num_rows: int | None,
+) -> bool:
+    """Returns whether `_count` needs the values of a loss.
 
-    shape: tf.TensorShape
-    by_rows: bool  # whether their number is in proportion to that of rows
-    masked: bool
-
-
-def _values(
-    loss: keras.Loss, y_true: Any, y_pred: Any, num_rows: int | None
-) -> _Values:
-    """Returns what a loss makes of a batch, by a trace that is never run.
-
-    To tell how many values there are TensorFlow would make them, those of the
-    whole mini-batch, unless it knows the size of the batch.
+    As it does unless their number is in proportion to that of rows, and they
+    have no mask. It takes a trace that is never run: to tell how many there
+    are TensorFlow would make them, those of the whole mini-batch, unless it
+    knows the size of the batch.
 
     Raises:
-        ValueError: If the loss needs the whole mini-batch.
+        ValueError: If the loss needs the whole mini-batch, or other weights.
     """
     if type(loss).__call__ is not keras.Loss.__call__:
         raise _whole(loss, "overrides `__call__`")
@@ -193,10 +174,13 @@ def _values(
         raise _whole(loss, f"returns {rows} numbers for all samples")
     if isinstance(loss, keras.losses.Circle):
         raise _whole(loss, "compares samples with one another")
-    return _Values(shape, rows is not None, mask is not None)
+    _check_weight(loss, shape, weight)
+    return rows is None or mask is not None
 
 
-def _check_weight(loss: keras.Loss, values: _Values, weight: Any) -> None:
+def _check_weight(
+    loss: keras.Loss, values: tf.TensorShape, weight: Any
+) -> None:
     """Refuses weights of samples that Keras takes for weights of others.
 
     It multiplies as NumPy does, from the last axis: weights of shape (B,) by
@@ -204,10 +188,10 @@ def _check_weight(loss: keras.Loss, values: _Values, weight: Any) -> None:
     a micro-batch they need not fail.
     """
     shape = tf.TensorShape(getattr(weight, "shape", ()))
-    rank = values.shape.rank
+    rank = values.rank
     if None in (shape.rank, rank) or shape.rank in (0, rank) or shape[0] == 1:
         return
-    longer = max(shape, values.shape, key=len)
+    longer = max(shape, values, key=len)
     if abs(shape.rank - rank) > 1 or longer[-1] != 1:
         raise ValueError(
             f"`sample_weight` must have {rank} axes, as many as the values of "
@@ -217,7 +201,7 @@ def _check_weight(loss: keras.Loss, values: _Values, weight: Any) -> None:
 
 
 def _count(
-    loss: keras.Loss, values: _Values, y_true: Any, y_pred: Any, weight: Any
+    loss: keras.Loss, needed: bool, y_true: Any, y_pred: Any, weight: Any
 ) -> tf.Tensor | None:
     """Returns the N by which `loss` divides, up to a constant factor.
 
@@ -225,38 +209,25 @@ def _count(
     """
     if loss.reduction in ("sum", "none", None):
         return tf.ones((), tf.float64)
-    made = None
-    if values.masked or not values.by_rows:
-        # Of which TensorFlow runs what the count needs.
-        made = loss.call(*_given(loss, y_true, y_pred))
-    masks = [
-        mask
-        for mask in (
-            getattr(y_pred, "_keras_mask", None),
-            getattr(made, "_keras_mask", None),
-        )
-        if mask is not None
-    ]
-    mask = masks[0] & masks[-1] if masks else None
-    if loss.reduction == "mean_with_sample_weight" and weight is not None:
-        count = tf.cast(weight, tf.float64)
-        if mask is not None:
-            mask = tf.cast(mask, tf.float64)
-            while count.shape.rank < mask.shape.rank:
-                count = count[..., None]
-            while mask.shape.rank < count.shape.rank:
-                mask = mask[..., None]
-            count *= mask
-        return tf.reduce_sum(count)
-    if mask is not None:
-        return tf.reduce_sum(tf.cast(mask, tf.float64))
+    # Of which TensorFlow runs what the count needs.
+    made = loss.call(*_given(loss, y_true, y_pred)) if needed else None
+    mask = getattr(y_pred, "_keras_mask", None)
+    own = getattr(made, "_keras_mask", None)
+    if own is not None:
+        mask = own if mask is None else mask & own
+    if loss.reduction != "mean_with_sample_weight":
+        weight = None
+    # As of a sum: of a mean they would be divided by N.
+    counted = apply_mask(weight, mask, "float64", "sum")
+    if counted is not None:
+        return tf.reduce_sum(tf.cast(counted, tf.float64))
     return None if made is None else tf.cast(tf.shape(made)[0], tf.float64)
 
 
-def _given(loss: keras.Loss, y_true: Any, y_pred: Any) -> list:
+def _given(loss: keras.Loss, *values: Any) -> list:
     """Returns labels and outputs as Keras gives them to `loss.call`."""
-    to_tensor = lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype)  # noqa: E731
-    return keras.tree.map_structure(to_tensor, [y_true, y_pred])
+    convert = functools.partial(keras.ops.convert_to_tensor, dtype=loss.dtype)
+    return keras.tree.map_structure(convert, list(values))
 
 
 def _whole(loss: Any, reason: str) -> ValueError:

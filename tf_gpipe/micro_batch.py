@@ -1,5 +1,6 @@
 """Splits a mini-batch into micro-batches, weighs them and merges results."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -18,59 +19,40 @@ class Split:
 
         B=10, M=4: 3 3 2 2          B=3, M=4: 1 1 1 (1)
 
-    Args:
-        inputs: Nested structure of dense tensors that share the length B of
-            their first axis.
-        num_micro_batches: Integer M.
-
-    Raises:
-        TypeError: If an input is no dense tensor.
-        ValueError: If an input has no batch axis, or batch sizes differ, or
-            are unknown on TPUs.
+    All inputs must be dense tensors whose first axis has B rows.
     """
 
     def __init__(self, inputs: Any, num_micro_batches: int):
         self.num_micro_batches = num_micro_batches
-        static = {
-            rows
-            for rows in map(_static_rows, keras.tree.flatten(inputs))
-            if rows is not None
-        }
+        flat = keras.tree.flatten(inputs)
+        static: set[Any] = {_static_rows(x) for x in flat} - {None}
         if len(static) > 1:
             raise ValueError(
                 "All inputs of a pipeline must have the same batch size. "
                 f"Received batch sizes {sorted(static)}."
             )
-        self.static_rows: Any = static.pop() if static else None
-        self.even = (
-            self.static_rows is not None
-            and self.static_rows > 0
-            and self.static_rows % num_micro_batches == 0
-        )
+        rows = static.pop() if static else None
+        self.static_rows = rows
+        self.even = bool(rows) and rows % num_micro_batches == 0
         # Whether a micro-batch may be one without rows of its own.
-        self.padded = not self.even and (
-            self.static_rows is None or self.static_rows < num_micro_batches
-        )
-        if (
-            self.static_rows is None
-            and num_micro_batches > 1
-            and replicas.on_tpu(tf.distribute.get_strategy())
-        ):
-            raise ValueError(
-                "On TPUs micro-batches are cut from mini-batches of a size "
-                "that is known when the step is traced. Received one of an "
-                "unknown size. Make them with "
-                "`dataset.batch(batch_size, drop_remainder=True)`."
-            )
-        if self.static_rows is None:
-            self.rows = tf.shape(keras.tree.flatten(inputs)[0])[0]
+        self.padded = rows is None or rows < num_micro_batches
+        if rows is None:
+            strategy = tf.distribute.get_strategy()
+            if num_micro_batches > 1 and replicas.on_tpu(strategy):
+                raise ValueError(
+                    "On TPUs micro-batches are cut from mini-batches of a size "
+                    "that is known when the step is traced. Received one of an "
+                    "unknown size. Make them with "
+                    "`dataset.batch(batch_size, drop_remainder=True)`."
+                )
+            self.rows = tf.shape(flat[0])[0]
         elif self.even or tf.executing_eagerly():
-            self.rows = tf.constant(self.static_rows)
+            self.rows = tf.constant(rows)
         else:
             # Sizes that differ by one would trace every stage twice. A
             # placeholder hides them from static shapes: one trace serves both.
             self.rows = tf.compat.v1.placeholder_with_default(
-                tf.constant(self.static_rows), ()
+                tf.constant(rows), ()
             )
 
     def size(self, m: int | tf.Tensor) -> Any:
@@ -100,9 +82,7 @@ class Split:
 
     def valid(self, m: int) -> Any:
         """Returns 1 if micro-batch `m` has rows of its own, else 0 (int32)."""
-        if not self.padded:
-            return 1
-        return tf.cast(self.size(m) > 0, tf.int32)
+        return tf.cast(self.size(m) > 0, tf.int32) if self.padded else 1
 
     def take(self, values: Any, m: int) -> Any:
         """Returns the rows of micro-batch `m` of every tensor in `values`."""
@@ -153,55 +133,43 @@ class Split:
         """Joins one structure a micro-batch along the first axis."""
         if self.num_micro_batches == 1:
             return parts[0]
-        return keras.tree.map_structure(
-            lambda *xs: None if xs[0] is None else self._concat(xs), *parts
-        )
 
-    def _concat(self, parts: tuple[tf.Tensor, ...]) -> tf.Tensor:
-        if self.padded:
-            parts = tuple(
-                x[: tf.shape(x)[0] * self.valid(m)] for m, x in enumerate(parts)
-            )
-        return tf.concat(parts, axis=0)
+        def concat(*xs: Any) -> Any:
+            if xs[0] is None:
+                return None
+            if self.padded:
+                xs = tuple(
+                    x[:n] for x, n in zip(xs, self._own(xs), strict=True)
+                )
+            return tf.concat(xs, axis=0)
+
+        return keras.tree.map_structure(concat, *parts)
 
     def unmerge(self, value: tf.Tensor, parts: list[tf.Tensor]) -> list:
         """Cuts a tensor back into pieces shaped like the merged `parts`.
 
-        Args:
-            value: Tensor shaped like the merged `parts`, a gradient of it.
-            parts: The tensors that were merged, one a micro-batch.
-
-        Returns:
-            List of M tensors; zeros for a micro-batch without rows.
+        Zeros for a micro-batch without rows.
         """
         if self.num_micro_batches == 1:
             return [value]
-        if self.even:
-            sizes = [x.shape[0] for x in parts]
-            if None not in sizes:
-                return tf.split(value, sizes)
-        pieces, start = [], tf.constant(0)
-        for m, part in enumerate(parts):
-            length = tf.shape(part)[0]
-            own = length * self.valid(m)
-            piece = value[start : start + own]
+        found = []
+        pieces = tf.split(value, self._own(parts))
+        for x, piece in zip(parts, pieces, strict=True):
             if self.padded:
-                padding = [[0, length - own]] + [[0, 0]] * (
-                    value.shape.rank - 1
-                )
-                piece = tf.pad(piece, padding)
-            pieces.append(tf.ensure_shape(piece, part.shape))
-            start += own
-        return pieces
+                rows = tf.shape(x)[0] - tf.shape(piece)[0]
+                others = [[0, 0]] * (value.shape.rank - 1)
+                piece = tf.pad(piece, [[0, rows], *others])
+            found.append(tf.ensure_shape(piece, x.shape))
+        return found
+
+    def _own(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns how many rows of its own each micro-batch has in `parts`."""
+        return [tf.shape(x)[0] * self.valid(m) for m, x in enumerate(parts)]
 
     def like_whole(self, part: tf.Tensor, m: int) -> tf.Tensor:
         """Returns a tensor like the merged parts, of which this is the m-th.
 
         Its values are such as few functions fail for: 0.5, or 0 if integers.
-
-        Args:
-            part: Tensor.
-            m: Integer, the micro-batch that it is of.
         """
         shape = tf.shape(part)
         # A layer may make several rows of one.

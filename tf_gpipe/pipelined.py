@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import abstract
-from tf_gpipe import batch_norm
 from tf_gpipe import placement
 from tf_gpipe import slots
 from tf_gpipe import state
@@ -239,7 +238,7 @@ class Pipelined(PipelinedTraining):
             if isinstance(layer, keras.Layer):
                 _check_layer(layer)
                 if resolved[0].num_micro_batches > 1:
-                    batch_norm.check(layer)
+                    state.check(layer)
         return resolved
 
     def _strategy_scope(self) -> contextlib.AbstractContextManager:

@@ -18,7 +18,6 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.random.seed_generator import global_seed_generator
 
 from tf_gpipe import replicas
-from tf_gpipe.batch_norm import between_variance
 from tf_gpipe.micro_batch import Split
 
 # The generator that was last seen outside of replicas.
@@ -28,21 +27,13 @@ _shared: list[keras.random.SeedGenerator] = []
 _SEED_STRIDE = 1640531527
 
 
-def is_seed(variable: keras.Variable) -> bool:
-    """Returns whether `variable` is the state of a `SeedGenerator`."""
-    return variable.name == "seed_generator_state"
-
-
 def global_seed() -> list[keras.Variable]:
     """Returns the state of Keras's seed generator for layers without one.
 
     Keras makes it on first use, with a seed that Python draws. That draw is
     taken back, or what a model is initialised with would depend on whether
-    another one is a pipeline.
-
-    Returns:
-        List of one variable; of none in a replica, which cannot make it, if
-        there is none.
+    another one is a pipeline. A replica cannot make it: the list is empty
+    there if there is none.
     """
     in_replica = not tf.distribute.in_cross_replica_context()
     if in_replica and tf.distribute.has_strategy():
@@ -68,29 +59,34 @@ def global_seed() -> list[keras.Variable]:
     return [generator.state]
 
 
-def _seed_offset(number: int | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    if isinstance(number, int):
-        return tf.constant([number * _SEED_STRIDE % (2**31 - 1), 0], dtype)
-    offset = tf.cast(number, tf.int64) * _SEED_STRIDE % (2**31 - 1)
-    return tf.stack([tf.cast(offset, dtype), tf.zeros((), dtype)])
+def batch_norms(
+    layers: Iterable[keras.Layer],
+) -> list[keras.layers.BatchNormalization]:
+    """Returns the batch normalisation among layers and within them."""
+    return [
+        x
+        for layer in layers
+        for x in layer._flatten_layers()
+        if isinstance(x, keras.layers.BatchNormalization)
+    ]
 
 
-def _is_zero(number: int | tf.Tensor) -> bool:
-    return isinstance(number, int) and number == 0
+def check(layer: keras.Layer) -> None:
+    """Refuses batch normalisation whose statistics micro-batches can't give."""
+    for x in batch_norms([layer]):
+        if x.renorm:
+            raise ValueError(
+                f"Layer '{x.name}' is a BatchNormalization with renorm=True, "
+                "whose statistics cannot be put together from micro-batches. "
+                "Use renorm=False, or num_micro_batches=1."
+            )
 
 
 class StateVersions:
-    """The state of each micro-batch as it travels through the stages.
-
-    Args:
-        split: `Split` of the mini-batch.
-        device_of: Function from a variable to its device.
-    """
+    """The state of each micro-batch as it travels through the stages."""
 
     def __init__(
-        self,
-        split: Split,
-        device_of: Callable[[keras.Variable], str],
+        self, split: Split, device_of: Callable[[keras.Variable], str]
     ):
         self._device_of = device_of
         self._split = split
@@ -120,15 +116,13 @@ class StateVersions:
                     tf.convert_to_tensor(variable.value)
                 )
         found = self._found[key]
-        seed = self._first + m
-        if not is_seed(variable) or _is_zero(seed):
+        if not _is_seed(variable):
             return found
         if (key, m, device) not in self._seeds:
             # There, so that only one seed is sent to a device.
             with tf.device(device):
-                self._seeds[key, m, device] = found + _seed_offset(
-                    seed, found.dtype
-                )
+                offset = self._seed_offset(m, found.dtype)
+                self._seeds[key, m, device] = found + offset
         return self._seeds[key, m, device]
 
     def write(
@@ -145,14 +139,13 @@ class StateVersions:
     def commit(self, layers: Iterable[keras.Layer]) -> None:
         """Assigns to each updated variable what the mini-batch makes of it.
 
-        Args:
-            layers: The layers of the model, to find batch normalisation.
+        Batch normalisation is found in the model's `layers`.
         """
-        extra = self._between_variances(layers)
+        lacking = self._between_variances(layers)
         merged = {}
         for key, variable in self._updated.items():
             with tf.device(self._device_of(variable)):
-                merged[key] = self._merge(variable, extra.get(key))
+                merged[key] = self._merge(variable, lacking.get(key))
         # Keras leaves each replica with its own, and saves the first one's.
         own = [
             key
@@ -167,49 +160,71 @@ class StateVersions:
             with tf.device(self._device_of(variable)):
                 variable.assign(merged[key])
 
-    def _values(self, key: int) -> list[tf.Tensor]:
-        return [version[key] for version in self._versions]
+    def _seed_offset(self, m: int, dtype: tf.DType) -> tf.Tensor:
+        number = self._first + m
+        if tf.is_tensor(number):
+            number = tf.cast(number, tf.int64)
+        return tf.cast(
+            tf.stack([number * _SEED_STRIDE % (2**31 - 1), 0]), dtype
+        )
+
+    def _values(self, variable: keras.Variable) -> list[tf.Tensor]:
+        return [version[id(variable)] for version in self._versions]
 
     def _merge(
-        self, variable: keras.Variable, extra: tf.Tensor | None
+        self, variable: keras.Variable, lacking: tf.Tensor | None
     ) -> tf.Tensor:
-        values = self._values(id(variable))
-        if is_seed(variable) and not _is_zero(self._first):
-            return values[0] - _seed_offset(self._first, values[0].dtype)
+        values = self._values(variable)
+        if _is_seed(variable):
+            # Each micro-batch has counted one call.
+            return values[0] - self._seed_offset(0, values[0].dtype)
         if len(values) == 1:
             return values[0]
-        split = self._split
         if variable.aggregation == "sum":
             old = tf.convert_to_tensor(variable.value)
             return old + tf.add_n(
                 [
-                    (value - old) * tf.cast(split.valid(m), old.dtype)
+                    (value - old) * tf.cast(self._split.valid(m), old.dtype)
                     for m, value in enumerate(values)
                 ]
             )
         if not values[0].dtype.is_floating:
-            # Counters and seeds: each micro-batch has counted one call.
+            # As a rule a counter of calls.
             return values[0]
         # The weighted mean, exact where all versions agree.
-        mean = values[0] + split.mean(tf.stack(values) - values[0])
-        return mean if extra is None else mean + tf.cast(extra, mean.dtype)
+        mean = values[0] + self._split.mean(tf.stack(values) - values[0])
+        return mean if lacking is None else mean + tf.cast(lacking, mean.dtype)
 
     def _between_variances(
         self, layers: Iterable[keras.Layer]
     ) -> dict[int, tf.Tensor]:
-        """Returns what moving variances lack, by variable id."""
+        """Returns what means of moving variances lack, by variable id.
+
+        A micro-batch with mean u_m and variance s_m, of weight w_m, moves the
+        statistics to `a * old + (1 - a) * (u_m, s_m)`, a being the momentum.
+        The variance of the mini-batch, with mean u, is
+
+            sum_m w_m * s_m  +  sum_m w_m * (u_m - u)^2
+
+        The weighted mean of the moved variances has the first term. This is
+        the second one, times (1 - a), taken from the moved means, which lie
+        (1 - a) times as far apart as the u_m do.
+        """
+        lacking: dict[int, tf.Tensor] = {}
         if len(self._versions) == 1:
-            return {}
-        lacking = {}
-        for layer in layers:
-            for x in layer._flatten_layers():
-                if not isinstance(x, keras.layers.BatchNormalization):
-                    continue
-                if id(x.moving_mean) in self._updated:
-                    with tf.device(self._device_of(x.moving_mean)):
-                        lacking[id(x.moving_variance)] = between_variance(
-                            tf.stack(self._values(id(x.moving_mean))),
-                            self._split.mean,
-                            x.momentum,
-                        )
+            return lacking
+        mean = self._split.mean
+        for x in batch_norms(layers):
+            if id(x.moving_mean) not in self._updated:
+                continue
+            with tf.device(self._device_of(x.moving_mean)):
+                means = tf.stack(self._values(x.moving_mean))
+                spread = mean(tf.square(means - mean(means)))
+                if x.momentum < 1:
+                    spread /= 1.0 - x.momentum
+                lacking[id(x.moving_variance)] = spread
         return lacking
+
+
+def _is_seed(variable: keras.Variable) -> bool:
+    return variable.name == "seed_generator_state"

@@ -50,11 +50,19 @@ def _traced_once(step: Callable) -> Callable:
 
 
 class PipelinedTraining(PipelinedCalls, SeveralHosts):
-    """What a Keras model needs to train through a pipeline.
+    """What a Keras model needs to train through a pipeline, beside calls."""
 
-    Mixed into a `keras.Model` that provides `_pipeline_for(x)`, which returns
-    its `Pipeline` and, for `x`, the contents of each input of its graph.
-    """
+    # Given by `callbacks.Timeline`: a function of the tasks' times.
+    _record_times: Any = None
+
+    # Named here to tell whether a subclass overrides it.
+    compute_loss = keras.Model.compute_loss
+
+    evaluate = faults.named(keras.Model.evaluate)
+    predict = faults.named(keras.Model.predict)
+    train_on_batch = faults.named(keras.Model.train_on_batch)
+    test_on_batch = faults.named(keras.Model.test_on_batch)
+    predict_on_batch = faults.named(keras.Model.predict_on_batch)
 
     @tf.autograph.experimental.do_not_convert
     def loss_and_gradients(self, x, y=None, sample_weight=None):
@@ -150,12 +158,6 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         with following_inputs():
             return super().test_step(data)
 
-    # Named here to tell whether a subclass overrides it.
-    compute_loss = keras.Model.compute_loss
-
-    # Given by `callbacks.Timeline`: a function of the tasks' times.
-    _record_times: Any = None
-
     @faults.named
     @functools.wraps(keras.Model.fit)
     def fit(self, *args, **kwargs):
@@ -170,12 +172,6 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             self._record_times = None
             self.train_function = None
 
-    evaluate = faults.named(keras.Model.evaluate)
-    predict = faults.named(keras.Model.predict)
-    train_on_batch = faults.named(keras.Model.train_on_batch)
-    test_on_batch = faults.named(keras.Model.test_on_batch)
-    predict_on_batch = faults.named(keras.Model.predict_on_batch)
-
     def _build_optimizer(self):
         """Makes slots where their weights are, which a trace would not."""
         if self.trainable_variables and not self.optimizer.built:
@@ -187,7 +183,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         """As Keras's own step: whatever `call` does around the pipeline."""
         with tf.GradientTape() as tape:
             y_pred = self(x, training=True)
-            loss, scaled = self._whole_loss(x, y, y_pred, sample_weight)
+            loss = self._compute_loss(x, y, y_pred, sample_weight)
+            scaled = self._scale_loss(loss)
         return loss, tape.gradient(scaled, self.trainable_variables), y_pred
 
     def _loss_after_all_forwards(self, run, x, y, sample_weight):
@@ -195,46 +192,29 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         run.forward(tape=True)
         y_pred, added = run.outputs(), run.losses()
         flat = keras.tree.flatten(y_pred)
-        floats = [i for i, t in enumerate(flat) if t.dtype.is_floating]
         with tf.device(run.pipeline.stages[-1].device):
             with tf.GradientTape() as tape:
-                sources = [flat[i] for i in floats]
-                tape.watch(sources + added)
+                tape.watch([x for x in flat if x.dtype.is_floating] + added)
                 # What `self.losses` returns meanwhile, to Keras or to an
                 # override of `compute_loss`.
                 self._losses_override = (
                     added + self._get_regularization_losses()
                 )
                 try:
-                    loss, scaled = self._whole_loss(x, y, y_pred, sample_weight)
+                    loss = self._compute_loss(x, y, y_pred, sample_weight)
                 finally:
                     self._losses_override = []
+                scaled = self._scale_loss(loss)
             by_output, by_added, by_variable = tape.gradient(
-                scaled, (sources, added, self.trainable_variables)
+                scaled, (flat, added, self.trainable_variables)
             )
-        output_gradients: list = [None] * len(flat)
-        for i, gradient in zip(floats, by_output, strict=True):
-            output_gradients[i] = gradient
-        run.backward(
-            output_gradients,
-            [
-                tf.zeros_like(a) if gradient is None else gradient
-                for a, gradient in zip(added, by_added, strict=True)
-            ],
-        )
+        by_added = [
+            tf.zeros_like(x) if gradient is None else gradient
+            for x, gradient in zip(added, by_added, strict=True)
+        ]
+        run.backward(by_output, by_added)
         run.commit_state()
         return loss, self._gradients(run, by_variable), y_pred
-
-    def _whole_loss(self, x, y, y_pred, sample_weight):
-        """Returns the loss, and that which the gradients are taken of."""
-        loss = self._compute_loss(
-            x=x,
-            y=y,
-            y_pred=y_pred,
-            sample_weight=sample_weight,
-            training=True,
-        )
-        return loss, self._scale_loss(loss)
 
     def _gradients(self, run, by_variable):
         """Adds gradients that did not come through the pipeline."""
@@ -280,19 +260,25 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         )
         # One message a loss where that stage is on another host.
         with tf.device(run.pipeline.stages[-1].device):
-            sums = [tf.add_n(list(x)) for x in zip(*parts, strict=True)]
+            total, *of_each = [
+                tf.add_n(list(x)) for x in zip(*parts, strict=True)
+            ]
         with tf.GradientTape() as tape:
             penalties = self._get_regularization_losses()
             scaled = [tf.cast(added_scale, x.dtype) * x for x in penalties]
         by_variable = tape.gradient(scaled, self.trainable_variables)
         added = [
-            scale_loss_for_distribution(value)
-            for value in [*run.losses(), *penalties]
+            tf.cast(scale_loss_for_distribution(x), total.dtype)
+            for x in [*run.losses(), *penalties]
         ]
-        loss = tf.add_n(
-            [tf.cast(value, sums[0].dtype) for value in [sums[0], *added]]
-        )
-        self._update_loss_metrics(sums[1:], split.static_rows)
+        loss = tf.add_n([total, *added])
+        # Those that Keras keeps of several losses.
+        metrics = self._compile_loss.metrics if self._compile_loss else []
+        for metric, value in zip(metrics, of_each, strict=False):
+            metric.update_state(
+                unscale_loss_for_distribution(value),
+                sample_weight=split.static_rows,
+            )
         run.commit_state()
         return loss, self._gradients(run, by_variable), run.outputs()
 
@@ -315,14 +301,6 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
         # They come from inputs as a rule, and nothing else is run.
         return Activations(whole, result_alone(masks)).unpack()
-
-    def _update_loss_metrics(self, values, rows):
-        """Updates the metrics that Keras keeps of each of several losses."""
-        metrics = self._compile_loss.metrics if self._compile_loss else []
-        for metric, value in zip(metrics, values, strict=False):
-            metric.update_state(
-                unscale_loss_for_distribution(value), sample_weight=rows
-            )
 
     def _scale_loss(self, loss):
         if getattr(self, "optimizer", None) is None:

@@ -120,8 +120,20 @@ class Block(L.Layer):
 
 
 class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
-    def compare(self, make, data, loss="mse", loss_weights=None, **kwargs):
-        common = {"loss": loss, "loss_weights": loss_weights}
+    def compare(
+        self,
+        make,
+        data,
+        loss="mse",
+        loss_weights=None,
+        optimizer=None,
+        **kwargs,
+    ):
+        common = {
+            "loss": loss,
+            "loss_weights": loss_weights,
+            "optimizer": optimizer,
+        }
         plain = comparison.train(make, data, **common)
         pipelined = comparison.train(make, data, **common, **kwargs)
         comparison.assert_same(self, plain, pipelined)
@@ -312,6 +324,25 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
             schedule=schedule,
         )
         self.assertAllClose(model.predict(x, verbose=0)[2], x)
+
+    @parameterized.parameters("gpipe", "1f1b")
+    def test_output_without_a_loss(self, schedule):
+        """Its weights have no gradient, so that they do not decay either."""
+
+        def make():
+            inputs = keras.Input((4,))
+            hidden = L.Dense(4)(inputs)
+            return keras.Model(inputs, [L.Dense(2)(hidden), L.Dense(2)(hidden)])
+
+        self.compare(
+            make,
+            [(numbers(6, 4), [numbers(6, 2, seed=1)] * 2)],
+            loss=["mse", None],
+            optimizer=lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+            num_stages=2,
+            num_micro_batches=2,
+            schedule=schedule,
+        )
 
     @parameterized.product(sequential=(True, False), remat=("always", "never"))
     def test_layers_within_layers_train(self, sequential, remat):
