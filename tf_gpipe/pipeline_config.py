@@ -175,7 +175,9 @@ class PipelineConfig:
                 if schedule.num_micro_batches > 1:
                     batch_norm.check(layer)
         if replicas.on_tpu(strategy):
-            cores = [replicas.core(i) for i in range(len(schedule.tasks))]
+            cores = [
+                tf.compat.v1.tpu.core(i) for i in range(len(schedule.tasks))
+            ]
             rows = [cores] * num_replicas
         else:
             rows = placement.assign(

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras.src.losses.loss import scale_loss_for_distribution
 from keras.src.losses.loss import unscale_loss_for_distribution
 
-from tf_gpipe import faults
+from tf_gpipe import cluster
 from tf_gpipe import slots
 from tf_gpipe import state
 from tf_gpipe.calls import PipelinedCalls
@@ -17,7 +17,7 @@ from tf_gpipe.colocation import colocate
 from tf_gpipe.colocation import following_inputs
 from tf_gpipe.gradients import add
 from tf_gpipe.loss import micro_batch_loss
-from tf_gpipe.several_hosts import SeveralHosts
+from tf_gpipe.replicas import SeveralHosts
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import run_stage
 from tf_gpipe.traced_function import result_alone
@@ -156,7 +156,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     # Given by `callbacks.Timeline`: a function of the tasks' times.
     _record_times: Any = None
 
-    @faults.named
+    @cluster.naming_failures
     @functools.wraps(keras.Model.fit)
     def fit(self, *args, **kwargs):
         try:
@@ -170,11 +170,11 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             self._record_times = None
             self.train_function = None
 
-    evaluate = faults.named(keras.Model.evaluate)
-    predict = faults.named(keras.Model.predict)
-    train_on_batch = faults.named(keras.Model.train_on_batch)
-    test_on_batch = faults.named(keras.Model.test_on_batch)
-    predict_on_batch = faults.named(keras.Model.predict_on_batch)
+    evaluate = cluster.naming_failures(keras.Model.evaluate)
+    predict = cluster.naming_failures(keras.Model.predict)
+    train_on_batch = cluster.naming_failures(keras.Model.train_on_batch)
+    test_on_batch = cluster.naming_failures(keras.Model.test_on_batch)
+    predict_on_batch = cluster.naming_failures(keras.Model.predict_on_batch)
 
     def _build_optimizer(self):
         """Makes slots where their weights are, which a trace would not."""
