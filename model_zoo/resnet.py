@@ -16,9 +16,12 @@ _RESNET_EPSILON = 1.001e-5
 class _Residual(keras.layers.Layer):
     """A main path of layers with a shortcut around it, added, then ReLU.
 
-    A subclass sets `main_path` and `relu`, and has a method `_projection` for
-    the layers of a shortcut that is not the identity.
+    A subclass sets `main_path` and `relu`.
     """
+
+    # Of the convolution and the normalisation of a shortcut.
+    use_bias = False
+    epsilon = 1e-3
 
     def __init__(self, filters, strides, momentum, **kwargs):
         super().__init__(**kwargs)
@@ -32,7 +35,12 @@ class _Residual(keras.layers.Layer):
         output_shape = build_chain(self, self.main_path, input_shape)
         channels = output_shape[-1]
         if self.strides != 1 or input_shape[-1] != channels:
-            self.shortcut = self._projection(channels)
+            self.shortcut = [
+                _convolution(
+                    channels, 1, self.strides, "conv_0", self.use_bias
+                ),
+                _normalization(self.momentum, self.epsilon, name="norm_0"),
+            ]
         build_chain(self, self.shortcut, input_shape)
         build_chain(self, [self.add], [output_shape, output_shape])
         build_chain(self, [self.relu], output_shape)
@@ -98,12 +106,6 @@ class ResidualBlock(_Residual):
         ]
         self.relu = keras.layers.ReLU(name="relu_2")
 
-    def _projection(self, channels):
-        return [
-            _convolution(channels, 1, self.strides, name="conv_0"),
-            _normalization(self.momentum, name="norm_0"),
-        ]
-
 
 @keras.saving.register_keras_serializable(package="model_zoo")
 class BottleneckBlock(_Residual):
@@ -141,6 +143,9 @@ class BottleneckBlock(_Residual):
     ```
     """
 
+    use_bias = True
+    epsilon = _RESNET_EPSILON
+
     def __init__(self, filters, strides=1, momentum=0.9, **kwargs):
         super().__init__(filters, strides, momentum, **kwargs)
         self.main_path = [
@@ -154,14 +159,6 @@ class BottleneckBlock(_Residual):
             _normalization(momentum, _RESNET_EPSILON, name="norm_3"),
         ]
         self.relu = keras.layers.ReLU(name="relu_3")
-
-    def _projection(self, channels):
-        return [
-            _convolution(
-                channels, 1, self.strides, use_bias=True, name="conv_0"
-            ),
-            _normalization(self.momentum, _RESNET_EPSILON, name="norm_0"),
-        ]
 
 
 def resnet_small(

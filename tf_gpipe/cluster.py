@@ -1,12 +1,18 @@
 """Worker processes: connecting to them, and telling which one is gone."""
 
+import collections
+import functools
 import socket
 import time
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
+
+from tf_gpipe import placement
 
 _JOB = "worker"
 # Time for a worker to answer at all, once it has been there.
@@ -45,100 +51,28 @@ def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
     """
     addresses = _checked(addresses)
     connected = _addresses()
-    if connected != addresses:
-        if connected:
-            raise ValueError(
-                "A process can connect to workers only once. Connected to: "
-                f"{', '.join(connected)}. Received: {', '.join(addresses)}"
-            )
-        deadline = time.monotonic() + timeout
-        missing = addresses
-        while True:
-            missing = unreachable(missing)
-            if not missing:
-                break
-            if time.monotonic() > deadline:
-                stages = [str(addresses.index(each)) for each in missing]
-                raise tf.errors.UnavailableError(
-                    None,
-                    None,
-                    f"No worker answers at {', '.join(missing)} within "
-                    f"{timeout:g} seconds. With a device a worker, stage "
-                    f"{', '.join(stages)} would run there. Start one with "
-                    "`python -m tf_gpipe.worker --port=PORT`, and see that "
-                    "its `--bind` address is the one given here.",
-                )
-            time.sleep(0.2)
+    if not connected:
+        _wait_for(addresses, timeout)
         tf.config.experimental_connect_to_cluster(
             tf.train.ClusterSpec({_JOB: addresses}),
             make_master_device_default=False,
         )
-    devices = []
-    for task in range(len(addresses)):
-        own = [
-            x
-            for x in tf.config.list_logical_devices()
-            if f"/job:{_JOB}/replica:0/task:{task}/" in x.name
-        ]
-        accelerators = [x for x in own if x.device_type in ("GPU", "TPU")]
-        cpus = [x for x in own if x.device_type == "CPU"]
-        devices += [x.name for x in accelerators or cpus[:1]]
-    return devices
-
-
-def unreachable(addresses: Iterable[str], broken: bool = False) -> list[str]:
-    """Returns those of `addresses` where nothing answers.
-
-    Args:
-        addresses: List of strings.
-        broken: Boolean, whether a connection has broken. The sockets of a
-            process that is killed close one after another: for a moment it
-            may still answer, and is asked again.
-    """
-    end = time.monotonic() + (_CLOSING_SECONDS if broken else 0.0)
-    while not (found := [x for x in addresses if not _answers(x)]):
-        if time.monotonic() >= end:
-            break
-        time.sleep(0.1)
-    return found
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), _PROBE_SECONDS).close()
-    except OSError:
-        return False
-    return True
-
-
-def address(device: str) -> str | None:
-    """Returns the address of a device's worker.
-
-    `None` if the device belongs to this process.
-    """
-    spec = tf.DeviceSpec.from_string(device)
-    addresses = _addresses()
-    if spec.job != _JOB or not addresses:
-        return None
-    return addresses[spec.task or 0]
-
-
-def _addresses() -> list[str]:
-    """Returns the addresses of the workers that we are connected to."""
-    server_def = context.get_server_def()
-    if server_def is None:
-        return []
-    for job in server_def.cluster.job:
-        if job.name == _JOB:
-            return [job.tasks[task] for task in sorted(job.tasks)]
-    return []
+    elif connected != addresses:
+        raise ValueError(
+            "A process can connect to workers only once. Connected to: "
+            f"{', '.join(connected)}. Received: {', '.join(addresses)}"
+        )
+    return [
+        device
+        for task in range(len(addresses))
+        for device in placement.accelerators(
+            f"/job:{_JOB}/replica:0/task:{task}/"
+        )
+    ]
 
 
 def _checked(addresses: Sequence[str]) -> list[str]:
-    if isinstance(addresses, str):
-        addresses = [addresses]
-    addresses = list(addresses)
+    addresses = [addresses] if isinstance(addresses, str) else list(addresses)
     for each in addresses:
         host, _, port = str(each).rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -152,3 +86,107 @@ def _checked(addresses: Sequence[str]) -> list[str]:
             f"Received: {addresses}"
         )
     return addresses
+
+
+def _wait_for(addresses: list[str], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    missing = addresses
+    while missing := unreachable(missing):
+        if time.monotonic() > deadline:
+            stages = [str(addresses.index(each)) for each in missing]
+            raise tf.errors.UnavailableError(
+                None,
+                None,
+                f"No worker answers at {', '.join(missing)} within "
+                f"{timeout:g} seconds. With a device a worker, stage "
+                f"{', '.join(stages)} would run there. Start one with "
+                "`python -m tf_gpipe.worker --port=PORT`, and see that "
+                "its `--bind` address is the one given here.",
+            )
+        time.sleep(0.2)
+
+
+def unreachable(addresses: Iterable[str], broken: bool = False) -> list[str]:
+    """Returns those of `addresses` where nothing answers.
+
+    If a connection has `broken`, they are asked for some time: the sockets of
+    a process that is killed close one after another, so that for a moment it
+    may still answer.
+    """
+    end = time.monotonic() + (_CLOSING_SECONDS if broken else 0.0)
+    while (
+        not (found := [x for x in addresses if not _answers(x)])
+        and time.monotonic() < end
+    ):
+        time.sleep(0.1)
+    return found
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _addresses() -> list[str]:
+    """Returns the addresses of the workers that we are connected to."""
+    server_def = context.get_server_def()
+    if server_def is None:
+        return []
+    return tf.train.ClusterSpec(server_def.cluster).as_dict().get(_JOB, [])
+
+
+def naming_failures(method: Callable) -> Callable:
+    """Returns a method of a pipelined model that names workers that fail.
+
+    TensorFlow tells of a worker that has been killed or started again by one
+    of several errors, which name a connection or an operation. They become
+    `tf.errors.UnavailableError`s, if the worker of a stage no longer answers
+    or has forgotten the model.
+    """
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except tf.errors.OpError as error:
+            message = _diagnosis(self._pipeline, error)
+            if message is None:
+                raise
+            raise tf.errors.UnavailableError(None, None, message) from error
+
+    return wrapper
+
+
+def _diagnosis(pipeline: Any, error: tf.errors.OpError) -> str | None:
+    """Returns which worker failed, or `None` if none did."""
+    if pipeline is None:
+        return None
+    addresses = _addresses()
+    stages: dict[str, list[str]] = collections.defaultdict(list)
+    for stage in pipeline.stages:
+        for device in map(tf.DeviceSpec.from_string, stage.devices):
+            if addresses and device.job == _JOB:
+                stages[addresses[device.task]].append(str(stage.index))
+    # What a worker that was started again says to a client of the old one.
+    again = "Unable to find a context_id" in error.message
+    broken = isinstance(error, tf.errors.UnavailableError) and not again
+    gone = unreachable(stages, broken)
+    if not gone and not again:
+        return None
+    lines = [
+        f"Stage {', '.join(stages[address])} has failed: its worker at "
+        f"{address} no longer answers."
+        for address in gone
+    ] or ["A worker has been started again and no longer has its stage."]
+    return "\n".join(
+        [
+            *lines,
+            "The weights of its stage are lost. Start it again, with `python "
+            "-m tf_gpipe.worker --port=PORT`, then this program, and resume "
+            "from the newest checkpoint.",
+        ]
+    )

@@ -1,6 +1,7 @@
 """Operations outside the pipeline, where what they work on is."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,7 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
     Keras leaves it to TensorFlow where a step runs, which takes the first
     device for all of it: the gradients, slots and weights of all stages would
     travel there at each step, and have to fit there. Numbers do not change.
-
-    Args:
-        optimizer: A Keras optimizer. Methods of it are replaced.
+    Methods of the optimizer are replaced, once.
     """
     if hasattr(optimizer.apply, "colocates"):
         return
@@ -47,7 +46,8 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
             "_backend_update_step",
             "_update_model_variables_moving_average",
         ):
-            setattr(x, name, _reading_once(x, getattr(x, name)))
+            method = functools.partial(_reading_once, x, getattr(x, name))
+            setattr(x, name, method)
     keras_apply = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
@@ -59,35 +59,31 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _reading_once(
-    optimizer: keras.optimizers.Optimizer, method: Callable[..., None]
-) -> Callable[..., None]:
-    """Makes a method read an optimizer's scalars once, not once a weight.
+    optimizer: keras.optimizers.Optimizer,
+    method: Callable[..., None],
+    *args: Any,
+) -> None:
+    """Calls a method that reads an optimizer's scalars, once for all weights.
 
     Each read is a tensor of its own, and a message of its own to a weight on
     another host.
     """
-
-    def run(*args: Any) -> None:
-        # A replica reads its own, near by.
-        if tf.executing_eagerly() or tf.distribute.has_strategy():
-            return method(*args)
-        scalars = [
-            (x, tf.convert_to_tensor(x.value))
-            for x in (optimizer._iterations, optimizer._learning_rate)
-            if isinstance(x, keras.Variable)
-        ]
-        with keras.StatelessScope(scalars) as scope:
-            given = dict(scope.state_mapping)
-            method(*args)
-        # What the method has assigned, which the scope has kept back.
-        # Which are a tuple where `apply_gradients` has built it.
-        weights = optimizer._trainable_variables
-        for x in [*optimizer.variables, *weights]:
-            value = scope.get_current_value(x)
-            if value is not None and value is not given.get(id(x)):
-                x.assign(value)
-
-    return run
+    # A replica reads its own, near by.
+    if tf.executing_eagerly() or tf.distribute.has_strategy():
+        return method(*args)
+    scalars = [
+        (x, tf.convert_to_tensor(x.value))
+        for x in (optimizer._iterations, optimizer._learning_rate)
+        if isinstance(x, keras.Variable)
+    ]
+    with keras.StatelessScope(scalars) as scope:
+        given = dict(scope.state_mapping)
+        method(*args)
+    # What the method has assigned, which the scope has kept back.
+    for x in [*optimizer.variables, *optimizer._trainable_variables]:
+        value = scope.get_current_value(x)
+        if value is not None and value is not given.get(id(x)):
+            x.assign(value)
 
 
 class _Follower:
@@ -99,28 +95,22 @@ class _Follower:
     def __call__(self, op: tf.Operation) -> str:
         if op.device or op.type in _CONTROL_FLOW:
             return op.device
-        sizes = {x.ref(): _size(x) for x in op.inputs}
-        for x in sorted(sizes, key=sizes.__getitem__, reverse=True):
-            device = self._device(x.deref())
-            if device:
-                return device
-        return ""
+        largest_first = sorted(op.inputs, key=_size, reverse=True)
+        return next(filter(None, map(self._device, largest_first)), "")
 
     def _device(self, tensor: tf.Tensor) -> str:
         """Returns where a tensor is, or an empty string if nobody knows."""
-        while not tensor.device:
-            if tensor.op.type == "ReadVariableOp":
-                # TensorFlow keeps scopes from it, and runs it there.
-                tensor = tensor.op.inputs[0]
-                continue
-            if tensor.op.type != "Placeholder":
-                break
-            if id(tensor) not in self._outer:
-                self._outer.update((id(y), x) for x, y in tensor.graph.captures)
-            if id(tensor) not in self._outer:
-                break
-            tensor = self._outer[id(tensor)]
-        return tensor.device
+        if tensor.device:
+            return tensor.device
+        if tensor.op.type == "ReadVariableOp":
+            # TensorFlow keeps scopes from it, and runs it there.
+            return self._device(tensor.op.inputs[0])
+        if tensor.op.type != "Placeholder":
+            return ""
+        if id(tensor) not in self._outer:
+            self._outer.update((id(y), x) for x, y in tensor.graph.captures)
+        outer = self._outer.get(id(tensor))
+        return "" if outer is None else self._device(outer)
 
 
 def _size(tensor: tf.Tensor) -> float:

@@ -11,6 +11,7 @@ from tf_gpipe import replicas
 from tf_gpipe.added_losses import AddedLosses
 from tf_gpipe.clock import Clock
 from tf_gpipe.exchange import Exchange
+from tf_gpipe.exchange import total
 from tf_gpipe.gradients import GradientSum
 from tf_gpipe.gradients import of_stages
 from tf_gpipe.micro_batch import Split
@@ -264,7 +265,7 @@ class MiniBatch:
         last = k == self._last
         arrived = self._upstream.pop(m) if last else self._exchange.back(k, m)
         with self._order.task(task, arrived) as finish:
-            upstream = arrived if last else self._exchange.total(k, arrived)
+            upstream = arrived if last else [total(x) for x in arrived]
             added = self._added.gradients(k, m, loss_gradients)
             inputs = call.backward(upstream + added, self._sums[k])
             self._exchange.put_gradients(k, m, inputs)

@@ -1,5 +1,7 @@
 """What stages hand to one another: activations forth, gradients back."""
 
+import functools
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +13,9 @@ from tf_gpipe.graph import Value
 from tf_gpipe.micro_batch import Split
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.stage import Activations
+
+# One of the tensors of a value, by its place in it.
+_Tensor = tuple[Value, int]
 
 
 class Exchange:
@@ -34,13 +39,11 @@ class Exchange:
         self._pipeline = pipeline
         self._split = split
         self._given = dict(zip(pipeline.graph.inputs, inputs, strict=True))
-        # What the model is given, cut into micro-batches where it is used.
-        self._cut: dict[tuple[Value, str], list[Activations]] = {}
         self._made: dict[tuple[int, int], Activations] = {}
-        # What a device has got from another one.
-        self._received: dict[tuple[Value, int, str], Any] = {}
-        # Flat gradients by value, micro-batch and device.
-        self._gradients: dict[tuple[Value, int], dict[str, list]] = {}
+        # What a device has of a micro-batch.
+        self._there: dict[tuple[Value, int, str], Activations] = {}
+        # Of a tensor of a micro-batch, by the device that they were made on.
+        self._gradients: dict[tuple[_Tensor, int], dict[str, Any]] = {}
 
     def inputs(self, k: int, m: int) -> Activations:
         """Returns what stage `k` takes of micro-batch `m`."""
@@ -59,89 +62,54 @@ class Exchange:
         return self._made[len(self._pipeline.stages) - 1, m]
 
     def put_gradients(self, k: int, m: int, gradients: Sequence) -> None:
-        """Takes the gradients by what stage `k` took of micro-batch `m`.
-
-        Args:
-            k: Integer, the stage.
-            m: Integer, the micro-batch.
-            gradients: List with a gradient or `None` for each flat tensor.
-        """
+        """Takes a gradient or `None` by each flat input of stage `k`."""
         stage = self._pipeline.stages[k]
-        rest = list(gradients)
-        for value in stage.inputs:
-            size = len(keras.tree.flatten(value.spec))
-            own, rest = rest[:size], rest[size:]
-            by_device = self._gradients.setdefault((value, m), {})
-            before = by_device.get(stage.device, [None] * size)
-            by_device[stage.device] = _added(before, own)
+        for x, gradient in zip(_flat(stage.inputs), gradients, strict=True):
+            by_device = self._gradients.setdefault((x, m), {})
+            before = by_device.get(stage.device)
+            by_device[stage.device] = add(before, gradient)
 
-    def back(self, k: int, m: int) -> list[list[list]]:
-        """Returns the gradients by what stage `k` made of micro-batch `m`.
-
-        Returns:
-            List with, for each output, a list with the flat gradients that
-            each device has sent. `total` sums them.
-        """
-        here = self._pipeline.stages[k].device
+    def back(self, k: int, m: int) -> list[list]:
+        """Returns, by each flat output of stage `k`, what devices have sent."""
+        stage = self._pipeline.stages[k]
         return [
             [
-                [self._sent(x, device, here) for x in part]
-                for device, part in self._gradients.pop((value, m), {}).items()
+                self._sent(gradient, device, stage.device)
+                for device, gradient in self._gradients.pop((x, m), {}).items()
             ]
-            for value in self._pipeline.stages[k].outputs
+            for x in _flat(stage.outputs)
         ]
-
-    def total(self, k: int, arrived: list[list[list]]) -> list:
-        """Returns a gradient or `None` for each flat output of stage `k`.
-
-        Args:
-            k: Integer, the stage.
-            arrived: What `back` has returned.
-        """
-        flat: list = []
-        for value, parts in zip(
-            self._pipeline.stages[k].outputs, arrived, strict=True
-        ):
-            flat += _sum(value, parts)
-        return flat
 
     def input_gradients(self) -> list:
         """Returns a gradient or `None` for each flat tensor of the inputs."""
-        found = []
-        for value in self._pipeline.graph.inputs:
+        found: list = []
+        for x in _flat(self._pipeline.graph.inputs):
             parts = [
-                _sum(
-                    value,
-                    list(self._gradients.pop((value, m), {}).values()),
-                )
+                total(self._gradients.pop((x, m), {}).values())
                 for m in range(self._split.num_micro_batches)
             ]
-            found += [
-                None
-                if any(x is None for x in xs)
-                else self._split.merge(list(xs))
-                for xs in zip(*parts, strict=True)
-            ]
+            lacks = any(part is None for part in parts)
+            found.append(None if lacks else self._split.merge(parts))
         return found
 
     def _value(self, value: Value, device: str, m: int) -> Activations:
-        if value not in self._given:
-            maker, i = self._pipeline.maker[value]
-            made = self._made[maker.index, m]
-            if (value, m, device) not in self._received:
-                self._received[value, m, device] = keras.tree.map_structure(
+        key = value, m, device
+        if key not in self._there:
+            if value in self._given:
+                whole = Activations.of(self._given[value])
+                # Cut into micro-batches where it is used.
+                with tf.device(device):
+                    parts = [self._split.take(x, m) for x in whole]
+                self._there[key] = Activations(*parts)
+            else:
+                maker, i = self._pipeline.maker[value]
+                made = self._made[maker.index, m]
+                tensors = keras.tree.map_structure(
                     lambda x: self._sent(x, maker.device, device),
                     made.tensors[i],
                 )
-            return Activations(self._received[value, m, device], made.masks[i])
-        if (value, device) not in self._cut:
-            whole = Activations.of(self._given[value])
-            with tf.device(device):
-                self._cut[value, device] = [
-                    Activations(*(self._split.take(x, i) for x in whole))
-                    for i in range(self._split.num_micro_batches)
-                ]
-        return self._cut[value, device][m]
+                self._there[key] = Activations(tensors, made.masks[i])
+        return self._there[key]
 
     def _sent(self, x: Any, sender: str, receiver: str) -> Any:
         """Returns a tensor that goes from device to device, or `None`."""
@@ -160,12 +128,14 @@ class Exchange:
             return tf.cast(narrow, x.dtype)
 
 
-def _sum(value: Value, parts: list[list]) -> list:
-    total: list = [None] * len(keras.tree.flatten(value.spec))
-    for part in parts:
-        total = _added(total, part)
-    return total
+def _flat(values: Sequence[Value]) -> list[_Tensor]:
+    return [
+        (value, i)
+        for value in values
+        for i in range(len(keras.tree.flatten(value.spec)))
+    ]
 
 
-def _added(a: list, b: list) -> list:
-    return [add(x, y) for x, y in zip(a, b, strict=True)]
+def total(gradients: Iterable) -> Any:
+    """Returns the sum of gradients, `None` if there are none."""
+    return functools.reduce(add, gradients, None)

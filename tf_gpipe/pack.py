@@ -11,16 +11,8 @@ def pack(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     A function with hundreds of results, called once a micro-batch, costs
     TensorFlow more time than the layers in it before the first step. Nothing
     is copied. A pack cannot leave the process.
-
-    Args:
-        tensors: List of tensors.
-
-    Returns:
-        List of one tensor, or an empty one.
     """
-    if not tensors:
-        return []
-    return [tf.raw_ops.OptionalFromValue(components=tensors)]
+    return [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
 
 
 def unpack(
@@ -28,9 +20,7 @@ def unpack(
 ) -> list[tf.Tensor]:
     """Returns the tensors of a pack.
 
-    Args:
-        packed: What `pack` returned.
-        like: List of tensors, or variables, of their dtypes and shapes.
+    Their dtypes and shapes are those of `like`, tensors or variables.
     """
     if not packed:
         return []

@@ -156,7 +156,7 @@ class PipelineConfig:
         schedule = self.schedule_of(num_layers, num_devices)
         num_devices = len(schedule.tasks)
         if on_tpu:
-            cores = [replicas.core(i) for i in range(num_devices)]
+            cores = [tf.compat.v1.tpu.core(i) for i in range(num_devices)]
             rows = [cores] * num_replicas
         else:
             rows = placement.assign(self.devices, num_devices, num_replicas)

@@ -8,42 +8,46 @@ import tensorflow as tf
 from tf_gpipe import replicas
 
 
-def accelerators() -> list[str]:
-    """Returns the names of the visible accelerators, or else of the CPUs."""
+def accelerators(host: str = "") -> list[str]:
+    """Returns the names of the visible accelerators, or else of the CPUs.
+
+    Args:
+        host: String that the names have in them, such as `"/task:1/"`.
+    """
     for kind in ("GPU", "TPU", "CPU"):
         devices = tf.config.list_logical_devices(kind)
-        if devices:
-            return [device.name for device in devices]
+        names = [device.name for device in devices if host in device.name]
+        if names:
+            return names
     return []
 
 
 def assign(
     devices: Sequence | None, num_devices: int, num_replicas: int = 1
 ) -> list[list[str]]:
-    """Returns existing devices, a row for each replica.
+    """Returns the full names of existing devices, a row for each replica.
 
     Args:
         devices: List of at least `num_devices` TensorFlow device strings,
             where a device may be named more than once; a list of such a list
-            for each replica; or `None` for the visible accelerators (the CPUs
-            where there are none), row by row.
+            for each replica; or `None` for `accelerators()`, row by row.
         num_devices: Integer, devices of a row.
         num_replicas: Integer, rows.
-
-    Returns:
-        List of `num_replicas` lists of `num_devices` full device names.
 
     Raises:
         ValueError: If there are too few devices or one does not exist.
     """
     if devices is None:
         names = accelerators()
-        if len(names) < num_replicas * num_devices:
-            raise ValueError(_too_few(names, num_devices, num_replicas))
-        return [
-            names[r * num_devices : (r + 1) * num_devices]
+        missing = num_replicas * num_devices - len(names)
+        padded = names + ["missing"] * missing
+        grid = [
+            padded[r * num_devices : (r + 1) * num_devices]
             for r in range(num_replicas)
         ]
+        if missing > 0:
+            raise ValueError(_too_few(names, grid))
+        return grid
     rows = devices if is_grid(devices) else [devices]
     if len(rows) != num_replicas:
         raise ValueError(
@@ -66,9 +70,10 @@ def is_grid(devices: Sequence | None) -> bool:
     return bool(devices) and not any(isinstance(x, str) for x in devices or ())
 
 
-def _too_few(names: list[str], num_devices: int, num_replicas: int) -> str:
+def _too_few(names: list[str], grid: list[list[str]]) -> str:
+    num_devices = len(grid[0])
     visible = f"Visible: {len(names)} ({', '.join(names)})."
-    if num_replicas == 1:
+    if len(grid) == 1:
         return (
             f"{num_devices} stages need {num_devices} devices. {visible} Use "
             "fewer stages; or let stages share a device, with "
@@ -76,46 +81,34 @@ def _too_few(names: list[str], num_devices: int, num_replicas: int) -> str:
             "logical ones before TensorFlow starts, with "
             "tf.config.set_logical_device_configuration."
         )
-    found = iter(names)
-    grid = [
-        [next(found, "missing") for _ in range(num_devices)]
-        for _ in range(num_replicas)
-    ]
     text = "\n".join(
         f"    replica {r}: {', '.join(row)}" for r, row in enumerate(grid)
     )
     return (
-        f"{num_replicas} replicas of {num_devices} stages need "
-        f"{num_replicas * num_devices} devices. {visible}\n{text}\nUse fewer "
+        f"{len(grid)} replicas of {num_devices} stages need "
+        f"{len(grid) * num_devices} devices. {visible}\n{text}\nUse fewer "
         "stages, or a strategy with fewer replicas (one for each row, such as "
         f"tf.distribute.MirroredStrategy(['{names[0]}']))."
     )
 
 
 def find(device: str) -> str:
-    """Returns the full name of a device.
+    """Returns the full name of a device string such as `"GPU:0"`.
 
-    Args:
-        device: TensorFlow device string, such as `"GPU:0"` or
-            `"/job:worker/task:1/device:CPU:0"`.
-
-    Returns:
-        String, the name as `tf.config.list_logical_devices` gives it.
+    What the string leaves open is that of the first match.
 
     Raises:
         ValueError: If no such device is visible.
     """
     existing = [x.name for x in tf.config.list_logical_devices()]
     try:
-        text = device if device.startswith("/") else f"/device:{device}"
-        wanted = _spec(text)
-    except (AttributeError, ValueError):
-        wanted = None
+        wanted = tf.DeviceSpec.from_string(device)
+    except (AttributeError, TypeError, ValueError):
+        wanted = tf.DeviceSpec()
     for name in existing:
-        if wanted is not None and wanted.device_type is not None:
-            # What the string leaves open is that of the first match.
-            if _compatible(wanted, _LOCAL.make_merged_spec(_spec(name))):
-                return name
+        full = _full(name)
+        if wanted.device_type and full.make_merged_spec(wanted) == full:
+            return name
     raise ValueError(
         f"Unknown device {device!r}. Visible devices: {', '.join(existing)}."
     )
@@ -131,7 +124,7 @@ def place(
 
     Args:
         variable: A `keras.Variable`.
-        devices: List of full device names, one a replica.
+        devices: List of device names, one a replica.
         trainable: Boolean, whether gradient tapes watch a variable that has no
             value yet. Also those that are frozen: they may not always be.
     """
@@ -141,12 +134,9 @@ def place(
             variable.trainable = before or trainable
             variable._deferred_initialize()
             variable.trainable = before
-        elif not all(
-            _compatible(_spec(is_on), _LOCAL.make_merged_spec(_spec(wanted)))
-            for is_on, wanted in zip(
-                replicas.devices_of(variable.value), devices, strict=True
-            )
-        ):
+        elif replicas.devices_of(variable.value) != [
+            _full(device).to_string() for device in devices
+        ]:
             old = variable._value
             variable._value = tf.Variable(
                 old,
@@ -158,19 +148,7 @@ def place(
             )
 
 
-# What TensorFlow leaves out of the names of this process's devices.
-_LOCAL = tf.DeviceSpec(job="localhost", replica=0, task=0)
-
-
-def _spec(name: str) -> tf.DeviceSpec:
-    return tf.DeviceSpec.from_string(name)
-
-
-def _compatible(a: tf.DeviceSpec, b: tf.DeviceSpec) -> bool:
-    """Returns whether two names differ only in what one leaves open."""
-    fields = ("job", "replica", "task", "device_type", "device_index")
-    return all(
-        getattr(a, field) == getattr(b, field)
-        for field in fields
-        if None not in (getattr(a, field), getattr(b, field))
-    )
+def _full(name: str) -> tf.DeviceSpec:
+    """Adds what TensorFlow leaves out of the names of a process's devices."""
+    local = tf.DeviceSpec(job="localhost", replica=0, task=0)
+    return local.make_merged_spec(tf.DeviceSpec.from_string(name))

@@ -11,23 +11,23 @@ that stage. Without a strategy there is one replica.
 """
 
 import contextlib
+import types
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+# A `keras.Model` supplies the rest, of which no types are known.
+_Mixin: Any = object
 # Of gradients that hosts exchange at once.
 _BYTES_PER_PACK = 32 * 2**20
 
 
 def count(strategy: tf.distribute.Strategy | None) -> int:
     """Returns how many replicas a strategy has in this process.
-
-    Args:
-        strategy: A `tf.distribute` strategy, or `None`.
 
     Raises:
         ValueError: If a pipeline cannot be a replica of the strategy.
@@ -55,15 +55,6 @@ def on_tpu(strategy: tf.distribute.Strategy | None) -> bool:
     return isinstance(strategy, tf.distribute.TPUStrategy)
 
 
-def core(index: int) -> str:
-    """Returns the device of a TPU replica's logical core, for `tf.device`.
-
-    Which core of the machine it is, the strategy's
-    `tf.tpu.experimental.DeviceAssignment` says for each replica.
-    """
-    return tf.compat.v1.tpu.core(index)
-
-
 def fed(inputs: Any) -> Any:
     """Returns inputs of a replica where the first stage reads them."""
     strategy = tf.distribute.get_strategy()
@@ -79,14 +70,7 @@ def within_xla() -> bool:
 
     As it does for TPUs, and in a `tf.function` with `jit_compile=True`.
     """
-    return not tf.executing_eagerly() and GraphOrParentsInXlaContext(
-        tf.compat.v1.get_default_graph()
-    )
-
-
-def on_several_hosts(strategy: tf.distribute.Strategy | None) -> bool:
-    """Returns whether the replicas of a strategy are on several hosts."""
-    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    return GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def several() -> bool:
@@ -120,26 +104,21 @@ def number() -> Any:
     context = tf.distribute.get_replica_context()
     if context is None:
         return 0
-    static = tf.get_static_value(context.replica_id_in_sync_group)
-    if static is None:
-        return context.replica_id_in_sync_group
-    return int(static)
+    found = context.replica_id_in_sync_group
+    static = tf.get_static_value(found)
+    return found if static is None else int(static)
 
 
-@contextlib.contextmanager
-def variables_on(devices: Sequence[str]) -> Iterator[None]:
-    """Returns a scope that makes variables on given devices.
-
-    Args:
-        devices: List of device names, one a replica.
+def variables_on(
+    devices: Sequence[str],
+) -> contextlib.AbstractContextManager:
+    """Returns a scope that makes variables on given devices, one a replica.
 
     Raises:
-        RuntimeError: If it is entered in a replica.
+        RuntimeError: If called in a replica.
     """
     if not tf.distribute.has_strategy():
-        with tf.device(devices[0]):
-            yield
-        return
+        return tf.device(devices[0])
     if not tf.distribute.in_cross_replica_context():
         raise RuntimeError(
             "A pipeline cannot be built within a replica. Build it under "
@@ -150,15 +129,14 @@ def variables_on(devices: Sequence[str]) -> Iterator[None]:
     strategy = tf.distribute.get_strategy()
     if on_tpu(strategy):
         logical = int(devices[0].rpartition(":")[2])
-        with strategy.extended.experimental_logical_device(logical):
-            yield
-        return
+        return strategy.extended.experimental_logical_device(logical)
 
     def create(next_creator, **kwargs):
-        return next_creator(**{**kwargs, "colocate_with": _Row(devices)})
+        # All that strategies ask of a variable to go with.
+        kwargs["colocate_with"] = types.SimpleNamespace(_devices=devices)
+        return next_creator(**kwargs)
 
-    with tf.variable_creator_scope(create):
-        yield
+    return tf.variable_creator_scope(create)
 
 
 def devices_of(variable: tf.Variable) -> list[str]:
@@ -179,26 +157,21 @@ def sum_gradients(pairs: Iterable[tuple]) -> list[tuple]:
         pairs: Iterable of tuples of a gradient or `None` and a variable.
 
     Returns:
-        List of such tuples. Outside of replicas it is what was given.
+        List of such tuples; outside of replicas, of what was given.
     """
     pairs = list(pairs)
-    there = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
-    sums = _reduced(tf.distribute.ReduceOp.SUM, [pairs[i] for i in there])
-    for i, x in zip(there, sums, strict=True):
-        pairs[i] = x, pairs[i][1]
-    return pairs
+    given = [pair for pair in pairs if pair[0] is not None]
+    sums = iter(reduced(tf.distribute.ReduceOp.SUM, given))
+    return [(None if x is None else next(sums), v) for x, v in pairs]
 
 
-def mean(pairs: Iterable[tuple]) -> list[tf.Tensor]:
-    """Returns means over replicas, each on the devices of its variable.
+def reduced(op: tf.distribute.ReduceOp, pairs: Sequence[tuple]) -> list:
+    """Returns sums or means over replicas, each on its variable's devices.
 
     Args:
-        pairs: Iterable of tuples of a tensor and a variable.
+        op: Whether sums or means.
+        pairs: List of tuples of a tensor and a variable.
     """
-    return _reduced(tf.distribute.ReduceOp.MEAN, list(pairs))
-
-
-def _reduced(op: tf.distribute.ReduceOp, pairs: list[tuple]) -> list:
     context = tf.distribute.get_replica_context()
     values = [value for value, _ in pairs]
     if context is None or not tf.distribute.has_strategy() or not pairs:
@@ -211,20 +184,19 @@ def _reduced(op: tf.distribute.ReduceOp, pairs: list[tuple]) -> list:
         )
         return context.all_reduce(op, values, options)
     # Tensors that are summed at once are packed, which needs one dtype.
-    by_devices: dict = {}
+    by_devices: dict[tuple, list[int]] = {}
     for i, (value, variable) in enumerate(pairs):
         key = tuple(devices_of(variable)), value.dtype
         by_devices.setdefault(key, []).append(i)
 
     def merge(strategy, values):
-        results = [None] * len(values)
+        found: dict[int, Any] = {}
         for (devices, dtype), places in by_devices.items():
-            reduced = _cross_device_ops(strategy, devices, dtype).batch_reduce(
+            parts = _cross_device_ops(strategy, devices, dtype).batch_reduce(
                 op, [(values[i], pairs[i][1]) for i in places]
             )
-            for i, x in zip(places, reduced, strict=True):
-                results[i] = x
-        return results
+            found.update(zip(places, parts, strict=True))
+        return [found[i] for i in range(len(values))]
 
     return context.merge_call(merge, args=(values,))
 
@@ -242,21 +214,53 @@ def _cross_device_ops(
         given, (tf.distribute.ReductionToOneDevice, tf.distribute.NcclAllReduce)
     ):
         return given
-    whole = len(tf.config.list_physical_devices("GPU")) == len(
-        tf.config.list_logical_devices("GPU")
-    )
     if (
-        whole
-        and dtype != tf.bfloat16
-        and len(set(devices)) == len(devices)
-        and all("GPU" in device for device in devices)
+        dtype == tf.bfloat16
+        or len(set(devices)) < len(devices)
+        or not all("GPU" in device for device in devices)
+        or len(tf.config.list_physical_devices("GPU"))
+        != len(tf.config.list_logical_devices("GPU"))
     ):
-        return tf.distribute.NcclAllReduce()
-    return tf.distribute.ReductionToOneDevice()
+        return tf.distribute.ReductionToOneDevice()
+    return tf.distribute.NcclAllReduce()
 
 
-class _Row:
-    """What strategies take for a variable with a component on each device."""
+class SeveralHosts(_Mixin):
+    """What `keras.Model.fit` lacks where replicas are on several hosts."""
 
-    def __init__(self, devices: Sequence[str]):
-        self._devices = devices
+    def _make_function(self, step_function):
+        if not isinstance(
+            self._distribute_strategy,
+            tf.distribute.MultiWorkerMirroredStrategy,
+        ):
+            return super()._make_function(step_function)
+
+        def with_axis(data):
+            # Along which Keras takes means over replicas on several hosts.
+            return keras.tree.map_structure(
+                lambda x: tf.reshape(x, (1,)) if x.shape.rank == 0 else x,
+                step_function(data),
+            )
+
+        return super()._make_function(with_axis)
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        strategy = self._distribute_strategy
+        if strategy is None:
+            return
+        if iterator is not None:
+            # Keras takes the mean of a batch over replicas, only to know its
+            # shape, and fails where replicas are on several hosts.
+            for _, _, steps in iterator:
+                data_batch = keras.tree.map_structure(
+                    lambda x: strategy.experimental_local_results(x)[0],
+                    next(steps),
+                )
+                break
+            iterator = None
+        if not self.built:
+            # Keras goes on to build in a scope where no weight gets a value.
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
+            with strategy.scope():
+                self._pipeline_for(x)
+        super()._maybe_symbolic_build(iterator, data_batch)

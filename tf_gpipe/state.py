@@ -152,8 +152,9 @@ class StateVersions:
             for key, variable in self._updated.items()
             if variable.aggregation == "none" and merged[key].dtype.is_floating
         ]
-        means = replicas.mean(
-            (merged[key], self._updated[key].value) for key in own
+        means = replicas.reduced(
+            tf.distribute.ReduceOp.MEAN,
+            [(merged[key], self._updated[key].value) for key in own],
         )
         merged.update(zip(own, means, strict=True))
         for key, variable in self._updated.items():

@@ -24,9 +24,7 @@ class TaskOrder:
                       |               |               ^
         device 1      '----> F1.0 ----|---------------'
 
-    Args:
-        pipeline: A `Pipeline`.
-        clock: `Clock` that takes the time of each task, or `None`.
+    A clock takes the time of each task.
     """
 
     def __init__(self, pipeline: Pipeline, clock: Clock | None):
@@ -42,12 +40,9 @@ class TaskOrder:
     ) -> Iterator[Callable[..., None]]:
         """Puts what is emitted inside on the task's device, in its turn.
 
-        Args:
-            task: `Task`.
-            needs: Nested structure of what other devices send for it.
-
-        Yields:
-            Function to call with a nested structure of the results.
+        Yields a function to call with a nested structure of the results. The
+        task takes its time from when `needs`, what other devices send for it,
+        are there.
         """
         device = self._pipeline.stages[task.stage].device
         before: list = [self._done[device]] if device in self._done else []
@@ -85,10 +80,11 @@ class TaskOrder:
         parts = []
         for stage in self._pipeline.stages:
             own = [i for i, t in enumerate(order) if t.stage == stage.index]
-            found = [self._times[order[i]] for i in own]
             # Together, since each tensor from another host is a message.
             with tf.device(stage.device):
-                parts.append(tf.stack([x for pair in found for x in pair]))
+                parts.append(
+                    tf.stack([x for i in own for x in self._times[order[i]]])
+                )
             rows += own
         times = tf.reshape(tf.concat(parts, axis=0), (-1, 2))
         return tf.gather(times, tf.argsort(rows))

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras.src.losses.loss import scale_loss_for_distribution
 from keras.src.losses.loss import unscale_loss_for_distribution
 
-from tf_gpipe import faults
+from tf_gpipe import cluster
 from tf_gpipe import slots
 from tf_gpipe import state
 from tf_gpipe.calls import PipelinedCalls
@@ -17,7 +17,7 @@ from tf_gpipe.colocation import colocate
 from tf_gpipe.colocation import following_inputs
 from tf_gpipe.gradients import add
 from tf_gpipe.loss import micro_batch_loss
-from tf_gpipe.several_hosts import SeveralHosts
+from tf_gpipe.replicas import SeveralHosts
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import run_stage
 from tf_gpipe.traced_function import result_alone
@@ -58,11 +58,11 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     # Named here to tell whether a subclass overrides it.
     compute_loss = keras.Model.compute_loss
 
-    evaluate = faults.named(keras.Model.evaluate)
-    predict = faults.named(keras.Model.predict)
-    train_on_batch = faults.named(keras.Model.train_on_batch)
-    test_on_batch = faults.named(keras.Model.test_on_batch)
-    predict_on_batch = faults.named(keras.Model.predict_on_batch)
+    evaluate = cluster.naming_failures(keras.Model.evaluate)
+    predict = cluster.naming_failures(keras.Model.predict)
+    train_on_batch = cluster.naming_failures(keras.Model.train_on_batch)
+    test_on_batch = cluster.naming_failures(keras.Model.test_on_batch)
+    predict_on_batch = cluster.naming_failures(keras.Model.predict_on_batch)
 
     @tf.autograph.experimental.do_not_convert
     def loss_and_gradients(self, x, y=None, sample_weight=None):
@@ -158,7 +158,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         with following_inputs():
             return super().test_step(data)
 
-    @faults.named
+    @cluster.naming_failures
     @functools.wraps(keras.Model.fit)
     def fit(self, *args, **kwargs):
         try:

@@ -32,15 +32,11 @@ _IP_HEADER = 0xFFF00000
 _IP_DESTINATION = _IP_HEADER + 16
 
 
-def serve(port: int, bind: str = "127.0.0.1") -> None:
+def serve(port: int, bind: str) -> None:
     """Starts a TensorFlow server, and returns when the process is killed.
 
-    Prints a line with its address once it accepts connections.
-
-    Args:
-        port: Integer, the TCP port; 0 for one that is free.
-        bind: String, the IPv4 address that it can be reached by;
-            `"0.0.0.0"` for all addresses of the host.
+    Prints a line with its address once it accepts connections. See the help of
+    the command for arguments.
 
     Raises:
         OSError: If the port is taken, or `bind` is no address of this host.
@@ -82,19 +78,21 @@ def accept_only(address: str, port: int) -> None:
         b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     )
     value = struct.pack("HL", len(program), ctypes.addressof(code))
-    found = 0
+    found = False
     for name in os.listdir("/proc/self/fd"):
         try:
             copy = os.dup(int(name))
         except OSError:
             continue
         try:
-            with socket.socket(fileno=copy) as each:
-                if each.getsockname()[1:2] == (port,):
-                    each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, value)
-                    found += 1
+            each = socket.socket(fileno=copy)
         except OSError:
             os.close(copy)
+            continue
+        with each:
+            if each.getsockname()[1:2] == (port,):
+                each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, value)
+                found = True
     if not found:
         raise RuntimeError(
             f"The socket of the server at port {port} was not found, so that "

@@ -32,6 +32,7 @@ from tf_gpipe.simulate import Execution  # noqa: E402
 from tf_gpipe.simulate import simulate  # noqa: E402
 from tools import command_line  # noqa: E402
 from tools import workers  # noqa: E402
+from tools.benchmark import timing  # noqa: E402
 from trainers import devices as host_devices  # noqa: E402
 from trainers import models  # noqa: E402
 
@@ -212,9 +213,7 @@ def _measured(args, devices):
                 callbacks=[clock, *([recorder] if recorded else [])],
             )
             seconds[recorded].append(clock.seconds())
-    ratio = statistics.median(
-        a / b for a, b in zip(seconds[True], seconds[False], strict=True)
-    )
+    ratio = timing.median_ratio(seconds[True], seconds[False])
     steps = {
         "simulated": recorder.simulated(),
         "measured": Execution(recorder.spans, recorder.devices),

@@ -9,6 +9,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from trainers import datasets  # noqa: F401 (registers ours with TFDS)
+from trainers import devices
 from trainers.augmentation import Augmentation
 from trainers.command_line import UserError
 
@@ -95,7 +96,7 @@ class Images:
             )
 
         epochs = tf.data.Dataset.range(first_epoch, num_epochs)
-        return _by_batch(epochs.flat_map(batches))
+        return devices.share_batches(epochs.flat_map(batches))
 
     def test_batches(self, batch_size):
         """Returns the test images in batches; the last may be smaller."""
@@ -108,7 +109,9 @@ class Images:
         images = self.test.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
         # Of a size that is known, where all have the same.
         even = len(self.test) % batch_size == 0
-        return _by_batch(images.batch(batch_size, drop_remainder=even))
+        return devices.share_batches(
+            images.batch(batch_size, drop_remainder=even)
+        )
 
     def some_of_each_class(self, count, seed):
         """Returns the same with `count` training images of each class.
@@ -233,12 +236,3 @@ def load(name, data_dir=None, image_size=None):
 def _has_labels(split):
     """Returns whether the first image has; TFDS gives it -1 if not."""
     return all(label >= 0 for _, label in split.take(1).as_numpy_iterator())
-
-
-def _by_batch(batches):
-    """Replicas share each batch, where they would share out the files."""
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = (
-        tf.data.experimental.AutoShardPolicy.DATA
-    )
-    return batches.with_options(options).prefetch(tf.data.AUTOTUNE)

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import tensorflow as tf
 
+from trainers import devices
 from trainers.command_line import UserError
 
 # How many batches are formed at a time, of pairs that are sorted by length:
@@ -210,25 +211,17 @@ def each_once(pairs, indices, batch_tokens, num_replicas=1):
 def _dataset(generate, num_batches):
     """Returns a `tf.data.Dataset` of what `TokenPairs.batch` returns.
 
-    Rows and lengths are left open, lest each of them be traced anew. Replicas
-    share the rows of a batch.
+    Rows and lengths are left open, lest each of them be traced anew.
 
     Args:
         generate: Function that returns an iterator of batches.
         num_batches: Integer, how many there are.
     """
     tokens = tf.TensorSpec((None, None), tf.int32)
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = (
-        tf.data.experimental.AutoShardPolicy.DATA
+    batches = tf.data.Dataset.from_generator(
+        generate,
+        output_signature=({"source": tokens, "target": tokens}, tokens),
     )
-    return (
-        tf.data.Dataset.from_generator(
-            generate,
-            output_signature=({"source": tokens, "target": tokens}, tokens),
-        )
-        # Keras warns otherwise when they end.
-        .apply(tf.data.experimental.assert_cardinality(num_batches))
-        .with_options(options)
-        .prefetch(tf.data.AUTOTUNE)
-    )
+    # Keras warns otherwise when they end.
+    known = tf.data.experimental.assert_cardinality(num_batches)
+    return devices.share_batches(batches.apply(known))

@@ -201,7 +201,7 @@ class PlacementTest(tf.test.TestCase):
                 keras.Variable(initializer, shape=(2,)) for _ in range(3)
             ]
         for k, variable in enumerate(variables):
-            placement.place(variable, [replicas.core(k)] * 4)
+            placement.place(variable, [tf.compat.v1.tpu.core(k)] * 4)
         self.assertEqual(made_on, [0, 1, 2])
         self.assertIsNone(self.strategy.current)
 
