@@ -31,7 +31,7 @@ class Split:
                 "All inputs of a pipeline must have the same batch size. "
                 f"Received batch sizes {sorted(static)}."
             )
-        rows = static.pop() if static else None
+        rows: Any = static.pop() if static else None
         self.static_rows = rows
         self.even = bool(rows) and rows % num_micro_batches == 0
         # Whether a micro-batch may be one without rows of its own.
