@@ -265,7 +265,14 @@ class MiniBatch:
         last = k == self._last
         arrived = self._upstream.pop(m) if last else self._exchange.back(k, m)
         with self._order.task(task, arrived) as finish:
-            upstream = arrived if last else [total(x) for x in arrived]
+            if last:
+                # Those of a loss that gathers rows are sparse.
+                upstream = [
+                    None if x is None else tf.convert_to_tensor(x)
+                    for x in arrived
+                ]
+            else:
+                upstream = [total(x) for x in arrived]
             added = self._added.gradients(k, m, loss_gradients)
             inputs = call.backward(upstream + added, self._sums[k])
             self._exchange.put_gradients(k, m, inputs)

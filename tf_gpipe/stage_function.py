@@ -116,8 +116,12 @@ class StageFunction:
                 tf.stop_gradient(scope.get_current_value(v))
                 for v in self.updated
             ]
-            outputs = tuple(values[value] for value in self.stage.outputs)
-            return Result(Activations.of(outputs), losses, updates)
+            tensors, masks = Activations.of(
+                tuple(values[value] for value in self.stage.outputs)
+            )
+            # Apart, also those of a model that returns a tensor twice.
+            tensors = keras.tree.map_structure(tf.identity, tensors)
+            return Result(Activations(tensors, masks), losses, updates)
 
     def differentiable(
         self,

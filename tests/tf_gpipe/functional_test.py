@@ -344,6 +344,53 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
             schedule=schedule,
         )
 
+    @parameterized.product(
+        schedule=("gpipe", "1f1b"),
+        num_micro_batches=(1, 2),
+        eager=(True, False),
+    )
+    def test_output_twice(self, schedule, num_micro_batches, eager):
+        def trained(**kwargs):
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((4,))
+            x = L.Dense(2)(L.Dense(4, activation="tanh")(inputs))
+            model = keras.Model(inputs, [x, x])
+            if kwargs:
+                model = tf_gpipe.PipelinedModel.from_model(model, **kwargs)
+            model.compile("sgd", ["mse", "mae"], run_eagerly=eager)
+            y = numbers(6, 2, seed=1)
+            for _ in range(2):
+                model.train_on_batch(numbers(6, 4), [y, 2 * y])
+            return model.get_weights()
+
+        found = trained(
+            num_stages=2,
+            num_micro_batches=num_micro_batches,
+            schedule=schedule,
+            devices=["CPU:0"] * 2,
+        )
+        for a, b in zip(trained(), found, strict=True):
+            self.assertAllClose(a, b, rtol=1e-5)
+
+    @parameterized.product(schedule=("gpipe", "1f1b"), num_micro_batches=(1, 2))
+    def test_loss_that_gathers_rows(self, schedule, num_micro_batches):
+        def gathered(y_true, y_pred):
+            rows = tf.range(tf.shape(y_pred)[0])
+            return tf.reduce_sum((tf.gather(y_pred, rows) - y_true) ** 2, -1)
+
+        def make():
+            inputs = keras.Input((4,))
+            return keras.Model(inputs, L.Dense(2)(L.Dense(4)(inputs)))
+
+        self.compare(
+            make,
+            [(numbers(7, 4), numbers(7, 2, seed=1))],
+            loss=gathered,
+            num_stages=2,
+            num_micro_batches=num_micro_batches,
+            schedule=schedule,
+        )
+
     @parameterized.product(sequential=(True, False), remat=("always", "never"))
     def test_layers_within_layers_train(self, sequential, remat):
         def make():
