@@ -53,20 +53,20 @@ class MiniBatch:
     the loop.
 
     Args:
-        pipeline: A `Pipeline`.
-        inputs: Tuple with the contents of each input of the model: nested
-            structures of the mini-batch's tensors.
-        training: Boolean, or `None` for Keras's default.
-        jit_compile: Boolean, whether XLA compiles the stages' functions.
-        apart: Boolean, whether stages run as functions of their own, which
-            they do not when run eagerly.
-        stop_inputs: Boolean, whether no gradient by the inputs is needed.
-        pass_weights: Boolean, whether stages get weights as tensors, which
-            hides them from tapes outside, at the price of a copy in each
-            recomputation, instead of reading them where they are.
-        repeatable: Boolean, whether `backward` may run more than once, as
-            under a persistent tape.
-        timed: Boolean, whether to take the time of each task.
+        pipeline: The stages and their schedule.
+        inputs: Contents of each input of the model: nested structures of the
+            mini-batch's tensors.
+        training: `None` for Keras's default.
+        jit_compile: Whether XLA compiles the stages' functions.
+        apart: Whether stages run as functions of their own, which they do not
+            when run eagerly.
+        stop_inputs: Whether no gradient by the inputs is needed.
+        pass_weights: Whether stages get weights as tensors, which hides them
+            from tapes outside, at the price of a copy in each recomputation,
+            instead of reading them where they are.
+        repeatable: Whether `backward` may run more than once, as under a
+            persistent tape.
+        timed: Whether to take the time of each task.
     """
 
     def __init__(
@@ -112,11 +112,7 @@ class MiniBatch:
         return len(self.pipeline.stages) - 1
 
     def forward(self, tape: bool) -> None:
-        """Runs all forward tasks.
-
-        Args:
-            tape: Boolean, whether a backward pass will follow.
-        """
+        """Runs all forward tasks; with a `tape` if backward ones follow."""
         for task in self._steps:
             if task.kind == FORWARD:
                 self._forward(task, tape)
@@ -127,9 +123,9 @@ class MiniBatch:
         """Runs all backward tasks.
 
         Args:
-            output_gradients: List with a tensor or `None` for each flat tensor
-                of `outputs()`.
-            loss_gradients: List with a scalar for each of `losses()`.
+            output_gradients: A tensor or `None` for each flat tensor of
+                `outputs()`.
+            loss_gradients: A scalar for each of `losses()`.
         """
         self._sums = self._no_gradients()
         outputs = [

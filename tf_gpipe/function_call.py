@@ -33,10 +33,10 @@ class FunctionCall:
     call that takes no variable is in no order but that of its inputs.
 
     Args:
-        function: Function from nested structures of tensors to another one.
-        stateless: Boolean, whether to say that it has no side effects even if
-            it has some: it runs if its result is used.
-        jit_compile: Boolean, whether XLA compiles it.
+        function: From nested structures of tensors to another one.
+        stateless: Whether to say that it has no side effects even if it has
+            some: it runs if its result is used.
+        jit_compile: Whether XLA compiles it.
     """
 
     def __init__(

@@ -18,15 +18,15 @@ class Stage:
     """Consecutive calls of layers that one device of each replica runs.
 
     Attributes:
-        index: Integer, the stage's place in the pipeline.
-        devices: List of TensorFlow devices, one a replica.
-        device: String, that of the current replica; of the first one outside
-            of replicas.
-        layers: Tuple of the Keras layers, each once.
-        nodes: List of the calls of layers, `Node`s of the model's `Graph`.
-        inputs: List of the `Value`s that it takes.
-        outputs: List of the `Value`s that it makes for other stages; of the
-            last stage, those that the model returns.
+        index: The stage's place in the pipeline.
+        devices: TensorFlow devices, one a replica.
+        device: That of the current replica; of the first one outside of
+            replicas.
+        layers: The Keras layers, each once.
+        nodes: The calls of layers.
+        inputs: The `Value`s that it takes.
+        outputs: The `Value`s that it makes for other stages; of the last
+            stage, those that the model returns.
     """
 
     def __init__(
@@ -142,12 +142,8 @@ def run_stage(
 ) -> None:
     """Calls the layers of a stage, and names one that fails.
 
-    Args:
-        stage: The `Stage`.
-        values: Dictionary with the contents of the stage's inputs, to which
-            what the layers make is added.
-        training: Boolean, or `None` for Keras's default.
-        after: Function to call after each layer.
+    What they make is added to `values`, which has the contents of the stage's
+    inputs. `after` is called after each layer.
     """
     for node in stage.nodes:
         try:

@@ -40,16 +40,16 @@ class StageFunction:
     borrowed from another stage come in as tensors.
 
     Args:
-        stage: The `Stage`.
-        carried: List of variables whose values are passed in.
-        training: Boolean, or `None` for Keras's default.
-        stopped: List of those of the stage's inputs that need no gradient.
+        stage: Whose layers it runs.
+        carried: Variables whose values are passed in.
+        training: `None` for Keras's default.
+        stopped: Those of the stage's inputs that need no gradient.
         elsewhere: Ids of variables of other stages that it must not read.
 
     Attributes:
-        borrowed: List of the places in `carried` of weights, not state.
-        updated: List of the variables whose new values `Result.updates`
-            holds, known after the first pass.
+        borrowed: The places in `carried` of weights, not state.
+        updated: The variables whose new values `Result.updates` holds, known
+            after the first pass.
     """
 
     def __init__(

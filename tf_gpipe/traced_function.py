@@ -28,9 +28,9 @@ class TracedFunction:
 
     Args:
         concrete: Concrete function of `tf.function`. It is never run.
-        varying: List of its graph's tensors that are not the same at every
-            time a part runs.
-        jit_compile: Boolean, whether XLA compiles the parts.
+        varying: Its graph's tensors that are not the same at every time a
+            part runs.
+        jit_compile: Whether XLA compiles the parts.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TracedFunction:
 
     def users(self, tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
         """Returns the operations that follow from tensors, their own too."""
-        return _reach(
+        return reached(
             [x.op for x in tensors],
             lambda op: [user for x in op.outputs for user in x.consumers()],
         )
@@ -70,15 +70,11 @@ class TracedFunction:
         tensors: Iterable[tf.Tensor],
         effects: Iterable[tf.Operation] = (),
     ) -> set[tf.Operation]:
-        """Returns the operations that tensors follow from.
+        """Returns the operations that tensors follow from, and `effects`.
 
         Without those that every part has for itself.
-
-        Args:
-            tensors: Tensors of the graph.
-            effects: Operations of the graph, which are returned as well.
         """
-        return _reach(
+        return reached(
             [*(x.op for x in tensors), *effects],
             lambda op: [x.op for x in op.inputs],
             self._constant,
@@ -122,16 +118,16 @@ class TracedFunction:
         """Returns a part as a function.
 
         Args:
-            feeds: List of tensors of the graph.
-            fetches: List of tensors of the graph, that follow from `feeds`.
+            feeds: Tensors of the graph.
+            fetches: Tensors of the graph that follow from `feeds`.
             effects: Operations of the graph that the part runs as well.
-            then: Function of the list of values of `fetches`, and of any other
-                arguments of the call, which the part ends with. Defaults to
-                none: the list is what it returns.
+            then: Function of the values of `fetches`, and of any other
+                arguments of the call, which the part ends with.
 
         Returns:
-            Function that emits a call of the part: from the list of values of
-            `feeds`, and what `then` is given beside, to the result.
+            Function that emits a call of the part: from the values of `feeds`,
+            and what `then` is given beside, to what `then` returns, or else
+            the values of `fetches`.
         """
         known = {id(x) for x in feeds}
         # Of each tensor that is not computed here.
@@ -145,7 +141,7 @@ class TracedFunction:
             )
             return [x.op for x in tensors if x.name not in given]
 
-        operations = _reach(
+        operations = reached(
             [*makers(fetches), *effects], lambda op: makers(op.inputs)
         )
         definition = self._definition_of(operations)
@@ -210,12 +206,12 @@ def result_alone(function: Callable[[], Any]) -> Any:
     return filled(concrete.structured_outputs, part([]))
 
 
-def _reach(
+def reached(
     start: Iterable[tf.Operation],
     following: Callable[[tf.Operation], Iterable[tf.Operation]],
     without: Collection[tf.Operation] = (),
 ) -> set[tf.Operation]:
-    """Returns the operations that are reached from some."""
+    """Returns operations, and those that `following` leads to from there."""
     found: set[tf.Operation] = set()
     rest = list(start)
     while rest:

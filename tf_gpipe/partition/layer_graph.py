@@ -18,6 +18,7 @@ from tf_gpipe.graph import Value
 from tf_gpipe.partition import flops
 from tf_gpipe.stage import Stage
 from tf_gpipe.stage import in_mode
+from tf_gpipe.traced_function import reached
 
 Specs = dict[Value, Any]
 
@@ -239,15 +240,10 @@ def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
 
     Whatever else is in the graph, TensorFlow drops.
     """
-    waiting = [x.op for x in tensors]
-    found: set[tf.Operation] = set()
-    while waiting:
-        op = waiting.pop()
-        if op not in found:
-            found.add(op)
-            waiting += [x.op for x in op.inputs]
-            waiting += op.control_inputs
-    return found
+    return reached(
+        [x.op for x in tensors],
+        lambda op: [*(x.op for x in op.inputs), *op.control_inputs],
+    )
 
 
 def _root(x: tf.Tensor) -> tf.Tensor:
