@@ -10,6 +10,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import tape as tapes
 
 from tf_gpipe.gradients import add
 from tf_gpipe.graph import Value
@@ -223,6 +224,9 @@ class StageFunction:
             weights = args[len(args) - len(self.borrowed) :]
             for i, x in zip(self.borrowed, weights, strict=True):
                 values[i] = x
+                # Their gradients are asked for too: a layer's own `keras.remat`
+                # reads them where they are, but here not before the gradient.
+                tapes.variable_accessed(self.carried[i].value)
             xs = keras.tree.pack_sequence_as(inputs.tensors, xs)
             structure = self(Activations(xs, inputs.masks), values)
             leaves = keras.tree.flatten(structure)
