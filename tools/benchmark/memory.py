@@ -1,5 +1,6 @@
 """`memory`: what a step needs, beside the plan and the paper's formula."""
 
+import itertools
 import math
 
 import keras
@@ -48,26 +49,37 @@ def main(args):
     about the size of the last cache.
 
     The formula is the GPipe paper's N + (L / K) (N / M): what a stage takes
-    in from the mini-batch, and the activations of its layers for a
-    micro-batch; with 1F1B of as many micro-batches as a stage keeps.
+    in from the mini-batch, and the activations of its layers, each by its own
+    size, for a micro-batch; with 1F1B of as many micro-batches as a stage
+    keeps, but of all that the model is given. It is of activations alone, so
+    that the sums of the gradients of weights are left out of its share.
     """
     make = workloads.WORKLOADS[args.workload]
     x, y = workloads.data(make(), args.batch_size)
-    # The activations of all layers for all rows.
-    whole = (
-        tf_gpipe.plan(
-            make(), x.shape, num_stages=1, num_micro_batches=1, remat="never"
-        )
-        .stages[0]
-        .activation_bytes
+    # The activations of all layers for all rows, and which layer has how many.
+    whole, by_layer = (
+        [
+            stage.activation_bytes
+            for stage in tf_gpipe.plan(
+                make(),
+                x.shape,
+                num_stages=num_stages,
+                num_micro_batches=1,
+                remat="never",
+            ).stages
+        ]
+        for num_stages in (1, len(make()) - 1)
     )
+    activations = [x / sum(by_layer) * whole[0] for x in by_layer]
     rows = []
     with workers.connected(
         args.num_stages, environment=workers.GIVE_BACK, one_core=True
     ) as processes:
         for schedule in args.schedule:
             for mode in args.remat:
-                rows += _measured(args, schedule, mode, x, y, processes, whole)
+                rows += _measured(
+                    args, schedule, mode, x, y, processes, activations
+                )
     return Report(
         f"{args.workload}: K={args.num_stages}, M={args.num_micro_batches}, "
         f"batch of {args.batch_size}; peak MiB of activations and gradients",
@@ -80,7 +92,8 @@ def main(args):
                     name: row[name] / 2**20
                     for name in ("formula", "planned", "measured")
                 },
-                "of the formula": row["measured"] / row["formula"],
+                "of the formula": (row["measured"] - row["sums"])
+                / row["formula"],
                 "of the plan": row["measured"] / row["planned"],
             }
             for row in rows
@@ -90,7 +103,7 @@ def main(args):
     )
 
 
-def _measured(args, schedule, mode, x, y, processes, whole):
+def _measured(args, schedule, mode, x, y, processes, activations):
     """Returns a row for each stage of a pipeline."""
     make = workloads.WORKLOADS[args.workload]
     options = {
@@ -108,7 +121,7 @@ def _measured(args, schedule, mode, x, y, processes, whole):
     measured = workers.peak_memory(
         processes, lambda: model.train_on_batch(x, y)
     )
-    formula = _formula(model, len(x), whole)
+    formula = _formula(model, len(x), activations)
     # All that a stage will hold, without what it holds between steps.
     planned = [
         expected.bytes
@@ -125,28 +138,32 @@ def _measured(args, schedule, mode, x, y, processes, whole):
             "formula": formula[k],
             "planned": planned[k],
             "measured": measured[k],
+            "sums": _FLOAT * stage.count_params(),
         }
-        for k in range(args.num_stages)
+        for k, stage in enumerate(model.stages)
     ]
 
 
-def _formula(model, num_rows, whole):
+def _formula(model, num_rows, activations):
     """Returns the bytes that the paper's formula gives each stage."""
-    num_layers = sum(len(stage.nodes) for stage in model.stages)
     schedule = model._pipeline.schedule
     num_micro_batches = schedule.num_micro_batches
-    kept = simulate(schedule).peak_micro_batches
+    rest = iter(activations)
     found = []
-    for k, stage in enumerate(model.stages):
-        share = len(stage.nodes) / num_layers / num_micro_batches
-        activations = share * whole
+    peaks = simulate(schedule).peak_micro_batches
+    for stage, kept in zip(model.stages, peaks, strict=True):
+        own = sum(itertools.islice(rest, len(stage.nodes))) / num_micro_batches
         if model._pipeline.remat == "never":
-            found.append(kept[k] * activations)
+            found.append(kept * own)
             continue
+        given = model._pipeline.graph.inputs
         inputs = sum(
-            num_rows * math.prod(tensor.shape[1:]) * _FLOAT
+            num_rows
+            * math.prod(tensor.shape[1:])
+            * _FLOAT
+            * (1 if value in given else kept / num_micro_batches)
             for value in stage.inputs
             for tensor in keras.tree.flatten(value.spec)
         )
-        found.append(kept[k] / num_micro_batches * inputs + activations)
+        found.append(inputs + own)
     return found
