@@ -1,20 +1,16 @@
 """`memory`: what a step needs, beside the plan and the paper's formula."""
 
 import itertools
-import math
-
-import keras
 
 import tf_gpipe
 from tf_gpipe import schedules
+from tf_gpipe.partition.layer_graph import size_in_bytes
 from tf_gpipe.schedule import REMAT_MODES
 from tf_gpipe.simulate import simulate
 from tools import command_line
 from tools import workers
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
-
-_FLOAT = 4
 
 
 def add_arguments(parser):
@@ -56,21 +52,10 @@ def main(args):
     """
     make = workloads.WORKLOADS[args.workload]
     x, y = workloads.data(make(), args.batch_size)
-    # The activations of all layers for all rows, and which layer has how many.
-    whole, by_layer = (
-        [
-            stage.activation_bytes
-            for stage in tf_gpipe.plan(
-                make(),
-                x.shape,
-                num_stages=num_stages,
-                num_micro_batches=1,
-                remat="never",
-            ).stages
-        ]
-        for num_stages in (1, len(make()) - 1)
-    )
-    activations = [x / sum(by_layer) * whole[0] for x in by_layer]
+    # Which layer has how much of the activations of all for all rows.
+    (whole,) = _activations(make(), x.shape, 1)
+    by_layer = _activations(make(), x.shape, len(make()) - 1)
+    activations = [size / sum(by_layer) * whole for size in by_layer]
     rows = []
     with workers.connected(
         args.num_stages, environment=workers.GIVE_BACK, one_core=True
@@ -103,6 +88,18 @@ def main(args):
     )
 
 
+def _activations(layers, shape, num_stages):
+    """Returns the bytes that stages of a whole mini-batch keep."""
+    plan = tf_gpipe.plan(
+        layers,
+        shape,
+        num_stages=num_stages,
+        num_micro_batches=1,
+        remat="never",
+    )
+    return [stage.activation_bytes for stage in plan.stages]
+
+
 def _measured(args, schedule, mode, x, y, processes, activations):
     """Returns a row for each stage of a pipeline."""
     make = workloads.WORKLOADS[args.workload]
@@ -124,10 +121,7 @@ def _measured(args, schedule, mode, x, y, processes, activations):
     formula = _formula(model, len(x), activations)
     # All that a stage will hold, without what it holds between steps.
     planned = [
-        expected.bytes
-        - sum(
-            v.shape.num_elements() * v.value.dtype.size for v in stage.variables
-        )
+        expected.bytes - size_in_bytes(stage.variables)
         for expected, stage in zip(plan.stages, model.stages, strict=True)
     ]
     return [
@@ -138,7 +132,7 @@ def _measured(args, schedule, mode, x, y, processes, activations):
             "formula": formula[k],
             "planned": planned[k],
             "measured": measured[k],
-            "sums": _FLOAT * stage.count_params(),
+            "sums": size_in_bytes(stage.trainable(stage.variables)),
         }
         for k, stage in enumerate(model.stages)
     ]
@@ -159,11 +153,9 @@ def _formula(model, num_rows, activations):
         given = model._pipeline.graph.inputs
         inputs = sum(
             num_rows
-            * math.prod(tensor.shape[1:])
-            * _FLOAT
+            * size_in_bytes(value.spec)
             * (1 if value in given else kept / num_micro_batches)
             for value in stage.inputs
-            for tensor in keras.tree.flatten(value.spec)
         )
         found.append(inputs + own)
     return found
