@@ -12,7 +12,8 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import tape as tapes
 
-from tf_gpipe.gradients import add
+from tf_gpipe.function_call import filled
+from tf_gpipe.function_call import tensors
 from tf_gpipe.graph import Value
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import Stage
@@ -117,12 +118,11 @@ class StageFunction:
                 tf.stop_gradient(scope.get_current_value(v))
                 for v in self.updated
             ]
-            tensors, masks = Activations.of(
-                tuple(values[value] for value in self.stage.outputs)
-            )
-            # Apart, also those of a model that returns a tensor twice.
-            tensors = keras.tree.map_structure(tf.identity, tensors)
-            return Result(Activations(tensors, masks), losses, updates)
+            outputs = tuple(values[value] for value in self.stage.outputs)
+            result = Result(Activations.of(outputs), losses, updates)
+            # Each a tensor of its own, and of this graph: layers may return
+            # one twice, or one that they have from elsewhere.
+            return filled(result, list(map(tf.identity, tensors(result))))
 
     def differentiable(
         self,
@@ -143,8 +143,8 @@ class StageFunction:
         Returns:
             Tuple of the `Result` and its gradient: a function from a tensor or
             `None` for each of `Result.targets` to a list with a gradient or
-            `None` for each flat input, and a list of variables that have a
-            gradient, each with it.
+            `None` for each flat input, and a list of pairs of a variable and
+            a gradient of it; a variable with several has their sum.
         """
         flat = keras.tree.flatten(inputs.tensors)
         # Whether each flat tensor needs none.
@@ -172,7 +172,7 @@ class StageFunction:
             result = run(inputs, carried)
 
         def gradient(upstream: list) -> tuple[list, list]:
-            pairs = [
+            arriving = [
                 (target, tf.cast(arrived, target.dtype))
                 for target, arrived in zip(
                     result.targets, upstream, strict=True
@@ -180,8 +180,8 @@ class StageFunction:
                 if target.dtype.is_floating and arrived is not None
             ]
             found: list = [None] * len(sources)
-            if pairs and sources:
-                targets, arrived = zip(*pairs, strict=True)
+            if arriving and sources:
+                targets, arrived = zip(*arriving, strict=True)
                 found = tape.gradient(
                     targets, sources, output_gradients=arrived
                 )
@@ -190,12 +190,8 @@ class StageFunction:
                 if x is not None:
                     # Those of a gather along the rows are sparse.
                     input_gradients[i] = tf.convert_to_tensor(x)
-            totals: dict[int, Any] = {}
-            for v, x in zip(variables, found[len(by_input) :], strict=True):
-                totals[id(v)] = v, add(totals.get(id(v), (v, None))[1], x)
-            return input_gradients, [
-                (v, x) for v, x in totals.values() if x is not None
-            ]
+            pairs = zip(variables, found[len(by_input) :], strict=True)
+            return input_gradients, [(v, x) for v, x in pairs if x is not None]
 
         return result, gradient
 
@@ -207,13 +203,13 @@ class StageFunction:
         floating-point. Where a stage takes integers, a token of zero carries
         the dependency.
         """
-        tensors = keras.tree.flatten(inputs.tensors)
-        floats = [i for i, x in enumerate(tensors) if x.dtype.is_floating]
+        given = keras.tree.flatten(inputs.tensors)
+        floats = [i for i, x in enumerate(given) if x.dtype.is_floating]
         structure: Any = None
 
         def run(*args):
             nonlocal structure
-            xs, values = list(tensors), list(carried)
+            xs, values = list(given), list(carried)
             for i, x in zip(floats, args, strict=False):
                 xs[i] = x
             if not floats:
@@ -232,7 +228,7 @@ class StageFunction:
             leaves = keras.tree.flatten(structure)
             return [leaves[i] for i in _differentiable_first(leaves)]
 
-        args = [tensors[i] for i in floats] or [tf.zeros(())]
+        args = [given[i] for i in floats] or [tf.zeros(())]
         args += [carried[i] for i in self.borrowed]
         results = tf.recompute_grad(run)(*args)
         leaves = keras.tree.flatten(structure)

@@ -7,7 +7,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 
-from tf_gpipe.function_call import filled
 from tf_gpipe.function_call import tensors
 from tf_gpipe.gradients import GradientSum
 from tf_gpipe.pack import unpack
@@ -94,8 +93,6 @@ class StagePhases:
     def _differentiate(self, inputs: Activations, carried: list) -> None:
         with self.function.on_device(), _recording():
             result, gradient = self.function.differentiable(inputs, carried)
-            # Of the graph, also what the layers have from elsewhere.
-            result = filled(result, list(map(tf.identity, tensors(result))))
             graph = tf.compat.v1.get_default_graph()
             num_forward = len(graph.get_operations())
             # Of what arrives later: they are fed to parts of the trace.
