@@ -44,7 +44,7 @@ class PipelinedCalls(_Mixin):
         rematerialised.
         """
         if mask is not None:
-            inputs = Activations(inputs, mask).unpack()
+            inputs = Activations.of(inputs)._replace(masks=mask).unpack()
         with _without_autocast():
             return self._run(inputs, training)
 
@@ -57,10 +57,10 @@ class PipelinedCalls(_Mixin):
             run = self._mini_batch(pipeline, inputs, training)
             run.forward(tape=False)
             self._finish(run, run.losses())
-            return run.outputs()
+            return run.outputs().unpack()
 
-        flat = keras.tree.flatten(inputs)
-        masks = [getattr(x, "_keras_mask", None) for x in flat]
+        given = Activations.of(inputs)
+        flat = given.parts()
         floats = [i for i, x in enumerate(flat) if x.dtype.is_floating]
 
         @tf.custom_gradient
@@ -70,18 +70,16 @@ class PipelinedCalls(_Mixin):
             # differentiate the backward pass as well.
             for i, x in zip(floats, args, strict=False):
                 flat[i] = tf.stop_gradient(x)
-                if masks[i] is not None:
-                    flat[i]._keras_mask = masks[i]
             run = self._mini_batch(
                 pipeline,
-                keras.tree.pack_sequence_as(inputs, flat),
+                given.with_parts(flat).unpack(),
                 training,
                 pass_weights=True,
                 repeatable=True,
             )
             run.forward(tape=True)
             outputs = run.outputs()
-            values = keras.tree.flatten(outputs)
+            values = outputs.parts()
             differentiable = [x for x in values if x.dtype.is_floating]
             losses = run.losses()
 
@@ -115,14 +113,11 @@ class PipelinedCalls(_Mixin):
         # An argument even where no input has a gradient.
         args = [flat[i] for i in floats] or [tf.zeros(())]
         results = iter(tf.nest.flatten(pipelined(*args)))
-        values = []
-        for x in keras.tree.flatten(outputs):
-            value = next(results) if x.dtype.is_floating else x
-            if getattr(x, "_keras_mask", None) is not None:
-                value._keras_mask = x._keras_mask
-            values.append(value)
+        values = [
+            next(results) if x.dtype.is_floating else x for x in outputs.parts()
+        ]
         self._finish(run, list(results))
-        return keras.tree.pack_sequence_as(outputs, values)
+        return outputs.with_parts(values).unpack()
 
     def _mini_batch(self, pipeline, inputs, training, **kwargs):
         # Replicas cannot meet inside a function.

@@ -12,8 +12,11 @@ from tf_gpipe.added_losses import AddedLosses
 from tf_gpipe.clock import Clock
 from tf_gpipe.exchange import Exchange
 from tf_gpipe.exchange import total
+from tf_gpipe.function_call import filled
+from tf_gpipe.function_call import tensors
 from tf_gpipe.gradients import GradientSum
-from tf_gpipe.gradients import of_stages
+from tf_gpipe.gradients import of_devices
+from tf_gpipe.loss import MicroBatchLoss
 from tf_gpipe.micro_batch import Split
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.schedule import BACKWARD
@@ -21,14 +24,18 @@ from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import RECOMPUTE
 from tf_gpipe.schedule import Task
 from tf_gpipe.stage import Activations
+from tf_gpipe.stage import join
 from tf_gpipe.stage_function import StageFunction
 from tf_gpipe.stage_phases import StagePhases
 from tf_gpipe.stage_tape import TapedStage
 from tf_gpipe.state import StateVersions
 from tf_gpipe.state import global_seed
 from tf_gpipe.task_order import TaskOrder
+from tf_gpipe.traced_function import READS
+from tf_gpipe.traced_function import TracedFunction
 
-LossFunction = Callable[..., tuple[list[tf.Tensor], list]]
+# What drives other operations, and what only reads variables.
+_NOT_DRAWN = (*READS, "While", "If", "StatefulPartitionedCall")
 
 
 class MiniBatch:
@@ -89,9 +96,11 @@ class MiniBatch:
         # `PhasedCall` or `TapedCall`.
         self._calls: dict[tuple[int, int], Any] = {}
         self._added = AddedLosses(pipeline.stages, self.split)
-        # By the flat outputs of each micro-batch, from the loss.
+        # By the parts of the outputs of each micro-batch, from the loss.
         self._upstream: dict[int, list] = {}
         self._sums: list[GradientSum] = []
+        self._loss_sum = GradientSum(self.split.num_micro_batches > 1)
+        self._loss_weights: list[keras.Variable] = []
         self._stages: dict[int, Any] = {}
         # Not that of the time of the build, which the user may have replaced.
         self._seed = global_seed()
@@ -123,16 +132,15 @@ class MiniBatch:
         """Runs all backward tasks.
 
         Args:
-            output_gradients: A tensor or `None` for each flat tensor of
-                `outputs()`.
+            output_gradients: A tensor or `None` for each part of `outputs()`.
             loss_gradients: A scalar for each of `losses()`.
         """
         self._sums = self._no_gradients()
         outputs = [
-            keras.tree.flatten(self._exchange.outputs(m).tensors)
+            self._exchange.outputs(m).parts()
             for m in range(self.split.num_micro_batches)
         ]
-        # By flat output tensor, then by micro-batch.
+        # By part of the outputs, then by micro-batch.
         pieces = [
             [None] * self.split.num_micro_batches
             if gradient is None
@@ -147,19 +155,15 @@ class MiniBatch:
 
     def interleave(
         self,
-        make_loss: Callable[[Activations, int], LossFunction],
+        make_loss: Callable[[Activations, int], MicroBatchLoss],
         loss_inputs: Callable[[int], tuple],
         loss_gradient: tf.Tensor,
     ) -> list[list[tf.Tensor]]:
         """Runs all tasks in the order of the schedule.
 
         Args:
-            make_loss: Function from `Activations` shaped like the outputs of
-                a micro-batch, and from its number, to a function of the
-                outputs of any micro-batch and of what `loss_inputs` returns
-                for it. That one returns a list of scalars, and a list with a
-                gradient or `None` for each flat output tensor. It runs on the
-                last stage's device.
+            make_loss: Function from the outputs of a micro-batch, and from
+                its number, to the loss. That runs on the last stage's device.
             loss_inputs: Function from the number of a micro-batch to a tuple
                 of nested structures of tensors.
             loss_gradient: Scalar, the gradient by each of `losses()`.
@@ -168,7 +172,7 @@ class MiniBatch:
             List with the list of scalars of each micro-batch.
         """
         self._sums = self._no_gradients()
-        loss: Any = None
+        loss: MicroBatchLoss | None = None
         losses: dict[int, list[tf.Tensor]] = {}
         for task in self._steps:
             m = task.micro_batch
@@ -180,24 +184,91 @@ class MiniBatch:
                 # Unfinished: the backward task itself follows.
                 with self._order.task(task):
                     if loss is None:
-                        loss = self._loss_function(make_loss, outputs, m)
-                    losses[m], self._upstream[m] = loss(
-                        outputs, *loss_inputs(m)
+                        loss = make_loss(self.pipeline.packed(outputs), m)
+                        differentiate = self._on_last_device(loss)
+                        weights = self._weights_of(loss)
+                    losses[m], self._upstream[m], by_weight = differentiate(
+                        outputs, weights, *loss_inputs(m)
+                    )
+                    self._loss_sum.add(
+                        (v, x)
+                        for v, x in zip(loss.weights, by_weight, strict=True)
+                        if x is not None
                     )
             self._after_forward(task, [loss_gradient] * self._added.count(m))
         return [losses[m] for m in range(self.split.num_micro_batches)]
 
-    def outputs(self) -> Any:
-        """Returns the outputs of the mini-batch, with their Keras masks."""
+    def outputs(self) -> Activations:
+        """Returns the outputs of the mini-batch."""
         parts = [
             self.pipeline.packed(self._exchange.outputs(m))
             for m in range(self.split.num_micro_batches)
         ]
         with tf.device(self.pipeline.stages[-1].device):
             return Activations(
-                self.split.merge([part.tensors for part in parts]),
-                self.split.merge([part.masks for part in parts]),
-            ).unpack()
+                *(self.split.merge(list(x)) for x in zip(*parts, strict=True))
+            )
+
+    def masks(self) -> Any:
+        """Returns the Keras masks of the outputs of the mini-batch.
+
+        They are there before the forward tasks are done: what they follow
+        from, as a rule inputs alone, is computed once more. Numbers that
+        layers draw by `keras.random` are those that the forward tasks draw.
+
+        Raises:
+            ValueError: If masks follow from other random numbers.
+        """
+        stages = self.pipeline.stages
+        functions = [self._stage(k).function for k in range(len(stages))]
+        states = {id(v): v for f in functions for v in f.carried}
+
+        def given(m: int) -> tuple:
+            device = stages[0].device
+            return (
+                [
+                    self._exchange.value(x, device, m)
+                    for x in self.pipeline.graph.inputs
+                ],
+                [self._versions.start(v, m, device) for v in states.values()],
+            )
+
+        def masks(inputs: list, values: list) -> Any:
+            made = dict(zip(self.pipeline.graph.inputs, inputs, strict=True))
+            state = dict(zip(states, values, strict=True))
+            for stage, function in zip(stages, functions, strict=True):
+                result = function(
+                    join([made[x] for x in stage.inputs]),
+                    [state[id(v)] for v in function.carried],
+                )
+                made.update(
+                    zip(stage.outputs, result.outputs.each(), strict=True)
+                )
+                state.update(
+                    zip(map(id, function.updated), result.updates, strict=True)
+                )
+            return self.pipeline.packed(result.outputs).masks
+
+        concrete = tf.function(masks, autograph=False).get_concrete_function(
+            *given(0)
+        )
+        feeds = concrete.inputs[: len(tensors(given(0)))]
+        traced = TracedFunction(concrete, feeds)
+        for op in traced.makers(concrete.outputs):
+            if op.op_def.is_stateful and op.type not in _NOT_DRAWN:
+                raise ValueError(
+                    "A Keras mask of the model's outputs is drawn at random "
+                    f"(by operation '{op.name}' of type {op.type}), so that "
+                    "it cannot be known what a loss divides by before all "
+                    "forward passes are done. Draw with `keras.random` and a "
+                    "`keras.random.SeedGenerator`, or use schedule='gpipe'."
+                )
+        part = traced.part(feeds, concrete.outputs)
+        found = [
+            filled(concrete.structured_outputs, part(tensors(given(m))))
+            for m in range(self.split.num_micro_batches)
+        ]
+        return self.split.merge(found)
 
     def losses(self) -> list[tf.Tensor]:
         """Returns the losses that layers added, for the whole mini-batch."""
@@ -211,7 +282,14 @@ class MiniBatch:
 
     def gradients(self) -> dict[int, Any]:
         """Returns the accumulated gradients by the ids of their variables."""
-        return of_stages(self.pipeline, self._sums)
+        stages = self.pipeline.stages
+        sums = [
+            (stage.device, stage.variables, gradient_sum)
+            for stage, gradient_sum in zip(stages, self._sums, strict=True)
+        ]
+        last = stages[-1].device
+        sums.append((last, self._loss_weights, self._loss_sum))
+        return of_devices(self.pipeline, sums)
 
     def input_gradients(self) -> list:
         """Returns a gradient or `None` for each flat input tensor."""
@@ -290,15 +368,15 @@ class MiniBatch:
         call = self._calls[key] if self._repeatable else self._calls.pop(key)
         return call.weights(self._sums[task.stage])
 
-    def _loss_function(
-        self,
-        make_loss: Callable[[Activations, int], LossFunction],
-        like: Activations,
-        m: int,
-    ) -> LossFunction:
+    def _weights_of(self, loss: MicroBatchLoss) -> list[tf.Tensor]:
+        """Returns the weights that a loss uses, on the last stage's device."""
+        self._loss_weights = loss.weights
+        device = self.pipeline.stages[-1].device
+        return [self._versions.start(v, 0, device) for v in loss.weights]
+
+    def _on_last_device(self, loss: MicroBatchLoss) -> Callable:
         """Returns the loss of flat outputs, on the last stage's device."""
         device = self.pipeline.stages[-1].device
-        loss = make_loss(self.pipeline.packed(like), m)
 
         def on_device(outputs, *args):
             with tf.device(device):

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tf_gpipe.gradients import add
@@ -13,9 +12,10 @@ from tf_gpipe.graph import Value
 from tf_gpipe.micro_batch import Split
 from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.stage import Activations
+from tf_gpipe.stage import join
 
-# One of the tensors of a value, by its place in it.
-_Tensor = tuple[Value, int]
+# One of the parts of a value, by its place in `Activations.parts()`.
+_Part = tuple[Value, int]
 
 
 class Exchange:
@@ -42,48 +42,54 @@ class Exchange:
         self._made: dict[tuple[int, int], Activations] = {}
         # What a device has of a micro-batch.
         self._there: dict[tuple[Value, int, str], Activations] = {}
-        # Of a tensor of a micro-batch, by the device that they were made on.
-        self._gradients: dict[tuple[_Tensor, int], dict[str, Any]] = {}
+        # Of a part of a micro-batch, by the device that they were made on.
+        self._gradients: dict[tuple[_Part, int], dict[str, Any]] = {}
+        self._num_parts = {
+            value: len(Activations.of(x).parts())
+            for value, x in self._given.items()
+        }
 
     def inputs(self, k: int, m: int) -> Activations:
         """Returns what stage `k` takes of micro-batch `m`."""
         stage = self._pipeline.stages[k]
-        found = [self._value(value, stage.device, m) for value in stage.inputs]
-        return Activations(
-            tuple(x.tensors for x in found), tuple(x.masks for x in found)
-        )
+        found = [self.value(value, stage.device, m) for value in stage.inputs]
+        return join(found)
 
     def put(self, k: int, m: int, outputs: Activations) -> None:
         """Takes what stage `k` has made of micro-batch `m`."""
         self._made[k, m] = outputs
+        made = self._pipeline.stages[k].outputs
+        for value, x in zip(made, outputs.each(), strict=True):
+            self._num_parts[value] = len(x.parts())
 
     def outputs(self, m: int) -> Activations:
         """Returns what the last stage has made of micro-batch `m`."""
         return self._made[len(self._pipeline.stages) - 1, m]
 
     def put_gradients(self, k: int, m: int, gradients: Sequence) -> None:
-        """Takes a gradient or `None` by each flat input of stage `k`."""
+        """Takes a gradient or `None` by each part of stage `k`'s inputs."""
         stage = self._pipeline.stages[k]
-        for x, gradient in zip(_flat(stage.inputs), gradients, strict=True):
+        names = self._parts_of(stage.inputs)
+        for x, gradient in zip(names, gradients, strict=True):
             by_device = self._gradients.setdefault((x, m), {})
             before = by_device.get(stage.device)
             by_device[stage.device] = add(before, gradient)
 
     def back(self, k: int, m: int) -> list[list]:
-        """Returns, by each flat output of stage `k`, what devices have sent."""
+        """Returns, by each part of stage `k`'s outputs, what devices sent."""
         stage = self._pipeline.stages[k]
         return [
             [
                 self._sent(gradient, device, stage.device)
                 for device, gradient in self._gradients.pop((x, m), {}).items()
             ]
-            for x in _flat(stage.outputs)
+            for x in self._parts_of(stage.outputs)
         ]
 
     def input_gradients(self) -> list:
-        """Returns a gradient or `None` for each flat tensor of the inputs."""
+        """Returns a gradient or `None` for each part of the inputs."""
         found: list = []
-        for x in _flat(self._pipeline.graph.inputs):
+        for x in self._parts_of(self._pipeline.graph.inputs):
             parts = [
                 total(self._gradients.pop((x, m), {}).values())
                 for m in range(self._split.num_micro_batches)
@@ -92,7 +98,8 @@ class Exchange:
             found.append(None if lacks else self._split.merge(parts))
         return found
 
-    def _value(self, value: Value, device: str, m: int) -> Activations:
+    def value(self, value: Value, device: str, m: int) -> Activations:
+        """Returns a value of micro-batch `m` for a stage on `device`."""
         key = value, m, device
         if key not in self._there:
             if value in self._given:
@@ -103,13 +110,18 @@ class Exchange:
                 self._there[key] = Activations(*parts)
             else:
                 maker, i = self._pipeline.maker[value]
-                made = self._made[maker.index, m]
-                tensors = keras.tree.map_structure(
-                    lambda x: self._sent(x, maker.device, device),
-                    made.tensors[i],
+                made = self._made[maker.index, m].each()[i]
+                self._there[key] = made.with_parts(
+                    self._sent(x, maker.device, device) for x in made.parts()
                 )
-                self._there[key] = Activations(tensors, made.masks[i])
         return self._there[key]
+
+    def _parts_of(self, values: Iterable[Value]) -> list[_Part]:
+        return [
+            (value, i)
+            for value in values
+            for i in range(self._num_parts[value])
+        ]
 
     def _sent(self, x: Any, sender: str, receiver: str) -> Any:
         """Returns a tensor that goes from device to device, or `None`."""
@@ -126,14 +138,6 @@ class Exchange:
             narrow = tf.cast(x, dtype)
         with tf.device(receiver):
             return tf.cast(narrow, x.dtype)
-
-
-def _flat(values: Sequence[Value]) -> list[_Tensor]:
-    return [
-        (value, i)
-        for value in values
-        for i in range(len(keras.tree.flatten(value.spec)))
-    ]
 
 
 def total(gradients: Iterable) -> Any:

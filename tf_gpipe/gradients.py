@@ -76,15 +76,22 @@ class GradientSum:
         return sums
 
 
-def of_stages(
-    pipeline: Pipeline, sums: Sequence[GradientSum]
+def of_devices(
+    pipeline: Pipeline,
+    sums: Iterable[tuple[str, Iterable[keras.Variable], GradientSum]],
 ) -> dict[int, Any]:
-    """Returns the sums of all stages by the ids of their variables."""
+    """Returns sums made on several devices, by the ids of their variables.
+
+    Args:
+        pipeline: The pipeline, which knows where variables are.
+        sums: A device, the variables that may have a gradient there, and the
+            sums that were made there.
+    """
     totals: dict[int, Any] = {}
-    for stage, gradient_sum in zip(pipeline.stages, sums, strict=True):
-        with tf.device(stage.device):
+    for device, variables, gradient_sum in sums:
+        with tf.device(device):
             found = gradient_sum.by_variable()
-        for variable in stage.variables:
+        for variable in variables:
             gradient = found.get(id(variable))
             # Layers of several stages may share the variable.
             with tf.device(pipeline.device_of(variable)):

@@ -8,88 +8,151 @@ micro-batch gives `S_m / N_m`, and
 
 holds whatever the sizes of the micro-batches. N is needed before the first
 backward pass, when most outputs are not yet there. It does not depend on
-their values, only on labels, sample weights and masks.
+their values, only on labels, sample weights and masks. A loss whose N does
+is refused.
 """
 
 import functools
 from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.losses.loss import apply_mask
 
+from tf_gpipe.stage import Activations
+from tf_gpipe.traced_function import reached
 from tf_gpipe.traced_function import result_alone
 
 # Stands for the number of rows; no size that is about.
 _ROWS = 1009
+# Operations that take no more of a tensor than its shape.
+_SHAPES = ("Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike")
 
 
-def micro_batch_loss(
-    compile_loss: Any,
-    y: Any,
-    outputs: Any,
-    sample_weight: Any,
-    scale: tf.Tensor,
-    num_rows: int | None,
-) -> Callable[..., tuple[list[tf.Tensor], list]]:
-    """Returns the losses given to `compile`, as a function of a micro-batch.
+class MicroBatchLoss:
+    """The losses given to `compile`, as a function of a micro-batch.
 
-    All arguments are the mini-batch's. `outputs` need only have the shapes
-    and Keras masks of its outputs; the values don't matter.
-    Gradients are multiplied by `scale`. `num_rows` is `None` if unknown.
+    Weights that the losses use are arguments: read once a mini-batch where
+    they are, whatever stage that is.
 
-    Returns:
-        Function of a micro-batch's outputs, labels and sample weights, and of
-        two numbers: 0 if it has no rows of its own, else 1; and its share in
-        the rows. It returns a list of scalars, the part in the total and the
-        parts in each loss; and a list with the gradient or `None` for each
-        flat output.
+    Args:
+        compile_loss: Keras's `CompileLoss`, or `None`.
+        y: Labels of the mini-batch.
+        outputs: Tensors with the shapes and Keras masks of the mini-batch's
+            outputs; their values don't matter.
+        sample_weight: That of the mini-batch.
+        scale: Scalar by which gradients are multiplied.
+        num_rows: Integer, rows of the mini-batch, or `None` if unknown.
+        trainable: Variables whose gradients are asked for.
+
+    Attributes:
+        weights: List of those of `trainable` that the losses use.
 
     Raises:
         ValueError: If a loss can only be computed on the whole mini-batch.
     """
-    # By number of the loss: whether its count takes its values, and the count.
-    needed: dict[int, bool] = {}
-    counts: dict[int, tf.Tensor | None] = {}
 
-    def probe(i, loss, y_true, y_pred, weight):
-        needed[i] = _needs_values(loss, y_true, y_pred, weight, num_rows)
-        counts[i] = result_alone(
-            lambda: _count(loss, needed[i], y_true, y_pred, weight)
-        )
-        return tf.zeros(())
+    def __init__(
+        self,
+        compile_loss: Any,
+        y: Any,
+        outputs: Any,
+        sample_weight: Any,
+        scale: tf.Tensor,
+        num_rows: int | None,
+        trainable: Iterable[keras.Variable],
+    ):
+        self._compile_loss = compile_loss
+        self._scale = scale
+        # By number of the loss: whether its count takes its values, and the
+        # count.
+        self._needed: dict[int, bool] = {}
+        self._counts: dict[int, tf.Tensor | None] = {}
+        used: set[int] = set()
 
-    _in_place_of_each(compile_loss, probe, y, outputs, sample_weight)
+        def probe(i, loss, y_true, y_pred, weight):
+            scope = _LossScope()
+            needed = _needs_values(
+                loss, y_true, y_pred, weight, num_rows, scope
+            )
+            used.update(scope.read)
+            self._needed[i] = needed
+            self._counts[i] = result_alone(
+                lambda: _count(loss, needed, y_true, y_pred, weight)
+            )
+            return tf.zeros(())
 
-    def differentiate(outputs, y, sample_weight, valid, share_of_rows):
-        parts: list[tf.Tensor] = []
+        _in_place_of_each(compile_loss, probe, y, outputs, sample_weight)
+        self.weights = [v for v in trainable if id(v) in used]
+
+    def __call__(
+        self,
+        outputs: Activations,
+        weights: list,
+        y: Any,
+        sample_weight: Any,
+        valid: Any,
+        share_of_rows: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], list, list]:
+        """Returns what a micro-batch contributes to the losses.
+
+        Args:
+            outputs: Those of the micro-batch.
+            weights: Values of `weights`.
+            y: Labels of the micro-batch.
+            sample_weight: That of the micro-batch.
+            valid: 0 if the micro-batch has no rows of its own, else 1.
+            share_of_rows: Scalar, its share in the rows of the mini-batch.
+
+        Returns:
+            Tuple of a list of scalars, the part in the total and the parts in
+            each loss; a list with the gradient or `None` for each part of the
+            outputs; and such a list for `weights`.
+        """
+        of_each: list[tf.Tensor] = []
 
         def share(i, loss, y_true, y_pred, weight):
             portion = share_of_rows
-            count = _count(loss, needed[i], y_true, y_pred, weight)
+            count = _count(loss, self._needed[i], y_true, y_pred, weight)
             if count is not None:
                 count *= tf.cast(valid, count.dtype)
-                portion = tf.math.divide_no_nan(count, counts[i])
-            with keras.StatelessScope() as scope:
+                portion = tf.math.divide_no_nan(count, self._counts[i])
+            pairs = zip(self.weights, weights, strict=True)
+            with _LossScope(pairs) as scope:
                 value = tf.reduce_sum(loss(y_true, y_pred, weight))
-            if scope.state_mapping:
+            if scope.assigned:
                 raise _whole(loss, "changes variables, such as random seeds")
             value *= tf.cast(portion, value.dtype)
-            parts.append(value)
+            of_each.append(value)
             return value
 
-        y_pred = outputs.unpack()
-        flat = keras.tree.flatten(y_pred)
+        parts = outputs.parts()
         with tf.GradientTape() as tape:
-            tape.watch([x for x in flat if x.dtype.is_floating])
+            tape.watch([x for x in parts if x.dtype.is_floating] + weights)
             total = _in_place_of_each(
-                compile_loss, share, y, y_pred, sample_weight
+                self._compile_loss, share, y, outputs.unpack(), sample_weight
             )
-            scaled = total * tf.cast(scale, total.dtype)
-        return [total, *parts], tape.gradient(scaled, flat)
+            scaled = total * tf.cast(self._scale, total.dtype)
+        return [total, *of_each], *tape.gradient(scaled, (parts, weights))
 
-    return differentiate
+
+class _LossScope(keras.StatelessScope):
+    """A scope that knows which weights a loss reads, and if it assigns any."""
+
+    def __init__(self, state_mapping: Iterable[tuple] = ()):
+        super().__init__(list(state_mapping))
+        self.read: dict[int, keras.Variable] = {}
+        self.assigned = False
+
+    def add_update(self, update: tuple) -> None:
+        self.assigned = True
+        super().add_update(update)
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        self.read[id(variable)] = variable
+        return super().get_current_value(variable)
 
 
 def _in_place_of_each(
@@ -128,6 +191,7 @@ def _needs_values(
     y_pred: Any,
     weight: Any,
     num_rows: int | None,
+    scope: _LossScope,
 ) -> bool:
     """Returns whether `_count` needs the values of a loss.
 
@@ -149,10 +213,15 @@ def _needs_values(
             return tf.TensorSpec(x.shape, x.dtype)
         return tf.TensorSpec([_ROWS, *x.shape[1:]], x.dtype)
 
-    def call(*args):
-        found = keras.ops.convert_to_tensor(loss.call(*args))
-        return found, getattr(found, "_keras_mask", None)
+    def call(y_true, y_pred):
+        with scope:
+            found = keras.ops.convert_to_tensor(loss.call(y_true, y_pred))
+        mask = getattr(found, "_keras_mask", None)
+        if mask is not None:
+            follows.append(_follows(mask, keras.tree.flatten(y_pred)))
+        return found, mask
 
+    follows: list[bool] = []
     try:
         found, mask = (
             tf.function(call, autograph=False)
@@ -174,8 +243,19 @@ def _needs_values(
         raise _whole(loss, f"returns {rows} numbers for all samples")
     if isinstance(loss, keras.losses.Circle):
         raise _whole(loss, "compares samples with one another")
+    if any(follows):
+        raise _whole(loss, "leaves out values by a mask of the outputs")
     _check_weight(loss, shape, weight)
     return rows is None or mask is not None
+
+
+def _follows(mask: tf.Tensor, outputs: Iterable[tf.Tensor]) -> bool:
+    """Returns whether a mask follows from the values of outputs."""
+    makers = reached(
+        [mask.op],
+        lambda op: [] if op.type in _SHAPES else [x.op for x in op.inputs],
+    )
+    return any(x.op in makers for x in outputs)
 
 
 def _check_weight(

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -108,30 +109,108 @@ class Stage:
 
 
 class Activations(NamedTuple):
-    """What travels from a stage to another one."""
+    """What travels from a stage to another one: tensors, and more.
 
-    tensors: Any  # nested structure
-    masks: Any  # the Keras masks of `tensors`: same structure, None or tensor
+    Keras attaches to a tensor its mask, and to the result of a softmax or a
+    sigmoid the logits behind it, from which cross-entropies are taken. In
+    graphs they also look for an operation `Softmax` or `Sigmoid`, whose input
+    they take for logits.
+
+    All fields are nested structures like `tensors`, with `None` where there
+    is nothing.
+    """
+
+    tensors: Any
+    masks: Any
+    logits: Any  # attached by Keras
+    before_softmax: Any  # inputs of operations, where Keras attached nothing
+    before_sigmoid: Any
 
     @classmethod
     def of(cls, tensors: Any) -> "Activations":
-        """Returns tensors with the masks that Keras attached to them."""
-        masks = keras.tree.map_structure(
-            lambda x: getattr(x, "_keras_mask", None), tensors
+        """Returns tensors with what Keras takes from beside them."""
+
+        def attached(name: str) -> Any:
+            return keras.tree.map_structure(
+                lambda x: getattr(x, name, None), tensors
+            )
+
+        def before(operation: str) -> Any:
+            return keras.tree.map_structure(
+                lambda x: _input_of(x, operation), tensors
+            )
+
+        return cls(
+            tensors,
+            attached("_keras_mask"),
+            attached("_keras_logits"),
+            before("Softmax"),
+            before("Sigmoid"),
         )
-        return cls(tensors, masks)
 
     def unpack(self) -> Any:
-        """Returns the tensors with their masks attached for Keras."""
+        """Returns the tensors, with what Keras takes from beside them."""
 
-        def attach(x, mask):
-            if mask is None:
-                return x
-            x = tf.identity(x)
-            x._keras_mask = mask
+        def attach(x, mask, logits, before_softmax, before_sigmoid):
+            if before_softmax is not None:
+                x = tf.nn.softmax(before_softmax)
+            elif before_sigmoid is not None:
+                x = tf.nn.sigmoid(before_sigmoid)
+            elif mask is not None or logits is not None:
+                x = tf.identity(x)
+            if mask is not None:
+                x._keras_mask = mask
+            if logits is not None:
+                x._keras_logits = logits
             return x
 
-        return keras.tree.map_structure(attach, self.tensors, self.masks)
+        return keras.tree.map_structure(attach, *self)
+
+    def parts(self) -> list[tf.Tensor]:
+        """Returns all that may have a gradient, each tensor and its logits."""
+        tensors, _, *logits = map(keras.tree.flatten, self)
+        return [
+            x
+            for each in zip(tensors, *logits, strict=True)
+            for i, x in enumerate(each)
+            if i == 0 or x is not None
+        ]
+
+    def with_parts(self, parts: Iterable[tf.Tensor]) -> "Activations":
+        """Returns the same with other tensors in place of `parts()`."""
+        rest = iter(parts)
+        tensors, _, *logits = map(keras.tree.flatten, self)
+        rows = [
+            [
+                next(rest) if i == 0 or x is not None else None
+                for i, x in enumerate(each)
+            ]
+            for each in zip(tensors, *logits, strict=True)
+        ]
+        columns = [list(x) for x in zip(*rows, strict=True)] or [[]] * 4
+        packed = [keras.tree.pack_sequence_as(self.tensors, x) for x in columns]
+        return Activations(packed[0], self.masks, *packed[1:])
+
+    def each(self) -> "list[Activations]":
+        """Returns the elements of a tuple that the tensors are."""
+        return [Activations(*x) for x in zip(*self, strict=True)]
+
+
+def join(contents: Sequence[Activations]) -> Activations:
+    """Returns the contents of several values as one: `each` undoes it."""
+    fields = zip(*contents, strict=True)
+    return Activations(*fields) if contents else Activations(*([()] * 5))
+
+
+def _input_of(x: Any, operation: str) -> Any:
+    """Returns the input of the operation of this name that made a tensor."""
+    if (
+        tf.is_symbolic_tensor(x)
+        and x.op.type == operation
+        and not hasattr(x, "_keras_logits")
+    ):
+        return x.op.inputs[0]
+    return None
 
 
 def run_stage(

@@ -29,8 +29,8 @@ class Result(NamedTuple):
 
     @property
     def targets(self) -> list[tf.Tensor]:
-        """All that may have a gradient: flat outputs, then losses."""
-        return keras.tree.flatten(self.outputs.tensors) + self.losses
+        """All that may have a gradient: parts of outputs, then losses."""
+        return self.outputs.parts() + self.losses
 
 
 class StageFunction:
@@ -86,12 +86,13 @@ class StageFunction:
         return tf.device(self.stage.device)
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
-        values = {
-            value: keras.tree.map_structure(tf.stop_gradient, x) if stop else x
-            for value, x, stop in zip(
-                self.stage.inputs, inputs.unpack(), self._stopped, strict=True
+        given = inputs.with_parts(
+            tf.stop_gradient(x) if stop else x
+            for x, stop in zip(
+                inputs.parts(), self._stopped_parts(inputs), strict=True
             )
-        }
+        )
+        values = dict(zip(self.stage.inputs, given.unpack(), strict=True))
         mapping = [
             (v, value if i in self.borrowed else tf.stop_gradient(value))
             for i, (v, value) in enumerate(
@@ -143,16 +144,12 @@ class StageFunction:
         Returns:
             Tuple of the `Result` and its gradient: a function from a tensor or
             `None` for each of `Result.targets` to a list with a gradient or
-            `None` for each flat input, and a list of pairs of a variable and
-            a gradient of it; a variable with several has their sum.
+            `None` for each part of the inputs, and a list of pairs of a
+            variable and a gradient of it; a variable with several has their
+            sum.
         """
-        flat = keras.tree.flatten(inputs.tensors)
-        # Whether each flat tensor needs none.
-        stopped = [
-            stop
-            for content, stop in zip(inputs.tensors, self._stopped, strict=True)
-            for _ in keras.tree.flatten(content)
-        ]
+        flat = inputs.parts()
+        stopped = self._stopped_parts(inputs)
         by_input = [
             i
             for i, x in enumerate(flat)
@@ -195,6 +192,14 @@ class StageFunction:
 
         return result, gradient
 
+    def _stopped_parts(self, inputs: Activations) -> list[bool]:
+        """Returns whether each part of the inputs needs no gradient."""
+        return [
+            stop
+            for content, stop in zip(inputs.each(), self._stopped, strict=True)
+            for _ in content.parts()
+        ]
+
     def _rematerialized(self, inputs: Activations, carried: list) -> Result:
         """As a call, whose gradient runs it once more for activations.
 
@@ -203,7 +208,7 @@ class StageFunction:
         floating-point. Where a stage takes integers, a token of zero carries
         the dependency.
         """
-        given = keras.tree.flatten(inputs.tensors)
+        given = inputs.parts()
         floats = [i for i, x in enumerate(given) if x.dtype.is_floating]
         structure: Any = None
 
@@ -223,8 +228,7 @@ class StageFunction:
                 # Their gradients are asked for too: a layer's own `keras.remat`
                 # reads them where they are, but here not before the gradient.
                 tapes.variable_accessed(self.carried[i].value)
-            xs = keras.tree.pack_sequence_as(inputs.tensors, xs)
-            structure = self(Activations(xs, inputs.masks), values)
+            structure = self(inputs.with_parts(xs), values)
             leaves = keras.tree.flatten(structure)
             return [leaves[i] for i in _differentiable_first(leaves)]
 

@@ -100,7 +100,13 @@ class StateVersions:
         self._updated: dict[int, keras.Variable] = {}
 
     def read(self, variable: keras.Variable, m: int, device: str) -> tf.Tensor:
-        """Returns the version of micro-batch `m`, for a stage on `device`.
+        """Returns the version of micro-batch `m`, for a stage on `device`."""
+        if id(variable) in self._versions[m]:
+            return self._versions[m][id(variable)]
+        return self.start(variable, m, device)
+
+    def start(self, variable: keras.Variable, m: int, device: str) -> tf.Tensor:
+        """Returns the version that micro-batch `m` starts from, on `device`.
 
         A micro-batch starts from the state of the mini-batch, but for random
         seeds: micro-batch 0 draws with the plain model's seed, the others with
@@ -108,8 +114,6 @@ class StateVersions:
         stages, schedule or rematerialisation.
         """
         key = id(variable)
-        if key in self._versions[m]:
-            return self._versions[m][key]
         if key not in self._found:
             with tf.device(self._device_of(variable)):
                 self._found[key] = tf.stop_gradient(

@@ -11,8 +11,8 @@ import tensorflow as tf
 from tf_gpipe.function_call import FunctionCall
 from tf_gpipe.function_call import filled
 
-# Of variables.
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+# Operations that read variables.
+READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 
 class TracedFunction:
@@ -47,7 +47,7 @@ class TracedFunction:
         own = [
             x
             for op in self._graph.get_operations()
-            if op.op_def.is_stateful and op.type not in _READS
+            if op.op_def.is_stateful and op.type not in READS
             for x in op.outputs
         ]
         changing = self.users([*varying, *own])
@@ -55,7 +55,7 @@ class TracedFunction:
             op
             for op in self._graph.get_operations()
             if op not in changing
-            and (not op.op_def.is_stateful or op.type in _READS)
+            and (not op.op_def.is_stateful or op.type in READS)
         }
 
     def users(self, tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
@@ -85,7 +85,7 @@ class TracedFunction:
         return {
             op
             for op in self._graph.control_outputs
-            if op not in self._constant and op.type not in _READS
+            if op not in self._constant and op.type not in READS
         }
 
     def handed(

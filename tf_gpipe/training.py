@@ -16,11 +16,9 @@ from tf_gpipe.calls import PipelinedCalls
 from tf_gpipe.colocation import colocate
 from tf_gpipe.colocation import following_inputs
 from tf_gpipe.gradients import add
-from tf_gpipe.loss import micro_batch_loss
+from tf_gpipe.loss import MicroBatchLoss
 from tf_gpipe.replicas import SeveralHosts
 from tf_gpipe.stage import Activations
-from tf_gpipe.stage import run_stage
-from tf_gpipe.traced_function import result_alone
 
 
 def _traced_once(step: Callable) -> Callable:
@@ -122,9 +120,10 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             stop_inputs=True,
             timed=self._record_times is not None,
         )
-        if forwards_first:
+        # Eagerly, nothing overlaps anyway.
+        if forwards_first or tf.executing_eagerly():
             return self._loss_after_all_forwards(run, x, y, sample_weight)
-        return self._loss_by_micro_batch(run, inputs, y, sample_weight)
+        return self._loss_by_micro_batch(run, y, sample_weight)
 
     def make_train_function(self, force=False):
         # Also if Keras has dropped it since the build: replicas need it.
@@ -190,11 +189,12 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     def _loss_after_all_forwards(self, run, x, y, sample_weight):
         """Loss of the whole mini-batch: exact whatever the loss is."""
         run.forward(tape=True)
-        y_pred, added = run.outputs(), run.losses()
-        flat = keras.tree.flatten(y_pred)
+        outputs, added = run.outputs(), run.losses()
+        parts = outputs.parts()
         with tf.device(run.pipeline.stages[-1].device):
             with tf.GradientTape() as tape:
-                tape.watch([x for x in flat if x.dtype.is_floating] + added)
+                tape.watch([x for x in parts if x.dtype.is_floating] + added)
+                y_pred = outputs.unpack()
                 # What `self.losses` returns meanwhile, to Keras or to an
                 # override of `compute_loss`.
                 self._losses_override = (
@@ -206,7 +206,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
                     self._losses_override = []
                 scaled = self._scale_loss(loss)
             by_output, by_added, by_variable = tape.gradient(
-                scaled, (flat, added, self.trainable_variables)
+                scaled, (parts, added, self.trainable_variables)
             )
         by_added = [
             tf.zeros_like(x) if gradient is None else gradient
@@ -230,7 +230,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
                 gradients.append(add(accumulated.get(id(variable)), direct))
         return gradients
 
-    def _loss_by_micro_batch(self, run, inputs, y, sample_weight):
+    def _loss_by_micro_batch(self, run, y, sample_weight):
         """Loss and gradient of each micro-batch in its backward task."""
         split = run.split
         # What gradients are scaled by: those of the losses given to `compile`
@@ -239,13 +239,14 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         added_scale = scale_loss_for_distribution(scale)
 
         def make_loss(outputs, m):
-            return micro_batch_loss(
+            return MicroBatchLoss(
                 self._compile_loss,
                 y,
-                self._like_outputs(run, inputs, outputs, m),
+                self._like_outputs(run, outputs, m),
                 sample_weight,
                 scale,
                 split.static_rows,
+                self.trainable_variables,
             )
 
         parts = run.interleave(
@@ -280,27 +281,18 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
                 sample_weight=split.static_rows,
             )
         run.commit_state()
-        return loss, self._gradients(run, by_variable), run.outputs()
+        y_pred = run.outputs().unpack()
+        return loss, self._gradients(run, by_variable), y_pred
 
-    def _like_outputs(self, run, inputs, outputs, m):
+    def _like_outputs(self, run, outputs, m):
         """Returns tensors like the mini-batch's outputs, with their masks."""
-        pipeline = run.pipeline
-        whole = keras.tree.map_structure(
+        masks = outputs.masks
+        if any(x is not None for x in keras.tree.flatten(masks)):
+            masks = run.masks()
+        like = keras.tree.map_structure(
             lambda x: run.split.like_whole(x, m), outputs.tensors
         )
-        if all(mask is None for mask in keras.tree.flatten(outputs.masks)):
-            return whole
-
-        def masks():
-            values = dict(zip(pipeline.graph.inputs, inputs, strict=True))
-            with keras.StatelessScope():
-                for stage in pipeline.stages:
-                    run_stage(stage, values, training=True)
-            made = keras.tree.map_structure(values.get, pipeline.graph.outputs)
-            return Activations.of(made).masks
-
-        # They come from inputs as a rule, and nothing else is run.
-        return Activations(whole, result_alone(masks)).unpack()
+        return Activations.of(like)._replace(masks=masks).unpack()
 
     def _scale_loss(self, loss):
         if getattr(self, "optimizer", None) is None:
