@@ -31,11 +31,9 @@ from tf_gpipe.stage_tape import TapedStage
 from tf_gpipe.state import StateVersions
 from tf_gpipe.state import global_seed
 from tf_gpipe.task_order import TaskOrder
-from tf_gpipe.traced_function import READS
+from tf_gpipe.tensorflow_state import TensorFlowState
+from tf_gpipe.tensorflow_state import find
 from tf_gpipe.traced_function import TracedFunction
-
-# What drives other operations, and what only reads variables.
-_NOT_DRAWN = (*READS, "While", "If", "StatefulPartitionedCall")
 
 
 class MiniBatch:
@@ -102,6 +100,7 @@ class MiniBatch:
         self._loss_sum = GradientSum(self.split.num_micro_batches > 1)
         self._loss_weights: list[keras.Variable] = []
         self._stages: dict[int, Any] = {}
+        self._others: dict[Any, TensorFlowState] = {}
         # Not that of the time of the build, which the user may have replaced.
         self._seed = global_seed()
         # Functions that read it run on when Keras has got another one.
@@ -254,15 +253,14 @@ class MiniBatch:
         )
         feeds = concrete.inputs[: len(tensors(given(0)))]
         traced = TracedFunction(concrete, feeds)
-        for op in traced.makers(concrete.outputs):
-            if op.op_def.is_stateful and op.type not in _NOT_DRAWN:
-                raise ValueError(
-                    "A Keras mask of the model's outputs is drawn at random "
-                    f"(by operation '{op.name}' of type {op.type}), so that "
-                    "it cannot be known what a loss divides by before all "
-                    "forward passes are done. Draw with `keras.random` and a "
-                    "`keras.random.SeedGenerator`, or use schedule='gpipe'."
-                )
+        for op in traced.draws(traced.makers(concrete.outputs)):
+            raise ValueError(
+                "A Keras mask of the model's outputs is drawn at random (by "
+                f"operation '{op.name}' of type {op.type}), so that it is not "
+                "known what a loss divides by before all forward passes are "
+                "done. Draw with `keras.random` and a "
+                "`keras.random.SeedGenerator`, or use schedule='gpipe'."
+            )
         part = traced.part(feeds, concrete.outputs)
         found = [
             filled(concrete.structured_outputs, part(tensors(given(m))))
@@ -397,9 +395,18 @@ class MiniBatch:
                 for v in stage.owned
                 if self._pass_weights or not v.value.trainable
             ]
+            others = [] if replicas.several() else find(stage.layers)
+            for v in others:
+                # Layers of several stages may share it.
+                self._others.setdefault(v.ref(), TensorFlowState(v))
             function = StageFunction(
                 stage,
-                [*self._seed, *states, *stage.borrowed],
+                [
+                    *self._seed,
+                    *states,
+                    *stage.borrowed,
+                    *(self._others[v.ref()] for v in others),
+                ],
                 self._training,
                 self.pipeline.graph.inputs if self._stop_inputs else (),
                 # In inference a tape outside would find them.

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import accumulator
+from tf_gpipe.lookups import Lookup
 from tf_gpipe.pipeline import Pipeline
 
 
@@ -24,6 +25,8 @@ class GradientSum:
         # several kinds, since those of an embedding are sparse or not.
         self._dense: dict[int, tf.Tensor] = {}
         self._sparse: dict[int, list[tf.IndexedSlices]] = {}
+        # By the numbers of lookups in their stage.
+        self._repeated: dict[int, tuple[int, tf.IndexedSlices]] = {}
         # The variables, a handle, and what is there when the last one is added.
         self._placed: dict[tuple, tuple[Sequence, tf.Tensor, list]] = {}
 
@@ -63,9 +66,28 @@ class GradientSum:
                 done.append(self._dense[key])
         return done
 
+    def add_lookups(
+        self,
+        lookups: Sequence[Lookup],
+        gradients: Sequence[tf.IndexedSlices],
+    ) -> None:
+        """Adds the gradients of the lookups of one micro-batch."""
+        for i, (lookup, x) in enumerate(zip(lookups, gradients, strict=True)):
+            key = id(lookup.variable)
+            if not lookup.repeated:
+                self._sparse.setdefault(key, []).append(x)
+                continue
+            if i in self._repeated:
+                before = self._repeated[i][1]
+                values = before.values + x.values
+                x = tf.IndexedSlices(values, x.indices, x.dense_shape)
+            self._repeated[i] = key, x
+
     def by_variable(self) -> dict[int, Any]:
         """Returns the sums by the ids of their variables."""
         sums: dict[int, Any] = {k: _concat(x) for k, x in self._sparse.items()}
+        for key, slices in self._repeated.values():
+            sums[key] = add(sums.get(key), slices)
         for key, total in self._dense.items():
             sums[key] = add(sums.get(key), total)
         for variables, handle, done in self._placed.values():

@@ -22,13 +22,12 @@ import tensorflow as tf
 from keras.src.losses.loss import apply_mask
 
 from tf_gpipe.stage import Activations
+from tf_gpipe.traced_function import SHAPES
 from tf_gpipe.traced_function import reached
 from tf_gpipe.traced_function import result_alone
 
 # Stands for the number of rows; no size that is about.
 _ROWS = 1009
-# Operations that take no more of a tensor than its shape.
-_SHAPES = ("Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike")
 
 
 class MicroBatchLoss:
@@ -253,7 +252,7 @@ def _follows(mask: tf.Tensor, outputs: Iterable[tf.Tensor]) -> bool:
     """Returns whether a mask follows from the values of outputs."""
     makers = reached(
         [mask.op],
-        lambda op: [] if op.type in _SHAPES else [x.op for x in op.inputs],
+        lambda op: [] if op.type in SHAPES else [x.op for x in op.inputs],
     )
     return any(x.op in makers for x in outputs)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_gpipe import accumulator
+from tf_gpipe import lookups
 from tf_gpipe.function_call import FunctionCall
 from tf_gpipe.function_call import filled
 from tf_gpipe.function_call import tensors
@@ -62,10 +63,10 @@ class Cut:
         self.splits = splits
         self.jit_compile = jit_compile
         size = len(concrete.inputs) - len(concrete.captured_inputs)
-        self._inputs = concrete.inputs[:size]
+        self.inputs = concrete.inputs[:size]
         self.upstream = [x for x in trace.upstream if x is not None]
         self.traced = TracedFunction(
-            concrete, [*self._inputs, *self.upstream], jit_compile
+            concrete, [*self.inputs, *self.upstream], jit_compile
         )
         # All of the gradient, also what follows from the forward pass alone:
         # it would only have to be stored.
@@ -83,11 +84,10 @@ class Cut:
                 "the backward pass, as recurrent layers do. Received: "
                 "compile(jit_compile=True). Use False."
             )
-        # Random numbers that a recomputation would draw anew.
+        # What a recomputation would draw anew, or find changed.
         self._drawn = [
             x
-            for op in self.traced.makers(self.stored)
-            if "seed2" in op.node_def.attr
+            for op in self.traced.draws(self.traced.makers(self.stored))
             for x in op.outputs
         ]
         self._backward: dict[tuple, Backward] = {}
@@ -99,7 +99,7 @@ class Cut:
     ) -> tuple[Result, list[tf.Tensor]]:
         result = tensors(self.trace.result)
         part = self.traced.part(
-            self._inputs,
+            self.inputs,
             result + (self.stored if stores else self._drawn),
             self._early_effects,
         )
@@ -110,7 +110,7 @@ class Cut:
     def _recompute(
         self, inputs: list[tf.Tensor], packed: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        part = self.traced.part(self._inputs + self._drawn, self.stored)
+        part = self.traced.part(self.inputs + self._drawn, self.stored)
         return pack(part([*inputs, *unpack(packed, self._drawn)]))
 
     def backward(self, arrived: tuple[bool, ...]) -> "Backward":
@@ -135,7 +135,7 @@ class Backward:
 
     Attributes:
         dense: List of the variables whose gradients are dense.
-        sparse: List of those whose gradients are sparse.
+        sparse: List of the `Lookup`s, of gradients that are sparse.
         run: `FunctionCall` from the pack of what the stage has stored, the
             values of the gradients that arrive, and where to add gradients (a
             list with the handle of an accumulator of the dense ones, or an
@@ -153,11 +153,10 @@ class Backward:
         self._cut = cut
         self._by_input = [x if lives(x) else None for x in cut.trace.by_input]
         pairs = [p for p in cut.trace.by_variable if lives(p[1])]
-        sparse = [p for p in pairs if isinstance(p[1], tf.IndexedSlices)]
         dense = [p for p in pairs if not isinstance(p[1], tf.IndexedSlices)]
         self.dense = [v for v, _ in dense]
-        self.sparse = [v for v, _ in sparse]
-        self._slices = [x for _, x in sparse]
+        self.sparse = lookups.find(cut.traced, cut.inputs, pairs)
+        self._slices = [x.slices for x in self.sparse]
         self._gradients = [x for _, x in dense] + tensors(self._slices)
         # What the phase of weights is fed.
         self._kept: list[tf.Tensor] = []

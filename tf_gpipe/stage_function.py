@@ -18,6 +18,10 @@ from tf_gpipe.graph import Value
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import Stage
 from tf_gpipe.stage import run_stage
+from tf_gpipe.tensorflow_state import TensorFlowState
+from tf_gpipe.tensorflow_state import holding
+from tf_gpipe.tensorflow_state import not_followed
+from tf_gpipe.tensorflow_state import written
 
 
 class Result(NamedTuple):
@@ -43,7 +47,8 @@ class StageFunction:
 
     Args:
         stage: Whose layers it runs.
-        carried: Variables whose values are passed in.
+        carried: Variables whose values are passed in, `keras.Variable`s and
+            `TensorFlowState`s.
         training: `None` for Keras's default.
         stopped: Those of the stage's inputs that need no gradient.
         elsewhere: Ids of variables of other stages that it must not read.
@@ -93,12 +98,14 @@ class StageFunction:
             )
         )
         values = dict(zip(self.stage.inputs, given.unpack(), strict=True))
-        mapping = [
+        pairs = [
             (v, value if i in self.borrowed else tf.stop_gradient(value))
             for i, (v, value) in enumerate(
                 zip(self.carried, carried, strict=True)
             )
         ]
+        mapping = [x for x in pairs if not isinstance(x[0], TensorFlowState)]
+        others = [x for x in pairs if isinstance(x[0], TensorFlowState)]
         mapping += [(v, tf.stop_gradient(v.value)) for v in self._frozen]
         losses: list[tf.Tensor] = []
 
@@ -111,19 +118,41 @@ class StageFunction:
         with (
             tf.device(self.stage.device),
             tf.name_scope(f"stage_{self.stage.index}"),
+            holding([v for v, _ in others], [x for _, x in others]),
             _Recorder(mapping, self._elsewhere) as scope,
         ):
+            before = _num_operations()
             run_stage(self.stage, values, self._training, take_losses)
-            self.updated = list(scope.updated.values())
+            assigned = self._assigned([v for v, _ in others], before)
+            self.updated = [*scope.updated.values(), *assigned]
             updates = [
                 tf.stop_gradient(scope.get_current_value(v))
-                for v in self.updated
+                for v in scope.updated.values()
             ]
+            updates += [v.value.read_value() for v in assigned]
             outputs = tuple(values[value] for value in self.stage.outputs)
             result = Result(Activations.of(outputs), losses, updates)
             # Each a tensor of its own, and of this graph: layers may return
             # one twice, or one that they have from elsewhere.
             return filled(result, list(map(tf.identity, tensors(result))))
+
+    def _assigned(
+        self, states: list[TensorFlowState], before: int
+    ) -> list[TensorFlowState]:
+        """Returns those of `states` that layers may have assigned to.
+
+        Raises:
+            ValueError: If layers have assigned to other variables.
+        """
+        if tf.executing_eagerly():
+            return states
+        graph = tf.compat.v1.get_default_graph()
+        handles = {id(graph.capture(v.value.handle)): v for v in states}
+        made = written(graph.get_operations()[before:])
+        for handle, operation in made.items():
+            if handle not in handles:
+                raise not_followed(operation, self.stage.layers)
+        return [v for handle, v in handles.items() if handle in made]
 
     def differentiable(
         self,
@@ -247,6 +276,13 @@ def _differentiable_first(leaves: list) -> list[int]:
         (i for i, x in enumerate(leaves) if x is not None),
         key=lambda i: not leaves[i].dtype.is_floating,
     )
+
+
+def _num_operations() -> int:
+    """Returns how many operations the graph has that is being traced."""
+    if tf.executing_eagerly():
+        return 0
+    return len(tf.compat.v1.get_default_graph().get_operations())
 
 
 class _Recorder(keras.StatelessScope):

@@ -76,19 +76,23 @@ class StagePhases:
             carried: The values of what the function carries.
             remat: Whether `PhasedCall.recompute` will run it again.
         """
-        given = inputs, carried
         with self.function.on_device():
-            concrete = self._differentiated.get_concrete_function(*given)
-            graph = concrete.graph
-            if graph not in self._cuts:
-                self._cuts[graph] = Cut(
-                    f"stage {self.function.stage.index}",
-                    concrete,
-                    self._traces[graph],
-                    self._splits,
-                    self._jit_compile,
-                )
-            return PhasedCall(self._cuts[graph], tensors(given), remat)
+            cut = self.cut(inputs, carried)
+            return PhasedCall(cut, tensors((inputs, carried)), remat)
+
+    def cut(self, inputs: Activations, carried: list) -> Cut:
+        """Returns the phases, cut from a trace for such arguments."""
+        concrete = self._differentiated.get_concrete_function(inputs, carried)
+        graph = concrete.graph
+        if graph not in self._cuts:
+            self._cuts[graph] = Cut(
+                f"stage {self.function.stage.index}",
+                concrete,
+                self._traces[graph],
+                self._splits,
+                self._jit_compile,
+            )
+        return self._cuts[graph]
 
     def _differentiate(self, inputs: Activations, carried: list) -> None:
         with self.function.on_device(), _recording():
@@ -192,5 +196,5 @@ class PhasedCall:
         else:
             values = unpack(dense, [v.value for v in variables])
             sums.add(zip(variables, values, strict=True))
-        sums.add(zip(self._backward.sparse, sparse, strict=True))
+        sums.add_lookups(self._backward.sparse, sparse)
         return tensors(made)

@@ -1,14 +1,17 @@
 """A stage that a gradient tape follows: eagerly, or where XLA compiles all."""
 
-from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe import lookups
 from tf_gpipe.function_call import tensors
 from tf_gpipe.gradients import GradientSum
+from tf_gpipe.lookups import Lookup
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageFunction
+from tf_gpipe.stage_phases import StagePhases
 
 
 class TapedStage:
@@ -21,7 +24,8 @@ class TapedStage:
 
     def __init__(self, function: StageFunction, repeatable: bool):
         self.function = function
-        self._repeatable = repeatable
+        self.repeatable = repeatable
+        self._lookups: list[Lookup] | None = None
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
         """Runs the stage, for no backward pass of the pipeline."""
@@ -32,28 +36,55 @@ class TapedStage:
     ) -> "TapedCall":
         """Runs the stage forward."""
         with self.function.on_device():
-            return TapedCall(
-                *self.function.differentiable(
-                    inputs, carried, remat, self._repeatable
-                )
+            return TapedCall(self, inputs, carried, remat)
+
+    def lookups(self, inputs: Activations, carried: list) -> list[Lookup]:
+        """Returns the lookups of the stage, which a trace of it tells."""
+        if self._lookups is None:
+            phases = StagePhases(self.function, splits=False, jit_compile=False)
+            cut = phases.cut(inputs, carried)
+            self._lookups = lookups.find(
+                cut.traced, cut.inputs, cut.trace.by_variable
             )
+        return self._lookups
 
 
 class TapedCall:
     """One pass of a micro-batch through a stage. As `PhasedCall`.
 
-    `tf.recompute_grad` recomputes in the backward pass, and the gradients of
-    weights come with those of inputs.
+    Eagerly, a recomputation runs the stage a second time, under a tape. What
+    XLA compiles as a whole might merge the two runs: there
+    `tf.recompute_grad` makes the second one wait for the gradient. The
+    gradients of weights come with those of inputs.
     """
 
-    def __init__(self, result: Result, gradient: Callable):
-        self.result = result
-        self._gradient = gradient
+    def __init__(
+        self,
+        stage: TapedStage,
+        inputs: Activations,
+        carried: list,
+        remat: bool,
+    ):
+        self._stage = stage
+        self._given = inputs, carried
+        self._gradient: Any = None
         self._by_variable: list = []
         self.kept: list[tf.Tensor] = []
+        if remat and tf.executing_eagerly():
+            self.result = stage.function(inputs, carried)
+        else:
+            self.result, self._gradient = stage.function.differentiable(
+                inputs, carried, remat, stage.repeatable
+            )
 
     def recompute(self) -> list[tf.Tensor]:
-        """Does nothing."""
+        """Runs the stage again where the gradient does not do so itself."""
+        if tf.executing_eagerly():
+            function = self._stage.function
+            with function.on_device():
+                _, self._gradient = function.differentiable(
+                    *self._given, repeatable=self._stage.repeatable
+                )
         return []
 
     def backward(self, upstream: list, sums: GradientSum) -> list:
@@ -65,4 +96,16 @@ class TapedCall:
 
     def weights(self, sums: GradientSum) -> list[tf.Tensor]:
         """Adds the gradients of weights."""
-        return sums.add(self._by_variable)
+        dense = []
+        for variable, x in self._by_variable:
+            if not isinstance(x, tf.IndexedSlices):
+                dense.append((variable, x))
+                continue
+            found = [
+                each
+                for each in self._stage.lookups(*self._given)
+                if each.variable is variable
+            ]
+            sums.add_lookups(found, lookups.divided(x, found))
+        sums.add(dense)
+        return self.kept

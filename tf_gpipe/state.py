@@ -143,13 +143,16 @@ class StateVersions:
     def commit(self, layers: Iterable[keras.Layer]) -> None:
         """Assigns to each updated variable what the mini-batch makes of it.
 
-        Batch normalisation is found in the model's `layers`.
+        The model's `layers` tell which variables are of batch normalisation,
+        and of layers that know better what micro-batches make together.
         """
+        layers = list(layers)
         lacking = self._between_variances(layers)
         merged = {}
         for key, variable in self._updated.items():
             with tf.device(self._device_of(variable)):
                 merged[key] = self._merge(variable, lacking.get(key))
+        merged.update(self._merged_by_layers(layers))
         # Keras leaves each replica with its own, and saves the first one's.
         own = [
             key
@@ -199,6 +202,35 @@ class StateVersions:
         # The weighted mean, exact where all versions agree.
         mean = values[0] + self._split.mean(tf.stack(values) - values[0])
         return mean if lacking is None else mean + tf.cast(lacking, mean.dtype)
+
+    def _merged_by_layers(
+        self, layers: Iterable[keras.Layer]
+    ) -> dict[int, tf.Tensor]:
+        """Returns what layers with a `merge_micro_batches` make of versions."""
+        merged: dict[int, tf.Tensor] = {}
+        if len(self._versions) == 1:
+            return merged
+        numbers = range(self._split.num_micro_batches)
+        shares = [tf.cast(self._split.weight(m), "float32") for m in numbers]
+        for x in (each for layer in layers for each in layer._flatten_layers()):
+            own = {
+                v.name: v
+                for v in [*x._trainable_variables, *x._non_trainable_variables]
+                if id(v) in self._updated
+            }
+            if not own or not hasattr(x, "merge_micro_batches"):
+                continue
+            with tf.device(self._device_of(next(iter(own.values())))):
+                found = x.merge_micro_batches(
+                    {name: self._found[id(v)] for name, v in own.items()},
+                    [
+                        {name: version[id(v)] for name, v in own.items()}
+                        for version in self._versions
+                    ],
+                    shares,
+                )
+            merged.update((id(own[name]), x) for name, x in found.items())
+        return merged
 
     def _between_variances(
         self, layers: Iterable[keras.Layer]

@@ -10,9 +10,23 @@ import tensorflow as tf
 
 from tf_gpipe.function_call import FunctionCall
 from tf_gpipe.function_call import filled
+from tf_gpipe.tensorflow_state import written
 
 # Operations that read variables.
-READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+# Operations that take no more of a tensor than its shape.
+SHAPES = ("Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike")
+# How operations begin that draw numbers, beside those with a second seed, or
+# may do so: from a `tf.random.Generator`, or in Python.
+_DRAWS = (
+    "EagerPyFunc",
+    "PyFunc",
+    "Rng",
+    "StatefulRandom",
+    "StatefulStandardNormal",
+    "StatefulTruncatedNormal",
+    "StatefulUniform",
+)
 
 
 class TracedFunction:
@@ -43,20 +57,19 @@ class TracedFunction:
         self._definition = concrete.graph.as_graph_def()
         self._captures = {id(x): outer for outer, x in concrete.graph.captures}
         self._jit_compile = jit_compile
-        # Others with a state may make another result whenever they run.
-        own = [
-            x
-            for op in self._graph.get_operations()
-            if op.op_def.is_stateful and op.type not in READS
-            for x in op.outputs
-        ]
-        changing = self.users([*varying, *own])
-        self._constant = {
+        operations = self._graph.get_operations()
+        self._written = written(operations)
+        # Those with a state may make another result whenever they run, and so
+        # do reads of variables that the graph writes.
+        stateful = {
             op
-            for op in self._graph.get_operations()
-            if op not in changing
-            and (not op.op_def.is_stateful or op.type in READS)
+            for op in operations
+            if op.op_def.is_stateful
+            and (op.type not in _READS or self.changes(op))
         }
+        own = [x for op in stateful for x in op.outputs]
+        changing = self.users([*varying, *own]) | stateful
+        self._constant = {op for op in operations if op not in changing}
 
     def users(self, tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
         """Returns the operations that follow from tensors, their own too."""
@@ -80,12 +93,42 @@ class TracedFunction:
             self._constant,
         )
 
+    def changes(self, operation: tf.Operation) -> bool:
+        """Returns whether an operation takes a variable that is written."""
+        return any(id(x) in self._written for x in operation.inputs)
+
+    def draws(self, operations: Iterable[tf.Operation]) -> list[tf.Operation]:
+        """Returns those operations that make something else when run again.
+
+        Those that draw random numbers, call Python or read variables that
+        the graph writes, and loops and branches with such operations in them.
+        """
+        library = {
+            x.signature.name: x for x in self._definition.library.function
+        }
+
+        def of_node(node: Any) -> bool:
+            return (
+                "seed2" in node.attr
+                or node.op.startswith(_DRAWS)
+                or any(
+                    of_node(inner)
+                    for name in _functions_of(node)
+                    if name in library
+                    for inner in library[name].node_def
+                )
+            )
+
+        return [
+            op for op in operations if self.changes(op) or of_node(op.node_def)
+        ]
+
     def effects(self) -> set[tf.Operation]:
         """Returns the operations that must run whoever uses their results."""
         return {
             op
             for op in self._graph.control_outputs
-            if op not in self._constant and op.type not in READS
+            if op not in self._constant and op.type not in _READS
         }
 
     def handed(
@@ -191,6 +234,16 @@ class TracedFunction:
                     if not x.startswith("^") or x[1:] in kept
                 ]
         return definition
+
+
+def _functions_of(node: Any) -> list[str]:
+    """Returns the names of the functions that an operation runs."""
+    return [
+        function.name
+        for x in node.attr.values()
+        for function in (x.func, *x.list.func)
+        if function.name
+    ]
 
 
 def result_alone(function: Callable[[], Any]) -> Any:

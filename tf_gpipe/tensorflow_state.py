@@ -1,0 +1,115 @@
+"""State that layers keep in `tf.Variable`s, which Keras knows nothing of.
+
+As layers for Keras 2 do. While a stage runs, its variables hold the state of
+the micro-batch; afterwards they hold again what they held before.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_WRITES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceStrided")
+
+
+class TensorFlowState:
+    """A `tf.Variable` of a layer, with what we need of a `keras.Variable`."""
+
+    trainable = False
+
+    def __init__(self, variable: tf.Variable):
+        self.value = variable
+        self.name = variable.name
+        aggregation = variable.aggregation
+        sums = aggregation == tf.VariableAggregation.SUM
+        self.aggregation = "sum" if sums else "none"
+
+    def assign(self, value: tf.Tensor) -> None:
+        self.value.assign(value)
+
+
+def find(layers: Iterable[keras.Layer]) -> list[tf.Variable]:
+    """Returns the `tf.Variable`s that are attributes of layers.
+
+    Also in lists, dictionaries and `tf.Module`s that are, each once. The
+    states of `tf.random.Generator`s are left out: they go on from micro-batch
+    to micro-batch.
+    """
+    found: dict[Any, tf.Variable] = {}
+    seen: set[int] = set()
+    rest: list = [vars(x) for layer in layers for x in layer._flatten_layers()]
+    while rest:
+        x = rest.pop()
+        if isinstance(x, tf.Variable):
+            found[x.ref()] = x
+        elif id(x) in seen or isinstance(x, tf.random.Generator):
+            continue
+        elif isinstance(x, dict):
+            rest += list(x.values())[::-1]
+        elif isinstance(x, (list, tuple, set)):
+            rest += list(x)[::-1]
+        elif isinstance(x, tf.Module):
+            rest.append(vars(x))
+        seen.add(id(x))
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def holding(
+    states: Iterable[TensorFlowState], values: Iterable[tf.Tensor]
+) -> Iterator[None]:
+    """A scope in which variables hold other values."""
+    states = list(states)
+    before = [x.value.read_value() for x in states]
+    for x, value in zip(states, values, strict=True):
+        x.assign(value)
+    try:
+        yield
+    finally:
+        for x, value in zip(states, before, strict=True):
+            x.assign(value)
+
+
+def written(operations: Iterable[tf.Operation]) -> dict[int, tf.Operation]:
+    """Returns operations that write variables, by the ids of the handles.
+
+    Handles are tensors of the graph that the operations are in.
+    """
+    return {
+        id(x): op
+        for op in operations
+        for i, x in enumerate(op.inputs)
+        if x.dtype == tf.resource and _writes(op, i)
+    }
+
+
+def not_followed(
+    operation: tf.Operation, layers: Iterable[keras.Layer]
+) -> ValueError:
+    """Returns the error for a variable that is no attribute of a layer."""
+    scopes = operation.name.split("/")
+    names = [x.name for x in layers if x.name in scopes]
+    name = f"Layer '{names[-1]}'" if names else "A layer"
+    return ValueError(
+        f"{name} assigns to a `tf.Variable` as it runs (by operation "
+        f"'{operation.name}'), which would be assigned once a micro-batch. A "
+        "pipeline follows those that are attributes of a layer, without "
+        "replicas. Make it a weight of the layer: "
+        "`self.add_weight(..., trainable=False)`."
+    )
+
+
+def _writes(operation: tf.Operation, place: int) -> bool:
+    if operation.type.startswith(_WRITES):
+        return place == 0
+    try:
+        # TensorFlow notes it for calls and loops.
+        reads = operation.get_attr("_read_only_resource_inputs")
+    except ValueError:
+        return False
+    data = getattr(operation.inputs[place], "_handle_data", None)
+    # Other resources, such as tables, are no variables.
+    return place not in reads and data is not None and data.is_set
