@@ -235,9 +235,14 @@ class Attributes:
         if id(x) in seen:
             return
         seen.add(id(x))
-        # Not what only says that it is a list, as proxies do.
+        # Those in which TensorFlow wraps lists and dictionaries.
+        for name in ("_storage", "__wrapped__"):
+            if isinstance(x, tf.__internal__.tracking.Trackable):
+                self._keep(getattr(x, name, None), seen)
+        # Not what only says that it is a list, as a wrapper does.
         if issubclass(type(x), list):
-            self._contents.append((x, list(x)))
+            content = list.__getitem__(x, slice(None))
+            self._contents.append((x, content))
             inner: Iterable[Any] = list(x)
         elif issubclass(type(x), dict):
             self._contents.append((x, dict(x)))
