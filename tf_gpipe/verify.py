@@ -92,7 +92,8 @@ class _Verification:
 
     def run(self, x: Any, y: Any, sample_weight: Any) -> Report:
         model = self._model
-        first, alone = None, []
+        first: str | None = None
+        alone: list[str] = []
         attributes = verify_steps.Attributes(model)
         variables = None
         with _exact_products():
@@ -219,7 +220,7 @@ class _Verification:
                 of_kind(variables.values),
             )
         if comparison.failed():
-            again = plain_step()
+            again = plain_step(times=2)
             if _differ(expected, again, self._all.tolerance):
                 self._notes.append(
                     f"In {what} the plain model does not repeat its own "

@@ -89,9 +89,10 @@ class Layers:
             name = node.layer.name
             # Before it runs, as every one of the calls that follow.
             inputs = [values[x] for x in node.inputs]
-            whole, drawn = self._whole(node, values, training)
+            whole, drawn, repeats = self._whole(node, values, training)
             norms = training and bool(_trained_norms(node))
-            if name in found or (m > 1 and (drawn or norms)):
+            depends = m > 1 and (drawn or norms)
+            if name in found or depends or not repeats:
                 continue
             try:
                 parts = self._parts(node, inputs, training)
@@ -138,12 +139,12 @@ class Layers:
 
     def _whole(
         self, node: Node, values: dict[Value, Any], training: bool
-    ) -> tuple[dict[str, dict[str, np.ndarray]], bool]:
+    ) -> tuple[dict[str, dict[str, np.ndarray]], bool, bool]:
         """Runs a layer in plain Keras, and adds what it makes to `values`.
 
         Returns:
-            Tuple of what is compared, by kind; and whether random numbers were
-            drawn.
+            Tuple of what is compared, by kind; whether it drew random numbers
+            of Keras; and whether it makes the same again.
         """
         layer = node.layer
         state_of = _state_of(node)
@@ -185,18 +186,16 @@ class Layers:
                 if not is_seed(v)
             },
         }
+        self._assign([*state_of, *seeds], [*before, *drawn_before])
+        again = dict(values)
+        node.run(again, call)
+        repeated = _flat([again[x] for x in node.made])
+        repeats = all(
+            x.ok
+            for x in differences(found["output"], repeated, self._tolerance)
+        )
         self._assign(state_of, before)
-        if not drawn:
-            # Random numbers that are not Keras's are drawn anew.
-            again = dict(values)
-            node.run(again, call)
-            repeated = _flat([again[x] for x in node.made])
-            drawn = not all(
-                x.ok
-                for x in differences(found["output"], repeated, self._tolerance)
-            )
-            self._assign(state_of, before)
-        return found, drawn
+        return found, drawn, repeats
 
     def _parts(
         self, node: Node, inputs: list, training: bool

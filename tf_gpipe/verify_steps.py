@@ -74,8 +74,9 @@ def plain(model: keras.Model) -> Iterator[None]:
 
 
 @functools.cache
-def _plain_class(cls: type) -> type:
-    ours, theirs = PipelinedModel, Functional
+def _plain_class(cls: Any) -> Any:
+    ours: Any = PipelinedModel
+    theirs: Any = Functional
     if issubclass(cls, PipelinedSequential):
         ours, theirs = PipelinedSequential, keras.Sequential
     methods = _keras_methods(ours, theirs)
@@ -83,7 +84,7 @@ def _plain_class(cls: type) -> type:
 
 
 @functools.cache
-def _keras_methods(ours: type, theirs: type) -> type:
+def _keras_methods(ours: Any, theirs: Any) -> Any:
     """Returns a class with Keras's methods for all that pipelines override."""
     package = __name__.partition(".")[0]
     methods: dict[str, Any] = {
@@ -280,10 +281,17 @@ def train(
     variables: Variables,
     data: tuple,
     gradients: dict[str, np.ndarray] | None = None,
+    times: int = 1,
 ) -> Step:
     """Returns a step of `fit`, from the values in `variables`.
 
-    With `gradients` the optimizer gets these instead of the step's own.
+    Args:
+        model: The model.
+        variables: All its variables, which are changed.
+        data: Tuple of what `fit` takes, one mini-batch.
+        gradients: What the optimizer gets instead of the step's own.
+        times: Integer, the how manieth such step of the same function it is.
+            TensorFlow's random numbers are others each time.
     """
     train_step = model.train_step
     paths = {
@@ -323,25 +331,29 @@ def train(
                 attributes["apply"] = replaced
         return logs, recorded
 
-    _start(model, variables)
     vars(model)["train_step"] = step
     try:
         model.make_train_function(force=True)
-        logs, recorded = model.train_function(iter([data]))
+        for _ in range(times):
+            _start(model, variables)
+            logs, recorded = model.train_function(iter([data]))
     finally:
         del vars(model)["train_step"]
         model.train_function = None
     return Step(_arrays(logs), _arrays(recorded), {}, variables.read())
 
 
-def evaluate(model: keras.Model, variables: Variables, data: tuple) -> Step:
-    """Returns a step of `evaluate` and one of `predict`."""
-    _start(model, variables)
+def evaluate(
+    model: keras.Model, variables: Variables, data: tuple, times: int = 1
+) -> Step:
+    """Returns a step of `evaluate` and one of `predict`, as `train` does."""
     model.make_test_function(force=True)
     model.make_predict_function(force=True)
     try:
-        logs = model.test_function(iter([data]))
-        outputs = model.predict_function([(data[0],)])
+        for _ in range(times):
+            _start(model, variables)
+            logs = model.test_function(iter([data]))
+            outputs = model.predict_function([(data[0],)])
     finally:
         model.test_function = None
         model.predict_function = None
