@@ -263,8 +263,8 @@ class Layers:
         gradients = {**whole["input"], **whole["weight"]}
         floors = {
             "output": 1e-3 * largest(whole["output"].values()),
-            "input": 1e-3 * largest(gradients.values()),
-            "weight": 1e-3 * largest(gradients.values()),
+            "input": 1e-2 * largest(gradients.values()),
+            "weight": 1e-2 * largest(gradients.values()),
             "loss": 1e-6,
             "state": 1e-6,
         }

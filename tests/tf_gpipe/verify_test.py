@@ -232,7 +232,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
     def test_training_goes_on_as_without(self):
         found = []
         for verified in (False, True):
-            model = compiled(stack([L.Dropout(0.5)]), "adam")
+            model = compiled(stack([L.Dropout(0.5, seed=3)]), "adam")
             for _ in range(2):
                 if verified:
                     self.assert_verified(model, *DATA)
@@ -277,9 +277,8 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
 
                 def zeros(k, m, outputs):
                     if k == 0:
-                        made = tf.nest.map_structure(
-                            tf.zeros_like, outputs.tensors
-                        )
+                        *others, x = outputs.tensors
+                        made = (*others, tf.zeros_like(x))
                         outputs = outputs._replace(tensors=made)
                     put(k, m, outputs)
 
