@@ -68,11 +68,11 @@ def verify(
     """
     try:
         problem = _unfit(model, x)
+        if problem is None:
+            return _Verification(model).run(x, y, sample_weight)
     except Exception as e:
         problem = f"The model could not be looked at: {e!r}"
-    if problem is not None:
-        return Report(False, {}, None, [], [problem], [])
-    return _Verification(model).run(x, y, sample_weight)
+    return Report(False, {}, None, [], [problem], [])
 
 
 class _Verification:

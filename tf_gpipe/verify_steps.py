@@ -55,7 +55,7 @@ class Step(NamedTuple):
 @contextlib.contextmanager
 def plain(model: keras.Model) -> Iterator[None]:
     """A scope in which a pipeline is the plain Keras model."""
-    pipelined = type(model)
+    pipelined: Any = type(model)
     optimizers = slots.with_inner(model.optimizer) if model.optimizer else []
     replaced = [
         (vars(x), name, vars(x).pop(name))
