@@ -395,11 +395,15 @@ class Drawing:
                 model, **self.arguments(model)
             )
         losses = self.losses(num_outputs, model)
+        # Metrics, unlike losses, want labels for every output.
+        measured = not self._drawn["odd_outputs"] and all(
+            kind == "number" for _, kind in losses
+        )
         model.compile(
             self.optimizer(),
             self._shaped(model, [loss for loss, _ in losses]),
             weighted_metrics=self._shaped(model, [["mae"] for _ in losses])
-            if all(kind == "number" for _, kind in losses)
+            if measured
             else None,
         )
         return model
