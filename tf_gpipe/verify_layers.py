@@ -164,8 +164,8 @@ class Layers:
             not np.array_equal(x, _numbers(v))
             for x, v in zip(drawn_before, seeds, strict=True)
         )
-        by_input: list = []
-        by_weight: list = []
+        by_input: list = [None] * len(floats) * training
+        by_weight: list = [None] * len(weights) * training
         if training and targets:
             by_input, by_weight = tape.gradient(
                 targets,
