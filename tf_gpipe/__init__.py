@@ -8,6 +8,7 @@ from tf_gpipe.planner import Plan
 from tf_gpipe.planner import plan
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.sequential import PipelinedSequential
+from tf_gpipe.verify import verify
 
 __all__ = [
     "Plan",
@@ -18,4 +19,5 @@ __all__ = [
     "callbacks",
     "connect",
     "plan",
+    "verify",
 ]

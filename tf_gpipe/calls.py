@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 
 from tf_gpipe import replicas
@@ -15,6 +16,7 @@ from tf_gpipe.engine import MiniBatch
 from tf_gpipe.function_call import NO_SECOND_DERIVATIVES
 from tf_gpipe.function_call import tensors
 from tf_gpipe.stage import Activations
+from tf_gpipe.stage import run_stage
 
 # A `keras.Model` supplies the rest, of which no types are known.
 _Mixin: Any = object
@@ -53,6 +55,8 @@ class PipelinedCalls(_Mixin):
         pipeline, inputs = self._pipeline_for(inputs)
         run: Any = None
         outputs: Any = None
+        if not training and pipeline.graph.passed_on and _taped():
+            return self._run_layers(pipeline, inputs, training)
         if not training:
             run = self._mini_batch(pipeline, inputs, training)
             run.forward(tape=False)
@@ -119,6 +123,17 @@ class PipelinedCalls(_Mixin):
         self._finish(run, list(results))
         return outputs.with_parts(values).unpack()
 
+    def _run_layers(self, pipeline, inputs, training):
+        """Calls the layers on whole mini-batches, each on its device.
+
+        A tape then sees how one output follows from another one.
+        """
+        values = dict(zip(pipeline.graph.inputs, inputs, strict=True))
+        for stage in pipeline.stages:
+            with tf.device(stage.device):
+                run_stage(stage, values, training)
+        return keras.tree.map_structure(values.get, pipeline.graph.outputs)
+
     def _mini_batch(self, pipeline, inputs, training, **kwargs):
         # Replicas cannot meet inside a function.
         meets = replicas.several() and any(
@@ -153,6 +168,14 @@ class PipelinedCalls(_Mixin):
             # A functional model's own takes none.
             keras.Layer.add_loss(self, loss)
         run.commit_state()
+
+
+def _taped() -> bool:
+    """Returns whether a gradient tape may be recording."""
+    return not (
+        pywrap_tfe.TFE_Py_TapeSetIsEmpty()
+        or pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    )
 
 
 def _refuse_gradients(gradients: list, sources: list) -> None:

@@ -1,6 +1,7 @@
 """A model as calls of layers, in an order that can be cut into stages."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -94,6 +95,12 @@ class Graph:
     def returned(self) -> list[Value]:
         """The values in `outputs`, in order."""
         return keras.tree.flatten(self.outputs)
+
+    @functools.cached_property
+    def passed_on(self) -> bool:
+        """Whether layers take a value that the model returns, too."""
+        taken = {value for node in self.nodes for value in node.inputs}
+        return not taken.isdisjoint(self.returned)
 
     def parts(self, counts: Sequence[int]) -> "list[Graph]":
         """Returns the graph cut into parts of so many consecutive nodes."""

@@ -9,6 +9,7 @@ from tf_gpipe.function_call import tensors
 from tf_gpipe.gradients import GradientSum
 from tf_gpipe.lookups import Lookup
 from tf_gpipe.stage import Activations
+from tf_gpipe.stage_cuts import Cut
 from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageFunction
 from tf_gpipe.stage_phases import StagePhases
@@ -25,7 +26,8 @@ class TapedStage:
     def __init__(self, function: StageFunction, repeatable: bool):
         self.function = function
         self.repeatable = repeatable
-        self._lookups: list[Lookup] | None = None
+        self._phases = StagePhases(function, splits=False, jit_compile=False)
+        self._lookups: dict[Cut, list[Lookup]] = {}
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
         """Runs the stage, for no backward pass of the pipeline."""
@@ -39,14 +41,13 @@ class TapedStage:
             return TapedCall(self, inputs, carried, remat)
 
     def lookups(self, inputs: Activations, carried: list) -> list[Lookup]:
-        """Returns the lookups of the stage, which a trace of it tells."""
-        if self._lookups is None:
-            phases = StagePhases(self.function, splits=False, jit_compile=False)
-            cut = phases.cut(inputs, carried)
-            self._lookups = lookups.find(
+        """Returns the lookups of a call of the stage, which a trace tells."""
+        cut = self._phases.cut(inputs, carried)
+        if cut not in self._lookups:
+            self._lookups[cut] = lookups.find(
                 cut.traced, cut.inputs, cut.trace.by_variable
             )
-        return self._lookups
+        return self._lookups[cut]
 
 
 class TapedCall:

@@ -1,0 +1,157 @@
+"""Gradients of embeddings under optimizers that square them."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L
+from keras import ops
+
+import tf_gpipe
+
+STEPS = 5
+X = np.random.default_rng(0).normal(size=(8, STEPS, 4)).astype("float32")
+TOKENS = np.random.default_rng(0).integers(0, 9, (8, STEPS))
+Y = np.random.default_rng(1).normal(size=(8, 1)).astype("float32")
+
+
+class Positions(L.Layer):
+    """Adds an embedding that is looked up with what `positions` returns."""
+
+    def __init__(self, positions, **kwargs):
+        super().__init__(**kwargs)
+        self.positions = positions
+        self.table = L.Embedding(9, 4)
+
+    def build(self, shape):
+        self.table.build((None,))
+
+    def call(self, x):
+        return x + self.table(self.positions(x))
+
+
+class Tokens(L.Layer):
+    """Looks up tokens and positions in one embedding."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.table = L.Embedding(9, 4)
+
+    def build(self, shape):
+        self.table.build((None,))
+
+    def call(self, x):
+        types = self.table(ops.zeros_like(x))
+        return self.table(x) + self.table(ops.arange(STEPS)) + types
+
+
+def of_rows(x):
+    """Returns positions for each row."""
+    return ops.tile(ops.arange(STEPS)[None], (ops.shape(x)[0], 1))
+
+
+POSITIONS = {
+    "fixed": lambda x: ops.arange(STEPS),
+    "of the length": lambda x: ops.arange(ops.shape(x)[1]),
+    "one axis more": lambda x: ops.arange(STEPS)[None],
+    "of rows": of_rows,
+    # The same token twice, or for all.
+    "twice": lambda x: ops.arange(STEPS) // 2,
+    "pairs of positions": lambda x: ops.abs(
+        ops.arange(STEPS)[:, None] - ops.arange(STEPS)[None]
+    )[0],
+    "of values": lambda x: ops.cast(x[..., 0] > 0, "int32"),
+}
+
+
+def with_positions(kind, length=STEPS):
+    def make():
+        i = keras.Input((length, 4))
+        h = L.Dense(4, "tanh")(Positions(POSITIONS[kind])(i))
+        return keras.Model(i, L.Dense(1)(L.GlobalAveragePooling1D()(h)))
+
+    return make
+
+
+def with_tokens():
+    i = keras.Input((STEPS,), dtype="int32")
+    h = L.Dense(4, "tanh")(Tokens()(i))
+    return keras.Model(i, L.Dense(1)(L.GlobalAveragePooling1D()(h)))
+
+
+def shared_by_stages():
+    table = Positions(POSITIONS["fixed"])
+    i = keras.Input((STEPS, 4))
+    h = L.Dense(4, "tanh")(L.Dense(4, "tanh")(table(i)))
+    return keras.Model(i, L.Dense(1)(L.GlobalAveragePooling1D()(table(h))))
+
+
+class LookupsTest(tf.test.TestCase, parameterized.TestCase):
+    def assert_trains_alike(self, make, x, batch_size=8, eager=False, **kwargs):
+        found = []
+        for pipelined in (False, True):
+            keras.utils.set_random_seed(0)
+            model = make()
+            if pipelined:
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model, num_stages=2, devices=["CPU:0", "CPU:1"], **kwargs
+                )
+            # Far from where rounding would show.
+            model.compile(
+                keras.optimizers.Adam(0.01, epsilon=1e-3),
+                "mse",
+                run_eagerly=eager,
+            )
+            model.fit(
+                x, Y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0
+            )
+            found.append(model.get_weights())
+        self.assertAllClose(*found, rtol=1e-5, atol=1e-5)
+
+    @parameterized.product(
+        kind=tuple(POSITIONS), num_micro_batches=(2, 3), eager=(False, True)
+    )
+    def test_positions(self, kind, num_micro_batches, eager):
+        self.assert_trains_alike(
+            with_positions(kind),
+            X,
+            num_micro_batches=num_micro_batches,
+            eager=eager,
+        )
+
+    @parameterized.parameters("of the length", "of rows", "fixed")
+    def test_unknown_length(self, kind):
+        self.assert_trains_alike(
+            with_positions(kind, None), X, num_micro_batches=4
+        )
+
+    @parameterized.parameters("fixed", "of rows", "of values")
+    def test_last_batch_of_another_size(self, kind):
+        self.assert_trains_alike(
+            with_positions(kind), X, batch_size=5, num_micro_batches=4
+        )
+
+    @parameterized.product(
+        schedule=("1f1b", "zero_bubble", "gpipe"),
+        remat=("always", "never"),
+        eager=(False, True),
+    )
+    def test_tokens_and_positions(self, schedule, remat, eager):
+        self.assert_trains_alike(
+            with_tokens,
+            TOKENS,
+            schedule=schedule,
+            remat=remat,
+            num_micro_batches=4,
+            eager=eager,
+        )
+
+    @parameterized.parameters("1f1b", "gpipe")
+    def test_layer_of_several_stages(self, schedule):
+        self.assert_trains_alike(
+            shared_by_stages,
+            X,
+            schedule=schedule,
+            num_micro_batches=2,
+            balance=[2, 4],
+        )

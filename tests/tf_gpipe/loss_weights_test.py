@@ -1,0 +1,289 @@
+"""Losses that use weights, and what losses divide by."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L
+from keras import ops
+
+import tf_gpipe
+
+SCHEDULES = ("1f1b", "zero_bubble", "eager_1f1b", "gpipe")
+X = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(24, 1)).astype("float32")
+TOKENS, CLASSES = np.random.default_rng(0).integers(1, 20, (2, 24, 5))
+
+
+class Scale(L.Layer):
+    """Has a weight that only the loss uses."""
+
+    def build(self, shape):
+        self.s = self.add_weight(shape=(), initializer="zeros")
+
+    def call(self, x):
+        return x
+
+
+class WithHead(L.Layer):
+    """Has a layer that only the loss calls."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.head = L.Dense(1)
+
+    def build(self, shape):
+        self.head.build((None, 4))
+
+    def call(self, x):
+        return x
+
+
+@keras.saving.register_keras_serializable()
+class RandomMask(L.Layer):
+    """Gives its outputs a mask that is drawn at random."""
+
+    def __init__(self, drawn_by="keras", **kwargs):
+        super().__init__(**kwargs)
+        self.drawn_by = drawn_by
+        self.seed = keras.random.SeedGenerator(3)
+        self.supports_masking = True
+
+    def compute_mask(self, x, mask=None):
+        if isinstance(x, keras.KerasTensor):
+            return None
+        if self.drawn_by == "tf":
+            return tf.random.uniform(tf.shape(x)[:2]) < 0.5
+        return keras.random.uniform(ops.shape(x)[:2], seed=self.seed) < 0.5
+
+    def call(self, x):
+        return x
+
+
+def learned_scale():
+    """Returns a model, and a loss with a learned weight: exp(-s) e + s."""
+    scale = Scale()
+    model = keras.Sequential(
+        [keras.Input((6,)), L.Dense(4, "tanh"), scale, L.Dense(1), L.Dense(1)]
+    )
+
+    def loss(y, p):
+        return ops.exp(-scale.s) * ops.mean((y - p) ** 2, -1) + scale.s
+
+    return model, loss, X, Y
+
+
+def frozen_scale():
+    model, loss, *data = learned_scale()
+    model.layers[1].trainable = False
+    return model, loss, *data
+
+
+def tied_embeddings():
+    """Returns a model whose output projection is in its loss."""
+    table = L.Embedding(20, 6)
+    i = keras.Input((5,), dtype="int32")
+    model = keras.Model(i, L.Dense(6)(L.Dense(6, "tanh")(table(i))))
+
+    def loss(y, p):
+        logits = ops.matmul(p, ops.transpose(table.embeddings))
+        return keras.losses.sparse_categorical_crossentropy(
+            y, logits, from_logits=True
+        )
+
+    return model, loss, TOKENS, CLASSES
+
+
+def sampled_softmax():
+    """Returns a model whose loss looks up the rows of its labels."""
+    table = L.Embedding(20, 6)
+    i = keras.Input((5,), dtype="int32")
+    model = keras.Model(i, L.Dense(6)(L.Dense(6, "tanh")(table(i))))
+
+    def loss(y, p):
+        return -ops.sum(p * table(ops.cast(y, "int32")), axis=-1)
+
+    return model, loss, TOKENS, CLASSES
+
+
+def head_in_the_loss():
+    """Returns a model with a layer that only its loss calls."""
+    first = WithHead()
+    model = keras.Sequential(
+        [keras.Input((6,)), first, L.Dense(4, "tanh"), L.Dense(4, "tanh")]
+    )
+
+    def loss(y, p):
+        return ops.mean((y - first.head(p)) ** 2, -1)
+
+    return model, loss, X, Y
+
+
+def loss_object():
+    scale = Scale()
+    model = keras.Sequential(
+        [keras.Input((6,)), scale, L.Dense(4, "tanh"), L.Dense(1)]
+    )
+
+    class Loss(keras.losses.Loss):
+        def call(self, y, p):
+            return ops.mean((y - p - scale.s) ** 2, -1)
+
+    return model, Loss(reduction="sum"), X, Y
+
+
+CASES = {
+    x.__name__: x
+    for x in (
+        learned_scale,
+        frozen_scale,
+        tied_embeddings,
+        sampled_softmax,
+        head_in_the_loss,
+        loss_object,
+    )
+}
+
+
+class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
+    def fitted(self, case, **kwargs):
+        keras.utils.set_random_seed(1)
+        options = {"run_eagerly": kwargs.pop("run_eagerly", False)}
+        batch_size = kwargs.pop("batch_size", 8)
+        model, loss, x, y = case()
+        if kwargs:
+            cut = (
+                tf_gpipe.PipelinedSequential
+                if isinstance(model, keras.Sequential)
+                else tf_gpipe.PipelinedModel.from_model
+            )
+            model = cut(
+                model, num_stages=2, devices=["CPU:0", "CPU:1"], **kwargs
+            )
+        model.compile(keras.optimizers.Adam(0.05), loss, **options)
+        history = model.fit(
+            x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0
+        )
+        return [*history.history["loss"], *model.get_weights()]
+
+    @parameterized.product(case=tuple(CASES), schedule=SCHEDULES)
+    def test_weights_of_a_loss(self, case, schedule):
+        case = CASES[case]
+        self.assertAllClose(
+            self.fitted(case),
+            self.fitted(case, schedule=schedule, num_micro_batches=4),
+            rtol=2e-5,
+            atol=1e-5,
+        )
+
+    @parameterized.product(
+        case=("learned_scale", "sampled_softmax"),
+        kwargs=(
+            {"remat": "never"},
+            {"run_eagerly": True},
+            {"batch_size": 7},
+            {"num_micro_batches": 1},
+            {"num_micro_batches": 11},
+        ),
+    )
+    def test_variants(self, case, kwargs):
+        case = CASES[case]
+        same = {k: v for k, v in kwargs.items() if k == "batch_size"}
+        piped = self.fitted(case, **{"num_micro_batches": 3, **kwargs})
+        self.assertAllClose(
+            self.fitted(case, **same), piped, rtol=2e-5, atol=1e-5
+        )
+
+    @parameterized.product(
+        schedule=("1f1b", "zero_bubble", "gpipe"), dropout=(False, True)
+    )
+    def test_random_mask(self, schedule, dropout):
+        """The losses of micro-batches are those of what they were given."""
+        model = tf_gpipe.PipelinedSequential(
+            [
+                keras.Input((5, 3)),
+                L.Dense(4),
+                L.Dropout(0.5 if dropout else 0.0, seed=4),
+                RandomMask(),
+                L.Dense(1),
+            ],
+            num_stages=2,
+            num_micro_batches=3,
+            schedule=schedule,
+            devices=["CPU:0", "CPU:1"],
+        )
+
+        def loss(y, p):
+            return ops.ones_like(ops.mean(y - p, axis=-1))
+
+        model.compile("sgd", loss)
+        x = np.random.default_rng(0).normal(size=(8, 5, 3)).astype("float32")
+        for _ in range(2):
+            # A mean of ones is one, whatever the mask.
+            value = model.train_on_batch(x, np.zeros((8, 5, 1)))
+            self.assertAllClose(value, 1.0)
+
+    def test_mask_that_tensorflow_draws_is_refused(self):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((5, 3)), L.Dense(4), RandomMask("tf"), L.Dense(1)],
+            num_stages=2,
+            num_micro_batches=3,
+            devices=["CPU:0", "CPU:1"],
+        )
+        model.compile("sgd", "mse")
+        x = np.zeros((8, 5, 3), "float32")
+        with self.assertRaisesRegex(ValueError, "drawn at random"):
+            model.train_on_batch(x, np.zeros((8, 5, 1)))
+
+    def test_mask_of_a_loss_that_takes_outputs_is_refused(self):
+        def loss(y, p):
+            value = ops.mean((y - p) ** 2, -1)
+            value._keras_mask = ops.mean(p, -1) > 0.0
+            return value
+
+        def model(schedule):
+            return tf_gpipe.PipelinedSequential(
+                [keras.Input((6,)), L.Dense(4), L.Dense(1)],
+                num_stages=2,
+                num_micro_batches=3,
+                schedule=schedule,
+                devices=["CPU:0", "CPU:1"],
+            )
+
+        refused = model("1f1b")
+        refused.compile("sgd", loss)
+        with self.assertRaisesRegex(ValueError, "mask of the outputs"):
+            refused.fit(X, Y, verbose=0)
+        taken = model("gpipe")
+        taken.compile("sgd", loss)
+        taken.fit(X, Y, verbose=0)
+
+    @parameterized.parameters(*SCHEDULES)
+    def test_random_mask_as_in_the_plain_model(self, schedule):
+        """With one micro-batch, which draws the plain model's mask."""
+        layers = [
+            keras.Input((5, 3)),
+            L.Dense(4),
+            RandomMask(),
+            L.Dense(1),
+        ]
+        plain = keras.Sequential(layers)
+        x = np.random.default_rng(0).normal(size=(8, 5, 3)).astype("float32")
+        start = plain.get_weights()
+        found = []
+        for model in (
+            plain,
+            tf_gpipe.PipelinedSequential(
+                layers,
+                num_stages=2,
+                num_micro_batches=1,
+                schedule=schedule,
+                devices=["CPU:0", "CPU:1"],
+            ),
+        ):
+            model.set_weights(start)
+            layers[2].seed.state.assign([3, 0])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            history = model.fit(x, np.ones((8, 5, 1)), epochs=2, verbose=0)
+            found.append([*history.history["loss"], *model.get_weights()])
+        self.assertAllClose(*found)

@@ -1,0 +1,102 @@
+"""The command tells what `verify` finds, and by its status."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+
+import keras
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tools import random_models
+from tools import verify as command
+
+SMALL = "--model_args=num_filters=8,num_blocks=1,input_shape=(8,8,3)"
+
+
+def run(*args):
+    """Runs the command in this process: importing TensorFlow takes seconds."""
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        status = command.main(list(args))
+    return status, stdout.getvalue()
+
+
+class Fault(keras.layers.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0, keepdims=True)
+
+
+class VerifyTest(tf.test.TestCase, parameterized.TestCase):
+    def test_command(self):
+        result = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "tools.verify",
+                "--num_stages=2",
+                "--num_micro_batches=1",
+                "--schedule=gpipe",
+                "--remat=never",
+                "--batch_size=4",
+                "--json",
+                SMALL,
+            ],
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(result.returncode, 0, result.stderr)
+        text, last = result.stdout.rstrip().rsplit("\n", 1)
+        self.assertIn("The pipeline has the plain model's numbers", text)
+        found = json.loads(last)
+        self.assertTrue(found["ok"])
+        self.assertIsNone(found["first_layer"])
+        self.assertLess(found["worst"]["gradient"]["difference"], 1e-4)
+
+    def test_a_functional_model_with_tokens(self):
+        status, text = run(
+            "--model=transformer_nmt",
+            "--model_args=num_layers=1,ffn_dim=8,num_heads=2,dim=8,"
+            "vocabulary=11,head_size=4",
+            "--num_micro_batches=2",
+            "--batch_size=4",
+        )
+        self.assertEqual(status, 0, text)
+
+    def test_random_models(self):
+        status, text = run("--random=1", "--seed=2", "--json")
+        *_, line, last = text.splitlines()
+        different = json.loads(last)["different"]
+        self.assertEqual(json.loads(last)["models"], 1)
+        self.assertEqual(line, f"{len(different)} of 1 models differ")
+        self.assertEqual(status, 1 if different else 0)
+
+    def test_a_difference(self):
+        original = random_models.Drawing.layer
+        self.addCleanup(setattr, random_models.Drawing, "layer", original)
+        random_models.Drawing.layer = lambda *_: Fault(name=None)
+        # Of three micro-batches.
+        status, text = run("--random=1", "--seed=2", "--json")
+        self.assertEqual(status, 1, text)
+        self.assertIn("The first layer that differs: fault", text)
+
+    @parameterized.parameters(
+        (["--random=0"], "--random: not a positive integer: '0'"),
+        (["--random=1", "--num_stages=3"], "--num_stages is not for --random"),
+        (["--model=x"], "--model: invalid choice: 'x'"),
+        (["--model_args=x=3"], "Unknown hyper-parameters of model"),
+        (["--num_devices=2"], "--num_devices is for --schedule=interleaved"),
+        (["--optimizer=x", SMALL], "Could not interpret optimizer identifier"),
+        (["--dtype_policy=x"], "Cannot convert 'x'"),
+    )
+    def test_refuses(self, args, message):
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            with self.assertRaises(SystemExit) as raised:
+                command.main(args)
+        self.assertEqual(raised.exception.code, 2)
+        self.assertIn(message, stderr.getvalue().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    tf.test.main()
