@@ -1,5 +1,6 @@
 """Runs a schedule: places its tasks on devices, in order, in one graph."""
 
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +18,11 @@ from tf_gpipe.function_call import tensors
 from tf_gpipe.gradients import GradientSum
 from tf_gpipe.gradients import of_devices
 from tf_gpipe.loss import MicroBatchLoss
+from tf_gpipe.micro_batch import ROWS
 from tf_gpipe.micro_batch import Split
 from tf_gpipe.pipeline import Pipeline
+from tf_gpipe.returned import kinds_of_outputs
+from tf_gpipe.row_dependence import RowDependence
 from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import RECOMPUTE
@@ -93,7 +97,8 @@ class MiniBatch:
         self._versions = StateVersions(self.split, pipeline.device_of)
         # `PhasedCall` or `TapedCall`.
         self._calls: dict[tuple[int, int], Any] = {}
-        self._added = AddedLosses(pipeline.stages, self.split)
+        self._dependence = RowDependence(pipeline.graph, inputs, training)
+        self._added = AddedLosses(pipeline.stages, self.split, self._dependence)
         # By the parts of the outputs of each micro-batch, from the loss.
         self._upstream: dict[int, list] = {}
         self._sums: list[GradientSum] = []
@@ -143,8 +148,10 @@ class MiniBatch:
         pieces = [
             [None] * self.split.num_micro_batches
             if gradient is None
-            else self.split.unmerge(gradient, parts)
-            for gradient, *parts in zip(output_gradients, *outputs, strict=True)
+            else self.split.unmerge(gradient, parts, kind)
+            for kind, gradient, *parts in zip(
+                self._kinds_of_parts, output_gradients, *outputs, strict=True
+            )
         ]
         for m in range(self.split.num_micro_batches):
             self._upstream[m] = [x[m] for x in pieces]
@@ -194,6 +201,7 @@ class MiniBatch:
                         for v, x in zip(loss.weights, by_weight, strict=True)
                         if x is not None
                     )
+                    self._check_loss(outputs, self._upstream[m])
             self._after_forward(task, [loss_gradient] * self._added.count(m))
         return [losses[m] for m in range(self.split.num_micro_batches)]
 
@@ -203,9 +211,13 @@ class MiniBatch:
             self.pipeline.packed(self._exchange.outputs(m))
             for m in range(self.split.num_micro_batches)
         ]
+        kinds = keras.tree.pack_sequence_as(parts[0].tensors, self._kinds)
         with tf.device(self.pipeline.stages[-1].device):
             return Activations(
-                *(self.split.merge(list(x)) for x in zip(*parts, strict=True))
+                *(
+                    self.split.merge(list(x), kinds)
+                    for x in zip(*parts, strict=True)
+                )
             )
 
     def masks(self) -> Any:
@@ -266,7 +278,57 @@ class MiniBatch:
             filled(concrete.structured_outputs, part(tensors(given(m))))
             for m in range(self.split.num_micro_batches)
         ]
-        return self.split.merge(found)
+        kinds = keras.tree.pack_sequence_as(found[0], self._kinds)
+        return self.split.merge(found, kinds)
+
+    def like_outputs(self, outputs: Any, m: int) -> Any:
+        """Returns tensors like those of the mini-batch.
+
+        `outputs` is what the model returns for micro-batch `m`.
+        """
+        kinds = keras.tree.pack_sequence_as(outputs, self._kinds)
+        return keras.tree.map_structure(
+            lambda x, kind: self.split.like_whole(x, m, kind), outputs, kinds
+        )
+
+    @functools.cached_property
+    def _kinds(self) -> list[str]:
+        """How each flat tensor that the model returns is put together."""
+        outputs = self._exchange.outputs(0).tensors
+        if self.split.num_micro_batches == 1:
+            return [ROWS] * len(keras.tree.flatten(outputs))
+        rows = self.split.size(0)
+        return kinds_of_outputs(
+            self.pipeline,
+            self._dependence,
+            outputs,
+            rows if isinstance(rows, int) else tf.get_static_value(rows),
+        )
+
+    @property
+    def _kinds_of_parts(self) -> list[str]:
+        """As `_kinds`, of each part of the outputs."""
+        tensors = self._exchange.outputs(0).by_tensor()
+        return [
+            kind
+            for kind, parts in zip(self._kinds, tensors, strict=True)
+            for _ in parts
+        ]
+
+    def _check_loss(self, outputs: Activations, gradients: list) -> None:
+        """Refuses losses of what a micro-batch does not have its part of."""
+        parts = outputs.parts()
+        kinds = self._kinds_of_parts
+        for x, kind, gradient in zip(parts, kinds, gradients, strict=True):
+            if kind != ROWS and gradient is not None:
+                raise ValueError(
+                    "The model returns a tensor without a batch axis, of shape "
+                    f"{x.shape}. Its loss cannot be put together from micro-"
+                    "batches, as a schedule that starts backward passes before "
+                    "all forward passes are done needs. Use schedule='gpipe', "
+                    "which computes the loss on the whole mini-batch, or "
+                    "num_micro_batches=1."
+                )
 
     def losses(self) -> list[tf.Tensor]:
         """Returns the losses that layers added, for the whole mini-batch."""
@@ -313,7 +375,7 @@ class MiniBatch:
                 result = stage(inputs, carried)
             finish(result)
         self._exchange.put(k, m, result.outputs)
-        self._added.put(k, m, result.losses)
+        self._added.put(k, m, result.losses, function.added)
         self._versions.write(function.updated, result.updates, m)
 
     def _after_forward(

@@ -8,6 +8,12 @@ import tensorflow as tf
 
 from tf_gpipe import replicas
 
+# How the results of micro-batches become that of the mini-batch.
+ROWS = "rows"  # one after the other
+MEAN = "mean"  # over rows
+SUM = "sum"
+FIRST = "first"  # all have the same, but for what was drawn at random
+
 
 class Split:
     """How the rows of one mini-batch are shared out among micro-batches.
@@ -109,10 +115,13 @@ class Split:
             rows = x.shape[0]
             if rows is None or self.static_rows is None:
                 rows = tf.shape(x)[0]
-                each = rows // tf.maximum(self.rows, 1)
-                # At least one row: that which Keras would broadcast.
-                return x[start * each : tf.where(rows == 1, 1, end * each)]
-            if rows == 1 < self.static_rows:
+                whole = tf.maximum(self.rows, 1)
+                each = rows // whole
+                # Not of rows, as the one that Keras would broadcast.
+                other = rows % whole != 0
+                first = tf.where(other, 0, start * each)
+                return x[first : tf.where(other, rows, end * each)]
+            if rows % max(self.static_rows, 1):
                 return x
             each = rows // max(self.static_rows, 1)
             return x[start * each : end * each]
@@ -129,29 +138,52 @@ class Split:
         start = tf.maximum(tf.minimum(start, self.rows - 1), 0)
         return start, start + tf.maximum(size, 1)
 
-    def merge(self, parts: list[Any]) -> Any:
-        """Joins one structure a micro-batch along the first axis."""
+    def merge(self, parts: list[Any], kinds: Any = ROWS) -> Any:
+        """Makes one structure of one structure a micro-batch.
+
+        `kinds` says how, of each leaf if it is a structure too.
+        """
         if self.num_micro_batches == 1:
             return parts[0]
+        if isinstance(kinds, str):
+            kinds = keras.tree.map_structure(lambda x: kinds, parts[0])
+        return keras.tree.map_structure(self._merge, kinds, *parts)
 
-        def concat(*xs: Any) -> Any:
-            if xs[0] is None:
-                return None
-            if self.padded:
-                xs = tuple(
-                    x[:n] for x, n in zip(xs, self._own(xs), strict=True)
-                )
-            return tf.concat(xs, axis=0)
+    def _merge(self, kind: str, *xs: Any) -> Any:
+        if xs[0] is None or kind == FIRST:
+            return xs[0]
+        if kind == SUM:
+            return tf.add_n(
+                [x * self._share(kind, m, x) for m, x in enumerate(xs)]
+            )
+        if kind == MEAN:
+            return xs[0] + self.mean(tf.stack(xs) - xs[0])
+        if self.padded:
+            xs = tuple(x[:n] for x, n in zip(xs, self._own(xs), strict=True))
+        return tf.concat(xs, axis=0)
 
-        return keras.tree.map_structure(concat, *parts)
+    def _share(self, kind: str, m: int, like: tf.Tensor) -> tf.Tensor:
+        """Returns what micro-batch `m` counts in the mini-batch's result."""
+        if kind == FIRST:
+            share: Any = int(m == 0)
+        else:
+            share = self.weight(m) if kind == MEAN else self.valid(m)
+        return tf.cast(share, like.dtype)
 
-    def unmerge(self, value: tf.Tensor, parts: list[tf.Tensor]) -> list:
-        """Cuts a tensor back into pieces shaped like the merged `parts`.
+    def unmerge(
+        self, value: tf.Tensor, parts: list[tf.Tensor], kind: str = ROWS
+    ) -> list:
+        """Returns gradients of `parts`, given that of the merged tensor.
 
         Zeros for a micro-batch without rows.
         """
         if self.num_micro_batches == 1:
             return [value]
+        if kind != ROWS:
+            value = tf.convert_to_tensor(value)
+            return [
+                value * self._share(kind, m, value) for m in range(len(parts))
+            ]
         found = []
         pieces = tf.split(value, self._own(parts))
         for x, piece in zip(parts, pieces, strict=True):
@@ -166,15 +198,21 @@ class Split:
         """Returns how many rows of its own each micro-batch has in `parts`."""
         return [tf.shape(x)[0] * self.valid(m) for m, x in enumerate(parts)]
 
-    def like_whole(self, part: tf.Tensor, m: int) -> tf.Tensor:
+    def like_whole(
+        self, part: tf.Tensor, m: int, kind: str = ROWS
+    ) -> tf.Tensor:
         """Returns a tensor like the merged parts, of which this is the m-th.
 
-        Its values are such as few functions fail for: 0.5, or 0 if integers.
+        Its values are such as few functions fail for: 0.5 if floating-point.
         """
         shape = tf.shape(part)
+        value = tf.zeros((), part.dtype)
+        if part.dtype.is_floating:
+            value += 0.5
+        if kind != ROWS:
+            return tf.ensure_shape(tf.fill(shape, value), part.shape)
         # A layer may make several rows of one.
         rows = shape[0] // tf.maximum(self.size(m), 1) * self.rows
-        value = tf.constant(0.5 if part.dtype.is_floating else 0, part.dtype)
         whole = tf.fill(tf.concat([[rows], shape[1:]], axis=0), value)
         return tf.ensure_shape(whole, [None, *part.shape[1:]])
 

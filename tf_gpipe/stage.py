@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_gpipe import replicas
 from tf_gpipe.graph import Graph
+from tf_gpipe.graph import Node
 from tf_gpipe.graph import Value
 
 
@@ -168,12 +169,14 @@ class Activations(NamedTuple):
 
     def parts(self) -> list[tf.Tensor]:
         """Returns all that may have a gradient, each tensor and its logits."""
+        return [x for parts in self.by_tensor() for x in parts]
+
+    def by_tensor(self) -> list[list[tf.Tensor]]:
+        """Returns `parts()` in a list for each tensor."""
         tensors, _, *logits = map(keras.tree.flatten, self)
         return [
-            x
-            for each in zip(tensors, *logits, strict=True)
-            for i, x in enumerate(each)
-            if i == 0 or x is not None
+            [tensor, *(x for x in rest if x is not None)]
+            for tensor, *rest in zip(tensors, *logits, strict=True)
         ]
 
     def with_parts(self, parts: Iterable[tf.Tensor]) -> "Activations":
@@ -213,16 +216,24 @@ def _input_of(x: Any, operation: str) -> Any:
     return None
 
 
+class AddedLoss(NamedTuple):
+    """Where a loss comes from that a layer has added."""
+
+    node: Node  # the call of a layer
+    place: int  # among the losses of the call
+    layer: keras.Layer  # the layer, or one within it
+
+
 def run_stage(
     stage: Stage,
     values: dict[Value, Any],
     training: bool | None,
-    after: Callable[[], None] = lambda: None,
+    after: Callable[[Node], None] = lambda node: None,
 ) -> None:
     """Calls the layers of a stage, and names one that fails.
 
     What they make is added to `values`, which has the contents of the stage's
-    inputs. `after` is called after each layer.
+    inputs. `after` is called after each call of a layer, with its node.
     """
     for node in stage.nodes:
         try:
@@ -231,7 +242,21 @@ def run_stage(
             where = f"stage {stage.index} on {stage.device}"
             name_layer(e, node.layer, where, *node.arguments(values)[0])
             raise
-        after()
+        for value in node.made:
+            # A layer may return a weight itself.
+            values[value] = keras.tree.map_structure(_read, values[value])
+        after(node)
+
+
+def adder(layer: keras.Layer, loss: tf.Tensor) -> keras.Layer:
+    """Returns which layer has added a loss: one within `layer`, or itself."""
+    for x in layer._flatten_layers(include_self=False):
+        if id(loss) in x._loss_ids:
+            # The next tensor may get the same id.
+            x._loss_ids.discard(id(loss))
+            return x
+    layer._loss_ids.discard(id(loss))
+    return layer
 
 
 def in_mode(layer: Any, training: bool | None) -> Callable:
@@ -257,6 +282,11 @@ def name_layer(error: Exception, layer: Any, stage: str, *inputs: Any) -> None:
         f"Raised by layer '{layer.name}' (of type {type(layer).__name__}) in "
         f"{stage}, called on inputs of shape {text}."
     )
+
+
+def _read(x: Any) -> Any:
+    is_variable = isinstance(x, (tf.Variable, keras.Variable))
+    return tf.convert_to_tensor(x) if is_variable else x
 
 
 def _unique(variables) -> list[keras.Variable]:

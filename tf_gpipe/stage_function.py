@@ -16,7 +16,9 @@ from tf_gpipe.function_call import filled
 from tf_gpipe.function_call import tensors
 from tf_gpipe.graph import Value
 from tf_gpipe.stage import Activations
+from tf_gpipe.stage import AddedLoss
 from tf_gpipe.stage import Stage
+from tf_gpipe.stage import adder
 from tf_gpipe.stage import run_stage
 from tf_gpipe.tensorflow_state import TensorFlowState
 from tf_gpipe.tensorflow_state import holding
@@ -57,6 +59,7 @@ class StageFunction:
         borrowed: The places in `carried` of weights, not state.
         updated: The variables whose new values `Result.updates` holds, known
             after the first pass.
+        added: Where each of `Result.losses` comes from, known then too.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class StageFunction:
         self.stage = stage
         self.carried = carried
         self.updated: list[keras.Variable] = []
+        self.added: list[AddedLoss] = []
         self._training = training
         self._elsewhere = elsewhere
         self._stopped = [value in stopped for value in stage.inputs]
@@ -108,11 +112,14 @@ class StageFunction:
         others = [x for x in pairs if isinstance(x[0], TensorFlowState)]
         mapping += [(v, tf.stop_gradient(v.value)) for v in self._frozen]
         losses: list[tf.Tensor] = []
+        added: list[AddedLoss] = []
 
-        def take_losses():
+        def take_losses(node):
             # Layer by layer: a layer that is called again clears what it has
             # added to the scope before.
-            losses.extend(scope.losses)
+            for i, loss in enumerate(scope.losses):
+                losses.append(loss)
+                added.append(AddedLoss(node, i, adder(node.layer, loss)))
             scope.losses.clear()
 
         with (
@@ -125,6 +132,7 @@ class StageFunction:
             run_stage(self.stage, values, self._training, take_losses)
             assigned = self._assigned([v for v, _ in others], before)
             self.updated = [*scope.updated.values(), *assigned]
+            self.added = added
             updates = [
                 tf.stop_gradient(scope.get_current_value(v))
                 for v in scope.updated.values()
@@ -271,9 +279,16 @@ class StageFunction:
 
 
 def _differentiable_first(leaves: list) -> list[int]:
-    """Returns the places of the tensors in `leaves`, those of floats first."""
+    """Returns the places of the tensors in `leaves`, those of floats first.
+
+    Without strings, which `tf.custom_gradient` cannot return.
+    """
     return sorted(
-        (i for i, x in enumerate(leaves) if x is not None),
+        (
+            i
+            for i, x in enumerate(leaves)
+            if x is not None and x.dtype != tf.string
+        ),
         key=lambda i: not leaves[i].dtype.is_floating,
     )
 

@@ -289,9 +289,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         masks = outputs.masks
         if any(x is not None for x in keras.tree.flatten(masks)):
             masks = run.masks()
-        like = keras.tree.map_structure(
-            lambda x: run.split.like_whole(x, m), outputs.tensors
-        )
+        like = run.like_outputs(outputs.tensors, m)
         return Activations.of(like)._replace(masks=masks).unpack()
 
     def _scale_loss(self, loss):

@@ -1,0 +1,235 @@
+"""What a model returns has the rows of the mini-batch, or comes back once."""
+
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L
+from keras import ops
+
+import tf_gpipe
+
+X = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+Y = np.ones((10, 2), "float32")
+
+
+class Returns(L.Layer):
+    """Returns something of its inputs and a weight."""
+
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 3))
+
+    def call(self, x):
+        return self.function(x, self.w)
+
+
+ONCE = {
+    "weight": lambda x, w: w,
+    "scalar of weights": lambda x, w: ops.sum(w * w),
+    "constant": lambda x, w: ops.convert_to_tensor([1, 2]),
+    "flag": lambda x, w: tf.constant(True),
+    "names": lambda x, w: tf.constant(["a", "b"]),
+    "mean": lambda x, w: ops.mean(x @ w, axis=0),
+    "sum": lambda x, w: ops.sum(x @ w),
+    "number of rows": lambda x, w: tf.shape(x)[0],
+    "number of columns": lambda x, w: tf.shape(x)[1],
+}
+ROWS = {
+    "bools": lambda x, w: ops.any(x @ w > 0, -1),
+    "integers": lambda x, w: ops.argmax(x @ w, -1),
+    "strings": lambda x, w: tf.strings.as_string(x[:, 0] > 0),
+    "several a row": lambda x, w: ops.reshape(x @ w, (-1,)),
+}
+ACROSS = {
+    "similarity": lambda x, w: ops.matmul(x, ops.transpose(x)),
+    "rows last": lambda x, w: ops.transpose(x),
+    "upper": lambda x, w: ops.matmul(x, ops.transpose(x))[:4, :],
+}
+# Neither, and no numbers of which a mean could be taken.
+LOST = {
+    "any": lambda x, w: ops.any(x > 0),
+    "argmax": lambda x, w: ops.argmax(ops.mean(x, axis=0)),
+}
+
+
+def functional(*functions, batch_size=None):
+    def make():
+        keras.utils.set_random_seed(1)
+        x = keras.Input((4,), batch_size=batch_size)
+        h = L.Dense(5, "tanh")(x)
+        others = [
+            Returns(function, name=f"returns_{i}")(h)
+            for i, function in enumerate(functions)
+        ]
+        return keras.Model(x, [L.Dense(2)(h), *others])
+
+    return make
+
+
+def pipeline(make, **kwargs):
+    kwargs = {
+        "num_stages": 2,
+        "num_micro_batches": 4,
+        "devices": ["CPU:0", "CPU:1"],
+        **kwargs,
+    }
+    return tf_gpipe.PipelinedModel.from_model(make(), **kwargs)
+
+
+def fit(model, loss=None, rows=10, eager=False):
+    """Returns losses, and what the model then returns."""
+    count = len(model.outputs) - 1
+    model.compile(
+        keras.optimizers.SGD(0.05), ["mse", *[loss] * count], run_eagerly=eager
+    )
+    y = [Y[:rows], *[Y[:rows] if loss else None] * count]
+    losses = [model.train_on_batch(X[:rows], y) for _ in range(2)]
+    return losses, model.predict_on_batch(X[:rows])
+
+
+class RowsTest(parameterized.TestCase, tf.test.TestCase):
+    def assert_same(self, plain, piped):
+        for a, b in zip(plain, piped, strict=True):
+            a, b = np.asarray(a), np.asarray(b)
+            self.assertEqual(a.shape, b.shape)
+            if a.dtype.kind in "OSU":
+                self.assertAllEqual(a, b)
+            else:
+                self.assertAllClose(a, b, rtol=2e-5, atol=2e-6)
+
+    @parameterized.parameters(
+        {"schedule": "1f1b"},
+        {"schedule": "gpipe", "remat": "never"},
+        {"schedule": "zero_bubble", "num_stages": 3},
+        {"schedule": "1f1b", "eager": True},
+        {"schedule": "gpipe", "rows": 3},
+        {"schedule": "1f1b", "rows": 8, "batch_size": 8},
+    )
+    def test_outputs(
+        self, rows=10, batch_size=None, eager=False, num_stages=2, **kwargs
+    ):
+        functions = [*ONCE.values(), *ROWS.values()]
+        make = functional(*functions, batch_size=batch_size)
+        plain = make()
+        piped = pipeline(
+            make,
+            num_stages=num_stages,
+            devices=[f"CPU:{i}" for i in range(num_stages)],
+            **kwargs,
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*no batch axis")
+            expected, received = (
+                fit(model, rows=rows, eager=eager) for model in (plain, piped)
+            )
+        self.assert_same(expected[0], received[0])
+        self.assert_same(expected[1], received[1])
+        self.assert_same(plain.get_weights(), piped.get_weights())
+
+    @parameterized.parameters(True, False)
+    def test_gradients_of_a_call(self, training):
+        make = functional(*(ONCE[x] for x in ("weight", "mean", "sum")))
+        plain, piped = make(), pipeline(make)
+        found = []
+        for model in (plain, piped):
+            x = tf.constant(X)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                outputs = model(x, training=training)
+                total = sum(tf.reduce_sum(tf.sin(out)) for out in outputs)
+            found.append(tape.gradient(total, [x, *model.trainable_variables]))
+        self.assert_same(*found)
+
+    def test_loss_of_the_whole(self):
+        # With all of the mini-batch at hand, as plain Keras has it.
+        def loss(_, y):
+            return ops.square(y - 1.0)
+
+        for name in ("weight", "mean"):
+            make = functional(ONCE[name])
+            expected = fit(make(), loss)
+            received = fit(pipeline(make, schedule="gpipe"), loss)
+            self.assert_same(expected[0], received[0])
+            with self.assertRaisesRegex(
+                ValueError, "without a batch axis.*schedule='gpipe'"
+            ):
+                fit(pipeline(make), loss)
+
+    def test_predict_and_evaluate(self):
+        make = functional(ONCE["mean"], ONCE["weight"], ROWS["bools"])
+        plain, piped = make(), pipeline(make)
+        found = []
+        for model in (plain, piped):
+            model.compile(loss=["mse", None, None, None])
+            found.append(
+                (
+                    *model.predict(X, batch_size=5, verbose=0),
+                    model.evaluate(X, [Y, None, None, None], verbose=0),
+                )
+            )
+        self.assert_same(*found)
+
+    @parameterized.product(name=list(ACROSS), schedule=("1f1b", "gpipe"))
+    def test_rows_across_are_refused(self, name, schedule):
+        model = pipeline(functional(ACROSS[name]), schedule=schedule)
+        with self.assertRaisesRegex(
+            ValueError, "'returns_0' .* rows of a batch.*num_micro_batches=1"
+        ):
+            fit(model)
+        with self.assertRaisesRegex(ValueError, "'returns_0'"):
+            model.predict(X, verbose=0)
+
+    def test_first_layer_across_is_named(self):
+        layers = [
+            keras.Input((4,)),
+            L.Dense(3, name="before"),
+            L.Lambda(
+                lambda x: ops.matmul(x, ops.transpose(x)), name="compares"
+            ),
+            L.ReLU(name="after"),
+        ]
+        model = tf_gpipe.PipelinedSequential(
+            layers, num_stages=2, num_micro_batches=2, devices=["CPU:0"] * 2
+        )
+        with self.assertRaisesRegex(ValueError, "'after' .*'compares'"):
+            model.predict(X, verbose=0)
+
+    @parameterized.parameters(*ACROSS, *LOST)
+    def test_one_micro_batch_is_exact(self, name):
+        make = functional({**ACROSS, **LOST}[name])
+        expected = fit(make())
+        received = fit(pipeline(make, num_micro_batches=1))
+        for a, b in zip(expected, received, strict=True):
+            self.assert_same(a, b)
+
+    @parameterized.parameters(*LOST)
+    def test_what_cannot_be_put_together_is_refused(self, name):
+        with self.assertRaisesRegex(ValueError, "'returns_0' .*no batch axis"):
+            fit(pipeline(functional(LOST[name])))
+
+    def test_spread_over_rows_warns(self):
+        make = functional(lambda x, w: ops.std(x))
+        with self.assertWarnsRegex(UserWarning, "'returns_0' .*no batch axis"):
+            _, (_, found) = fit(pipeline(make))
+        self.assertEqual(found.shape, ())
+
+    def test_sequences_of_any_length(self):
+        # Their second axis is not known, and does not grow with the rows.
+        def make():
+            keras.utils.set_random_seed(1)
+            x = keras.Input((None, 4))
+            return keras.Model(
+                x, L.Dense(2)(L.LSTM(3, return_sequences=True)(x))
+            )
+
+        x = np.random.default_rng(1).normal(size=(10, 4, 4)).astype("float32")
+        expected, received = (
+            model.predict(x, verbose=0) for model in (make(), pipeline(make))
+        )
+        self.assert_same([expected], [received])
