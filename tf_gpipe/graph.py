@@ -31,7 +31,7 @@ class Node:
             the call gets tensors.
         kwargs: Dictionary of its keyword arguments, likewise.
         outputs: `Value` of all that it returns; or a list with a `Value` for
-            each tensor of it.
+            each tensor of it, up to the last one that is used.
     """
 
     layer: Any
@@ -61,7 +61,17 @@ class Node:
         """Returns what each of `made` holds, given what the layer returns."""
         if isinstance(self.outputs, Value):
             return iter([(self.outputs, results)])
-        return zip(self.outputs, keras.tree.flatten(results), strict=True)
+        found = keras.tree.flatten(results)
+        if len(found) < len(self.outputs):
+            raise ValueError(
+                f"Layer '{self.layer.name}' (of type "
+                f"{type(self.layer).__name__}) returned {len(found)} tensors, "
+                f"of which the model uses {len(self.outputs)}, as many as its "
+                "`compute_output_spec` or `compute_output_shape` has told. "
+                "They must agree."
+            )
+        # Of more than its spec tells, Keras takes the first ones.
+        return zip(self.outputs, found, strict=False)
 
     def run(self, values: dict[Value, Any], call: Callable = lambda f: f):
         """Calls the layer, and adds what it makes to `values`.
@@ -181,4 +191,10 @@ def functional(model: keras.Model) -> Graph:
     returned = unpack_singleton(
         keras.tree.map_structure(value, model._outputs_struct)
     )
+    used = {x for node in nodes for x in node.inputs}
+    used.update(keras.tree.flatten(returned))
+    for node in nodes:
+        # What a layer need not return, although its spec tells it.
+        while node.outputs and node.outputs[-1] not in used:
+            node.outputs.pop()
     return Graph(nodes, [value(x) for x in model._inputs], returned)

@@ -21,6 +21,8 @@ from tf_gpipe.replicas import SeveralHosts
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage import run_stage
 from tf_gpipe.traced_function import result_alone
+from tf_gpipe.user_class import CALLS
+from tf_gpipe.user_class import overrides
 
 
 def _traced_once(step: Callable) -> Callable:
@@ -54,9 +56,6 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     # Given by `callbacks.Timeline`: a function of the tasks' times.
     _record_times: Any = None
-
-    # Named here to tell whether a subclass overrides it.
-    compute_loss = keras.Model.compute_loss
 
     evaluate = cluster.naming_failures(keras.Model.evaluate)
     predict = cluster.naming_failures(keras.Model.predict)
@@ -100,13 +99,12 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         """
         pipeline, inputs = self._pipeline_for(x)
         overridden = [
-            method
-            for method in ("call", "compute_loss")
-            if getattr(type(self), method)
-            is not getattr(PipelinedTraining, method)
+            name
+            for name in (*CALLS, "compute_loss", "_compute_loss", "losses")
+            if overrides(self, name)
         ]
         forwards_first = pipeline.schedule.forwards_first
-        if forwards_first and "call" in overridden:
+        if forwards_first and any(name in overridden for name in CALLS):
             return self._loss_of_call(x, y, sample_weight)
         if overridden and not forwards_first:
             raise ValueError(
