@@ -174,7 +174,8 @@ class PipelinedModel(Pipelined, Functional):
                         "`PipelinedSequential`."
                     )
                 return PipelinedSequential(model, **kwargs)
-        made = cls.__new__(user_class.kept(model, cls))
+        kept: Any = user_class.kept(model, cls)
+        made = cls.__new__(kept)
         cls.__init__(
             made, graph._inputs_struct, graph._outputs_struct, **kwargs
         )

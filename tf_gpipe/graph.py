@@ -179,7 +179,7 @@ def functional(model: keras.Model) -> Graph:
             return x
         return values.setdefault(id(x), Value(x))
 
-    nodes = []
+    nodes, made = [], []
     for depth in sorted(model._nodes_by_depth, reverse=True):
         for node in model._nodes_by_depth[depth]:
             if node.is_input or not node.operation:
@@ -187,14 +187,15 @@ def functional(model: keras.Model) -> Graph:
             args, kwargs = node.arguments.convert(value)
             outputs = [value(x) for x in node.output_tensors]
             nodes.append(Node(node.operation, args, kwargs, outputs))
+            made.append(outputs)
     # A list of one output is that output, as Keras has it.
     returned = unpack_singleton(
         keras.tree.map_structure(value, model._outputs_struct)
     )
     used = {x for node in nodes for x in node.inputs}
     used.update(keras.tree.flatten(returned))
-    for node in nodes:
+    for outputs in made:
         # What a layer need not return, although its spec tells it.
-        while node.outputs and node.outputs[-1] not in used:
-            node.outputs.pop()
+        while outputs and outputs[-1] not in used:
+            outputs.pop()
     return Graph(nodes, [value(x) for x in model._inputs], returned)

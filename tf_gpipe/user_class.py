@@ -151,7 +151,7 @@ def _class_of_both(cls: type, base: Any) -> type:
     if issubclass(base, keras.Sequential):
         # Which Python calls for `PipelinedSequential(model, ...)`.
         namespace["__init__"] = base.__init__
-    both = types.new_class(
+    both: Any = types.new_class(
         cls.__name__, (cls, base), exec_body=lambda body: body.update(namespace)
     )
     # A saved one is loaded as a pipeline, by the config above.

@@ -298,8 +298,9 @@ def _key(node: Node, specs: Specs) -> str:
         )
         for i, value in enumerate(node.inputs)
     }
-    parts = getattr(node.layer, "_flatten_layers", list)()
-    trained = [x.trainable for x in (*parts, *variables_of(node.layer))]
+    layer = node.layer
+    parts = layer._flatten_layers() if isinstance(layer, keras.Layer) else []
+    trained = [x.trainable for x in (*parts, *variables_of(layer))]
     return json.dumps(
         [id(type(node.layer)), nameless, trained, node.arguments(inputs)],
         default=str,
