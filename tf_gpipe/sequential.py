@@ -187,7 +187,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         config = cls._revived(config)
         if "model" in config:
             model, scope = cls._plain(config.pop("model"), custom_objects)
-            made = cls(model, **config)
+            made = cls(model, name=model.name, **config)
             scope.finish(made)
             return made
         # Layers that have been built begin with an input layer.
