@@ -34,6 +34,19 @@ class NoValues(keras.StatelessScope):
         for variable, value in self._updates:
             variable.assign(value)
 
+    def finish(self, model: keras.Model) -> None:
+        """As `assign`, once variables of a model that have no place are made.
+
+        Such as those of its metrics.
+        """
+        rest = []
+        for variable in (*model.variables, *model.metrics_variables):
+            if variable._value is None:
+                variable._deferred_initialize()
+                rest.append(variable)
+        forget(rest)
+        self.assign()
+
 
 def forget(variables: Iterable[keras.Variable]) -> None:
     """Takes variables from Keras's list of those that wait for a value."""

@@ -9,9 +9,11 @@ from keras.src.models.functional import Functional
 from keras.src.models.functional import functional_from_config
 
 from tf_gpipe import abstract
+from tf_gpipe import user_class
 from tf_gpipe.graph import functional
 from tf_gpipe.pipelined import Pipelined
 from tf_gpipe.schedule import Schedule
+from tf_gpipe.sequential import PipelinedSequential
 
 
 @keras.saving.register_keras_serializable(package="tf_gpipe")
@@ -113,6 +115,12 @@ class PipelinedModel(Pipelined, Functional):
     def from_model(cls, model: keras.Model, **kwargs: Any) -> "PipelinedModel":
         """Returns a pipeline that shares layers and weights with a model.
 
+        A model of a class of your own keeps it: the pipeline is an instance
+        of that class, too, with its methods and properties (`train_step`,
+        `compute_loss`, `metrics`), in which `super()` is the pipeline. Its
+        `__init__` is not run again: the pipeline gets the attributes of
+        `model` as they are.
+
         Args:
             model: Functional `keras.Model`, or a built `keras.Sequential`.
                 What it has been compiled with does not come along. If it has
@@ -120,8 +128,15 @@ class PipelinedModel(Pipelined, Functional):
                 weights have moved.
             **kwargs: Arguments of the class, such as `num_stages`.
 
+        Returns:
+            A `PipelinedModel`; of a subclass of `keras.Sequential`, a
+            `PipelinedSequential`.
+
         Raises:
-            TypeError: If `model` has no graph of layers.
+            TypeError: If `model` has no graph of layers, or its class has a
+                `call` of its own.
+            ValueError: If the model has attributes of names that a pipeline
+                has for itself.
 
         Example:
 
@@ -136,9 +151,7 @@ class PipelinedModel(Pipelined, Functional):
         graph = model
         if isinstance(model, keras.Sequential):
             graph = model._functional
-        if not isinstance(graph, Functional) or (
-            type(graph).call not in (Functional.call, Pipelined.call)
-        ):
+        if not isinstance(graph, Functional):
             raise TypeError(
                 "A pipeline is cut from the graph of a functional model or a "
                 "built `keras.Sequential`. Received: "
@@ -149,11 +162,36 @@ class PipelinedModel(Pipelined, Functional):
                 "`call` can use as a layer."
             )
         kwargs.setdefault("name", model.name)
-        return cls(graph._inputs_struct, graph._outputs_struct, **kwargs)
+        if isinstance(model, keras.Sequential):
+            own = user_class.kept(model, PipelinedSequential)
+            if own is not PipelinedSequential:
+                if cls is not PipelinedModel:
+                    raise TypeError(
+                        f"{cls.__name__} is functional: it cannot keep the "
+                        f"class of model {model.name!r}, "
+                        f"{own.__name__}, a subclass of `keras.Sequential`. "
+                        "Use `PipelinedModel.from_model`, or a subclass of "
+                        "`PipelinedSequential`."
+                    )
+                return PipelinedSequential(model, **kwargs)
+        kept: Any = user_class.kept(model, cls)
+        made = cls.__new__(kept)
+        cls.__init__(
+            made, graph._inputs_struct, graph._outputs_struct, **kwargs
+        )
+        user_class.carry(model, made)
+        if kwargs.get("trainable") is None:
+            made._trainable = model.trainable
+        return made
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
         config = cls._revived(config)
+        if "model" in config:
+            model, scope = cls._plain(config.pop("model"), custom_objects)
+            made = cls.from_model(model, **config)
+            scope.finish(made)
+            return made
         if "layers" not in config:
             # Of a subclass, which makes its layers itself.
             config.pop("dtype", None)
@@ -167,7 +205,9 @@ class PipelinedModel(Pipelined, Functional):
 
     def _convert_inputs_to_tensors(self, flat_inputs):
         converted = super()._convert_inputs_to_tensors(flat_inputs)
-        for x, given in zip(converted, flat_inputs, strict=True):
+        # There are more given than taken where a dictionary has other keys
+        # too, of which Keras warns.
+        for x, given in zip(converted, flat_inputs, strict=False):
             # A tensor of another dtype has none.
             mask = getattr(given, "_keras_mask", None)
             if mask is not None:

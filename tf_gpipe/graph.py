@@ -32,7 +32,7 @@ class Node:
             the call gets tensors.
         kwargs: Dictionary of its keyword arguments, likewise.
         outputs: `Value` of all that it returns; or a list with a `Value` for
-            each tensor of it.
+            each tensor of it, up to the last one that is used.
     """
 
     layer: Any
@@ -62,7 +62,17 @@ class Node:
         """Returns what each of `made` holds, given what the layer returns."""
         if isinstance(self.outputs, Value):
             return iter([(self.outputs, results)])
-        return zip(self.outputs, keras.tree.flatten(results), strict=True)
+        found = keras.tree.flatten(results)
+        if len(found) < len(self.outputs):
+            raise ValueError(
+                f"Layer '{self.layer.name}' (of type "
+                f"{type(self.layer).__name__}) returned {len(found)} tensors, "
+                f"of which the model uses {len(self.outputs)}, as many as its "
+                "`compute_output_spec` or `compute_output_shape` has told. "
+                "They must agree."
+            )
+        # Of more than its spec tells, Keras takes the first ones.
+        return zip(self.outputs, found, strict=False)
 
     def run(self, values: dict[Value, Any], call: Callable = lambda f: f):
         """Calls the layer, and adds what it makes to `values`.
@@ -176,7 +186,7 @@ def functional(model: keras.Model) -> Graph:
             return x
         return values.setdefault(id(x), Value(x))
 
-    nodes = []
+    nodes, made = [], []
     for depth in sorted(model._nodes_by_depth, reverse=True):
         for node in model._nodes_by_depth[depth]:
             if node.is_input or not node.operation:
@@ -184,8 +194,15 @@ def functional(model: keras.Model) -> Graph:
             args, kwargs = node.arguments.convert(value)
             outputs = [value(x) for x in node.output_tensors]
             nodes.append(Node(node.operation, args, kwargs, outputs))
+            made.append(outputs)
     # A list of one output is that output, as Keras has it.
     returned = unpack_singleton(
         keras.tree.map_structure(value, model._outputs_struct)
     )
+    used = {x for node in nodes for x in node.inputs}
+    used.update(keras.tree.flatten(returned))
+    for outputs in made:
+        # What a layer need not return, although its spec tells it.
+        while outputs and outputs[-1] not in used:
+            outputs.pop()
     return Graph(nodes, [value(x) for x in model._inputs], returned)

@@ -30,14 +30,20 @@ class Pipelined(PipelinedTraining):
     `Graph` once its layers are built.
     """
 
+    _config: PipelineConfig
+    _pipeline: Pipeline | None
+    # Of the variables that functions have been traced with.
+    _traced_with: int | None
+    # Whether the class is one made of a user's and a pipeline's.
+    _keeps_class = False
+
     def _configure(self, **kwargs) -> None:
         # XLA compiles for one device: a model with a pipeline in it spans
         # several.
         self.supports_jit = False
         self._config = PipelineConfig(**kwargs)
-        self._pipeline: Pipeline | None = None
-        # Of the variables that functions have been traced with.
-        self._traced_with: int | None = None
+        self._pipeline = None
+        self._traced_with = None
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -123,7 +129,12 @@ class Pipelined(PipelinedTraining):
         )
 
     def get_config(self):
-        config = {**super().get_config(), **vars(self._config)}
+        config = super().get_config()
+        return config if self._keeps_class else {**config, **self._arguments()}
+
+    def _arguments(self) -> dict[str, Any]:
+        """Returns the arguments that a plain model does not have."""
+        config = dict(vars(self._config))
         if isinstance(config["schedule"], Schedule):
             config["schedule"] = config["schedule"].get_config()
         if callable(config["balance"]):
@@ -163,6 +174,18 @@ class Pipelined(PipelinedTraining):
         if isinstance(config["schedule"], dict):
             config["schedule"] = Schedule(**config["schedule"])
         return config
+
+    @staticmethod
+    def _plain(config: dict[str, Any], custom_objects: Any) -> tuple:
+        """Returns the plain model of a class that is kept, without values.
+
+        And the scope in which it was made.
+        """
+        with abstract.NoValues() as scope:
+            model = keras.saving.deserialize_keras_object(
+                config, custom_objects=custom_objects
+            )
+        return model, scope
 
     def _place(self, graph: Graph) -> None:
         """Forms the stages and puts the weights on their devices."""

@@ -84,10 +84,19 @@ def copies(
             lambda x: new if x == old else None, layer.get_config()
         )
         copy = type(layer).from_config(config)
+        # Which a config tells of the layer alone, not of those in it.
+        pairs = zip(
+            copy._flatten_layers(), layer._flatten_layers(), strict=False
+        )
+        for x, original in pairs:
+            x._trainable = original.trainable
         with abstract.NoValues():
             outputs = copy(*args, **kwargs)
         abstract.forget(copy.variables)
-        trained = copy.trainable_weights
+        if len(copy.weights) == len(layer.weights):
+            for x, original in zip(copy.weights, layer.weights, strict=True):
+                x.trainable = original.trainable
+        trained = [x for x in copy.weights if x.trainable]
         size = layer_graph.size_in_bytes(
             [copy.weights, trained, slots.planned(optimizer, trained)]
         )

@@ -8,7 +8,9 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import abstract
+from tf_gpipe import user_class
 from tf_gpipe.graph import chain
+from tf_gpipe.graph import functional
 from tf_gpipe.pipelined import Pipelined
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.stage import name_layer
@@ -30,7 +32,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
 
     Args:
         layers: List of Keras layers, or a `keras.Sequential`, whose layers
-            and weights are then shared.
+            and weights are then shared. The model keeps the class of one of a
+            subclass, as `PipelinedModel.from_model` says.
         num_stages: Integer K, at most the number of layers. Defaults to one
             stage a visible accelerator (a CPU where there is none), at most
             one a layer.
@@ -96,6 +99,11 @@ class PipelinedSequential(Pipelined, keras.Sequential):
     [144, 68]
     """
 
+    def __new__(cls, layers=None, *args, **kwargs):
+        if isinstance(layers, keras.Sequential):
+            cls = user_class.kept(layers, cls)
+        return super().__new__(cls)
+
     def __init__(
         self,
         layers: Sequence[keras.Layer] | keras.Sequential | None = None,
@@ -122,7 +130,10 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         )
         if layers is None:
             return
+        model = None
         if isinstance(layers, keras.Sequential):
+            model = layers
+            user_class.check(model, self)
             # With the input layer, which `layers.layers` leaves out.
             layers = keras.Model.layers.fget(layers)
         for layer in layers:
@@ -134,6 +145,10 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             )
         self._resolve(self.layers)
         self._maybe_rebuild()
+        if model is not None:
+            user_class.carry(model, self)
+            # Of one that is frozen Keras trains nothing, whatever is in it.
+            self._trainable = trainable and model.trainable
 
     def add(self, layer, rebuild=True):
         self._pipeline = None
@@ -155,7 +170,10 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                     self._name_layer(e, self._layers[0].output)
                 raise
         if self._functional is not None:
-            self._place_chain(self._functional.input, scope)
+            # As Keras runs it: of a layer that returns more than its spec
+            # tells, the next one gets what is told.
+            self._place(functional(self._functional))
+            scope.assign()
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
         if self._pipeline is None:
@@ -167,6 +185,11 @@ class PipelinedSequential(Pipelined, keras.Sequential):
     @classmethod
     def from_config(cls, config, custom_objects=None):
         config = cls._revived(config)
+        if "model" in config:
+            model, scope = cls._plain(config.pop("model"), custom_objects)
+            made = cls(model, name=model.name, **config)
+            scope.finish(made)
+            return made
         # Layers that have been built begin with an input layer.
         config.pop("build_input_shape", None)
         config.pop("dtype", None)
@@ -201,6 +224,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 ),
                 inputs,
             )
+            graph = chain(self.layers, x)
             with abstract.NoValues() as scope:
                 try:
                     made = x
@@ -209,17 +233,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 except Exception as e:
                     self._name_layer(e, x)
                     raise
-            self._place_chain(x, scope)
+                # Here too: where Keras calls a layer to learn its outputs,
+                # all variables that wait for a value would get it, on the
+                # first device.
+                graph.infer_specs()
+            self._place(graph)
+            scope.assign()
         self.built = True
-
-    def _place_chain(self, inputs: Any, built: abstract.NoValues) -> None:
-        graph = chain(self.layers, inputs)
-        # Where Keras calls a layer to learn its outputs, all variables that
-        # wait for a value would get it, on the first device.
-        with abstract.NoValues():
-            graph.infer_specs()
-        self._place(graph)
-        built.assign()
 
     def _name_layer(self, error: Exception, x: Any) -> None:
         """Adds to an error of the build which layer and stage raised it.

@@ -99,10 +99,13 @@ class Stage:
         }
 
     def trainable(self, variables: Sequence[keras.Variable]) -> list:
-        """Returns those of `variables` that training changes."""
-        ids = {id(v) for x in self.layers for v in x.trainable_variables}
-        ids |= {id(v) for v in self._arguments if v.trainable}
-        return [v for v in variables if id(v) in ids]
+        """Returns those of `variables` that training changes.
+
+        As `keras.Model.trainable_variables` of a model that is not frozen
+        itself, which asks variables: there may be one that is trained in a
+        layer that is frozen. Tapes do not follow one that was not made to be.
+        """
+        return [v for v in variables if v.trainable and v.value.trainable]
 
     def __repr__(self) -> str:
         names = ", ".join(node.layer.name for node in self.nodes)

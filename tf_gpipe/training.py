@@ -19,6 +19,8 @@ from tf_gpipe.gradients import add
 from tf_gpipe.loss import MicroBatchLoss
 from tf_gpipe.replicas import SeveralHosts
 from tf_gpipe.stage import Activations
+from tf_gpipe.user_class import CALLS
+from tf_gpipe.user_class import overrides
 
 
 def _traced_once(step: Callable) -> Callable:
@@ -52,9 +54,6 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     # Given by `callbacks.Timeline`: a function of the tasks' times.
     _record_times: Any = None
-
-    # Named here to tell whether a subclass overrides it.
-    compute_loss = keras.Model.compute_loss
 
     evaluate = cluster.naming_failures(keras.Model.evaluate)
     predict = cluster.naming_failures(keras.Model.predict)
@@ -98,13 +97,12 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         """
         pipeline, inputs = self._pipeline_for(x)
         overridden = [
-            method
-            for method in ("call", "compute_loss")
-            if getattr(type(self), method)
-            is not getattr(PipelinedTraining, method)
+            name
+            for name in (*CALLS, "compute_loss", "_compute_loss", "losses")
+            if overrides(self, name)
         ]
         forwards_first = pipeline.schedule.forwards_first
-        if forwards_first and "call" in overridden:
+        if forwards_first and any(name in overridden for name in CALLS):
             return self._loss_of_call(x, y, sample_weight)
         if overridden and not forwards_first:
             raise ValueError(

@@ -144,7 +144,6 @@ def forward_and_backward(node: Node) -> Callable:
     as they are.
     """
     variables = variables_of(node.layer)
-    trainable = set(map(id, getattr(node.layer, "trainable_variables", ())))
 
     def run(contents: list, values: list) -> tuple[Any, list]:
         mapping = list(zip(variables, values, strict=True))
@@ -152,7 +151,8 @@ def forward_and_backward(node: Node) -> Callable:
             dict(zip(node.inputs, contents, strict=True))
         )
         sources = _floating(contents)
-        sources += [x for v, x in mapping if id(v) in trainable]
+        # Not by layer: there may be a trained one in one that is frozen.
+        sources += [x for v, x in mapping if v.trainable]
         with tf.GradientTape() as tape:
             tape.watch(sources)
             with keras.StatelessScope(
@@ -298,6 +298,10 @@ def _key(node: Node, specs: Specs) -> str:
         )
         for i, value in enumerate(node.inputs)
     }
+    layer = node.layer
+    parts = layer._flatten_layers() if isinstance(layer, keras.Layer) else []
+    trained = [x.trainable for x in (*parts, *variables_of(layer))]
     return json.dumps(
-        [id(type(node.layer)), nameless, node.arguments(inputs)], default=str
+        [id(type(node.layer)), nameless, trained, node.arguments(inputs)],
+        default=str,
     )

@@ -1,0 +1,306 @@
+"""Layers and weights that are trained within layers that are frozen."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L
+from keras import ops
+
+import tf_gpipe
+from tests.tf_gpipe import comparison
+
+DEVICES = ["CPU:0", "CPU:1"]
+
+
+def numbers(*shape, seed=0):
+    generator = np.random.default_rng(seed)
+    return generator.standard_normal(shape, dtype="float32")
+
+
+class Block(L.Layer):
+    """Two layers, and a weight of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.a, self.b = L.Dense(4, activation="tanh"), L.Dense(4)
+
+    def build(self, shape):
+        self.a.build(shape)
+        self.b.build(shape)
+        self.scale = self.add_weight(shape=(4,), initializer="ones")
+
+    def call(self, x):
+        return x + self.scale * self.b(self.a(x))
+
+
+class Outer(L.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.block = Block()
+
+    def build(self, shape):
+        self.block.build(shape)
+
+    def call(self, x):
+        return self.block(x)
+
+
+def sublayer(layers):
+    layers[0].trainable = False
+    layers[0].block.a.trainable = True
+
+
+def two_levels(layers):
+    for layer in layers:
+        layer.trainable = False
+    layers[0].block.trainable = True
+    layers[0].block.b.trainable = False
+    layers[1].block.b.trainable = True
+
+
+def single_weight(layers):
+    layers[0].trainable = False
+    layers[0].block.b.kernel.trainable = True
+    layers[1].trainable = False
+    layers[1].block.scale.trainable = True
+
+
+def low_rank(layers):
+    """As `Backbone.enable_lora` of KerasHub leaves it."""
+    for layer in layers:
+        layer.trainable = False
+        layer.block.a.trainable = True
+        layer.block.a.enable_lora(2)
+
+
+def frozen_weight(layers):
+    layers[1].block.a.kernel.trainable = False
+
+
+CHANGES = (sublayer, two_levels, single_weight, low_rank, frozen_weight)
+
+
+def make(kind="functional"):
+    """Returns a model and its `Outer` layers, of which one may come twice."""
+    keras.utils.set_random_seed(1)
+    layers = [Outer(name="first"), Outer(name="second")]
+    if kind == "sequential":
+        return keras.Sequential(
+            [keras.Input((4,)), *layers, L.Dense(2)]
+        ), layers
+    x = inputs = keras.Input((4,))
+    if kind == "nested":
+        inner = keras.Model(inputs, layers[1](layers[0](inputs)))
+        outer = keras.Input((4,))
+        return keras.Model(outer, L.Dense(2)(L.Dense(4)(inner(outer)))), [
+            *layers,
+            inner,
+        ]
+    for layer in [*layers, layers[0]] if kind == "shared" else layers:
+        x = layer(x)
+    return keras.Model(inputs, L.Dense(2)(x)), layers
+
+
+def pipelined(model, **kwargs):
+    kwargs = {
+        "num_stages": 2,
+        "num_micro_batches": 2,
+        "devices": DEVICES,
+        **kwargs,
+    }
+    if isinstance(model, keras.Sequential):
+        return tf_gpipe.PipelinedSequential(model, **kwargs)
+    return tf_gpipe.PipelinedModel.from_model(model, **kwargs)
+
+
+class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
+    def compare(self, change, kind, when="before", eager=False, **kwargs):
+        x, y = numbers(6, 4), numbers(6, 2, seed=1)
+        found = []
+        for plain in (True, False):
+            model, layers = make(kind)
+            if when == "before":
+                change(layers)
+            if not plain:
+                model = pipelined(model, **kwargs)
+            if when == "between":
+                change(layers)
+            model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=eager)
+            if when == "after":
+                model.train_on_batch(x, y)
+                change(layers)
+                model.compile(
+                    keras.optimizers.Adam(0.01), "mse", run_eagerly=eager
+                )
+            before = [np.array(v) for v in model.trainable_variables]
+            logs = [
+                model.train_on_batch(x, y, return_dict=True) for _ in range(2)
+            ]
+            for a, b in zip(before, model.trainable_variables, strict=True):
+                self.assertNotAllEqual(a, b)
+            found.append((model, logs))
+        comparison.assert_same(self, *found)
+
+    @parameterized.parameters(*CHANGES)
+    def test_trains(self, change):
+        self.compare(change, "functional")
+
+    @parameterized.parameters("gpipe", "zero_bubble")
+    def test_schedules(self, schedule):
+        self.compare(two_levels, "functional", schedule=schedule)
+
+    @parameterized.product(
+        kind=("sequential", "shared", "nested"), remat=("always", "never")
+    )
+    def test_kinds_of_models(self, kind, remat):
+        self.compare(single_weight, kind, remat=remat)
+
+    @parameterized.product(
+        change=(sublayer, low_rank), when=("between", "after")
+    )
+    def test_changed_later(self, change, when):
+        self.compare(change, "functional", when)
+
+    @parameterized.parameters("1f1b", "gpipe")
+    def test_eagerly(self, schedule):
+        self.compare(single_weight, "shared", eager=True, schedule=schedule)
+
+    @parameterized.parameters("functional", "sequential")
+    def test_model_that_is_frozen_itself(self, kind):
+        """Keras trains nothing of it, whatever is in it."""
+        for change in ("before", "after"):
+            model, layers = make(kind)
+            plain, others = make(kind)
+            found = [(plain, plain, others)]
+            if change == "before":
+                model.trainable = False
+                layers[0].block.trainable = True
+            piped = pipelined(model)
+            if change == "after":
+                piped.trainable = False
+                layers[0].block.trainable = True
+            plain.trainable = False
+            others[0].block.trainable = True
+            found.append((piped, model, layers))
+            self.assertLen(
+                piped.trainable_variables, len(plain.trainable_variables)
+            )
+            before = piped.get_weights()
+            piped.compile("sgd", "mse")
+            piped.fit(numbers(4, 4), numbers(4, 2), verbose=0)
+            for a, b in zip(before, piped.get_weights(), strict=True):
+                self.assertAllEqual(a, b)
+
+    @parameterized.product(
+        kind=("functional", "shared"), compiled=(True, False)
+    )
+    def test_under_a_tape(self, kind, compiled):
+        x = tf.constant(numbers(6, 4))
+        found = []
+        for plain in (True, False):
+            model, layers = make(kind)
+            single_weight(layers)
+            if not plain:
+                model = pipelined(model)
+
+            def gradients(model=model):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(model(x, training=True) ** 2)
+                return tape.gradient(loss, model.trainable_variables)
+
+            found.append(tf.function(gradients)() if compiled else gradients())
+        self.assertNotEmpty(found[0])
+        for a, b in zip(*found, strict=True):
+            self.assertAllClose(a, b, rtol=2e-5, atol=2e-6)
+
+    def test_weight_that_tapes_do_not_follow(self):
+        """One that was not made to be trained has no gradient in Keras."""
+        x, y = numbers(6, 4), numbers(6, 2, seed=1)
+        found = []
+        for plain in (True, False):
+            model, _ = make()
+            norm = L.BatchNormalization()
+            model = keras.Model(model.input, norm(model.output))
+            norm.moving_mean.trainable = True
+            if not plain:
+                model = pipelined(model, num_micro_batches=1)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            logs = [model.train_on_batch(x, y, return_dict=True)]
+            found.append((model, logs))
+        comparison.assert_same(self, *found)
+
+    @parameterized.parameters(True, False)
+    def test_weights_of_no_stage(self, eager):
+        class Weighted:
+            def prepare(self):
+                self.weight = self.add_weight(shape=(2,), initializer="ones")
+                self.head = L.Dense(1)
+                self.head.build((None, 2))
+
+            def compute_loss(
+                self, x=None, y=None, y_pred=None, sample_weight=None
+            ):
+                loss = ops.mean(self.weight * (y - y_pred) ** 2)
+                return loss + ops.mean(self.head(y_pred) ** 2)
+
+        class Plain(Weighted, keras.Model):
+            pass
+
+        class Piped(Weighted, tf_gpipe.PipelinedModel):
+            pass
+
+        x, y = numbers(6, 4), numbers(6, 2, seed=1)
+        found = []
+        for cls, kwargs in (
+            (Plain, {}),
+            (
+                Piped,
+                {
+                    "num_stages": 2,
+                    "num_micro_batches": 2,
+                    "schedule": "gpipe",
+                    "devices": DEVICES,
+                },
+            ),
+        ):
+            model, layers = make()
+            sublayer(layers)
+            model = cls(model.input, model.output, **kwargs)
+            model.prepare()
+            model.compile(keras.optimizers.Adam(0.01), run_eagerly=eager)
+            logs = [
+                model.train_on_batch(x, y, return_dict=True) for _ in range(2)
+            ]
+            self.assertNotAllEqual(model.weight, np.ones(2))
+            found.append((model, logs))
+        comparison.assert_same(self, *found)
+
+    @parameterized.parameters(
+        (sublayer, True),
+        (sublayer, False),
+        (two_levels, False),
+        (single_weight, True),
+    )
+    def test_planned(self, change, built):
+        """The planner counts what training needs of what is trained."""
+        model, layers = make()
+        change(layers)
+        trained = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+        total = model.count_params()
+        given = model
+        if not built:
+            given = [Outer(), Outer(), L.Dense(2)]
+            change(given[:2])
+        found = tf_gpipe.plan(
+            given, (8, 4), num_stages=2, optimizer=keras.optimizers.SGD()
+        )
+        # A weight, and the sum of its gradients if it is trained.
+        self.assertEqual(
+            sum(stage.parameter_bytes for stage in found.stages),
+            4 * (total + trained),
+        )
+
+
+if __name__ == "__main__":
+    tf.test.main()

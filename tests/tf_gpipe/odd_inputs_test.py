@@ -1,0 +1,234 @@
+"""Inputs and outputs that Keras takes, although they are not as declared."""
+
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L
+
+import tf_gpipe
+from tests.tf_gpipe import comparison
+
+
+def numbers(*shape, seed=0):
+    generator = np.random.default_rng(seed)
+    return generator.standard_normal(shape, dtype="float32")
+
+
+def two_inputs(structure):
+    a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
+    inputs = {"dict": {"a": a, "b": b}, "list": [a, b]}[structure]
+    x = L.Concatenate()([L.Dense(5)(a), L.Dense(5)(b)])
+    return keras.Model(inputs, L.Dense(1)(x))
+
+
+def one_input(sequential=False, **kwargs):
+    inputs = keras.Input(kwargs.pop("shape", (4,)), name="a", **kwargs)
+    model = keras.Sequential([inputs, L.Dense(3), L.Dense(1)])
+    return model if sequential else keras.Model(inputs, model.layers[1].output)
+
+
+def tokens():
+    x = inputs = keras.Input((4,), dtype="int32")
+    x = L.Flatten()(L.Embedding(9, 2)(x))
+    return keras.Model(inputs, L.Dense(1)(x))
+
+
+class More(L.Layer):
+    """Returns a tensor more than its spec tells."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(4, 4), initializer="glorot_uniform")
+
+    def call(self, x):
+        return x @ self.w, 2.0 * x
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class Fewer(L.Layer):
+    """Returns a tensor less than its spec tells."""
+
+    def call(self, x):
+        return (2.0 * x,)
+
+    def compute_output_shape(self, shape):
+        return [shape, shape]
+
+
+def more(kind):
+    if kind == "first":
+        layers = [More(), L.Dense(1)]
+    elif kind == "last":
+        layers = [L.Dense(4), More()]
+    else:
+        layers = [L.Dense(4), More(), L.Dense(4), More(), L.Dense(1)]
+    return keras.Sequential([keras.Input((4,)), *layers])
+
+
+def fewer(used):
+    inputs = keras.Input((4,))
+    a, b = Fewer()(inputs)
+    return keras.Model(inputs, L.Dense(1)(L.Add()([a, b]) if used else a))
+
+
+class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
+    def pair(self, make, **kwargs):
+        found = []
+        for plain in (True, False):
+            keras.utils.set_random_seed(1)
+            model = make()
+            if not plain:
+                cls = tf_gpipe.PipelinedModel.from_model
+                if isinstance(model, keras.Sequential):
+                    cls = tf_gpipe.PipelinedSequential
+                model = cls(
+                    model,
+                    **{
+                        "num_stages": 2,
+                        "num_micro_batches": 2,
+                        "devices": ["CPU:0", "CPU:1"],
+                        **kwargs,
+                    },
+                )
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            found.append(model)
+        return found
+
+    def compare(self, make, x, y=None, **kwargs):
+        models = self.pair(make, **kwargs)
+        y = numbers(6, 1, seed=9) if y is None else y
+        results, caught = [], []
+        for model in models:
+            with warnings.catch_warnings(record=True) as raised:
+                warnings.simplefilter("always")
+                values = [
+                    model(x),
+                    model.predict(x, batch_size=3, verbose=0),
+                    model.evaluate(x, y, batch_size=3, verbose=0),
+                ]
+                losses = model.fit(
+                    x, y, batch_size=3, shuffle=False, verbose=0
+                ).history["loss"]
+            results.append((values, (model, [{"loss": losses[0]}])))
+            caught.append(any("structure" in str(w.message) for w in raised))
+        self.assertEqual(*caught)
+        self.assertAllClose(results[0][0], results[1][0], rtol=1e-5)
+        comparison.assert_same(self, results[0][1], results[1][1])
+
+    @parameterized.product(
+        structure=("dict", "list"), schedule=("1f1b", "gpipe")
+    )
+    def test_other_columns(self, structure, schedule):
+        x = {"a": numbers(6, 4), "b": numbers(6, 3, seed=1)}
+        self.compare(
+            lambda: two_inputs(structure),
+            {**x, "id": numbers(6, 1)},
+            schedule=schedule,
+        )
+
+    @parameterized.parameters(True, False)
+    def test_other_columns_of_one_input(self, sequential):
+        self.compare(
+            lambda: one_input(sequential),
+            {"a": numbers(6, 4), "id": numbers(6, 3)},
+        )
+
+    def test_too_many_in_a_list(self):
+        x = [numbers(6, 4), numbers(6, 3), numbers(6, 3)]
+        for model in self.pair(lambda: two_inputs("list")):
+            for call in (model, model.predict, model.evaluate):
+                with self.assertRaisesRegex(ValueError, "received 3"):
+                    call(x)
+
+    @parameterized.parameters(
+        (True, [numbers(6, 4)]),
+        (False, {"a": numbers(6, 4)}),
+        (False, (numbers(6, 4),)),
+        (True, numbers(6, 4, 1)),
+        (False, numbers(6, 4).astype("float64")),
+        (True, np.ones((6, 4), "int64")),
+    )
+    def test_one_input(self, sequential, x):
+        self.compare(lambda: one_input(sequential), x)
+
+    @parameterized.parameters(True, False)
+    def test_axis_left_out(self, sequential):
+        self.compare(lambda: one_input(sequential, shape=(1,)), numbers(6))
+
+    def test_integers_as_floats(self):
+        self.compare(tokens, np.ones((6, 4)))
+
+    @parameterized.product(
+        kind=("first", "last", "between"), functional=(True, False)
+    )
+    def test_more_than_its_spec(self, kind, functional):
+        def make():
+            model = more(kind)
+            return model._functional if functional else model
+
+        self.compare(
+            make,
+            numbers(6, 4),
+            numbers(6, 4 if kind == "last" else 1, seed=9),
+        )
+
+    def test_fewer_than_its_spec(self):
+        self.compare(lambda: fewer(used=False), numbers(6, 4))
+        plain, model = self.pair(lambda: fewer(used=True))
+        with self.assertRaisesRegex(ValueError, "not connected"):
+            plain(numbers(6, 4))
+        with self.assertRaisesRegex(
+            ValueError, r"(?s)'fewer.*returned 1 tensors.*uses 2.*spec"
+        ):
+            model(numbers(6, 4))
+
+    def test_returns_inputs_and_tensors_twice(self):
+        def make():
+            a, b = keras.Input((4,)), keras.Input((2,))
+            x = L.Dense(1)(L.Dense(4)(a))
+            return keras.Model([a, b], {"z": x, "b": b, "n": (x, [a])})
+
+        plain, model = self.pair(make)
+        x = [numbers(5, 4), numbers(5, 2)]
+        for call in ("__call__", "predict"):
+            expected, found = (getattr(m, call)(x) for m in (plain, model))
+            keras.tree.assert_same_structure(expected, found)
+            self.assertAllClose(expected, found)
+
+    @parameterized.parameters(True, False)
+    def test_sparse_tensors(self, sequential):
+        """Dense inputs take them as Keras does; sparse ones are refused."""
+        x = tf.sparse.from_dense(np.maximum(numbers(6, 4), 0))
+        self.compare(lambda: one_input(sequential), x)
+        _, model = self.pair(lambda: one_input(sequential, sparse=True))
+        data = tf.data.Dataset.from_tensor_slices((x, numbers(6, 1))).batch(3)
+        for call in (
+            lambda: model(x),
+            lambda: model.predict(x, verbose=0),
+            lambda: model.fit(data, verbose=0),
+            lambda: model.evaluate(data, verbose=0),
+        ):
+            with self.assertRaisesRegex(TypeError, "dense.*SparseTensor"):
+                call()
+
+    @parameterized.parameters(True, False)
+    def test_ragged_tensors(self, sequential):
+        x = tf.RaggedTensor.from_tensor(numbers(6, 4))
+        _, model = self.pair(lambda: one_input(sequential))
+        data = tf.data.Dataset.from_tensor_slices((x, numbers(6, 1))).batch(3)
+        for call in (
+            lambda: model(x),
+            lambda: model.predict(x, verbose=0),
+            lambda: model.fit(data, verbose=0),
+            lambda: model.evaluate(data, verbose=0),
+        ):
+            with self.assertRaisesRegex(TypeError, "(?s)dense.*Ragged"):
+                call()
+
+
+if __name__ == "__main__":
+    tf.test.main()
