@@ -12,9 +12,13 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tf_gpipe import listening
 from tf_gpipe import placement
+from tf_gpipe import stage_errors
 
 _JOB = "worker"
+# What TensorFlow calls the job of a process that has none.
+_CLIENT = "localhost"
 # Time for a worker to answer at all, once it has been there.
 _PROBE_SECONDS = 2.0
 # Time for the sockets of a process that ends to close.
@@ -26,7 +30,9 @@ def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
 
     Start the workers first, with `python -m tf_gpipe.worker --port=PORT`, and
     connect before anything is computed. TensorFlow's servers have no
-    authentication: use them on a private network.
+    authentication: use them on a private network. This process gets one too.
+    It answers at the address by which workers reach it alone, which is
+    loopback if they are there; on systems other than Linux, at every address.
 
     Args:
         addresses: List of strings `"host:port"`, one a worker. All workers
@@ -53,10 +59,7 @@ def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
     connected = _addresses()
     if not connected:
         _wait_for(addresses, timeout)
-        tf.config.experimental_connect_to_cluster(
-            tf.train.ClusterSpec({_JOB: addresses}),
-            make_master_device_default=False,
-        )
+        _open(addresses)
     elif connected != addresses:
         raise ValueError(
             "A process can connect to workers only once. Connected to: "
@@ -69,6 +72,26 @@ def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
             f"/job:{_JOB}/replica:0/task:{task}/"
         )
     ]
+
+
+def _open(addresses: list[str]) -> None:
+    """Connects, which opens a server in this process that workers ask."""
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    address = listening.address_towards(hosts)
+    port = listening.unused_port(address)
+    tf.config.experimental_connect_to_cluster(
+        tf.train.ClusterSpec({_JOB: addresses, _CLIENT: [f"{address}:{port}"]}),
+        job_name=_CLIENT,
+        make_master_device_default=False,
+    )
+    # The server starts with the first use of any device.
+    tf.config.list_logical_devices()
+    if listening.AVAILABLE:
+        listening.accept_only(address, port)
+    else:
+        # Only Linux lets it be kept from the others.
+        address = listening.EVERY_ADDRESS
+    listening.announce("client", address, port)
 
 
 def _checked(addresses: Sequence[str]) -> list[str]:
@@ -140,7 +163,7 @@ def _addresses() -> list[str]:
 
 
 def naming_failures(method: Callable) -> Callable:
-    """Returns a method of a pipelined model that names workers that fail.
+    """Returns a method of a pipelined model that names what fails.
 
     TensorFlow tells of a worker that has been killed or started again by one
     of several errors, which name a connection or an operation. They become
@@ -155,6 +178,8 @@ def naming_failures(method: Callable) -> Callable:
         except tf.errors.OpError as error:
             message = _diagnosis(self._pipeline, error)
             if message is None:
+                if self._pipeline is not None:
+                    stage_errors.add_place(error, self._pipeline)
                 raise
             raise tf.errors.UnavailableError(None, None, message) from error
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe.stage_errors import TellingFunction
+
 NO_SECOND_DERIVATIVES = (
     "A pipeline has no second derivatives in training mode, as a gradient "
     "penalty takes them. Call it with `training=False` for those."
@@ -47,12 +49,7 @@ class FunctionCall:
     ):
         self._stateless = stateless
         self._jit_compile = jit_compile
-        self._function = tf.function(
-            function,
-            autograph=False,
-            jit_compile=jit_compile or None,
-            experimental_attributes={"_noinline": True},
-        )
+        self._function = TellingFunction(function, jit_compile)
 
     def __call__(self, *args: Any) -> Any:
         concrete = self._function.get_concrete_function(*args)

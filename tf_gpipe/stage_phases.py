@@ -13,6 +13,7 @@ from tf_gpipe.pack import unpack
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage_cuts import Cut
 from tf_gpipe.stage_cuts import Trace
+from tf_gpipe.stage_errors import TellingFunction
 from tf_gpipe.stage_function import Result
 from tf_gpipe.stage_function import StageFunction
 
@@ -50,12 +51,7 @@ class StagePhases:
         self.function = function
         self._splits = splits
         self._jit_compile = jit_compile
-        self._plain = tf.function(
-            function,
-            autograph=False,
-            jit_compile=jit_compile or None,
-            experimental_attributes={"_noinline": True},
-        )
+        self._plain = TellingFunction(function, jit_compile)
         self._differentiated = tf.function(self._differentiate, autograph=False)
         # Both by the graph of a trace.
         self._traces: dict[Any, Trace] = {}
@@ -106,7 +102,9 @@ class StagePhases:
                 else None
                 for x in result.targets
             ]
-            by_input, by_variable = gradient(upstream)
+            # By which an error in it is found.
+            with tf.name_scope(f"stage_{self.function.stage.index}/backward"):
+                by_input, by_variable = gradient(upstream)
             self._traces[graph] = Trace(
                 num_forward, result, upstream, by_input, by_variable
             )

@@ -64,7 +64,15 @@ class TaskOrder:
                     self._times[task] = [self._clock.stamp(after)]
                 before = self._times[task][:1]
             with tf.control_dependencies(before):
-                yield finish
+                try:
+                    yield finish
+                except Exception as error:
+                    if not getattr(error, "__notes__", ()):
+                        error.add_note(
+                            f"Raised in task {task} of stage {task.stage} on "
+                            f"{device}."
+                        )
+                    raise
 
     def times(self) -> tf.Tensor | None:
         """Returns when tasks ran, or `None` if that was not asked for.

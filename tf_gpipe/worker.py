@@ -11,93 +11,38 @@ anything here. Keep it on a private network.
 """
 
 import argparse
-import ctypes
 import ipaddress
 import os
-import socket
-import struct
 import sys
+
+from tf_gpipe import listening
 
 # A process of one core gets one thread for operations, which sends what a
 # task has made only after the next task.
 if sys.platform == "linux" and len(os.sched_getaffinity(0)) == 1:
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
 
-_EVERY_ADDRESS = "0.0.0.0"
-# Of Linux, <asm-generic/socket.h> and <linux/filter.h>.
-_SO_ATTACH_FILTER = 26
-_LOAD_WORD, _LOAD_BYTE, _AND = 0x20, 0x30, 0x54
-_JUMP_IF_EQUAL, _RETURN = 0x15, 0x06
-_IP_HEADER = 0xFFF00000
-_IP_DESTINATION = _IP_HEADER + 16
-
 
 def serve(port: int, bind: str) -> None:
     """Starts a TensorFlow server, and returns when the process is killed.
 
-    Prints a line with its address once it accepts connections. See the help of
-    the command for arguments.
+    Prints a line with its address once it accepts connections: on stdout, for
+    programs that start it. See the help of the command for arguments.
 
     Raises:
         OSError: If the port is taken, or `bind` is no address of this host.
     """
-    with socket.socket() as probe:
-        # Connections of a worker that has been killed may still be closing.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # TensorFlow shares a port that another server has, without a word.
-        probe.bind((bind, port))
-        port = probe.getsockname()[1]
+    port = listening.unused_port(bind, port)
     import tensorflow as tf
 
     server = tf.distribute.Server(
         {"worker": [f"{bind}:{port}"]}, job_name="worker", task_index=0
     )
-    if bind != _EVERY_ADDRESS:
-        accept_only(bind, port)
+    if bind != listening.EVERY_ADDRESS:
+        listening.accept_only(bind, port)
+    listening.announce("worker", bind, port)
     print(f"worker at {bind}:{port}", flush=True)
     server.join()
-
-
-def accept_only(address: str, port: int) -> None:
-    """Makes the server unreachable by other addresses of the host.
-
-    TensorFlow listens to all of them and cannot be told otherwise. A filter
-    on its sockets drops what is sent to another one.
-    """
-    program = [
-        # In IPv6 the sender chooses what is where IPv4 has the destination.
-        (_LOAD_BYTE, 0, 0, _IP_HEADER),
-        (_AND, 0, 0, 0xF0),
-        (_JUMP_IF_EQUAL, 0, 3, 4 << 4),
-        (_LOAD_WORD, 0, 0, _IP_DESTINATION),
-        (_JUMP_IF_EQUAL, 0, 1, int(ipaddress.IPv4Address(address))),
-        (_RETURN, 0, 0, 0xFFFFFFFF),
-        (_RETURN, 0, 0, 0),
-    ]
-    code = ctypes.create_string_buffer(
-        b"".join(struct.pack("HBBI", *instruction) for instruction in program)
-    )
-    value = struct.pack("HL", len(program), ctypes.addressof(code))
-    found = False
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            copy = os.dup(int(name))
-        except OSError:
-            continue
-        try:
-            each = socket.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            continue
-        with each:
-            if each.getsockname()[1:2] == (port,):
-                each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, value)
-                found = True
-    if not found:
-        raise RuntimeError(
-            f"The socket of the server at port {port} was not found, so that "
-            f"it cannot be kept from other addresses than {address}."
-        )
 
 
 def main() -> None:
@@ -122,10 +67,10 @@ def main() -> None:
         ipaddress.IPv4Address(args.bind)
     except ValueError:
         parser.error(f"--bind must be an IPv4 address. Received: {args.bind}")
-    if args.bind != _EVERY_ADDRESS and sys.platform != "linux":
+    if args.bind != listening.EVERY_ADDRESS and not listening.AVAILABLE:
         parser.error(
             "Only Linux lets a TensorFlow server be kept from other addresses. "
-            f"Use --bind={_EVERY_ADDRESS}, behind a firewall."
+            f"Use --bind={listening.EVERY_ADDRESS}, behind a firewall."
         )
     try:
         serve(args.port, args.bind)

@@ -6,6 +6,7 @@ addresses a program starts its own.
 
 import functools
 import os
+import signal
 import socket
 import struct
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import absltest
 from keras import layers as L
+from tensorflow.python.eager import context
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
@@ -153,6 +155,42 @@ def boundary(devices):
     moved = _bytes_moved() - before
     passed = steps * rows * width * 4 * 2
     assert 0 < moved < passed / 10, (moved, passed)
+
+
+def failing(devices):
+    """Errors of a stage are told, and a Python function does not wait."""
+    from tests.tf_gpipe import stage_errors_test as errors
+
+    for kind in (errors.not_finite, errors.assertion):
+        for schedule in ("1f1b", "zero_bubble"):
+            model = errors.make(kind, 2, schedule=schedule, devices=devices)
+            for step, error in errors.failures(model, ("fit", "predict")):
+                assert isinstance(error, tf.errors.InvalidArgumentError), step
+                assert errors.MESSAGE in str(error), (step, error)
+                (note,) = error.__notes__
+                assert "layer 'bad'" in note, note
+                assert "/job:worker" in note, note
+
+    # It runs in this process, for a stage that does not.
+    def double(x):
+        y = tf.numpy_function(lambda a: a * 2, [x], x.dtype)
+        y.set_shape(x.shape)
+        return y
+
+    model = errors.make(double, 2, devices=devices)
+    x = np.ones((16, 6), "float32")
+    assert np.isfinite(model.fit(x, x, verbose=0).history["loss"]).all()
+    assert np.isfinite(model.predict(x, verbose=0)).all()
+
+
+def listening(devices):
+    """Tells where this process listens, until it is killed."""
+    del devices
+    jobs = context.get_server_def().cluster.job
+    (address,) = [x.tasks[0] for x in jobs if x.name == "localhost"]
+    assert address.startswith("127.0.0.1:"), address
+    print("port", address.rpartition(":")[2], flush=True)
+    signal.pause()
 
 
 def endless(devices):

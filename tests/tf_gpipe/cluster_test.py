@@ -13,7 +13,8 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tf_gpipe import cluster
-from tf_gpipe.worker import accept_only
+from tf_gpipe.listening import accept_only
+from tf_gpipe.listening import address_towards
 from tools import workers
 
 # Told to stop, it ends with 5 if its worker is there for a second more.
@@ -153,6 +154,14 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEmpty(cluster.unreachable([self.addresses[0]]))
         self.assertNotEmpty(cluster.unreachable([f"127.0.0.2:{port}"]))
 
+    def test_the_client_is_not_served_to_other_addresses(self):
+        process = client("listening", self.addresses[:1])
+        port = int(process.stdout.readline().removeprefix("port "))
+        self.assertEmpty(cluster.unreachable([f"127.0.0.1:{port}"]))
+        self.assertNotEmpty(cluster.unreachable([f"127.0.0.2:{port}"]))
+        process.kill()
+        process.wait()
+
     def test_ipv6_is_not_served(self):
         with socket.socket(socket.AF_INET6) as server:
             try:
@@ -175,6 +184,16 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertNotEqual(result.returncode, 0)
         self.assertIn("Address already in use", result.stderr)
+
+
+class ListeningTest(tf.test.TestCase):
+    def test_address_towards(self):
+        self.assertEqual(address_towards(["127.0.0.1"]), "127.0.0.1")
+        self.assertEqual(
+            address_towards(["localhost", "127.0.0.3"]), "127.0.0.1"
+        )
+        own = socket.gethostbyname(socket.gethostname())
+        self.assertEqual(address_towards(["localhost", own]), own)
 
 
 class ConnectTest(tf.test.TestCase, parameterized.TestCase):

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 import tf_gpipe
-from tf_gpipe import worker
+from tf_gpipe import listening
 from tf_gpipe.schedule import REMAT_MODES
 from tf_gpipe.schedules import NAMES
 from tools import command_line
@@ -236,7 +236,7 @@ def _replica(workload, batch_size):
     index = resolver.task_id
     address = resolver.cluster_spec().task_address("worker", index)
     # TensorFlow's server listens to all addresses of the host.
-    worker.accept_only(_HOST, int(address.rpartition(":")[2]))
+    listening.accept_only(_HOST, int(address.rpartition(":")[2]))
     make = _WORKLOADS[workload]
     x, y = workloads.data(make(), batch_size)
     with strategy.scope():

@@ -1,0 +1,110 @@
+"""Where a TensorFlow server listens: at one address of this host alone.
+
+TensorFlow's servers have no authentication and listen to all addresses. They
+cannot be told otherwise, but a filter on their sockets drops what is sent to
+another address.
+"""
+
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+
+EVERY_ADDRESS = "0.0.0.0"
+# The only system that has the filter.
+AVAILABLE = sys.platform == "linux"
+# Of Linux, <asm-generic/socket.h> and <linux/filter.h>.
+_SO_ATTACH_FILTER = 26
+_LOAD_WORD, _LOAD_BYTE, _AND = 0x20, 0x30, 0x54
+_JUMP_IF_EQUAL, _RETURN = 0x15, 0x06
+_IP_HEADER = 0xFFF00000
+_IP_DESTINATION = _IP_HEADER + 16
+
+
+def unused_port(address: str, port: int = 0) -> int:
+    """Returns a port that nothing listens to: `port`, unless that is 0.
+
+    Raises:
+        OSError: If the port is taken, or the address is none of this host.
+    """
+    with socket.socket() as probe:
+        # Connections of a process that has been killed may still be closing.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # TensorFlow shares a port that another server has, without a word.
+        probe.bind((address, port))
+        return probe.getsockname()[1]
+
+
+def address_towards(hosts: Sequence[str]) -> str:
+    """Returns the IPv4 address of this host that `hosts` can reach it by.
+
+    Loopback, if all of them are on this host's loopback.
+    """
+    found = "127.0.0.1"
+    for host in hosts:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # Sends nothing: it asks for the route.
+            probe.connect((host, 9))
+            address = probe.getsockname()[0]
+        if not ipaddress.IPv4Address(address).is_loopback:
+            found = address
+    return found
+
+
+def accept_only(address: str, port: int) -> None:
+    """Makes a server of this process unreachable by other addresses.
+
+    Raises:
+        OSError: If the system refuses the filter.
+        RuntimeError: If this process has no socket of that port.
+    """
+    program = [
+        # In IPv6 the sender chooses what is where IPv4 has the destination.
+        (_LOAD_BYTE, 0, 0, _IP_HEADER),
+        (_AND, 0, 0, 0xF0),
+        (_JUMP_IF_EQUAL, 0, 3, 4 << 4),
+        (_LOAD_WORD, 0, 0, _IP_DESTINATION),
+        (_JUMP_IF_EQUAL, 0, 1, int(ipaddress.IPv4Address(address))),
+        (_RETURN, 0, 0, 0xFFFFFFFF),
+        (_RETURN, 0, 0, 0),
+    ]
+    code = ctypes.create_string_buffer(
+        b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    )
+    value = struct.pack("HL", len(program), ctypes.addressof(code))
+    found = False
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            copy = os.dup(int(name))
+        except OSError:
+            continue
+        try:
+            each = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            continue
+        with each:
+            if each.getsockname()[1:2] == (port,):
+                each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, value)
+                found = True
+    if not found:
+        raise RuntimeError(
+            f"The socket of the server at port {port} was not found, so that "
+            f"it cannot be kept from other addresses than {address}."
+        )
+
+
+def announce(who: str, address: str, port: int) -> None:
+    """Says on stderr where a server listens, and who can use it."""
+    where = f"{address}:{port}"
+    if address == EVERY_ADDRESS:
+        where = f"port {port} of every address of this host"
+    print(
+        f"tf_gpipe: the {who} listens at {where}, without authentication: "
+        "whoever reaches it can run anything here.",
+        file=sys.stderr,
+        flush=True,
+    )

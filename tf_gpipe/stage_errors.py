@@ -1,0 +1,118 @@
+"""Errors of operations of a stage: that they are told, and where they were.
+
+The function of a task runs within the step's function, of which each device
+runs a part. When an operation of it fails, TensorFlow
+
+    1. aborts the rendezvous of the task's function with the error,
+    2. cancels all that waits for anything, in the whole step,
+    3. returns the error from the call of the task's function,
+
+and the first error that a part of the step meets is that of the part. As a
+rule a part waits for what another device sends, so that 2 comes before 3, and
+all that is left is `CancelledError: RecvAsync is cancelled`. If the task's
+function has the step's rendezvous, 1 hands the error to all that wait there.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+_OF_CLIENT = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+_PLACE = re.compile(r"\bstage_(\d+)/([^/\s{}]+)")
+_CANCELLED = (
+    "If nothing was cancelled on purpose, an operation of a stage has failed, "
+    "of which TensorFlow tells only that others were cancelled. Run the batch "
+    "again under `model.run_eagerly = True` to see which."
+)
+
+
+class TellingFunction:
+    """A function that is not inlined, and whose errors reach the caller.
+
+    Args:
+        function: Python function of nested structures of tensors.
+        jit_compile: Whether XLA compiles it.
+    """
+
+    def __init__(self, function: Callable, jit_compile: bool = False):
+        self._python_function = function
+        self._jit_compile = jit_compile
+        self._function = self._made(tells=True)
+
+    def __call__(self, *args: Any) -> Any:
+        self.get_concrete_function(*args)
+        return self._function(*args)
+
+    def get_concrete_function(self, *args: Any) -> Any:
+        """Returns its trace for arguments, on the current device."""
+        concrete = self._function.get_concrete_function(*args)
+        if self._function._shared_rendezvous and _leaves_host(concrete):
+            # Where its parts on two hosts would not find each other.
+            self._function = self._made(tells=False)
+            concrete = self._function.get_concrete_function(*args)
+        return concrete
+
+    def _made(self, tells: bool) -> Any:
+        function = tf.function(
+            self._python_function,
+            autograph=False,
+            jit_compile=self._jit_compile or None,
+            experimental_attributes={"_noinline": True},
+        )
+        # Which `experimental_attributes` does not take.
+        function._shared_rendezvous = tells or None
+        return function
+
+
+def _leaves_host(concrete: Any) -> bool:
+    """Returns whether operations of a function are on another host than it.
+
+    Python functions run in the client, and what uses a resource, such as a
+    table, where the resource is.
+    """
+    operations = concrete.graph.get_operations()
+    hosts = {_host(op.device) for op in operations if op.device}
+    hosts |= {
+        _host(x.device)
+        for x in concrete.captured_inputs
+        if x.dtype == tf.resource and x.device
+    }
+    if hosts <= {_host("")}:
+        return False
+    library = concrete.graph.as_graph_def().library
+    kinds = {op.type for op in operations}
+    kinds |= {node.op for f in library.function for node in f.node_def}
+    return len(hosts) > 1 or bool(kinds & _OF_CLIENT)
+
+
+def _host(device: str) -> tuple[str, int]:
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.job or "localhost", spec.task or 0
+
+
+def add_place(error: tf.errors.OpError, pipeline: Any) -> None:
+    """Adds a note to an error of a step: of which layer and stage it is."""
+    if getattr(error, "__notes__", ()):
+        return
+    found = [
+        (pipeline.stages[int(index)], scope)
+        for index, scope in _PLACE.findall(error.message)
+        if int(index) < len(pipeline.stages)
+    ]
+    if not found:
+        if isinstance(error, tf.errors.CancelledError):
+            error.add_note(_CANCELLED)
+        return
+    stage, _ = found[0]
+    by = "an operation"
+    for each, scope in found:
+        layers = {x.layer.name: x.layer for x in each.nodes}
+        # TensorFlow numbers scopes of one name.
+        layer = layers.get(scope) or layers.get(re.sub(r"_\d+$", "", scope))
+        if layer is not None:
+            stage = each
+            by = f"layer '{layer.name}' (of type {type(layer).__name__})"
+            break
+    error.add_note(f"Raised by {by} in stage {stage.index} on {stage.device}.")
