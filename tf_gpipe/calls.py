@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from tensorflow.python.eager import record
 
+from tf_gpipe import placement
 from tf_gpipe import replicas
 from tf_gpipe import state
 from tf_gpipe.engine import MiniBatch
@@ -45,7 +46,7 @@ class PipelinedCalls(_Mixin):
         """
         if mask is not None:
             inputs = Activations(inputs, mask).unpack()
-        with _without_autocast():
+        with _without_autocast(), placement.eagerly_alone():
             return self._run(inputs, training)
 
     @tf.autograph.experimental.do_not_convert
