@@ -10,6 +10,7 @@ from keras.src.backend.common import global_state
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 
+from tf_gpipe import placement
 from tf_gpipe import replicas
 from tf_gpipe import state
 from tf_gpipe.engine import MiniBatch
@@ -47,7 +48,7 @@ class PipelinedCalls(_Mixin):
         """
         if mask is not None:
             inputs = Activations.of(inputs)._replace(masks=mask).unpack()
-        with _without_autocast():
+        with _without_autocast(), placement.eagerly_alone():
             return self._run(inputs, training)
 
     @tf.autograph.experimental.do_not_convert

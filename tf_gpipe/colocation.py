@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import placement
 from tf_gpipe import replicas
 from tf_gpipe import slots
 
@@ -51,7 +52,7 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
     keras_apply = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
-        with following_inputs():
+        with following_inputs(), placement.eagerly_alone():
             return keras_apply(grads, trainable_variables)
 
     apply.colocates = True  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import placement
 from tf_gpipe import replicas
 from tf_gpipe.added_losses import AddedLosses
 from tf_gpipe.clock import Clock
@@ -155,9 +156,11 @@ class MiniBatch:
         ]
         for m in range(self.split.num_micro_batches):
             self._upstream[m] = [x[m] for x in pieces]
-        for task in self._steps:
-            if task.kind != FORWARD:
-                self._after_forward(task, loss_gradients)
+        # A tape may ask for it, outside of the call of the model.
+        with placement.eagerly_alone():
+            for task in self._steps:
+                if task.kind != FORWARD:
+                    self._after_forward(task, loss_gradients)
 
     def interleave(
         self,

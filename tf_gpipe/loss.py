@@ -164,7 +164,7 @@ def _in_place_of_each(
     if compile_loss is None:
         return tf.zeros(())
 
-    def call():
+    def call(compile_loss):
         # Without the metrics that Keras keeps of several losses, which want
         # the mini-batch.
         with keras.StatelessScope():
@@ -172,16 +172,16 @@ def _in_place_of_each(
 
     if not compile_loss.built:
         # Never run: only Keras knows which labels go with what.
-        tf.function(call, autograph=False).get_concrete_function()
-    original = compile_loss._flat_losses
-    try:
-        compile_loss._flat_losses = [
-            entry._replace(loss=functools.partial(function, i, entry.loss))
-            for i, entry in enumerate(original)
-        ]
-        return call()
-    finally:
-        compile_loss._flat_losses = original
+        build = functools.partial(call, compile_loss)
+        tf.function(build, autograph=False).get_concrete_function()
+    # Another one, since the model may be asked by other threads meanwhile.
+    stand_in = object.__new__(type(compile_loss))
+    vars(stand_in).update(vars(compile_loss))
+    stand_in._flat_losses = [
+        entry._replace(loss=functools.partial(function, i, entry.loss))
+        for i, entry in enumerate(compile_loss._flat_losses)
+    ]
+    return call(stand_in)
 
 
 def _needs_values(

@@ -12,6 +12,7 @@ from tf_gpipe import abstract
 from tf_gpipe import placement
 from tf_gpipe import slots
 from tf_gpipe import state
+from tf_gpipe.arguments import Arguments
 from tf_gpipe.graph import Graph
 from tf_gpipe.micro_batch import not_dense
 from tf_gpipe.partition import balanced
@@ -19,11 +20,13 @@ from tf_gpipe.pipeline import Pipeline
 from tf_gpipe.pipeline_config import PipelineConfig
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.stage import Stage
+from tf_gpipe.step_functions import StepFunctions
+from tf_gpipe.step_functions import while_running
 from tf_gpipe.summary import stage_table
 from tf_gpipe.training import PipelinedTraining
 
 
-class Pipelined(PipelinedTraining):
+class Pipelined(Arguments, StepFunctions, PipelinedTraining):
     """A Keras model that is cut into stages.
 
     Mixed into a `keras.Model` that calls `_configure`, and gives `_place` its
@@ -36,6 +39,10 @@ class Pipelined(PipelinedTraining):
     _traced_with: int | None
     # Whether the class is one made of a user's and a pipeline's.
     _keeps_class = False
+
+    fit = while_running("train", PipelinedTraining.fit)
+    evaluate = while_running("test", PipelinedTraining.evaluate)
+    predict = while_running("predict", PipelinedTraining.predict)
 
     def _configure(self, **kwargs) -> None:
         # XLA compiles for one device: a model with a pipeline in it spans
@@ -66,7 +73,8 @@ class Pipelined(PipelinedTraining):
 
         Weights and optimizer state move to the devices of their new stages,
         with the values that they have. Functions that `fit`, `evaluate` and
-        `predict` have traced are traced again; a `tf.function` of your own
+        `predict` have traced are traced again, at the next step if a callback
+        calls this while they run; a `tf.function` of your own
         that calls the model must be made again, and a model that has it as a
         layer compiled again.
 
@@ -210,8 +218,8 @@ class Pipelined(PipelinedTraining):
         with self._strategy_scope():
             for place in places:
                 placement.place(*place)
+            state.global_seed()
         abstract.forget(variable for variable, *_ in places)
-        state.global_seed()
         self._pipeline = Pipeline(
             graph, tuple(stages), schedule, config.remat, config.boundary_dtype
         )

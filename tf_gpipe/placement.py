@@ -1,11 +1,37 @@
 """Which device each stage is on, and the variables on their devices."""
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
 from tf_gpipe import replicas
+
+_eager = threading.RLock()
+
+
+@contextlib.contextmanager
+def eagerly_alone() -> Iterator[None]:
+    """A scope in which no other thread runs operations of pipelines eagerly.
+
+    On all devices but the first, TensorFlow mixes up what it is given by
+    threads that run an operation at the same time, eagerly: `tf.zeros` has
+    the shape that another thread has asked for. Functions that have been
+    traced are safe, and so is the first device, where plain models are.
+
+    Replicas do not enter it: they are threads that wait for one another, of
+    which TensorFlow runs one at a time.
+    """
+    in_replica = not tf.distribute.in_cross_replica_context()
+    traced = not tf.executing_eagerly()
+    if traced or (in_replica and tf.distribute.has_strategy()):
+        yield
+        return
+    with _eager:
+        yield
 
 
 def accelerators(host: str = "") -> list[str]:
@@ -128,7 +154,7 @@ def place(
         trainable: Boolean, whether gradient tapes watch a variable that has no
             value yet. Also those that are frozen: they may not always be.
     """
-    with tf.init_scope(), replicas.variables_on(devices):
+    with tf.init_scope(), eagerly_alone(), replicas.variables_on(devices):
         if variable._value is None:
             before = variable.trainable
             variable.trainable = before or trainable

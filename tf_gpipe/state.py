@@ -7,6 +7,7 @@ their versions become one, as if the layers had seen the mini-batch as a whole.
 
 import concurrent.futures
 import random
+import weakref
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -15,13 +16,14 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
-from keras.src.random.seed_generator import global_seed_generator
 
 from tf_gpipe import replicas
 from tf_gpipe.micro_batch import Split
 
-# The generator that was last seen outside of replicas.
-_shared: list[keras.random.SeedGenerator] = []
+# The generator that was last seen outside of a strategy's replicas.
+_shared: weakref.WeakKeyDictionary[
+    tf.distribute.Strategy, keras.random.SeedGenerator
+] = weakref.WeakKeyDictionary()
 
 # Odd and far from small integers: users number their seeds 1, 2, 3.
 _SEED_STRIDE = 1640531527
@@ -30,33 +32,45 @@ _SEED_STRIDE = 1640531527
 def global_seed() -> list[keras.Variable]:
     """Returns the state of Keras's seed generator for layers without one.
 
-    Keras makes it on first use, with a seed that Python draws. That draw is
-    taken back, or what a model is initialised with would depend on whether
-    another one is a pipeline. A replica cannot make it: the list is empty
-    there if there is none.
+    Keras makes it on first use, with a seed that Python draws. Here that
+    number is foretold and not drawn, or what a model is initialised with would
+    depend on whether another one is a pipeline. A replica cannot make it: the
+    list is empty there if there is none.
     """
+    strategy = tf.distribute.get_strategy()
     in_replica = not tf.distribute.in_cross_replica_context()
     if in_replica and tf.distribute.has_strategy():
-        if not _shared:
+        if strategy not in _shared:
             return []
         # A replica is a thread, and each has a state of Keras of its own.
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _shared[0])
-        return [_shared[0].state]
-    drawn = random.getstate()
-    known = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-    if known is None and not (
-        tf.executing_eagerly() or tf.distribute.has_strategy()
-    ):
-        # A function that is traced again may make no variable. In a thread of
-        # its own none is being traced.
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            made = thread.submit(keras.random.SeedGenerator).result()
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, made)
-    with tf.init_scope():
-        generator = global_seed_generator()
-    random.setstate(drawn)
-    _shared[:] = [generator]
+        global_state.set_global_attribute(
+            GLOBAL_SEED_GENERATOR, _shared[strategy]
+        )
+        return [_shared[strategy].state]
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    if generator is None:
+        generator = _made()
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+    _shared[strategy] = generator
     return [generator.state]
+
+
+def _made() -> keras.random.SeedGenerator:
+    """Returns the generator that Keras would make, and draws nothing."""
+    numbers = random.Random()
+    # All threads draw from one state: set back, it would undo their draws.
+    numbers.setstate(random.getstate())
+
+    def make() -> keras.random.SeedGenerator:
+        return keras.random.SeedGenerator(numbers.randint(1, int(1e9)))
+
+    if tf.executing_eagerly() or tf.distribute.has_strategy():
+        with tf.init_scope():
+            return make()
+    # A function that is traced again may make no variable. In a thread of
+    # its own none is being traced.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def batch_norms(

@@ -10,6 +10,7 @@ from keras.src.losses.loss import scale_loss_for_distribution
 from keras.src.losses.loss import unscale_loss_for_distribution
 
 from tf_gpipe import cluster
+from tf_gpipe import placement
 from tf_gpipe import slots
 from tf_gpipe import state
 from tf_gpipe.calls import PipelinedCalls
@@ -35,7 +36,7 @@ def _traced_once(step: Callable) -> Callable:
         if not callable(kwargs["initial_value"]):
             return next_creator(**kwargs)
         kwargs["experimental_enable_variable_lifting"] = False
-        with tf.init_scope():
+        with tf.init_scope(), placement.eagerly_alone():
             return next_creator(**kwargs)
 
     @functools.wraps(step)
@@ -43,7 +44,7 @@ def _traced_once(step: Callable) -> Callable:
         # Keras creates them before, under a strategy.
         if tf.distribute.has_strategy():
             return step(self, data)
-        with tf.variable_creator_scope(create):
+        with tf.variable_creator_scope(create), placement.eagerly_alone():
             return step(self, data)
 
     return run
@@ -172,7 +173,11 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     def _build_optimizer(self):
         """Makes slots where their weights are, which a trace would not."""
         if self.trainable_variables and not self.optimizer.built:
-            with tf.init_scope(), self.distribute_strategy.scope():
+            with (
+                tf.init_scope(),
+                placement.eagerly_alone(),
+                self.distribute_strategy.scope(),
+            ):
                 self.optimizer.build(self.trainable_variables)
                 slots.place(self.optimizer)
 

@@ -1,0 +1,81 @@
+"""The arguments of a pipeline, as attributes of the model."""
+
+from typing import Any
+
+# A `keras.Model` supplies the rest, of which no types are known.
+_Mixin: Any = object
+
+
+def _argument(name: str, doc: str) -> property:
+    """Returns an attribute that can be read, and set to what it is only.
+
+    A subclass that stores what it has passed on need not be changed.
+    """
+
+    def get(self: Any) -> Any:
+        config = getattr(self._config, name)
+        if self._pipeline is None:
+            return config
+        return self._decided().get(name, config)
+
+    def put(self: Any, value: Any) -> None:
+        # Keras tracks lists by lists of its own.
+        value = list(value) if isinstance(value, list) else value
+        known = [getattr(self._config, name), get(self)]
+        if any(type(value) is type(x) and value == x for x in known):
+            return
+        made = "PipelinedSequential(model"
+        if not hasattr(type(self), "add"):
+            made = "PipelinedModel.from_model(model"
+        repair = (
+            "Call `model.rebalance(balance)`."
+            if name == "balance"
+            else "Make a pipeline that shares its layers and weights: "
+            f"tf_gpipe.{made}, {name}=...)."
+        )
+        raise AttributeError(
+            f"`{name}` of model '{self.name}' cannot be set, because its "
+            f"stages are formed by it. Received: {name}={value!r}, where the "
+            f"model has {name}={get(self)!r}. {repair} A subclass that means "
+            "something else by this name must define it in the class, with "
+            f"`{name} = None`."
+        )
+
+    return property(get, put, doc=doc)
+
+
+class Arguments(_Mixin):
+    """What a pipeline was given, and what was decided when it was built.
+
+    Mixed into a class with a `PipelineConfig` and a `Pipeline` or `None`.
+    """
+
+    num_stages = _argument("num_stages", "How many stages there are.")
+    num_micro_batches = _argument(
+        "num_micro_batches", "How many micro-batches a mini-batch is cut into."
+    )
+    balance = _argument(
+        "balance", "The layers of each stage; what is balanced until built."
+    )
+    schedule = _argument("schedule", "The name of the schedule, or itself.")
+    remat = _argument("remat", "Which micro-batches are computed again.")
+    devices = _argument(
+        "devices", "The devices of the schedule, a list a replica if several."
+    )
+    boundary_dtype = _argument(
+        "boundary_dtype", "The dtype that activations travel in, if another."
+    )
+
+    def _decided(self) -> dict[str, Any]:
+        """Returns the arguments that depend on the layers and the machine."""
+        stages = self._pipeline.stages
+        schedule = self._pipeline.schedule
+        first = [schedule.devices.index(i) for i in range(len(schedule.tasks))]
+        columns = [stages[k].devices for k in first]
+        rows = [list(row) for row in zip(*columns, strict=True)]
+        return {
+            "num_stages": len(stages),
+            "num_micro_batches": schedule.num_micro_batches,
+            "balance": [len(stage.nodes) for stage in stages],
+            "devices": rows if len(rows) > 1 else rows[0],
+        }
