@@ -22,9 +22,12 @@ _NOT_CARRIED = (
     "_functional",
     "history",
     "optimizer",
+    "predict_function",
     "stop_evaluating",
     "stop_predicting",
     "stop_training",
+    "test_function",
+    "train_function",
 )
 
 
@@ -212,7 +215,8 @@ def _check_names(model: keras.Model, base: type) -> None:
         if not _is_library(owner)
         for name in vars(owner)
     }
-    for name in sorted(ours & theirs.union(vars(model))):
+    theirs |= vars(model).keys() - set(_NOT_CARRIED)
+    for name in sorted(ours & theirs):
         raise ValueError(
             f"{type(model).__name__} has an attribute `{name}`, which is the "
             f"name of one that {base.__name__} has for itself. Rename it. "
