@@ -40,18 +40,24 @@ class Lookup(NamedTuple):
 def find(
     traced: TracedFunction,
     inputs: Sequence[tf.Tensor],
+    carried: Sequence[tf.Tensor],
     gradients: Iterable[tuple[keras.Variable, Any]],
 ) -> list[Lookup]:
     """Returns the lookups among the gradients of a traced stage.
 
     Args:
         traced: The trace.
-        inputs: The tensors of the trace that the stage takes.
+        inputs: The tensors of the trace that the stage takes, with rows.
+        carried: The other tensors that the trace is fed.
         gradients: Pairs of a variable and a gradient. One that is of several
             lookups makes several `Lookup`s.
     """
     return [
-        Lookup(variable, each, _is_repeated(traced, inputs, each.indices))
+        Lookup(
+            variable,
+            each,
+            _is_repeated(traced, inputs, carried, each.indices),
+        )
         for variable, x in gradients
         if isinstance(x, tf.IndexedSlices)
         for each in _parts(x)
@@ -90,25 +96,29 @@ def _parts(slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
 
 
 def _is_repeated(
-    traced: TracedFunction, inputs: Sequence[tf.Tensor], indices: tf.Tensor
+    traced: TracedFunction,
+    inputs: Sequence[tf.Tensor],
+    carried: Sequence[tf.Tensor],
+    indices: tf.Tensor,
 ) -> bool:
     by_value = reached(
         [indices.op],
         lambda op: [] if op.type in SHAPES else [x.op for x in op.inputs],
     )
-    if any(x.op in by_value for x in inputs) or traced.draws(by_value):
+    fed = [*inputs, *carried]
+    if any(x.op in by_value for x in fed) or traced.draws(by_value):
         return False
     # They may still be made for each row: how many are there?
     rows = [x.shape[0] for x in inputs if x.shape.rank]
     fixed = [n for n in rows if n is not None]
     if len(fixed) == len(rows):
-        found = _computed(traced, inputs, indices, 0)
+        found = _computed(traced, fed, indices, 0)
         size = min(fixed, default=1)
         if size == 1 or found.size % size:
             return True
         copies = found.reshape(size, -1)
         return not (copies == copies[0]).all()
-    two, three = (_computed(traced, inputs, indices, n) for n in (2, 3))
+    two, three = (_computed(traced, fed, indices, n) for n in (2, 3))
     return two.size == three.size
 
 

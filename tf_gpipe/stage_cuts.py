@@ -14,6 +14,7 @@ from tf_gpipe import lookups
 from tf_gpipe.function_call import FunctionCall
 from tf_gpipe.function_call import filled
 from tf_gpipe.function_call import tensors
+from tf_gpipe.lookups import Lookup
 from tf_gpipe.pack import pack
 from tf_gpipe.pack import unpack
 from tf_gpipe.stage_function import Result
@@ -23,6 +24,7 @@ from tf_gpipe.traced_function import TracedFunction
 class Trace(NamedTuple):
     """A stage and its gradient, as tensors of one graph."""
 
+    num_inputs: int  # how many tensors the stage takes, without what it carries
     num_forward: int  # how many of the graph's operations are forward
     result: Result
     upstream: list  # a placeholder, or None, for each of `result.targets`
@@ -113,6 +115,13 @@ class Cut:
         part = self.traced.part(self.inputs + self._drawn, self.stored)
         return pack(part([*inputs, *unpack(packed, self._drawn)]))
 
+    def lookups(self, gradients: Iterable[tuple]) -> list[Lookup]:
+        """Returns the lookups among pairs of a variable and a gradient."""
+        size = self.trace.num_inputs
+        return lookups.find(
+            self.traced, self.inputs[:size], self.inputs[size:], gradients
+        )
+
     def backward(self, arrived: tuple[bool, ...]) -> "Backward":
         """Returns the backward phase.
 
@@ -155,7 +164,7 @@ class Backward:
         pairs = [p for p in cut.trace.by_variable if lives(p[1])]
         dense = [p for p in pairs if not isinstance(p[1], tf.IndexedSlices)]
         self.dense = [v for v, _ in dense]
-        self.sparse = lookups.find(cut.traced, cut.inputs, pairs)
+        self.sparse = cut.lookups(pairs)
         self._slices = [x.slices for x in self.sparse]
         self._gradients = [x for _, x in dense] + tensors(self._slices)
         # What the phase of weights is fed.

@@ -106,7 +106,12 @@ class StagePhases:
             with tf.name_scope(f"stage_{self.function.stage.index}/backward"):
                 by_input, by_variable = gradient(upstream)
             self._traces[graph] = Trace(
-                num_forward, result, upstream, by_input, by_variable
+                len(tensors(inputs)),
+                num_forward,
+                result,
+                upstream,
+                by_input,
+                by_variable,
             )
 
 

@@ -44,9 +44,7 @@ class TapedStage:
         """Returns the lookups of a call of the stage, which a trace tells."""
         cut = self._phases.cut(inputs, carried)
         if cut not in self._lookups:
-            self._lookups[cut] = lookups.find(
-                cut.traced, cut.inputs, cut.trace.by_variable
-            )
+            self._lookups[cut] = cut.lookups(cut.trace.by_variable)
         return self._lookups[cut]
 
 

@@ -5,12 +5,14 @@ the micro-batch; afterwards they hold again what they held before.
 """
 
 import contextlib
+import re
 from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.ops.handle_data_util import get_resource_handle_data
 
 _WRITES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceStrided")
 
@@ -90,7 +92,9 @@ def not_followed(
     operation: tf.Operation, layers: Iterable[keras.Layer]
 ) -> ValueError:
     """Returns the error for a variable that is no attribute of a layer."""
-    scopes = operation.name.split("/")
+    # TensorFlow numbers scopes of one name.
+    scopes = [re.sub(r"_\d+$", "", x) for x in operation.name.split("/")]
+    scopes += operation.name.split("/")
     names = [x.name for x in layers if x.name in scopes]
     name = f"Layer '{names[-1]}'" if names else "A layer"
     return ValueError(
@@ -110,6 +114,6 @@ def _writes(operation: tf.Operation, place: int) -> bool:
         reads = operation.get_attr("_read_only_resource_inputs")
     except ValueError:
         return False
-    data = getattr(operation.inputs[place], "_handle_data", None)
+    data = get_resource_handle_data(operation.inputs[place])
     # Other resources, such as tables, are no variables.
     return place not in reads and data is not None and data.is_set

@@ -170,7 +170,8 @@ class LogitsTest(tf.test.TestCase, parameterized.TestCase):
                 model = tf_gpipe.PipelinedSequential(
                     layers, num_micro_batches=4, **kwargs
                 )
-            model.compile(keras.optimizers.SGD(0.1), loss, [loss], **options)
+            optimizer = keras.optimizers.SGD(0.1)
+            model.compile(optimizer, loss, metrics=[loss], **options)
             made = [
                 model.train_on_batch(X, labels(loss)),
                 model.evaluate(X, labels(loss), batch_size=5, verbose=0),
@@ -198,7 +199,6 @@ class LogitsTest(tf.test.TestCase, parameterized.TestCase):
     def test_logits_of_an_input(self):
         """A pipeline in a model takes the logits behind what it gets."""
         inputs = keras.Input((2,))
-        inner = [keras.Input((2,)), Endpoint(), dense(2, 1.0)]
         found = []
         for make in (
             keras.Sequential,
@@ -207,7 +207,8 @@ class LogitsTest(tf.test.TestCase, parameterized.TestCase):
             ),
         ):
             first = dense(2, 30.0, activation="softmax")
-            model = keras.Model(inputs, make(inner)(first(inputs)))
+            inner = make([keras.Input((2,)), Endpoint(), dense(2, 1.0)])
+            model = keras.Model(inputs, inner(first(inputs)))
             model.compile(keras.optimizers.SGD(0.1), "mse")
             model.fit(X, FLAGS, epochs=2, batch_size=8, verbose=0)
             found.append(first.kernel.numpy())
