@@ -115,13 +115,10 @@ class Split:
             rows = x.shape[0]
             if rows is None or self.static_rows is None:
                 rows = tf.shape(x)[0]
-                whole = tf.maximum(self.rows, 1)
-                each = rows // whole
-                # Not of rows, as the one that Keras would broadcast.
-                other = rows % whole != 0
-                first = tf.where(other, 0, start * each)
-                return x[first : tf.where(other, rows, end * each)]
-            if rows % max(self.static_rows, 1):
+                each = rows // tf.maximum(self.rows, 1)
+                # At least one row: that which Keras would broadcast.
+                return x[start * each : tf.where(rows == 1, 1, end * each)]
+            if rows == 1 < self.static_rows:
                 return x
             each = rows // max(self.static_rows, 1)
             return x[start * each : end * each]

@@ -20,6 +20,7 @@ def _remade(kind: str) -> property:
     def get(self: Any) -> Any:
         running = vars(self).get("_running", {})
         if vars(self).get(key) is None and running.get(kind):
+            self._check_steps()
             number = running.pop(kind)
             try:
                 # It asks for the function itself.
@@ -40,6 +41,8 @@ def while_running(kind: str, method: Callable) -> Callable:
     @functools.wraps(method)
     def run(self, *args, **kwargs):
         running = vars(self).setdefault("_running", collections.Counter())
+        if not any(running.values()):
+            vars(self)["_running_steps"] = self.steps_per_execution
         running[kind] += 1
         try:
             return method(self, *args, **kwargs)
@@ -59,14 +62,11 @@ class StepFunctions(_Mixin):
     test_function = _remade("test")
     predict_function = _remade("predict")
 
-    def compile(self, *args, **kwargs):
-        running = any(vars(self).get("_running", {}).values())
-        steps = kwargs.get("steps_per_execution", 1)
-        if running and steps != self.steps_per_execution:
+    def _check_steps(self) -> None:
+        prepared = vars(self)["_running_steps"]
+        if self.steps_per_execution != prepared:
             raise ValueError(
                 "`steps_per_execution` cannot change while the model runs, "
-                "because the data has been prepared for "
-                f"{self.steps_per_execution}. Received: "
-                f"steps_per_execution={steps}"
+                f"because the data has been prepared for {prepared}. "
+                f"Received: steps_per_execution={self.steps_per_execution}"
             )
-        super().compile(*args, **kwargs)

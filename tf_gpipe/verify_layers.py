@@ -16,6 +16,7 @@ from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Node
 from tf_gpipe.graph import Value
 from tf_gpipe.pipeline import Pipeline
+from tf_gpipe.stage import Activations
 from tf_gpipe.stage import Stage
 from tf_gpipe.stage import in_mode
 from tf_gpipe.verify_report import differences
@@ -123,7 +124,7 @@ class Layers:
         def forward():
             run = self._model._mini_batch(pipeline, self._inputs, training)
             run.forward(tape=False)
-            return run.outputs()
+            return run.outputs().unpack()
 
         if not self._model.run_eagerly:
             forward = tf.function(forward, autograph=False)
@@ -222,25 +223,29 @@ class Layers:
         try:
             run = MiniBatch(pipeline, tuple(inputs), training, apart=False)
             run.forward(tape=training)
-            made, losses = run.outputs(), run.losses()
+            outputs, losses = run.outputs(), run.losses()
+            made = outputs.tensors
             if training:
-                flat = keras.tree.flatten(made)
                 upstream = iter(_upstream(_floats(made)))
                 run.backward(
                     [
-                        next(upstream) if x.dtype.is_floating else None
-                        for x in flat
+                        next(upstream)
+                        if i == 0 and x.dtype.is_floating
+                        else None
+                        for parts in outputs.by_tensor()
+                        for i, x in enumerate(parts)
                     ],
                     [tf.ones_like(x) for x in losses],
                 )
+                given = Activations.of(inputs).by_tensor()
                 by_input = [
                     gradient
-                    for x, gradient in zip(
-                        keras.tree.flatten(inputs),
+                    for (i, x), gradient in zip(
+                        [pair for parts in given for pair in enumerate(parts)],
                         run.input_gradients(),
                         strict=True,
                     )
-                    if x.dtype.is_floating
+                    if i == 0 and x.dtype.is_floating
                 ]
                 by_id = run.gradients()
                 by_weight = [by_id.get(id(v)) for v in weights]

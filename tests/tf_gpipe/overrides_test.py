@@ -411,10 +411,11 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertEqual(copy.name, model.name)
                 self.assertLen(copy.stages, 2)
                 self.assertEqual(copy._pipeline.schedule.name, "gpipe")
-                self.assertEqual(
-                    [v.path for v in copy.weights],
-                    [v.path for v in model.weights],
-                )
+                # A `Sequential` that Keras loads names them by itself, too.
+                for ours, theirs in zip(
+                    copy.weights, model.weights, strict=True
+                ):
+                    self.assertEndsWith(ours.path, theirs.path)
                 if name in ("loaded", "pickled"):
                     self.assertAllClose(before, copy(x))
                     self.assertAllClose(

@@ -1,0 +1,188 @@
+"""README's limits that no other test pins: where one falls, README is wrong."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L
+from keras import ops
+
+import tf_gpipe
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(8, 1)).astype("float32")
+TWO = {"num_stages": 2, "devices": ["CPU:0", "CPU:1"]}
+
+
+class Noise(L.Layer):
+    """Multiplies by a weight and by numbers that TensorFlow draws."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return self.w * x * tf.random.uniform(tf.shape(x), 0.5, 1.5)
+
+
+class OwnGradient(L.Layer):
+    """Uses a weight within a gradient of its own."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        @tf.custom_gradient
+        def scaled(x):
+            w = tf.convert_to_tensor(self.w.value)
+
+            def gradient(upstream, variables=None):
+                by_x = upstream * w
+                if not variables:
+                    return by_x
+                return by_x, [tf.reduce_sum(upstream * x) for _ in variables]
+
+            return x * w, gradient
+
+        return scaled(x)
+
+
+class Raw(L.Layer):
+    def build(self, shape):
+        with tf.init_scope():
+            self.raw = tf.Variable(2.0)
+
+    def call(self, x):
+        return x * self.raw
+
+
+class LimitsTest(tf.test.TestCase, parameterized.TestCase):
+    def test_eager_recomputation_draws_anew(self):
+        noise = Noise()
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, L.Dense(1)(noise(L.Dense(4)(inputs))))
+        model = tf_gpipe.PipelinedModel.from_model(
+            model, num_micro_batches=1, balance=[2, 1], **TWO
+        )
+        model.compile("sgd", "mse", run_eagerly=True)
+        _, gradients, outputs = model.loss_and_gradients(X, Y)
+        paths = [v.path for v in model.trainable_variables]
+        by_w = gradients[paths.index(noise.w.path)]
+        # The outputs are linear in `w`.
+        expected = np.mean(2 * (outputs - Y) * outputs)
+        self.assertNotAllClose(by_w, expected)
+
+    def test_no_gradient_of_an_output_by_another_in_training_mode(self):
+        inputs = keras.Input((4,))
+        first = L.Dense(3)(inputs)
+        plain = keras.Model(inputs, [first, L.Dense(1)(first)])
+        model = tf_gpipe.PipelinedModel.from_model(
+            plain, num_micro_batches=2, **TWO
+        )
+        for training, found in ((True, False), (False, True)):
+            with tf.GradientTape() as tape:
+                first, second = model(X, training=training)
+            gradient = tape.gradient(second, first)
+            self.assertEqual(gradient is not None, found)
+
+    def test_no_gradient_of_a_raw_variable_in_training_mode(self):
+        raw = Raw()
+        layers = [keras.Input((4,)), L.Dense(3), raw, L.Dense(1)]
+        model = tf_gpipe.PipelinedSequential(layers, **TWO)
+        for training, found in ((True, False), (False, True)):
+            with tf.GradientTape() as tape:
+                value = tf.reduce_sum(model(X, training=training))
+            self.assertEqual(tape.gradient(value, raw.raw) is not None, found)
+
+    def test_own_gradient_of_a_layer_of_several_stages(self):
+        shared = OwnGradient()
+        inputs = keras.Input((4,))
+        x = shared(L.Dense(4)(shared(inputs)))
+        plain = keras.Model(inputs, L.Dense(1)(x))
+        model = tf_gpipe.PipelinedModel.from_model(
+            plain, num_micro_batches=2, balance=[2, 2], **TWO
+        )
+        model.compile("sgd", "mse")
+        run = tf.function(lambda: model.loss_and_gradients(X, Y)[1])
+        paths = [v.path for v in model.trainable_variables]
+        found = run()[paths.index(shared.w.path)]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((plain(X) - Y) ** 2)
+        self.assertNotAllClose(
+            tape.gradient(loss, shared.w.value),
+            0.0 if found is None else found,
+        )
+
+    def test_loss_that_compares_samples(self):
+        def loss(y, p):
+            values = ops.mean((y - p) ** 2, axis=-1)
+            return values / ops.max(values)
+
+        found = {}
+        for schedule in ("1f1b", "gpipe", None):
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential(
+                [keras.Input((4,)), L.Dense(4), L.Dense(1)]
+            )
+            if schedule:
+                model = tf_gpipe.PipelinedSequential(
+                    model, num_micro_batches=4, schedule=schedule, **TWO
+                )
+            model.compile("sgd", loss)
+            found[schedule] = model.train_on_batch(X, Y)
+        self.assertAllClose(found["gpipe"], found[None])
+        self.assertNotAllClose(found["1f1b"], found[None])
+
+    def test_batch_normalisation_used_twice(self):
+        """The moving mean is right, the moving variance nearly."""
+        found = []
+        for pipelined in (False, True):
+            keras.utils.set_random_seed(0)
+            norm = L.BatchNormalization()
+            inputs = keras.Input((4,))
+            x = L.Dense(4)(norm(3.0 * norm(inputs) + 1.0))
+            model = keras.Model(inputs, x)
+            if pipelined:
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model, num_micro_batches=2, **TWO
+                )
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+            model.fit(X, X, batch_size=8, verbose=0)
+            found.append(norm.moving_variance.numpy())
+        self.assertNotAllClose(*found)
+        self.assertAllClose(*found, rtol=0.2)
+
+    def test_embeddings_where_xla_compiles_all(self):
+        """Recomputed, they have dense gradients, and others have zeros."""
+        tokens = np.random.default_rng(0).integers(0, 7, (8, 3))
+        inputs = keras.Input((3,), dtype="int32")
+        table = L.Embedding(7, 4)
+        x = L.GlobalAveragePooling1D()(table(inputs))
+        model = keras.Model(inputs, L.Dense(1)(L.Dense(4)(x)))
+        # XLA compiles for one device.
+        model = tf_gpipe.PipelinedModel.from_model(
+            model,
+            num_stages=2,
+            num_micro_batches=2,
+            schedule="gpipe",
+            devices=["CPU:0", "CPU:0"],
+        )
+        model.compile("sgd", "mse")
+
+        @tf.function(jit_compile=True, autograph=False)
+        def run(tokens, y):
+            gradients = model.loss_and_gradients(tokens, y)[1]
+            dense = not isinstance(gradients[0], tf.IndexedSlices)
+            return tf.constant(dense)
+
+        self.assertTrue(run(tf.constant(tokens), tf.constant(Y)))
+
+    def test_model_within_a_model_is_one_layer(self):
+        inner = keras.Sequential([keras.Input((4,)), L.Dense(4), L.Dense(4)])
+        inputs = keras.Input((4,))
+        model = tf_gpipe.PipelinedModel.from_model(
+            keras.Model(inputs, L.Dense(1)(inner(inputs))), **TWO
+        )
+        self.assertEqual(
+            [[x.name for x in stage.layers] for stage in model.stages],
+            [[inner.name], [model.layers[-1].name]],
+        )
