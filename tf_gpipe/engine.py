@@ -460,7 +460,8 @@ class MiniBatch:
                 for v in stage.owned
                 if self._pass_weights or not v.value.trainable
             ]
-            others = [] if replicas.several() else find(stage.layers)
+            several = tf.distribute.has_strategy()
+            others = [] if several else find(stage.layers)
             for v in others:
                 # Layers of several stages may share it.
                 self._others.setdefault(v.ref(), TensorFlowState(v))

@@ -100,8 +100,8 @@ def not_followed(
     return ValueError(
         f"{name} assigns to a `tf.Variable` as it runs (by operation "
         f"'{operation.name}'), which would be assigned once a micro-batch. A "
-        "pipeline follows those that are attributes of a layer, without "
-        "replicas. Make it a weight of the layer: "
+        "pipeline follows those that are attributes of a layer, where there "
+        "is no strategy. Make it a weight of the layer: "
         "`self.add_weight(..., trainable=False)`."
     )
 

@@ -411,11 +411,11 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertEqual(copy.name, model.name)
                 self.assertLen(copy.stages, 2)
                 self.assertEqual(copy._pipeline.schedule.name, "gpipe")
-                # A `Sequential` that Keras loads names them by itself, too.
+                # A `Sequential` that is loaded leaves its own name out.
                 for ours, theirs in zip(
                     copy.weights, model.weights, strict=True
                 ):
-                    self.assertEndsWith(ours.path, theirs.path)
+                    self.assertEndsWith(theirs.path, ours.path)
                 if name in ("loaded", "pickled"):
                     self.assertAllClose(before, copy(x))
                     self.assertAllClose(

@@ -177,10 +177,12 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_named(fault, "1f1b")
 
     @parameterized.product(
-        fault=FAULTS, schedule=("gpipe", "zero_bubble"), eagerly=(False, True)
+        fault=FAULTS,
+        how=(("gpipe", False), ("zero_bubble", True)),
     )
     @pytest.mark.slow
-    def test_each_fault(self, fault, schedule, eagerly):
+    def test_each_fault(self, fault, how):
+        schedule, eagerly = how
         self.assert_named(fault, schedule, run_eagerly=eagerly)
 
     def assert_named(self, fault, schedule, **kwargs):
