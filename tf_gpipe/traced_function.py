@@ -16,11 +16,10 @@ from tf_gpipe.tensorflow_state import written
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 # Operations that take no more of a tensor than its shape.
 SHAPES = ("Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike")
-# How operations begin that draw numbers, beside those with a second seed, or
-# may do so: from a `tf.random.Generator`, or in Python.
+# Functions in Python that do not say that they make the same of the same.
+_CALLS_PYTHON = ("EagerPyFunc", "PyFunc")
+# How operations begin that draw numbers, beside those with a second seed.
 _DRAWS = (
-    "EagerPyFunc",
-    "PyFunc",
     "Rng",
     "StatefulRandom",
     "StatefulStandardNormal",
@@ -111,6 +110,7 @@ class TracedFunction:
             return (
                 "seed2" in node.attr
                 or node.op.startswith(_DRAWS)
+                or node.op in _CALLS_PYTHON
                 or any(
                     of_node(inner)
                     for name in _functions_of(node)
