@@ -14,11 +14,10 @@ from tf_gpipe.added_losses import AddedLosses
 from tf_gpipe.clock import Clock
 from tf_gpipe.exchange import Exchange
 from tf_gpipe.exchange import total
-from tf_gpipe.function_call import filled
-from tf_gpipe.function_call import tensors
 from tf_gpipe.gradients import GradientSum
 from tf_gpipe.gradients import of_devices
 from tf_gpipe.loss import MicroBatchLoss
+from tf_gpipe.masks import masks_ahead
 from tf_gpipe.micro_batch import ROWS
 from tf_gpipe.micro_batch import Split
 from tf_gpipe.pipeline import Pipeline
@@ -29,7 +28,6 @@ from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import RECOMPUTE
 from tf_gpipe.schedule import Task
 from tf_gpipe.stage import Activations
-from tf_gpipe.stage import join
 from tf_gpipe.stage_function import StageFunction
 from tf_gpipe.stage_phases import StagePhases
 from tf_gpipe.stage_tape import TapedStage
@@ -38,7 +36,6 @@ from tf_gpipe.state import global_seed
 from tf_gpipe.task_order import TaskOrder
 from tf_gpipe.tensorflow_state import TensorFlowState
 from tf_gpipe.tensorflow_state import find
-from tf_gpipe.traced_function import TracedFunction
 
 
 class MiniBatch:
@@ -226,61 +223,16 @@ class MiniBatch:
     def masks(self) -> Any:
         """Returns the Keras masks of the outputs of the mini-batch.
 
-        They are there before the forward tasks are done: what they follow
-        from, as a rule inputs alone, is computed once more. Numbers that
-        layers draw by `keras.random` are those that the forward tasks draw.
-
-        Raises:
-            ValueError: If masks follow from other random numbers.
+        They are there before the forward tasks are done; see `masks_ahead`.
         """
-        stages = self.pipeline.stages
-        functions = [self._stage(k).function for k in range(len(stages))]
-        states = {id(v): v for f in functions for v in f.carried}
-
-        def given(m: int) -> tuple:
-            device = stages[0].device
-            return (
-                [
-                    self._exchange.value(x, device, m)
-                    for x in self.pipeline.graph.inputs
-                ],
-                [self._versions.start(v, m, device) for v in states.values()],
-            )
-
-        def masks(inputs: list, values: list) -> Any:
-            made = dict(zip(self.pipeline.graph.inputs, inputs, strict=True))
-            state = dict(zip(states, values, strict=True))
-            for stage, function in zip(stages, functions, strict=True):
-                result = function(
-                    join([made[x] for x in stage.inputs]),
-                    [state[id(v)] for v in function.carried],
-                )
-                made.update(
-                    zip(stage.outputs, result.outputs.each(), strict=True)
-                )
-                state.update(
-                    zip(map(id, function.updated), result.updates, strict=True)
-                )
-            return self.pipeline.packed(result.outputs).masks
-
-        concrete = tf.function(masks, autograph=False).get_concrete_function(
-            *given(0)
+        stages = range(len(self.pipeline.stages))
+        found = masks_ahead(
+            self.pipeline,
+            [self._stage(k).function for k in stages],
+            self._exchange,
+            self._versions,
+            self.split.num_micro_batches,
         )
-        feeds = concrete.inputs[: len(tensors(given(0)))]
-        traced = TracedFunction(concrete, feeds)
-        for op in traced.draws(traced.makers(concrete.outputs)):
-            raise ValueError(
-                "A Keras mask of the model's outputs is drawn at random (by "
-                f"operation '{op.name}' of type {op.type}), so that it is not "
-                "known what a loss divides by before all forward passes are "
-                "done. Draw with `keras.random` and a "
-                "`keras.random.SeedGenerator`, or use schedule='gpipe'."
-            )
-        part = traced.part(feeds, concrete.outputs)
-        found = [
-            filled(concrete.structured_outputs, part(tensors(given(m))))
-            for m in range(self.split.num_micro_batches)
-        ]
         kinds = keras.tree.pack_sequence_as(found[0], self._kinds)
         return self.split.merge(found, kinds)
 

@@ -24,9 +24,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_gpipe.traced_function import SHAPES
 from tf_gpipe.traced_function import TracedFunction
-from tf_gpipe.traced_function import reached
+from tf_gpipe.traced_function import followed_values
 
 
 class Lookup(NamedTuple):
@@ -101,10 +100,7 @@ def _is_repeated(
     carried: Sequence[tf.Tensor],
     indices: tf.Tensor,
 ) -> bool:
-    by_value = reached(
-        [indices.op],
-        lambda op: [] if op.type in SHAPES else [x.op for x in op.inputs],
-    )
+    by_value = followed_values(indices)
     fed = [*inputs, *carried]
     if any(x.op in by_value for x in fed) or traced.draws(by_value):
         return False

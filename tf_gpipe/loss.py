@@ -22,8 +22,7 @@ import tensorflow as tf
 from keras.src.losses.loss import apply_mask
 
 from tf_gpipe.stage import Activations
-from tf_gpipe.traced_function import SHAPES
-from tf_gpipe.traced_function import reached
+from tf_gpipe.traced_function import followed_values
 from tf_gpipe.traced_function import result_alone
 
 # Stands for the number of rows; no size that is about.
@@ -217,7 +216,8 @@ def _needs_values(
             found = keras.ops.convert_to_tensor(loss.call(y_true, y_pred))
         mask = getattr(found, "_keras_mask", None)
         if mask is not None:
-            follows.append(_follows(mask, keras.tree.flatten(y_pred)))
+            makers = followed_values(mask)
+            follows.extend(x.op in makers for x in keras.tree.flatten(y_pred))
         return found, mask
 
     follows: list[bool] = []
@@ -246,15 +246,6 @@ def _needs_values(
         raise _whole(loss, "leaves out values by a mask of the outputs")
     _check_weight(loss, shape, weight)
     return rows is None or mask is not None
-
-
-def _follows(mask: tf.Tensor, outputs: Iterable[tf.Tensor]) -> bool:
-    """Returns whether a mask follows from the values of outputs."""
-    makers = reached(
-        [mask.op],
-        lambda op: [] if op.type in SHAPES else [x.op for x in op.inputs],
-    )
-    return any(x.op in makers for x in outputs)
 
 
 def _check_weight(

@@ -15,7 +15,7 @@ from tf_gpipe.tensorflow_state import written
 # Operations that read variables.
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 # Operations that take no more of a tensor than its shape.
-SHAPES = ("Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike")
+_SHAPES = ("Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike")
 # Functions in Python that do not say that they make the same of the same.
 _CALLS_PYTHON = ("EagerPyFunc", "PyFunc")
 # How operations begin that draw numbers, beside those with a second seed.
@@ -257,6 +257,17 @@ def result_alone(function: Callable[[], Any]) -> Any:
     concrete = tf.function(function, autograph=False).get_concrete_function()
     part = TracedFunction(concrete, []).part([], concrete.outputs)
     return filled(concrete.structured_outputs, part([]))
+
+
+def followed_values(tensor: tf.Tensor) -> set[tf.Operation]:
+    """Returns the operations whose values, not shapes, a tensor follows from.
+
+    That which made the tensor is one of them.
+    """
+    return reached(
+        [tensor.op],
+        lambda op: [] if op.type in _SHAPES else [x.op for x in op.inputs],
+    )
 
 
 def reached(

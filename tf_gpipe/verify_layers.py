@@ -176,17 +176,9 @@ class Layers:
                     *map(tf.ones_like, losses),
                 ],
             )
-        found = {
-            "output": _flat(made),
-            "loss": _flat([tf.add_n(losses)] if losses else []),
-            "input": _gradients(floats, by_input),
-            "weight": _gradients([v.value for v in weights], by_weight),
-            "state": {
-                str(i): _numbers(v)
-                for i, v in enumerate(state_of)
-                if not is_seed(v)
-            },
-        }
+        found = _compared(
+            made, losses, floats, by_input, weights, by_weight, state_of
+        )
         self._assign([*state_of, *seeds], [*before, *drawn_before])
         again = dict(values)
         node.run(again, call)
@@ -250,17 +242,9 @@ class Layers:
                 by_id = run.gradients()
                 by_weight = [by_id.get(id(v)) for v in weights]
             run.commit_state()
-            return {
-                "output": _flat(made),
-                "loss": _flat([tf.add_n(losses)] if losses else []),
-                "input": _gradients(floats, by_input),
-                "weight": _gradients([v.value for v in weights], by_weight),
-                "state": {
-                    str(i): _numbers(v)
-                    for i, v in enumerate(state_of)
-                    if not is_seed(v)
-                },
-            }
+            return _compared(
+                made, losses, floats, by_input, weights, by_weight, state_of
+            )
         finally:
             self._assign(state_of, before)
 
@@ -330,6 +314,29 @@ def _added(layer: Any) -> list[tf.Tensor]:
     return [
         loss for x in layer._flatten_layers() for loss in x._get_own_losses()
     ]
+
+
+def _compared(
+    made: Any,
+    losses: list[tf.Tensor],
+    inputs: list[tf.Tensor],
+    by_input: list,
+    weights: list[keras.Variable],
+    by_weight: list,
+    state_of: list,
+) -> dict[str, dict[str, np.ndarray]]:
+    """Returns all that two runs of a layer are compared by."""
+    return {
+        "output": _flat(made),
+        "loss": _flat([tf.add_n(losses)] if losses else []),
+        "input": _gradients(inputs, by_input),
+        "weight": _gradients([v.value for v in weights], by_weight),
+        "state": {
+            str(i): _numbers(v)
+            for i, v in enumerate(state_of)
+            if not is_seed(v)
+        },
+    }
 
 
 def _floats(x: Any) -> list[tf.Tensor]:

@@ -3,6 +3,7 @@
 import argparse
 import math
 
+import model_zoo
 from tf_gpipe import schedules
 from tf_gpipe.schedule import REMAT_MODES
 from trainers import models
@@ -51,6 +52,32 @@ def make_parser(name, description):
         help="print one JSON object on the last line",
     )
     return parser
+
+
+def add_model_flags(parser):
+    """Adds the flags of commands that cut a model of the zoo into stages."""
+    parser.add_argument(
+        "--model",
+        choices=model_zoo.names(),
+        default="resnet_small",
+        help="a model of the model zoo",
+    )
+    parser.add_argument(
+        "--model_args",
+        type=model_args,
+        default={},
+        metavar="NAME=VALUE,...",
+        help="hyper-parameters of the model, such as "
+        "num_blocks=3,input_shape=(32,32,3)",
+    )
+    parser.add_argument(
+        "--num_stages", type=positive, default=2, help="stages K"
+    )
+    parser.add_argument(
+        "--dtype_policy",
+        default="float32",
+        help="Keras dtype policy, such as mixed_float16",
+    )
 
 
 def parse(parser, argv):

@@ -28,28 +28,12 @@ _LIMIT = 2**24
 
 def make_parser():
     parser = command_line.make_parser("plan", __doc__)
-    parser.add_argument(
-        "--model",
-        choices=model_zoo.names(),
-        default="resnet_small",
-        help="a model of the model zoo",
-    )
-    parser.add_argument(
-        "--model_args",
-        type=command_line.model_args,
-        default={},
-        metavar="NAME=VALUE,...",
-        help="hyper-parameters of the model, such as "
-        "num_blocks=3,input_shape=(32,32,3)",
-    )
+    command_line.add_model_flags(parser)
     parser.add_argument(
         "--batch_size",
         type=command_line.positive,
         default=64,
         help="rows of a mini-batch",
-    )
-    parser.add_argument(
-        "--num_stages", type=command_line.positive, default=2, help="stages K"
     )
     parser.add_argument(
         "--num_micro_batches",
@@ -67,11 +51,6 @@ def make_parser():
         "--optimizer",
         default="adam",
         help="name of a Keras optimizer, whose slots are counted",
-    )
-    parser.add_argument(
-        "--dtype_policy",
-        default="float32",
-        help="Keras dtype policy, such as mixed_float16",
     )
     parser.add_argument(
         "--device_memory",

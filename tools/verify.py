@@ -21,7 +21,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
-import model_zoo  # noqa: E402
 import tf_gpipe  # noqa: E402
 from tools import command_line  # noqa: E402
 from tools import random_models  # noqa: E402
@@ -36,28 +35,12 @@ _MOST_STAGES = 4
 
 def make_parser():
     parser = command_line.make_parser("verify", __doc__)
-    parser.add_argument(
-        "--model",
-        choices=model_zoo.names(),
-        default="resnet_small",
-        help="a model of the model zoo",
-    )
-    parser.add_argument(
-        "--model_args",
-        type=command_line.model_args,
-        default={},
-        metavar="NAME=VALUE,...",
-        help="hyper-parameters of the model, such as "
-        "num_blocks=3,input_shape=(32,32,3)",
-    )
+    command_line.add_model_flags(parser)
     parser.add_argument(
         "--batch_size",
         type=command_line.positive,
         default=8,
         help="rows of the mini-batch",
-    )
-    parser.add_argument(
-        "--num_stages", type=command_line.positive, default=2, help="stages K"
     )
     parser.add_argument(
         "--num_micro_batches",
@@ -73,11 +56,6 @@ def make_parser():
     )
     parser.add_argument(
         "--optimizer", default="adam", help="name of a Keras optimizer"
-    )
-    parser.add_argument(
-        "--dtype_policy",
-        default="float32",
-        help="Keras dtype policy, such as mixed_float16",
     )
     parser.add_argument(
         "--random",
