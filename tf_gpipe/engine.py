@@ -249,10 +249,11 @@ class MiniBatch:
     @functools.cached_property
     def _kinds(self) -> list[str]:
         """How each flat tensor that the model returns is put together."""
-        outputs = self._exchange.outputs(0).tensors
+        m = self._exchange.done()
+        outputs = self._exchange.outputs(m).tensors
         if self.split.num_micro_batches == 1:
             return [ROWS] * len(keras.tree.flatten(outputs))
-        rows = self.split.size(0)
+        rows = self.split.size(m)
         return kinds_of_outputs(
             self.pipeline,
             self._dependence,
@@ -263,7 +264,7 @@ class MiniBatch:
     @property
     def _kinds_of_parts(self) -> list[str]:
         """As `_kinds`, of each part of the outputs."""
-        tensors = self._exchange.outputs(0).by_tensor()
+        tensors = self._exchange.outputs(self._exchange.done()).by_tensor()
         return [
             kind
             for kind, parts in zip(self._kinds, tensors, strict=True)

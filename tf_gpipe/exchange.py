@@ -64,7 +64,15 @@ class Exchange:
 
     def outputs(self, m: int) -> Activations:
         """Returns what the last stage has made of micro-batch `m`."""
-        return self._made[len(self._pipeline.stages) - 1, m]
+        return self._made[self._last, m]
+
+    def done(self) -> int:
+        """Returns the first micro-batch that the last stage has run."""
+        return next(m for k, m in self._made if k == self._last)
+
+    @property
+    def _last(self) -> int:
+        return len(self._pipeline.stages) - 1
 
     def put_gradients(self, k: int, m: int, gradients: Sequence) -> None:
         """Takes a gradient or `None` by each part of stage `k`'s inputs."""

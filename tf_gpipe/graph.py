@@ -206,3 +206,18 @@ def functional(model: keras.Model) -> Graph:
         while outputs and outputs[-1] not in used:
             outputs.pop()
     return Graph(nodes, [value(x) for x in model._inputs], returned)
+
+
+def without_masks(graph: Graph) -> Graph:
+    """Returns a chain of layers without what makes their Keras masks.
+
+    For layers that are called on one argument each. The other arguments are
+    masks, which Keras adds, and with them the operations that make them; it
+    adds them again when it calls the layers on tensors that have masks.
+    """
+    nodes = [
+        dataclasses.replace(node, kwargs={})
+        for node in graph.nodes
+        if isinstance(node.layer, keras.Layer)
+    ]
+    return dataclasses.replace(graph, nodes=nodes)

@@ -11,6 +11,7 @@ from tf_gpipe import abstract
 from tf_gpipe import user_class
 from tf_gpipe.graph import chain
 from tf_gpipe.graph import functional
+from tf_gpipe.graph import without_masks
 from tf_gpipe.pipelined import Pipelined
 from tf_gpipe.schedule import Schedule
 from tf_gpipe.stage import name_layer
@@ -172,7 +173,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         if self._functional is not None:
             # As Keras runs it: of a layer that returns more than its spec
             # tells, the next one gets what is told.
-            self._place(functional(self._functional))
+            self._place(without_masks(functional(self._functional)))
             scope.assign()
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 from keras import layers as L
 
 import tf_gpipe
+from tests import pairwise
 from tests.tf_gpipe import comparison
 
 SOFTMAX = keras.losses.SparseCategoricalCrossentropy
@@ -89,7 +90,7 @@ def plain_dense(rows):
 
 
 class ContractTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(
+    @pairwise.product(
         num_stages=(1, 2, 4),
         num_micro_batches=(1, 4, 7),
         schedule=("gpipe", "1f1b", "zero_bubble"),
@@ -116,7 +117,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain_dense(rows), pipelined)
 
-    @parameterized.product(
+    @pairwise.product(
         num_stages=(2, 4),
         num_micro_batches=(2, 4),
         remat=("always", "except_last", "never"),
@@ -165,7 +166,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain, pipelined)
 
-    @parameterized.product(
+    @pairwise.product(
         reduction=("sum", "mean", "mean_with_sample_weight"),
         schedule=("gpipe", "1f1b"),
         num_rows=(7, 2),
@@ -185,7 +186,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain, pipelined)
 
-    @parameterized.product(
+    @pairwise.product(
         case=("masked", "unmasked", "ignore_class"),
         reduction=("sum_over_batch_size", "mean_with_sample_weight"),
         schedule=("gpipe", "1f1b"),
@@ -409,7 +410,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         mask = model(np.ones((2, 50), "float32"), training=True).numpy() > 0
         self.assertNotAllEqual(mask[0], mask[1])
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=("gpipe", "1f1b"), remat=("always", "never"), rows=(8, 7)
     )
     def test_batch_normalization(self, schedule, remat, rows):

@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
+from tests import pairwise
 
 NUM_MICRO_BATCHES = 4
 
@@ -140,7 +141,7 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
                 [text for text in log if int(text[1]) in stages],
             )
 
-    @parameterized.product(
+    @pairwise.product(
         layers=(_with_effects, _recurrent),
         schedule=("1f1b", "eager_1f1b", "gpipe", "zero_bubble"),
         remat=("always", "except_last", "never"),

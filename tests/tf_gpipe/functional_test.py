@@ -12,6 +12,7 @@ from keras import layers as L
 from keras import ops
 
 import tf_gpipe
+from tests import pairwise
 from tests.tf_gpipe import comparison
 from tests.tf_gpipe.executed_graph import executed_graph
 
@@ -20,7 +21,6 @@ GRID = {
     "schedule": ("gpipe", "1f1b"),
     "remat": ("always", "except_last", "never"),
 }
-SAMPLE = {"num_micro_batches": (4,), "schedule": ("gpipe", "1f1b")}
 
 
 def numbers(*shape, seed=0):
@@ -139,40 +139,19 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
         comparison.assert_same(self, plain, pipelined)
         return pipelined[0]
 
-    @parameterized.product(**SAMPLE, num_stages=(2, 4))
-    def test_two_inputs_two_outputs(self, **kwargs):
-        self.compare(two_by_two, two_by_two_data(7), **TWO_LOSSES, **kwargs)
+    @pairwise.product(**GRID, num_stages=(1, 2, 4), rows=(8, 7))
+    def test_two_inputs_two_outputs(self, rows, **kwargs):
+        self.compare(two_by_two, two_by_two_data(rows), **TWO_LOSSES, **kwargs)
 
-    @parameterized.product(**GRID, num_stages=(1, 3))
-    @pytest.mark.slow
-    def test_two_inputs_two_outputs_over_the_grid(self, **kwargs):
-        self.compare(two_by_two, two_by_two_data(8), **TWO_LOSSES, **kwargs)
-
-    @parameterized.product(**SAMPLE, num_stages=(2,))
+    @pairwise.product(**GRID, num_stages=(2, 4))
     def test_shared_layer(self, **kwargs):
-        self.assert_shared_layer(**kwargs)
-
-    @parameterized.product(**GRID, num_stages=(4,))
-    @pytest.mark.slow
-    def test_shared_layer_over_the_grid(self, **kwargs):
-        self.assert_shared_layer(**kwargs)
-
-    def assert_shared_layer(self, **kwargs):
         data = [(numbers(7, 6), numbers(7, 6, seed=1))]
         model = self.compare(shared, data, **kwargs)
         users = [s for s in model.stages if model.layers[1] in s.layers]
         self.assertGreater(len(users), 1)
 
-    @parameterized.product(**SAMPLE)
+    @pairwise.product(**GRID)
     def test_skip_over_three_stages(self, **kwargs):
-        self.assert_skip_over_three_stages(**kwargs)
-
-    @parameterized.product(**GRID)
-    @pytest.mark.slow
-    def test_skip_over_three_stages_over_the_grid(self, **kwargs):
-        self.assert_skip_over_three_stages(**kwargs)
-
-    def assert_skip_over_three_stages(self, **kwargs):
         data = [(numbers(8, 6), numbers(8, 2, seed=1))]
         model = self.compare(long_skip, data, num_stages=5, **kwargs)
         first, *between, last = model.stages
@@ -181,7 +160,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
             self.assertNotIn(skip, stage.outputs)
         self.assertIn(model._pipeline.graph.inputs[0], last.inputs)
 
-    @parameterized.product(
+    @pairwise.product(
         num_micro_batches=(2, 4),
         schedule=("gpipe", "1f1b"),
         remat=("always", "never"),
@@ -206,7 +185,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
             **kwargs,
         )
 
-    @parameterized.product(
+    @pairwise.product(
         make=(long_skip, shared), remat=("always", "never"), rows=(8, 5)
     )
     @pytest.mark.slow
@@ -344,7 +323,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
             schedule=schedule,
         )
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=("gpipe", "1f1b"),
         num_micro_batches=(1, 2),
         eager=(True, False),

@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
+from tests import pairwise
 
 BATCH = 8
 ROWS = 20  # two full batches and one of 4
@@ -975,7 +976,7 @@ class TracingTest(LifeTest):
             counts.append(layer.calls - start)
         self.assertLen(set(counts), 1, counts)
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=("1f1b", "gpipe"),
         built=(True, False),
         evaluate_first=(True, False),

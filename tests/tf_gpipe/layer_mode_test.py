@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
+from tests import pairwise
 
 SCHEDULES = ("1f1b", "gpipe")
 REMATS = ("always", "except_last", "never")
@@ -218,7 +219,7 @@ class LayerModeTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ModelTest(LayerModeTest):
-    @parameterized.product(
+    @pairwise.product(
         make=(around, Body),
         schedule=SCHEDULES,
         options=({}, {"run_eagerly": True}),
@@ -391,7 +392,7 @@ class ModelTest(LayerModeTest):
 
 
 class TapeTest(LayerModeTest):
-    @parameterized.product(
+    @pairwise.product(
         schedule=SCHEDULES,
         remat=REMATS,
         compiled=("step", "call", None),
@@ -404,7 +405,7 @@ class TapeTest(LayerModeTest):
             model, tf.constant(make_data(rows, 4)), compiled
         )
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=SCHEDULES, remat=REMATS, compiled=("step", "call", None)
     )
     def test_remat_of_a_layer(self, schedule, remat, compiled):
@@ -478,7 +479,7 @@ class TapeTest(LayerModeTest):
         for a, b in zip(expected, found, strict=True):
             self.assert_same_numbers(a, b)
 
-    @parameterized.product(
+    @pairwise.product(
         remat=(tf.recompute_grad, keras.remat),
         schedule=SCHEDULES,
         compiled=("step", "call", None),
@@ -564,7 +565,7 @@ class TapeTest(LayerModeTest):
 
 
 class StructureTest(LayerModeTest):
-    @parameterized.product(
+    @pairwise.product(
         remat=REMATS, schedule=SCHEDULES, compiled=("step", "call", None)
     )
     def test_embedding_of_integers(self, remat, schedule, compiled):
@@ -584,7 +585,7 @@ class StructureTest(LayerModeTest):
             model, tf.constant(x.astype("int32")), compiled
         )
 
-    @parameterized.product(
+    @pairwise.product(
         remat=REMATS, schedule=SCHEDULES, compiled=("step", "call", None)
     )
     def test_nested_between_stages(self, remat, schedule, compiled):
@@ -597,7 +598,7 @@ class StructureTest(LayerModeTest):
             model, tf.constant(make_data(7, 4)), compiled
         )
 
-    @parameterized.product(
+    @pairwise.product(
         remat=REMATS, schedule=SCHEDULES, compiled=("step", "call", None)
     )
     def test_nested_inputs(self, remat, schedule, compiled):
@@ -607,7 +608,7 @@ class StructureTest(LayerModeTest):
         model(inputs)
         self.assert_same_gradients(model, inputs, compiled)
 
-    @parameterized.product(
+    @pairwise.product(
         remat=REMATS, schedule=SCHEDULES, compiled=("step", "call", None)
     )
     def test_integers_next_to_floats(self, remat, schedule, compiled):
@@ -625,7 +626,7 @@ class StructureTest(LayerModeTest):
             model, tf.constant(make_data(7, 4)), compiled
         )
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=SCHEDULES, num_stages=(1, 3), outputs=("int", "nested")
     )
     def test_fit(self, schedule, num_stages, outputs):

@@ -10,6 +10,7 @@ from absl.testing import parameterized
 from keras import layers as L
 
 import tf_gpipe
+from tests import pairwise
 from tests.tf_gpipe import comparison
 
 X = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.5, 0.0]] * 2, "float32")
@@ -155,7 +156,7 @@ class LogitsTest(tf.test.TestCase, parameterized.TestCase):
             **TWO,
         )
 
-    @parameterized.product(
+    @pairwise.product(
         name=("softmax", "activation layer", "tf.nn.softmax"),
         options=({"run_eagerly": True}, {"run_eagerly": False}),
         schedule=("1f1b", "gpipe"),

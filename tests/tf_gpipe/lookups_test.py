@@ -8,6 +8,7 @@ from keras import layers as L
 from keras import ops
 
 import tf_gpipe
+from tests import pairwise
 
 STEPS = 5
 X = np.random.default_rng(0).normal(size=(8, STEPS, 4)).astype("float32")
@@ -108,7 +109,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
             found.append(model.get_weights())
         self.assertAllClose(*found, rtol=1e-5, atol=1e-5)
 
-    @parameterized.product(
+    @pairwise.product(
         kind=tuple(POSITIONS), num_micro_batches=(2, 3), eager=(False, True)
     )
     def test_positions(self, kind, num_micro_batches, eager):
@@ -131,7 +132,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
             with_positions(kind), X, batch_size=5, num_micro_batches=4
         )
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=("1f1b", "zero_bubble", "gpipe"),
         remat=("always", "never"),
         eager=(False, True),

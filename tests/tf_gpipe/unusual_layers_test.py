@@ -10,6 +10,7 @@ from absl.testing import parameterized
 from keras import layers as L
 
 import tf_gpipe
+from tests import pairwise
 from tests.tf_gpipe import comparison
 from tests.tf_gpipe.executed_graph import executed_graph
 
@@ -207,7 +208,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         loss, _, outputs = step(x, y)
         self.assertAllClose(loss, tf.reduce_mean((outputs - y) ** 2))
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=("gpipe", "1f1b", "zero_bubble"),
         remat=("always", "never"),
         shared=(True, False),
@@ -473,7 +474,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             loss=loss or CROSS_ENTROPY(from_logits=True),
         )
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=("gpipe", "1f1b"), num_micro_batches=(2, 8), weights=(0, 1)
     )
     def test_labels_of_a_generator_that_are_broadcast(
@@ -501,7 +502,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             found.append([history.history["loss"], model.get_weights()])
         self.assertAllClose(*found)
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=("gpipe", "1f1b"), num_micro_batches=(2, 3), reduction=(0, 1)
     )
     def test_values_that_are_fewer_than_rows(
