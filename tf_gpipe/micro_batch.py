@@ -1,5 +1,6 @@
 """Splits a mini-batch into micro-batches, weighs them and merges results."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ class Split:
 
     def __init__(self, inputs: Any, num_micro_batches: int):
         self.num_micro_batches = num_micro_batches
+        self._made: dict[tuple, Any] = {}
         flat = keras.tree.flatten(inputs)
         static: set[Any] = {_static_rows(x) for x in flat} - {None}
         if len(static) > 1:
@@ -61,28 +63,23 @@ class Split:
                 tf.constant(rows), ()
             )
 
-    def size(self, m: int | tf.Tensor) -> Any:
+    def size(self, m: int) -> Any:
         """Returns the number of rows that micro-batch `m` has of its own."""
         if self.even:
             return self.static_rows // self.num_micro_batches
-        base = self.rows // self.num_micro_batches
-        return base + tf.cast(m < self.rows % self.num_micro_batches, tf.int32)
+        return self._here("sizes", self._sizes_here)[m]
 
-    def weight(self, m: int | tf.Tensor) -> tf.Tensor:
+    def weight(self, m: int) -> tf.Tensor:
         """Returns the share of micro-batch `m` in the rows, a float64."""
         if self.even:
             return tf.constant(1.0 / self.num_micro_batches, tf.float64)
-        return tf.cast(self.size(m), tf.float64) / tf.cast(
-            tf.maximum(self.rows, 1), tf.float64
-        )
+        return self._here("weights", lambda: tf.unstack(self._weights()))[m]
 
     def mean(self, values: tf.Tensor) -> tf.Tensor:
         """Returns the mean of tensors of shape `(M, ...)` by their weights."""
         if self.even:
             return tf.reduce_mean(values, axis=0)
-        weights = tf.cast(
-            self.weight(tf.range(self.num_micro_batches)), values.dtype
-        )
+        weights = tf.cast(self._weights(), values.dtype)
         shape = [-1] + [1] * (values.shape.rank - 1)
         return tf.reduce_sum(tf.reshape(weights, shape) * values, axis=0)
 
@@ -127,13 +124,47 @@ class Split:
 
     def _bounds(self, m: int) -> tuple[Any, Any]:
         """Returns the first row of micro-batch `m`, and that after its last."""
-        size = self.size(m)
         if self.even:
+            size = self.size(m)
             return m * size, (m + 1) * size
+        starts, ends = self._here("bounds", self._bounds_here)
+        return starts[m], ends[m]
+
+    def _bounds_here(self) -> tuple[list, list]:
+        sizes = self._sizes()
+        starts = tf.cumsum(sizes, exclusive=True)
+        starts = tf.maximum(tf.minimum(starts, self.rows - 1), 0)
+        ends = starts + tf.maximum(sizes, 1)
+        return tf.unstack(starts), tf.unstack(ends)
+
+    def _sizes_here(self) -> list:
+        return tf.unstack(self._sizes())
+
+    def _sizes(self) -> tf.Tensor:
+        """Returns `size` of all micro-batches, of shape `(M,)`."""
         base = self.rows // self.num_micro_batches
-        start = m * base + tf.minimum(m, self.rows % self.num_micro_batches)
-        start = tf.maximum(tf.minimum(start, self.rows - 1), 0)
-        return start, start + tf.maximum(size, 1)
+        more = tf.range(self.num_micro_batches) < (
+            self.rows % self.num_micro_batches
+        )
+        return base + tf.cast(more, tf.int32)
+
+    def _weights(self) -> tf.Tensor:
+        """Returns `weight` of all micro-batches, of shape `(M,)`."""
+        rows = tf.cast(tf.maximum(self.rows, 1), tf.float64)
+        return tf.cast(self._sizes(), tf.float64) / rows
+
+    def _here(self, name: str, make: Callable) -> Any:
+        """Returns what `make` makes, once in each graph and on each device.
+
+        So that no device waits for another one to tell it a number.
+        """
+        if tf.executing_eagerly():
+            return make()
+        place = tf.no_op()
+        key = name, place.graph, place.device
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def merge(self, parts: list[Any], kinds: Any = ROWS) -> Any:
         """Makes one structure of one structure a micro-batch.

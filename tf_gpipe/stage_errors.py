@@ -40,6 +40,8 @@ class TellingFunction:
         self._python_function = function
         self._jit_compile = jit_compile
         self._function = self._made(tells=True)
+        # Traces of which it is known whether they leave their host.
+        self._seen: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
         self.get_concrete_function(*args)
@@ -48,10 +50,13 @@ class TellingFunction:
     def get_concrete_function(self, *args: Any) -> Any:
         """Returns its trace for arguments, on the current device."""
         concrete = self._function.get_concrete_function(*args)
+        if concrete in self._seen:
+            return concrete
         if self._function._shared_rendezvous and _leaves_host(concrete):
             # Where its parts on two hosts would not find each other.
             self._function = self._made(tells=False)
             concrete = self._function.get_concrete_function(*args)
+        self._seen.add(concrete)
         return concrete
 
     def _made(self, tells: bool) -> Any:

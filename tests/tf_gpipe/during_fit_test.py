@@ -1,5 +1,6 @@
 """What callbacks change while a model runs, and the model's arguments."""
 
+import functools
 import tempfile
 
 import keras
@@ -84,6 +85,14 @@ def _fit(model, callbacks=(), **kwargs):
     ).history
 
 
+@functools.cache
+def _fitted_plain():
+    """Returns the plain model, fitted, and its history."""
+    plain = _make(False)
+    _compile(plain)
+    return plain, _fit(plain)
+
+
 class DuringFitTest(parameterized.TestCase):
     def assert_same(self, model, plain, rtol=2e-5, atol=1e-5):
         for kind, ours, theirs in (
@@ -105,10 +114,9 @@ class DuringFitTest(parameterized.TestCase):
 
     @parameterized.parameters(*_TRAIN_HOOKS)
     def test_rebalance(self, hook):
-        plain, model = _make(False), _make()
-        _compile(plain)
+        plain, expected = _fitted_plain()
+        model = _make()
         _compile(model)
-        expected = _fit(plain)
         moved = _At(hook, lambda m: m.rebalance([3, 1]))
         self.assert_same_history(_fit(model, [moved]), expected)
         self.assertGreater(moved.times, 0)
@@ -127,10 +135,9 @@ class DuringFitTest(parameterized.TestCase):
         ("gpipe", False), ("zero_bubble", False), ("1f1b", True)
     )
     def test_rebalance_at_each_step(self, schedule, eager):
-        plain, model = _make(False), _make(schedule=schedule)
-        _compile(plain)
+        plain, expected = _fitted_plain()
+        model = _make(schedule=schedule)
         _compile(model, run_eagerly=eager)
-        expected = _fit(plain)
         cuts = iter([[1, 3], [3, 1], [2, 2], [1, 3], [2, 2], [3, 1]])
 
         class Moving(keras.callbacks.Callback):
@@ -152,15 +159,14 @@ class DuringFitTest(parameterized.TestCase):
         self.assertEqual([len(s.layers) for s in model.stages], [3, 1])
 
     def test_rebalance_that_is_refused_leaves_the_run_as_it_is(self):
-        plain, model = _make(False), _make()
-        _compile(plain)
+        plain, expected = _fitted_plain()
+        model = _make()
         _compile(model)
 
         def refused(m):
             with self.assertRaisesRegex(ValueError, "sum to 4"):
                 m.rebalance([3, 3])
 
-        expected = _fit(plain)
         received = _fit(model, [_At("on_train_batch_end", refused)])
         self.assert_same_history(received, expected)
         self.assert_same(model, plain)

@@ -1,5 +1,7 @@
 """Losses that use weights, and what losses divide by."""
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -146,10 +148,15 @@ CASES = {
 
 
 class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
-    def fitted(self, case, **kwargs):
+    @staticmethod
+    @functools.cache
+    def plain(case, batch_size=8):
+        return LossWeightsTest.fitted(case, batch_size)
+
+    @staticmethod
+    def fitted(case, batch_size=8, **kwargs):
         keras.utils.set_random_seed(1)
         options = {"run_eagerly": kwargs.pop("run_eagerly", False)}
-        batch_size = kwargs.pop("batch_size", 8)
         model, loss, x, y = case()
         if kwargs:
             cut = (
@@ -170,7 +177,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
     def test_weights_of_a_loss(self, case, schedule):
         case = CASES[case]
         self.assertAllClose(
-            self.fitted(case),
+            self.plain(case),
             self.fitted(case, schedule=schedule, num_micro_batches=4),
             rtol=2e-5,
             atol=1e-5,
@@ -191,7 +198,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
         same = {k: v for k, v in kwargs.items() if k == "batch_size"}
         piped = self.fitted(case, **{"num_micro_batches": 3, **kwargs})
         self.assertAllClose(
-            self.fitted(case, **same), piped, rtol=2e-5, atol=1e-5
+            self.plain(case, **same), piped, rtol=2e-5, atol=1e-5
         )
 
     @parameterized.product(

@@ -1,5 +1,7 @@
 """Layers that keep state in `tf.Variable`s, and layers that merge their own."""
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -169,7 +171,13 @@ class Codebook(State):
 
 
 class TensorFlowStateTest(tf.test.TestCase, parameterized.TestCase):
-    def fitted(self, make, batch_size=8, eager=False, layers=1, **kwargs):
+    @staticmethod
+    @functools.cache
+    def plain(make, **kwargs):
+        return TensorFlowStateTest.fitted(make, **kwargs)
+
+    @staticmethod
+    def fitted(make, batch_size=8, eager=False, layers=1, **kwargs):
         keras.utils.set_random_seed(1)
         states = [make() for _ in range(layers)]
         each = [
@@ -231,7 +239,7 @@ class TensorFlowStateTest(tf.test.TestCase, parameterized.TestCase):
         }
         piped = self.fitted(make, **{"num_micro_batches": 4, **kwargs})
         self.assertAllClose(
-            self.fitted(make, **same), piped, rtol=1e-5, atol=1e-5
+            self.plain(make, **same), piped, rtol=1e-5, atol=1e-5
         )
 
     def test_others_are_refused_by_name(self):
