@@ -67,7 +67,7 @@ class Split:
         """Returns the number of rows that micro-batch `m` has of its own."""
         if self.even:
             return self.static_rows // self.num_micro_batches
-        return self._here("sizes", self._sizes_here)[m]
+        return self._here("sizes", lambda: tf.unstack(self._sizes()))[m]
 
     def weight(self, m: int) -> tf.Tensor:
         """Returns the share of micro-batch `m` in the rows, a float64."""
@@ -104,48 +104,55 @@ class Split:
         """
         if self.num_micro_batches == 1:
             return values
-        start, end = self._bounds(m)
 
         def cut(x: Any) -> Any:
             if x is None or tf.TensorShape(getattr(x, "shape", ())).rank == 0:
                 return x
             rows = x.shape[0]
             if rows is None or self.static_rows is None:
-                rows = tf.shape(x)[0]
-                each = rows // tf.maximum(self.rows, 1)
-                # At least one row: that which Keras would broadcast.
-                return x[start * each : tf.where(rows == 1, 1, end * each)]
+                # With the tensor, so that no other one gets its number.
+                starts, ends, _ = self._here(
+                    ("bounds of outputs", id(x)),
+                    lambda: (*self._bounds_of_outputs(tf.shape(x)[0]), x),
+                )
+                return x[starts[m] : ends[m]]
             if rows == 1 < self.static_rows:
                 return x
             each = rows // max(self.static_rows, 1)
+            start, end = self._bounds(m)
             return x[start * each : end * each]
 
         return keras.tree.map_structure(cut, values)
+
+    def _bounds_of_outputs(self, rows: tf.Tensor) -> tuple[list, list]:
+        each = rows // tf.maximum(self.rows, 1)
+        starts, ends = self._all_bounds()
+        # At least one row: that which Keras would broadcast.
+        ends = tf.where(rows == 1, 1, ends * each)
+        return tf.unstack(starts * each), tf.unstack(ends)
 
     def _bounds(self, m: int) -> tuple[Any, Any]:
         """Returns the first row of micro-batch `m`, and that after its last."""
         if self.even:
             size = self.size(m)
             return m * size, (m + 1) * size
-        starts, ends = self._here("bounds", self._bounds_here)
+        starts, ends = self._here(
+            "bounds", lambda: [tf.unstack(x) for x in self._all_bounds()]
+        )
         return starts[m], ends[m]
 
-    def _bounds_here(self) -> tuple[list, list]:
+    def _all_bounds(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns `_bounds` of all micro-batches, of shape `(M,)`."""
         sizes = self._sizes()
         starts = tf.cumsum(sizes, exclusive=True)
         starts = tf.maximum(tf.minimum(starts, self.rows - 1), 0)
-        ends = starts + tf.maximum(sizes, 1)
-        return tf.unstack(starts), tf.unstack(ends)
-
-    def _sizes_here(self) -> list:
-        return tf.unstack(self._sizes())
+        return starts, starts + tf.maximum(sizes, 1)
 
     def _sizes(self) -> tf.Tensor:
         """Returns `size` of all micro-batches, of shape `(M,)`."""
         base = self.rows // self.num_micro_batches
-        more = tf.range(self.num_micro_batches) < (
-            self.rows % self.num_micro_batches
-        )
+        rest = self.rows % self.num_micro_batches
+        more = tf.range(self.num_micro_batches) < rest
         return base + tf.cast(more, tf.int32)
 
     def _weights(self) -> tf.Tensor:
@@ -153,7 +160,7 @@ class Split:
         rows = tf.cast(tf.maximum(self.rows, 1), tf.float64)
         return tf.cast(self._sizes(), tf.float64) / rows
 
-    def _here(self, name: str, make: Callable) -> Any:
+    def _here(self, name: Any, make: Callable) -> Any:
         """Returns what `make` makes, once in each graph and on each device.
 
         So that no device waits for another one to tell it a number.

@@ -49,6 +49,9 @@ def train(
         loss_weights=loss_weights,
         weighted_metrics=list(metrics),
     )
+    if not kwargs:
+        # Keras traces a step that makes an optimizer's variables twice.
+        model.optimizer.build(model.trainable_variables)
     logs = []
     for _ in range(epochs):
         for x, y, *weight in data:

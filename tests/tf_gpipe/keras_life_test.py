@@ -1,5 +1,6 @@
 """The life of a Keras model, lived by a pipeline and by a plain model."""
 
+import itertools
 import os
 
 import keras
@@ -605,15 +606,16 @@ class StepTest(LifeTest):
             self.assertEqual(a.keys(), b.keys())
             self.assert_same_numbers(list(a.values()), list(b.values()))
 
-    @parameterized.product(rows=(1, 2, 7, 20), batch_size=(1, 2, 4, 7, 32))
-    def test_predict(self, rows, batch_size):
+    def test_predict(self):
         plain, model = make_pair(num_micro_batches=4)
-        x, _ = make_data(rows)
-        found = model.predict(x, batch_size=batch_size, verbose=0)
-        self.assertEqual(found.shape, (rows, 1))
-        self.assert_same_numbers(
-            plain.predict(x, batch_size=batch_size, verbose=0), found
-        )
+        for rows, batch_size in itertools.product((1, 2, 7, 20), (1, 4, 7, 32)):
+            with self.subTest(rows=rows, batch_size=batch_size):
+                x, _ = make_data(rows)
+                found = model.predict(x, batch_size=batch_size, verbose=0)
+                self.assertEqual(found.shape, (rows, 1))
+                self.assert_same_numbers(
+                    plain.predict(x, batch_size=batch_size, verbose=0), found
+                )
 
     def test_call(self):
         plain, model = make_pair()
@@ -805,13 +807,14 @@ class SavingTest(LifeTest):
             *make_data(), batch_size=BATCH, epochs=2, shuffle=False, verbose=0
         )
 
-    @parameterized.product(
-        kinds=((2, 3), (3, 1), (2, "plain"), ("plain", 2)),
-        suffix=(".keras", ".weights.h5"),
+    @parameterized.parameters(
+        (2, 3, ".keras"),
+        (3, 1, ".weights.h5"),
+        (2, "plain", ".weights.h5"),
+        ("plain", 2, ".keras"),
     )
     @pytest.mark.slow
-    def test_goes_on_after_a_change(self, kinds, suffix):
-        one, other = kinds
+    def test_goes_on_after_a_change(self, one, other, suffix):
         path = os.path.join(self.get_temp_dir(), f"file{suffix}")
         uninterrupted = self._make("plain")
         before = self._make(one)

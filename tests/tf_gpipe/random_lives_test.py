@@ -205,7 +205,7 @@ ACTIONS = [
 
 
 class RandomLivesTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(*range(12))
+    @parameterized.parameters(*range(8))
     @pytest.mark.slow
     def test_live_alike(self, seed):
         draw = random.Random(seed)

@@ -210,13 +210,10 @@ class TensorFlowStateTest(tf.test.TestCase, parameterized.TestCase):
             for make in (Counter, Codebook)
             for kwargs in (
                 {},
-                {"remat": "never"},
-                {"schedule": "gpipe"},
-                {"schedule": "zero_bubble"},
-                {"batch_size": 7},
+                {"remat": "never", "schedule": "gpipe"},
+                {"schedule": "zero_bubble", "batch_size": 7},
                 {"batch_size": 9, "num_micro_batches": 5},
-                {"eager": True},
-                {"eager": True, "remat": "never", "schedule": "gpipe"},
+                {"eager": True, "schedule": "gpipe"},
                 {"num_micro_batches": 1},
                 {"layers": 2},
             )
