@@ -46,7 +46,7 @@ class GpuTest(tf.test.TestCase, parameterized.TestCase):
         for stage in model.stages:
             self.assertIn("GPU", stage.device)
             for variable in stage.variables:
-                self.assertEqual(variable.value.device, stage.device)
+                self.assertEndsWith(variable.value.device, stage.device)
 
     def test_remat_saves_memory(self):
         layers = functools.partial(workloads.transformer, 8, 256, 64)

@@ -21,6 +21,15 @@ from tools.gpu import checking
 from tools.gpu.checking import Check
 
 _TABLE1 = ("Pipeline-1", "Pipeline-2", "Pipeline-4", "Pipeline-8", "Naive-1")
+_CONTRACT = (
+    "resnet_small",
+    "transformer_lm",
+    "random",
+    "unet",
+    "transformer_nmt",
+    "resnet50",
+    "amoebanet_d",
+)
 CHECKS = (
     *(
         Check(name, f"tools.gpu.foundations:{name}", 120)
@@ -34,7 +43,10 @@ CHECKS = (
             "trained_step",
         )
     ),
-    Check("contract", "tools.gpu.contract:contract", 420),
+    *(
+        Check(f"contract_{name}", "tools.gpu.contract:contract", 240, (name,))
+        for name in _CONTRACT
+    ),
     *(
         Check(
             f"memory_{name}",
