@@ -1,9 +1,11 @@
-"""Eight logical CPU devices, and the same seed before every test."""
+"""Eight logical devices, and the same seed before every test."""
 
 import contextlib
 import os
 
 import pytest
+
+from tests.devices import KIND
 
 
 @contextlib.contextmanager
@@ -25,11 +27,18 @@ def _without_logs():
 
 # For the processes that tests start.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+if KIND == "CPU":
+    # What the tests see does not depend on whether there is a GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 with _without_logs():
     import keras
     import tensorflow as tf
 
+    from tools import local_devices
+
 NUM_DEVICES = 8
+# Of a GPU's memory for each, which leaves some to processes that tests start.
+GPU_MIB = 4096
 
 
 @_without_logs()
@@ -38,6 +47,14 @@ def pytest_configure():
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * NUM_DEVICES,
     )
+    if KIND == "GPU":
+        gpus = tf.config.list_physical_devices("GPU")
+        if not gpus:
+            raise pytest.UsageError(
+                "TF_GPIPE_TEST_DEVICE=GPU needs a GPU, and TensorFlow sees "
+                "none. Install with `bash tools/setup_venv.sh --gpu`."
+            )
+        local_devices.split_gpu(gpus[0], NUM_DEVICES, GPU_MIB)
     # From here on a trainer under test cannot choose another number.
     tf.config.list_logical_devices()
 
@@ -55,3 +72,8 @@ def _fresh_keras():
 def pytest_collection_modifyitems(items):
     # A helper of `tf.test.TestCase` that looks like a test.
     items[:] = [x for x in items if x.originalname != "test_session"]
+    if KIND != "GPU":
+        skip = pytest.mark.skip(reason="needs TF_GPIPE_TEST_DEVICE=GPU")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)

@@ -51,7 +51,8 @@ def split_gpu(gpu, count=None, mib=None):
     Args:
         gpu: The physical device.
         count: Integer, how many; or `None` for as many as there is memory for.
-        mib: Integer, the memory of each; or `None` for equal parts.
+        mib: Integer, the memory of each; or `None` for equal parts. With
+            `count` it is the most: equal parts may be smaller.
     """
     command = (
         "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
@@ -60,7 +61,8 @@ def split_gpu(gpu, count=None, mib=None):
         command.split(), stdout=subprocess.PIPE, text=True, check=True
     ).stdout
     total = int(output.split()[0]) - _RESERVED_MIB
-    mib = mib or total // count
+    if count:
+        mib = min(mib or total, total // count)
     tf.config.set_visible_devices(gpu, "GPU")
     tf.config.set_logical_device_configuration(
         gpu,

@@ -165,7 +165,7 @@ def measured(args):
     num_devices = args.num_devices or args.num_stages
     if not args.workers:
         host_devices.ensure(num_devices)
-        return _measured(args, devices=None)
+        return _measured(args, host_devices.first(args.num_devices))
     with workers.connected(num_devices, one_core=True) as processes:
         return _measured(args, [process.device for process in processes])
 

@@ -106,6 +106,7 @@ def _verify(args):
         balance=args.balance,
         schedule=args.schedule,
         remat=args.remat,
+        devices=host_devices.first(args.num_devices),
     )
     model.compile(args.optimizer, "mse")
     functional = isinstance(model, tf_gpipe.PipelinedModel)

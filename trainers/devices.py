@@ -135,6 +135,15 @@ def ensure(num_devices):
         )
 
 
+def first(num_devices):
+    """Returns the names of the first accelerators, or else CPUs.
+
+    Args:
+        num_devices: Integer; or `None`, which leaves the choice to the model.
+    """
+    return num_devices and placement.accelerators()[:num_devices]
+
+
 def share_batches(batches):
     """Makes replicas share each batch, where they would share out files."""
     options = tf.data.Options()

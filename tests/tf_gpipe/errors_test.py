@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
+from tests.devices import KIND
 
 
 def make_layers(count=3):
@@ -386,7 +387,9 @@ class InLayerTest(ErrorTest):
                 "evaluate": lambda: model.evaluate(x, y, verbose=0),
                 "tape": tape,
             }[method]()
-        self.assert_notes(caught.exception, "moody", "stage 1", "CPU:1", ", 4)")
+        self.assert_notes(
+            caught.exception, "moody", "stage 1", f"{KIND}:1", ", 4)"
+        )
 
     @parameterized.parameters(True, False)
     def test_output_that_does_not_fit_the_next_stage(self, with_input):

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tests import pairwise
+from tests.devices import KIND
 
 BATCH = 8
 ROWS = 20  # two full batches and one of 4
@@ -750,7 +751,7 @@ class StructureTest(LifeTest):
         )
         self.assertEqual([s.count_params() for s in stages], [48, 54, 7])
         for k, stage in enumerate(stages):
-            self.assertEndsWith(stage.device, f"device:CPU:{k}")
+            self.assertEndsWith(stage.device, f"device:{KIND}:{k}")
             for layer in stage.layers:
                 for variable in layer.variables:
                     self.assertEndsWith(variable.value.device, stage.device)

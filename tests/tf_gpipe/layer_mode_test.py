@@ -10,6 +10,7 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tests import pairwise
+from tests.devices import KIND
 
 SCHEDULES = ("1f1b", "gpipe")
 REMATS = ("always", "except_last", "never")
@@ -278,7 +279,7 @@ class ModelTest(LayerModeTest):
         model.compile("adam", "mse")
         model.fit(make_data(8, 5), make_data(8, 1), verbose=0)
         for k, stage in enumerate(body.stages):
-            self.assertEndsWith(stage.device, f"CPU:{k}")
+            self.assertEndsWith(stage.device, f"{KIND}:{k}")
             for layer in stage.layers:
                 for variable in layer.variables:
                     self.assertEndsWith(variable.value.device, stage.device)

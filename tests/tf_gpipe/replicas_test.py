@@ -13,6 +13,7 @@ from absl.testing import parameterized
 from keras import layers as L
 
 import tf_gpipe
+from tests.devices import KIND
 from tests.tf_gpipe import comparison
 
 SOFTMAX = keras.losses.SparseCategoricalCrossentropy
@@ -539,7 +540,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         recorder = tf_gpipe.callbacks.Timeline()
         x, y, _ = data()
         model.fit(x, y, batch_size=16, verbose=0, callbacks=[recorder])
-        self.assertEqual(short(recorder.devices), ["CPU:0", "CPU:1"])
+        self.assertEqual(short(recorder.devices), [f"{KIND}:0", f"{KIND}:1"])
         tasks = {str(s.task) for s in recorder.spans if s.task.kind in "FB"}
         self.assertLen(tasks, 16)
 
@@ -557,7 +558,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
             with self.assertRaisesRegex(
                 ValueError,
                 r"4 replicas of 3 stages need 12 devices. Visible: 8 \("
-                r"(.|\n)*replica 2: .*CPU:6, .*CPU:7, missing\n"
+                rf"(.|\n)*replica 2: .*{KIND}:6, .*{KIND}:7, missing\n"
                 r" *replica 3: missing, missing, missing\n",
             ):
                 tf_gpipe.PipelinedSequential(dense(), num_stages=3)

@@ -231,7 +231,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
         args = command.make_parser().parse_args(
             ["--run", "--micro_batch_size=2", "--json"]
         )
-        make = measured._model
+        make = measured.pipeline
 
         def too_large(layers, family, devices, options):
             if len(devices) == 1:
@@ -246,7 +246,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
                 get_memory_info=lambda device: {"peak": len(device)},
             ),
             mock.patch.dict(FAMILIES, transformer_lm=family),
-            mock.patch.object(measured, "_model", too_large),
+            mock.patch.object(measured, "pipeline", too_large),
             contextlib.redirect_stdout(io.StringIO()) as stdout,
         ):
             measured.on_gpu(rows, ["CPU:0", "CPU:1"], args)

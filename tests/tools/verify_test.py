@@ -64,6 +64,18 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertEqual(status, 0, text)
 
+    def test_fewer_devices_than_there_are(self):
+        # Over four devices, which there are, two micro-batches are too few.
+        status, text = run(
+            "--num_stages=4",
+            "--num_devices=2",
+            "--schedule=interleaved",
+            "--num_micro_batches=2",
+            "--batch_size=4",
+            SMALL,
+        )
+        self.assertEqual(status, 0, text)
+
     def test_random_models(self):
         status, text = run("--random=1", "--seed=2", "--json")
         *_, line, last = text.splitlines()

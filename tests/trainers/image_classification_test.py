@@ -23,6 +23,7 @@ from absl.testing import parameterized
 
 import model_zoo
 from model_zoo import resnet
+from tests.devices import KIND
 from trainers import checkpoints
 from trainers import command_line
 from trainers import devices
@@ -292,7 +293,7 @@ class TrainTest(TestCase):
         workdir = self.make_directory()
         model, printed = self.train(num_epochs=1, workdir=workdir)
         self.assertLen(model.stages, 2)
-        self.assertIn("2 stages on CPU:0, CPU:1", printed)
+        self.assertIn(f"2 stages on {KIND}:0, {KIND}:1", printed)
         self.assertIn("batches of 6 images, 2 micro-batches", printed)
         self.assertRegex(
             printed.splitlines()[-1], r"^test accuracy: [01]\.\d{4} \(7 images"

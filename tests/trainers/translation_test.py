@@ -18,6 +18,7 @@ from absl.testing import absltest
 from absl.testing import flagsaver
 from absl.testing import parameterized
 
+from tests.devices import KIND
 from tests.trainers import tiny_messages
 from trainers import command_line
 from trainers import translation
@@ -145,7 +146,7 @@ class ModesTest(TestCase):
         printed = self.printed(*flags)
         self.assertIn("198 training pairs in 6 directions take", printed)
         self.assertRegex(printed, r"\d\d?\.\d% of the tokens are padding")
-        self.assertIn("2 stages on CPU:0, CPU:1", printed)
+        self.assertIn(f"2 stages on {KIND}:0, {KIND}:1", printed)
         self.assertIn("batches of up to 200 tokens", printed)
         # A sample, the tables, the signatures.
         self.assertRegex(printed, r"en > \w\w: .*\n  reference: .*\n  model: ")
@@ -194,7 +195,7 @@ class ModesTest(TestCase):
         _, scores, printed = self.train(
             config=config, pairs=self.pairs(languages=["xx", "zz"])
         )
-        self.assertIn("CPU:0, CPU:1; CPU:2, CPU:3", printed)
+        self.assertIn(f"{KIND}:0, {KIND}:1; {KIND}:2, {KIND}:3", printed)
         self.assertEqual([x.num_test for x in scores], [3, 3])
 
     @pytest.mark.slow

@@ -8,7 +8,6 @@ import platform
 import textwrap
 
 import keras
-import matplotlib.figure
 import rich.console
 import rich.table
 import tensorflow as tf
@@ -57,6 +56,9 @@ class Report:
 
     def plot(self, path):
         """Saves a picture with a bar a row."""
+        # Here, so that tables need no matplotlib.
+        import matplotlib.figure
+
         # Not `pyplot`, which would keep the figure and choose a window system.
         figure = matplotlib.figure.Figure(
             figsize=(8, 1.2 + 0.3 * len(self.rows)), layout="constrained"

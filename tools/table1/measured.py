@@ -56,18 +56,26 @@ def on_gpu(rows, devices, args):
 def _peaks(row, devices, args):
     """Returns the peak memory of each device; `None` where it is too little."""
     layers = model_zoo.get(row.model, **row.sizes)
-    x, y = _data(layers, row.family.batch_size)
+    x, y = data(layers, row.family.batch_size)
+    options = row.options(args.micro_batch_size)
     try:
-        model = _model(
-            layers, row.family, devices, row.options(args.micro_batch_size)
+        return device_peaks(
+            pipeline(layers, row.family, devices, options), devices, x, y
         )
-        model.train_on_batch(x, y)
-        # The first step also tries out algorithms for convolutions.
-        for device in devices:
-            tf.config.experimental.reset_memory_stats(device)
-        model.train_on_batch(x, y)
     except tf.errors.ResourceExhaustedError:
         return None
+
+
+def device_peaks(model, devices, x, y):
+    """Returns the bytes that each device needs at most in a step of a model.
+
+    TensorFlow does not tell them of CPUs.
+    """
+    model.train_on_batch(x, y)
+    # The first step also tries out algorithms for convolutions.
+    for device in devices:
+        tf.config.experimental.reset_memory_stats(device)
+    model.train_on_batch(x, y)
     return [
         tf.config.experimental.get_memory_info(device)["peak"]
         for device in devices
@@ -129,12 +137,12 @@ def _memory(model, processes, options):
     family = FAMILIES[model]
     make = functools.partial(model_zoo.get, model, **family.small)
     planned = plan(make(), family, family.small_batch_size, **options)
-    x, y = _data(make(), family.small_batch_size)
-    pipeline = _model(
+    x, y = data(make(), family.small_batch_size)
+    model = pipeline(
         make(), family, [process.device for process in processes], options
     )
     measured = workers.peak_memory(
-        processes, lambda: pipeline.train_on_batch(x, y)
+        processes, lambda: model.train_on_batch(x, y)
     )
     expected = [
         stage_plan.activation_bytes
@@ -142,14 +150,20 @@ def _memory(model, processes, options):
             v.shape.num_elements() * v.value.dtype.size
             for v in stage.trainable(stage.owned)
         )
-        for stage_plan, stage in zip(
-            planned.stages, pipeline.stages, strict=True
-        )
+        for stage_plan, stage in zip(planned.stages, model.stages, strict=True)
     ]
     return expected, measured
 
 
-def _model(layers, family, devices, options):
+def pipeline(layers, family, devices, options):
+    """Returns a compiled pipeline.
+
+    Args:
+        layers: List of layers.
+        family: `Family`.
+        devices: List of names.
+        options: Dict, other arguments of `tf_gpipe.PipelinedSequential`.
+    """
     model = tf_gpipe.PipelinedSequential(layers, devices=devices, **options)
     model.compile(
         family.optimizer(),
@@ -158,7 +172,7 @@ def _model(layers, family, devices, options):
     return model
 
 
-def _data(layers, batch_size):
+def data(layers, batch_size):
     """Returns a mini-batch of random inputs and labels."""
     inputs = layers[0].output
     shape = (batch_size, *inputs.shape[1:])

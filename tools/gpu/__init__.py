@@ -1,0 +1,1 @@
+"""Checks on a GPU, most valuable first: `bash tools/gpu/check.sh`."""

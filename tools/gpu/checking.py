@@ -1,0 +1,154 @@
+"""Runs a check in a process of its own, within a time limit.
+
+A check that crashes, hangs or takes all memory leaves the others alone.
+"""
+
+import dataclasses
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+import traceback
+
+# The last lines of what a process has printed that a result tells.
+_NUM_LINES = 5
+
+
+class Failed(Exception):
+    """A check has found a fault.
+
+    Args:
+        why: String.
+        **value: What it has measured nevertheless.
+    """
+
+    def __init__(self, why, **value):
+        super().__init__(why)
+        self.value = value
+
+
+class Skipped(Failed):
+    """A check cannot run here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A check.
+
+    Attributes:
+        name: String.
+        function: String, `"module:function"`. It takes `cpu`, whether it runs
+            small on logical CPU devices, and `arguments`, and returns what it
+            has measured, as JSON can hold it. What it raises is a failure.
+        seconds: Number, its time limit.
+        arguments: Tuple.
+    """
+
+    name: str
+    function: str
+    seconds: float
+    arguments: tuple = ()
+
+
+def run(check, cpu):
+    """Runs a check, and returns a dict that tells how it went.
+
+    What the check prints goes to standard error.
+
+    Args:
+        check: `Check`.
+        cpu: Boolean. On a GPU, where nothing should be skipped, a check that
+            skips itself has failed.
+
+    Returns:
+        Dict with `"check"`; `"status"`, which is `"ok"`, `"failed"` or
+        `"skipped"`; `"seconds"`; and `"value"`.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        result = pathlib.Path(folder, "result.json")
+        log = pathlib.Path(folder, "log.txt")
+        log.touch()
+        process = _context(cpu).Process(
+            target=_work, args=(check, cpu, str(result), str(log))
+        )
+        process.start()
+        try:
+            process.join(check.seconds)
+            late = process.is_alive()
+        finally:
+            _end(process)
+        printed = log.read_text(errors="replace")
+        sys.stderr.write(printed)
+        if result.exists():
+            status, value = json.loads(result.read_text())
+        else:
+            status, value = (
+                "failed",
+                {
+                    "why": f"not done within {check.seconds} seconds"
+                    if late
+                    else f"the process ended with status {process.exitcode}",
+                    "printed": printed.splitlines()[-_NUM_LINES:],
+                },
+            )
+    return {
+        "check": check.name,
+        "status": status,
+        "seconds": round(time.monotonic() - start, 2),
+        "value": value,
+    }
+
+
+@functools.cache
+def _context(cpu):
+    if not cpu:
+        # CUDA does not survive a fork, should anything have started it.
+        return multiprocessing.get_context("spawn")
+    # Importing TensorFlow takes longer than most checks do.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tf_gpipe", "tools.command_line"])
+    return context
+
+
+def _work(check, cpu, result, log):
+    """Runs a check in this process, and writes what it has found."""
+    # With all that it starts, so that all of it can be ended.
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    module, _, name = check.function.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+        found = "ok", function(cpu, *check.arguments)
+    except Skipped as e:
+        status = "skipped" if cpu else "failed"
+        found = status, {"why": str(e), **e.value}
+    except Exception as e:
+        traceback.print_exc()
+        value = e.value if isinstance(e, Failed) else {}
+        kind = "" if isinstance(e, Failed) else f"{type(e).__name__}: "
+        found = "failed", {"why": f"{kind}{e}", **value}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    part = pathlib.Path(result + ".part")
+    part.write_text(json.dumps(found))
+    # All of it or nothing.
+    part.rename(result)
+
+
+def _end(process):
+    """Ends a process with all that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        # It has ended, or has no group of its own yet.
+        process.kill()
+    process.join()
