@@ -100,6 +100,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
     [144, 68]
     """
 
+    # Keras's: the layers, after an input layer if there is one.
+    _layers: list[keras.Layer]
+
     def __new__(cls, layers=None, *args, **kwargs):
         if isinstance(layers, keras.Sequential):
             cls = user_class.kept(layers, cls)
@@ -163,12 +166,16 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         self._resolve(self.layers)
         # Abstractly: weights get their values where their stage is, and a
         # model too large for one device is never on one.
+        layers = self._layers
         with abstract.NoValues() as scope:
             try:
                 super().build(input_shape)
+                self._check_specs()
             except Exception as e:
                 if isinstance(self._layers[0], keras.layers.InputLayer):
                     self._name_layer(e, self._layers[0].output)
+                # Without an input layer of this shape: it may have been wrong.
+                self._layers = layers
                 raise
         if self._functional is not None:
             # As Keras runs it: of a layer that returns more than its spec
@@ -215,6 +222,11 @@ class PipelinedSequential(Pipelined, keras.Sequential):
     def _build_for(self, inputs: Any) -> None:
         """Builds the layers for inputs of any nested structure."""
         self._resolve(self.layers)
+        if any(t is None for t in keras.tree.flatten(inputs)):
+            raise ValueError(
+                "A pipeline needs all of its inputs, but `None` was passed. "
+                f"Received: inputs={inputs}"
+            )
         if isinstance(inputs, (tf.Tensor, keras.KerasTensor)):
             self.build((None, *inputs.shape[1:]))
         if self._pipeline is None:
@@ -241,6 +253,29 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             self._place(graph)
             scope.assign()
         self.built = True
+
+    def _check_specs(self) -> None:
+        """Refuses a layer that Keras cannot call on a `KerasTensor`.
+
+        A plain model does without its graph then.
+        """
+        first = self._layers[0]
+        if self._functional is not None or not isinstance(
+            first, keras.layers.InputLayer
+        ):
+            return
+        x = first.output
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except NotImplementedError as e:
+                raise NotImplementedError(
+                    f"Layer '{layer.name}' (of type {type(layer).__name__}) "
+                    "does not tell the shape and dtype of what it returns, "
+                    "which a pipeline must know. Implement its "
+                    "`compute_output_spec` or `compute_output_shape`; of a "
+                    "layer that has neither, Keras infers them from `call`."
+                ) from e
 
     def _name_layer(self, error: Exception, x: Any) -> None:
         """Adds to an error of the build which layer and stage raised it.
