@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.legacy.saving import saving_utils
 
 from tf_gpipe import abstract
 from tf_gpipe import user_class
@@ -100,9 +101,6 @@ class PipelinedSequential(Pipelined, keras.Sequential):
     [144, 68]
     """
 
-    # Keras's: the layers, after an input layer if there is one.
-    _layers: list[keras.Layer]
-
     def __new__(cls, layers=None, *args, **kwargs):
         if isinstance(layers, keras.Sequential):
             cls = user_class.kept(layers, cls)
@@ -166,7 +164,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         self._resolve(self.layers)
         # Abstractly: weights get their values where their stage is, and a
         # model too large for one device is never on one.
-        layers = self._layers
+        begun = isinstance(self._layers[0], keras.layers.InputLayer)
         with abstract.NoValues() as scope:
             try:
                 super().build(input_shape)
@@ -174,8 +172,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             except Exception as e:
                 if isinstance(self._layers[0], keras.layers.InputLayer):
                     self._name_layer(e, self._layers[0].output)
-                # Without an input layer of this shape: it may have been wrong.
-                self._layers = layers
+                    if not begun:
+                        # Keras's, of this shape, which may have been wrong.
+                        self._layers.pop(0)
                 raise
         if self._functional is not None:
             # As Keras runs it: of a layer that returns more than its spec
@@ -202,10 +201,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         config.pop("build_input_shape", None)
         config.pop("dtype", None)
         config["layers"] = [
-            keras.saving.deserialize_keras_object(
-                layer, custom_objects=custom_objects
-            )
-            for layer in config["layers"]
+            _revived_layer(layer, custom_objects) for layer in config["layers"]
         ]
         return cls(**config)
 
@@ -308,3 +304,15 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             if mask is not None:
                 x._keras_mask = mask
         return self._built_pipeline(), (x,)
+
+
+def _revived_layer(config: dict[str, Any], custom_objects: Any) -> keras.Layer:
+    # In HDF5 files layers have no module.
+    if "module" in config:
+        revive = keras.saving.deserialize_keras_object
+    else:
+        revive = saving_utils.model_from_config
+    return revive(config, custom_objects=custom_objects)
+
+
+user_class.register_for_hdf5(PipelinedSequential)

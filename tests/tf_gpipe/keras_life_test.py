@@ -852,6 +852,26 @@ class SavingTest(LifeTest):
         self._fit(uninterrupted)
         self.assert_same_state(uninterrupted, after)
 
+    @parameterized.parameters(True, False)
+    def test_hdf5(self, functional):
+        path = os.path.join(self.get_temp_dir(), "file.h5")
+        if functional:
+            plain = keras.Sequential(make_layers())
+            before = tf_gpipe.PipelinedModel.from_model(
+                plain, num_stages=2, devices=["CPU:0", "CPU:1"]
+            )
+        else:
+            before = pipelined(make_layers(), num_stages=2)
+        before.save(path)
+        after = keras.models.load_model(path)
+        self.assertIs(type(after), type(before))
+        for key, value in before.get_config().items():
+            if key != "layers":
+                self.assertEqual(after.get_config()[key], value, key)
+        for one, other in zip(before.variables, after.variables, strict=True):
+            self.assertAllEqual(one, other)
+            self.assertEqual(one.value.device, other.value.device)
+
     def test_loaded_weights_stay_on_their_stages(self):
         path = os.path.join(self.get_temp_dir(), "file.keras")
         self._make(3).save(path)
