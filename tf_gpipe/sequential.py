@@ -223,7 +223,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 "A pipeline needs all of its inputs, but `None` was passed. "
                 f"Received: inputs={inputs}"
             )
-        if isinstance(inputs, (tf.Tensor, keras.KerasTensor)):
+        if isinstance(inputs, (tf.Tensor, tf.SparseTensor, keras.KerasTensor)):
             self.build((None, *inputs.shape[1:]))
         if self._pipeline is None:
             x = keras.tree.map_structure(
