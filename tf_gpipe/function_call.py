@@ -82,15 +82,17 @@ class FunctionCall:
 
 
 @tf.RegisterGradient(_GRADIENT)
-def _fail(op: tf.Operation, *_: Any) -> list:
+def _fail(op: tf.Operation | None, *args: tf.Tensor) -> list:
     """A gradient that fails where it runs.
 
-    TensorFlow traces it for persistent tapes, which need not run it.
+    TensorFlow traces it for persistent tapes, which need not run it. And when
+    it saves the function: then it gives no operation, but the inputs.
     """
+    inputs = args if op is None else op.inputs
     check = tf.debugging.Assert(False, [NO_SECOND_DERIVATIVES])
     with tf.control_dependencies([check]):
         return [
-            tf.zeros_like(x) if x.dtype.is_floating else None for x in op.inputs
+            tf.zeros_like(x) if x.dtype.is_floating else None for x in inputs
         ]
 
 

@@ -219,3 +219,6 @@ class PipelinedModel(Pipelined, Functional):
         # Which Keras does where it calls the model, but `fit` does not.
         self._assert_input_compatibility(x)
         return self._built_pipeline(), tuple(self._standardize_inputs(x))
+
+
+user_class.register_for_hdf5(PipelinedModel)

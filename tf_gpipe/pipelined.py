@@ -166,9 +166,14 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
 
     @staticmethod
     def _as_tensors(x: Any) -> Any:
-        """Returns a nested structure of tensors and arrays as tensors."""
+        """Returns a nested structure of tensors and arrays as tensors.
+
+        An input that is missing stays `None`: Keras tells its name.
+        """
 
         def as_tensor(t):
+            if t is None:
+                return None
             if isinstance(t, (tf.Variable, keras.Variable)):
                 return tf.convert_to_tensor(t)
             return t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t)

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.legacy.saving import saving_utils
 
 from tf_gpipe import abstract
 from tf_gpipe import user_class
@@ -163,12 +164,17 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         self._resolve(self.layers)
         # Abstractly: weights get their values where their stage is, and a
         # model too large for one device is never on one.
+        begun = isinstance(self._layers[0], keras.layers.InputLayer)
         with abstract.NoValues() as scope:
             try:
                 super().build(input_shape)
+                self._check_specs()
             except Exception as e:
                 if isinstance(self._layers[0], keras.layers.InputLayer):
                     self._name_layer(e, self._layers[0].output)
+                    if not begun:
+                        # Keras's, of this shape, which may have been wrong.
+                        self._layers.pop(0)
                 raise
         if self._functional is not None:
             # As Keras runs it: of a layer that returns more than its spec
@@ -195,10 +201,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         config.pop("build_input_shape", None)
         config.pop("dtype", None)
         config["layers"] = [
-            keras.saving.deserialize_keras_object(
-                layer, custom_objects=custom_objects
-            )
-            for layer in config["layers"]
+            _revived_layer(layer, custom_objects) for layer in config["layers"]
         ]
         return cls(**config)
 
@@ -215,7 +218,12 @@ class PipelinedSequential(Pipelined, keras.Sequential):
     def _build_for(self, inputs: Any) -> None:
         """Builds the layers for inputs of any nested structure."""
         self._resolve(self.layers)
-        if isinstance(inputs, (tf.Tensor, keras.KerasTensor)):
+        if any(t is None for t in keras.tree.flatten(inputs)):
+            raise ValueError(
+                "A pipeline needs all of its inputs, but `None` was passed. "
+                f"Received: inputs={inputs}"
+            )
+        if isinstance(inputs, (tf.Tensor, tf.SparseTensor, keras.KerasTensor)):
             self.build((None, *inputs.shape[1:]))
         if self._pipeline is None:
             x = keras.tree.map_structure(
@@ -241,6 +249,29 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             self._place(graph)
             scope.assign()
         self.built = True
+
+    def _check_specs(self) -> None:
+        """Refuses a layer that Keras cannot call on a `KerasTensor`.
+
+        A plain model does without its graph then.
+        """
+        first = self._layers[0]
+        if self._functional is not None or not isinstance(
+            first, keras.layers.InputLayer
+        ):
+            return
+        x = first.output
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except NotImplementedError as e:
+                raise NotImplementedError(
+                    f"Layer '{layer.name}' (of type {type(layer).__name__}) "
+                    "does not tell the shape and dtype of what it returns, "
+                    "which a pipeline must know. Implement its "
+                    "`compute_output_spec` or `compute_output_shape`; of a "
+                    "layer that has neither, Keras infers them from `call`."
+                ) from e
 
     def _name_layer(self, error: Exception, x: Any) -> None:
         """Adds to an error of the build which layer and stage raised it.
@@ -273,3 +304,15 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             if mask is not None:
                 x._keras_mask = mask
         return self._built_pipeline(), (x,)
+
+
+def _revived_layer(config: dict[str, Any], custom_objects: Any) -> keras.Layer:
+    # In HDF5 files layers have no module.
+    if "module" in config:
+        revive = keras.saving.deserialize_keras_object
+    else:
+        revive = saving_utils.model_from_config
+    return revive(config, custom_objects=custom_objects)
+
+
+user_class.register_for_hdf5(PipelinedSequential)

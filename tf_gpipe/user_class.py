@@ -5,6 +5,7 @@ import types
 from typing import Any
 
 import keras
+from keras.src.backend.common import global_state
 from keras.src.models.functional import Functional
 from keras.src.saving import object_registration
 from keras.src.utils import tracking
@@ -95,6 +96,11 @@ def check(model: keras.Model, made: keras.Model) -> None:
         )
 
 
+def register_for_hdf5(cls: type) -> None:
+    """Lets HDF5 files be loaded, which name classes without their package."""
+    keras.saving.get_custom_objects()[cls.__name__] = cls
+
+
 def carry(model: keras.Model, made: keras.Model) -> None:
     """Gives a pipeline what a model has beside the graph of its layers.
 
@@ -129,12 +135,17 @@ def carry(model: keras.Model, made: keras.Model) -> None:
 @functools.cache
 def _class_of_both(cls: type, base: Any) -> type:
     def get_config(self):
+        config = super(both, self).get_config()
+        if global_state.get_global_attribute("use_legacy_config", False):
+            # An HDF5 file, which names the user's class by itself: a plain
+            # model of that class is what can be loaded from it.
+            return config
         # With what Keras needs to make a plain model of the user's class.
         name = object_registration.get_registered_name(cls)
         plain = {
             "module": cls.__module__,
             "class_name": cls.__name__,
-            "config": super(both, self).get_config(),
+            "config": config,
             "registered_name": name if name != cls.__name__ else None,
         }
         return {"model": plain, **self._arguments()}

@@ -46,6 +46,16 @@ class Refuses(keras.layers.Layer):
         return x
 
 
+class Untold(keras.layers.Layer):
+    """Does not tell what it returns."""
+
+    def call(self, x):
+        return x + 1.0
+
+    def compute_output_spec(self, x):
+        raise NotImplementedError
+
+
 class Joined(keras.layers.Layer):
     def call(self, inputs):
         return inputs["a"] + keras.ops.sum(inputs["b"])
@@ -392,6 +402,24 @@ class InLayerTest(ErrorTest):
         )
 
     @parameterized.parameters(True, False)
+    def test_tells_no_output(self, with_input):
+        layers = [*make_layers(2), Untold(name="untold")]
+        x, y = make_data()
+        model = pipelined(layers[1:])
+        for _ in range(2):
+            with self.assert_raises(
+                NotImplementedError, "untold", "Untold", "compute_output_spec"
+            ):
+                if with_input:
+                    pipelined(layers)
+                else:
+                    model(x)
+        if not with_input:
+            model.pop()
+            model.compile("sgd", "mse")
+            model.fit(x, y, verbose=0)
+
+    @parameterized.parameters(True, False)
     def test_output_that_does_not_fit_the_next_stage(self, with_input):
         misfit = keras.layers.Dense(3, name="misfit")
         misfit.build((None, 7))
@@ -445,6 +473,36 @@ class DataTest(ErrorTest):
         model = pipelined([keras.layers.Rescaling(2.0), keras.layers.ReLU()])
         with self.assert_raises(ValueError, "batch axis", "scalar"):
             model(tf.constant(1.0))
+
+    @parameterized.product(
+        model=("sequential", "functional"),
+        method=("fit", "evaluate", "call"),
+    )
+    def test_none(self, model, method):
+        layers = make_layers()
+        if model == "functional":
+            plain = keras.Sequential(layers)
+            model = tf_gpipe.PipelinedModel(
+                plain.inputs, plain.outputs, num_stages=2
+            )
+        else:
+            model = pipelined(layers)
+        model.compile("sgd", "mse")
+        _, y = make_data()
+        with self.assert_raises(
+            ValueError, layers[0].name, "not optional", "None"
+        ):
+            {
+                "call": lambda: model([None]),
+                "evaluate": lambda: model.evaluate([None], y, verbose=0),
+                "fit": lambda: model.fit([None], y, verbose=0),
+            }[method]()
+
+    def test_none_before_the_build(self):
+        model = pipelined(make_layers()[1:])
+        model.compile("sgd", "mse")
+        with self.assert_raises(ValueError, "all of its inputs", "None"):
+            model.fit([None], make_data()[1], verbose=0)
 
     def test_wrong_input_shape(self):
         with self.assert_raises(ValueError, "4", "(6, 3)"):

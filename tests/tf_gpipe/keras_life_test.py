@@ -856,6 +856,26 @@ class SavingTest(LifeTest):
         self._fit(uninterrupted)
         self.assert_same_state(uninterrupted, after)
 
+    @parameterized.parameters(True, False)
+    def test_hdf5(self, functional):
+        path = os.path.join(self.get_temp_dir(), "file.h5")
+        if functional:
+            plain = keras.Sequential(make_layers())
+            before = tf_gpipe.PipelinedModel.from_model(
+                plain, num_stages=2, devices=["CPU:0", "CPU:1"]
+            )
+        else:
+            before = pipelined(make_layers(), num_stages=2)
+        before.save(path)
+        after = keras.models.load_model(path)
+        self.assertIs(type(after), type(before))
+        for key, value in before.get_config().items():
+            if key != "layers":
+                self.assertEqual(after.get_config()[key], value, key)
+        for one, other in zip(before.variables, after.variables, strict=True):
+            self.assertAllEqual(one, other)
+            self.assertEqual(one.value.device, other.value.device)
+
     def test_loaded_weights_stay_on_their_stages(self):
         path = os.path.join(self.get_temp_dir(), "file.keras")
         self._make(3).save(path)
@@ -872,6 +892,46 @@ class SavingTest(LifeTest):
         loaded = tf.saved_model.load(path)
         (found,) = loaded.signatures["serving_default"](tf.constant(x)).values()
         self.assertAllClose(model.predict(x, verbose=0), found)
+
+    @parameterized.parameters(("gpipe", 3), ("1f1b", 1))
+    def test_saved_in_training_mode(self, schedule, num_micro_batches):
+        model = pipelined(
+            make_layers(),
+            schedule=schedule,
+            num_micro_batches=num_micro_batches,
+        )
+        x, _ = make_data(7)
+        saved = tf.Module()
+        saved.model = model
+        saved.call = tf.function(
+            lambda x: model(x, training=True),
+            input_signature=[tf.TensorSpec((None, 5), tf.float32)],
+        )
+        path = os.path.join(self.get_temp_dir(), "saved_model")
+        tf.saved_model.save(saved, path)
+        loaded = tf.saved_model.load(path)
+        results = []
+        for call in (saved.call, loaded.call):
+            with tf.GradientTape() as tape:
+                tape.watch(given := tf.constant(x))
+                outputs = call(given)
+                loss = tf.reduce_sum(outputs**2)
+            variables = [
+                v for v in tape.watched_variables() if v.dtype.is_floating
+            ]
+            gradients = tape.gradient(loss, [given, *variables])
+            results.append((outputs, gradients[0], gradients[1:]))
+        one, other = results
+        self.assert_same_numbers(one[:2], other[:2])
+        self.assertLen(one[2], 6)
+        key = self._by_size
+        self.assert_same_numbers(
+            sorted(one[2], key=key), sorted(other[2], key=key)
+        )
+
+    @staticmethod
+    def _by_size(gradient):
+        return len(gradient.shape), gradient.shape.num_elements()
 
     def test_pipeline_of_a_loaded_model(self):
         path = os.path.join(self.get_temp_dir(), "file.keras")

@@ -216,6 +216,25 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
                 call()
 
     @parameterized.parameters(True, False)
+    def test_sparse_tensors_before_the_build(self, run_eagerly):
+        x = tf.sparse.from_dense(np.maximum(numbers(6, 4), 0))
+        data = tf.data.Dataset.from_tensor_slices((x, numbers(6, 1))).batch(3)
+        found = []
+        for cls, kwargs in (
+            (keras.Sequential, {}),
+            (
+                tf_gpipe.PipelinedSequential,
+                {"num_stages": 2, "num_micro_batches": 2},
+            ),
+        ):
+            keras.utils.set_random_seed(1)
+            model = cls([L.Dense(3), L.Dense(1)], **kwargs)
+            model.compile("sgd", "mse", run_eagerly=run_eagerly)
+            logs = model.fit(data, verbose=0).history
+            found.append([logs["loss"], model.get_weights()])
+        self.assertAllClose(*found)
+
+    @parameterized.parameters(True, False)
     def test_ragged_tensors(self, sequential):
         x = tf.RaggedTensor.from_tensor(numbers(6, 4))
         _, model = self.pair(lambda: one_input(sequential))

@@ -422,6 +422,22 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
                         logs, copy.train_on_batch(x, y, return_dict=True)
                     )
 
+    @parameterized.parameters(
+        lambda: Configured(4), lambda: Graph(*graph()), lambda: Stack(stack())
+    )
+    def test_hdf5(self, make):
+        plain = make()
+        model = tf_gpipe.PipelinedModel.from_model(plain, **ARGUMENTS)
+        path = str(pathlib.Path(self.get_temp_dir(), "model.h5"))
+        model.save(path)
+        cls = type(plain)
+        loaded = keras.saving.load_model(
+            path, custom_objects={cls.__name__: cls}
+        )
+        self.assertIs(type(loaded), cls)
+        x = numbers(6, 3)
+        self.assertAllClose(model(x), loaded(x))
+
     def test_weights_of_the_plain_model(self):
         path = pathlib.Path(self.get_temp_dir(), "plain.weights.h5")
         plain = Configured(4)
