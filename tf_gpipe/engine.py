@@ -118,10 +118,6 @@ class MiniBatch:
         self._pass_weights = pass_weights
         self._repeatable = repeatable
 
-    @property
-    def _last(self) -> int:
-        return len(self.pipeline.stages) - 1
-
     def forward(self, tape: bool) -> None:
         """Runs all forward tasks; with a `tape` if backward ones follow."""
         for task in self._steps:
@@ -185,7 +181,7 @@ class MiniBatch:
             if task.kind == FORWARD:
                 self._forward(task, tape=True)
                 continue
-            if task.kind == BACKWARD and task.stage == self._last:
+            if task.kind == BACKWARD and task.stage == self.pipeline.last:
                 outputs = self._exchange.outputs(m)
                 # Unfinished: the backward task itself follows.
                 with self._order.task(task):
@@ -352,7 +348,7 @@ class MiniBatch:
     ) -> None:
         k, m = task.stage, task.micro_batch
         call = self._calls[k, m]
-        last = k == self._last
+        last = k == self.pipeline.last
         arrived = self._upstream.pop(m) if last else self._exchange.back(k, m)
         with self._order.task(task, arrived) as finish:
             if last:

@@ -64,15 +64,11 @@ class Exchange:
 
     def outputs(self, m: int) -> Activations:
         """Returns what the last stage has made of micro-batch `m`."""
-        return self._made[self._last, m]
+        return self._made[self._pipeline.last, m]
 
     def done(self) -> int:
         """Returns the first micro-batch that the last stage has run."""
-        return next(m for k, m in self._made if k == self._last)
-
-    @property
-    def _last(self) -> int:
-        return len(self._pipeline.stages) - 1
+        return next(m for k, m in self._made if k == self._pipeline.last)
 
     def put_gradients(self, k: int, m: int, gradients: Sequence) -> None:
         """Takes a gradient or `None` by each part of stage `k`'s inputs."""

@@ -67,13 +67,13 @@ class Split:
         """Returns the number of rows that micro-batch `m` has of its own."""
         if self.even:
             return self.static_rows // self.num_micro_batches
-        return self._here("sizes", lambda: tf.unstack(self._sizes()))[m]
+        return self._here("each size", lambda: tf.unstack(self._sizes()))[m]
 
     def weight(self, m: int) -> tf.Tensor:
         """Returns the share of micro-batch `m` in the rows, a float64."""
         if self.even:
             return tf.constant(1.0 / self.num_micro_batches, tf.float64)
-        return self._here("weights", lambda: tf.unstack(self._weights()))[m]
+        return self._here("each weight", lambda: tf.unstack(self._weights()))[m]
 
     def mean(self, values: tf.Tensor) -> tf.Tensor:
         """Returns the mean of tensors of shape `(M, ...)` by their weights."""
@@ -137,28 +137,40 @@ class Split:
             size = self.size(m)
             return m * size, (m + 1) * size
         starts, ends = self._here(
-            "bounds", lambda: [tf.unstack(x) for x in self._all_bounds()]
+            "each bound", lambda: [tf.unstack(x) for x in self._all_bounds()]
         )
         return starts[m], ends[m]
 
     def _all_bounds(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns `_bounds` of all micro-batches, of shape `(M,)`."""
-        sizes = self._sizes()
-        starts = tf.cumsum(sizes, exclusive=True)
-        starts = tf.maximum(tf.minimum(starts, self.rows - 1), 0)
-        return starts, starts + tf.maximum(sizes, 1)
+
+        def make() -> tuple[tf.Tensor, tf.Tensor]:
+            sizes = self._sizes()
+            starts = tf.cumsum(sizes, exclusive=True)
+            starts = tf.maximum(tf.minimum(starts, self.rows - 1), 0)
+            return starts, starts + tf.maximum(sizes, 1)
+
+        return self._here("bounds", make)
 
     def _sizes(self) -> tf.Tensor:
         """Returns `size` of all micro-batches, of shape `(M,)`."""
-        base = self.rows // self.num_micro_batches
-        rest = self.rows % self.num_micro_batches
-        more = tf.range(self.num_micro_batches) < rest
-        return base + tf.cast(more, tf.int32)
+
+        def make() -> tf.Tensor:
+            base = self.rows // self.num_micro_batches
+            rest = self.rows % self.num_micro_batches
+            more = tf.range(self.num_micro_batches) < rest
+            return base + tf.cast(more, tf.int32)
+
+        return self._here("sizes", make)
 
     def _weights(self) -> tf.Tensor:
         """Returns `weight` of all micro-batches, of shape `(M,)`."""
-        rows = tf.cast(tf.maximum(self.rows, 1), tf.float64)
-        return tf.cast(self._sizes(), tf.float64) / rows
+
+        def make() -> tf.Tensor:
+            rows = tf.cast(tf.maximum(self.rows, 1), tf.float64)
+            return tf.cast(self._sizes(), tf.float64) / rows
+
+        return self._here("weights", make)
 
     def _here(self, name: Any, make: Callable) -> Any:
         """Returns what `make` makes, once in each graph and on each device.

@@ -27,6 +27,11 @@ class Pipeline:
     # States of Keras's global seed generator, by id.
     seeds: dict[int, keras.Variable] = dataclasses.field(default_factory=dict)
 
+    @property
+    def last(self) -> int:
+        """The number of the last stage."""
+        return len(self.stages) - 1
+
     @functools.cached_property
     def _owners(self) -> dict[int, Stage]:
         return {id(v): stage for stage in self.stages for v in stage.owned}

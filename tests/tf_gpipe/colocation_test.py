@@ -100,6 +100,7 @@ def moved(function):
 
 class ColocationTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
+        adamw,
         several,
         lambda: OPTIMIZERS.Adafactor(),
         lambda: OPTIMIZERS.LossScaleOptimizer(
