@@ -536,13 +536,16 @@ def training_differs(drawing: Drawing) -> list[str]:
     return found
 
 
+def verified(drawing: Drawing) -> Any:
+    """Returns the report of `verify`: of one step, and of predictions."""
+    data, _ = drawing.data()
+    return tf_gpipe.verify(drawing.compiled(pipelined=True), *data)
+
+
 def problems(drawing: Drawing) -> list[str]:
     """Returns what differs from plain Keras, by `verify` and by training."""
-    found = []
-    (data, _), model = drawing.data(), drawing.compiled(pipelined=True)
-    report = tf_gpipe.verify(model, *data)
-    if not report.ok:
-        found.append(str(report))
+    report = verified(drawing)
+    found = [] if report.ok else [str(report)]
     try:
         found += training_differs(drawing)
     except Exception as e:

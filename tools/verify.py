@@ -2,8 +2,8 @@
 
 A model of the zoo takes a step on random data, over logical CPU devices where
 there is no accelerator; or, with --random, as many models as wanted are drawn
-by chance, and each takes one step, and is trained. The exit status is 1 where
-something differs.
+by chance, and each takes one step. The exit status is 1 where something
+differs.
 
 Examples:
 
@@ -31,6 +31,7 @@ from trainers import models  # noqa: E402
 _LENGTH = 8
 # Those of a random model.
 _MOST_STAGES = 4
+_MODELS_A_LINE = 50
 
 
 def make_parser():
@@ -142,12 +143,14 @@ def _random(args):
         # Functions and names of those before.
         keras.backend.clear_session()
         drawing = random_models.Drawing(seed, has_state=seed % 2 == 1)
-        problems = random_models.problems(drawing)
-        if problems:
+        report = random_models.verified(drawing)
+        if not report.ok:
             different.append({"seed": seed, "kinds": drawing.has()})
             kinds = ", ".join(drawing.has()) or "of every day"
-            print(f"seed {seed} ({kinds}) differs:")
-            print("\n".join(problems), flush=True)
+            print(f"seed {seed} ({kinds}) differs:\n{report}", flush=True)
+        done = seed - args.seed + 1
+        if done % _MODELS_A_LINE == 0:
+            print(f"{done} of {args.random} models", flush=True)
     print(f"{len(different)} of {args.random} models differ")
     if args.json:
         print(json.dumps({"models": args.random, "different": different}))
