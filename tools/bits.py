@@ -1,0 +1,111 @@
+"""Compares the bits that training makes before and after a change of the code.
+
+For a change that shall leave all numbers as they are. Models that are drawn by
+chance take three steps under each schedule and each way to rematerialise; what
+is kept of each is a digest of its variables and optimizer slots. Digests of
+different processors or versions of TensorFlow cannot be compared.
+
+Examples:
+
+    python -m tools.bits --record=bits.json     # before the change
+    python -m tools.bits --compare=bits.json    # after it
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import sys
+
+# Before TensorFlow is imported: it reports at start that there is no GPU.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras  # noqa: E402
+
+import tf_gpipe  # noqa: E402
+from tools import random_models  # noqa: E402
+from trainers import devices  # noqa: E402
+
+# Between them they have each kind of `random_models`, and each layer twice.
+_SEEDS = range(12)
+_SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble")
+_REMAT = ("always", "except_last", "never")
+_NUM_STAGES = 4
+_NUM_STEPS = 3
+
+
+class _Drawing(random_models.Drawing):
+    """A model that is drawn, cut and run as told."""
+
+    def __init__(self, seed, schedule, remat):
+        super().__init__(seed, has_state=True)
+        self._run = {"schedule": schedule, "remat": remat}
+
+    def pipeline(self, num_calls):
+        arguments = {
+            **super().pipeline(num_calls),
+            "num_micro_batches": 4,
+            "num_stages": min(num_calls, _NUM_STAGES),
+            **self._run,
+        }
+        if arguments["schedule"] == "interleaved":
+            # Two stages a device.
+            arguments["num_stages"] = min(num_calls, _NUM_STAGES) // 2 * 2
+            count = arguments["num_stages"] // 2
+            arguments["devices"] = [f"CPU:{i}" for i in range(count)]
+        return arguments
+
+
+def digest(seed, schedule, remat):
+    """Returns the digest of what a model has after some steps."""
+    keras.backend.clear_session()
+    drawing = _Drawing(seed, schedule, remat)
+    (x, y, sample_weight), _ = drawing.data()
+    model = drawing.compiled(pipelined=True)
+    for _ in range(_NUM_STEPS):
+        model.train_on_batch(x, y, sample_weight)
+    found = hashlib.sha256()
+    for variable in [*model.variables, *model.optimizer.variables]:
+        found.update(variable.numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bits",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--record", metavar="FILE", type=pathlib.Path)
+    group.add_argument("--compare", metavar="FILE", type=pathlib.Path)
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[*_SEEDS],
+        help="of the models; all by default",
+    )
+    args = parser.parse_args(argv)
+    devices.ensure(_NUM_STAGES)
+    if args.compare:
+        before = json.loads(args.compare.read_text())
+    digests, different = {}, []
+    for cell in itertools.product(args.seeds, _SCHEDULES, _REMAT):
+        name = "/".join(map(str, cell))
+        digests[name] = digest(*cell)
+        if args.compare and digests[name] != before.get(name):
+            different.append(name)
+            print(f"{name} differs", flush=True)
+    if args.record:
+        args.record.write_text(json.dumps(digests, indent=1))
+        print(f"{len(digests)} digests of tf_gpipe {tf_gpipe.__version__}")
+        return 0
+    print(f"{len(different)} of {len(digests)} differ")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
