@@ -245,9 +245,6 @@ def run_stage(
             where = f"stage {stage.index} on {stage.device}"
             name_layer(e, node.layer, where, *node.arguments(values)[0])
             raise
-        for value in node.made:
-            # A layer may return a weight itself.
-            values[value] = keras.tree.map_structure(_read, values[value])
         after(node)
 
 
@@ -270,7 +267,8 @@ def in_mode(layer: Any, training: bool | None) -> Callable:
         # layers that do not take it pass it on to those within them.
         if training is not None and "training" in layer._call_context_args:
             kwargs["training"] = training
-        return layer(*args, **kwargs)
+        # A layer may return a weight itself.
+        return keras.tree.map_structure(_read, layer(*args, **kwargs))
 
     return call if isinstance(layer, keras.Layer) else layer
 

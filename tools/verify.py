@@ -143,11 +143,15 @@ def _random(args):
         # Functions and names of those before.
         keras.backend.clear_session()
         drawing = random_models.Drawing(seed, has_state=seed % 2 == 1)
-        report = random_models.verified(drawing)
-        if not report.ok:
+        try:
+            report = random_models.verified(drawing)
+            found = "" if report.ok else str(report)
+        except Exception as e:
+            found = f"{type(e).__name__}: {e}"
+        if found:
             different.append({"seed": seed, "kinds": drawing.has()})
             kinds = ", ".join(drawing.has()) or "of every day"
-            print(f"seed {seed} ({kinds}) differs:\n{report}", flush=True)
+            print(f"seed {seed} ({kinds}) differs:\n{found}", flush=True)
         done = seed - args.seed + 1
         if done % _MODELS_A_LINE == 0:
             print(f"{done} of {args.random} models", flush=True)

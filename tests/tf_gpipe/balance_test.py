@@ -56,6 +56,24 @@ class Doubled(LAYERS.Layer):
         return x + self.outer(self.inner(x))
 
 
+class Handed(LAYERS.Layer):
+    """Returns a weight, as what `read` makes of it."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def build(self, input_shape):
+        self.weight = self.add_weight(shape=(3, 4), initializer="ones")
+        self.fixed = tf.Variable([[1.0, 2.0, 3.0, 4.0]] * 3)
+
+    def call(self, x):
+        return self.read(self)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor((3, 4), "float32")
+
+
 class Endless(LAYERS.Layer):
     """Doubles until the sum is large, however often that is."""
 
@@ -210,6 +228,28 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(counts(loaded), [5, 1])
         x = np.ones((4, 4), "float32")
         self.assertAllEqual(loaded.predict(x), model.predict(x))
+
+    @parameterized.product(
+        balance=("parameters", "flops", "time", "memory"),
+        read=(
+            lambda layer: layer.weight,
+            lambda layer: keras.ops.convert_to_tensor(layer.weight),
+            lambda layer: layer.weight.value,
+            lambda layer: layer.fixed,
+        ),
+    )
+    def test_layer_that_returns_a_weight(self, balance, read):
+        x = keras.Input((4,), 8)
+        hidden = LAYERS.Dense(4)(x)
+        outputs = {"a": LAYERS.Dense(2)(hidden), "b": Handed(read)(hidden)}
+        model = tf_gpipe.PipelinedModel(
+            x, outputs, num_stages=2, num_micro_batches=2, balance=balance
+        )
+        model.compile("sgd", {"a": "mse"})
+        model.train_on_batch(np.ones((8, 4)), {"a": np.ones((8, 2))})
+        found = model.predict(np.ones((8, 4)), verbose=0)
+        weight = keras.ops.convert_to_numpy(read(model.layers[-1]))
+        self.assertAllEqual(found["b"], weight)
 
     def test_a_function_needs_no_operation_counts(self):
         # That is what the error of an uncountable layer recommends.
