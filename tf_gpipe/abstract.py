@@ -4,13 +4,12 @@ That is how a model is counted that is too large for the machine, and how one
 is built whose weights get their values where their stage is.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import keras
-from keras.src.backend.common import global_state
 
 from tf_gpipe import state
+from tf_gpipe import upstream
 
 
 class NoValues(keras.StatelessScope):
@@ -41,18 +40,8 @@ class NoValues(keras.StatelessScope):
         """
         rest = []
         for variable in (*model.variables, *model.metrics_variables):
-            if variable._value is None:
-                variable._deferred_initialize()
+            if not upstream.has_value(variable):
+                upstream.give_value(variable)
                 rest.append(variable)
-        forget(rest)
+        upstream.forget_waiting(rest)
         self.assign()
-
-
-def forget(variables: Iterable[keras.Variable]) -> None:
-    """Takes variables from Keras's list of those that wait for a value."""
-    ids = {id(v) for v in variables}
-    key = "uninitialized_variables"
-    waiting = global_state.get_global_attribute(key, [])
-    global_state.set_global_attribute(
-        key, [v for v in waiting if id(v) not in ids]
-    )

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
+from tf_gpipe import upstream
 from tf_gpipe.function_call import FunctionCall
 from tf_gpipe.pack import pack
 from tf_gpipe.pack import unpack
@@ -29,7 +29,7 @@ def create(like: Sequence[Any]) -> tf.Tensor:
 
     def filled() -> tf.Tensor:
         handle = tf.raw_ops.VarHandleOp(
-            dtype=tf.variant, shape=(), shared_name=context.anonymous_name()
+            dtype=tf.variant, shape=(), shared_name=upstream.anonymous_name()
         )
         # Zero, by an operation that TensorFlow cannot run beforehand: it would
         # keep the zeros of all tensors as constants.

@@ -1,18 +1,14 @@
 """A Keras model's calls through a pipeline, within gradient tapes."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import record
 
 from tf_gpipe import placement
 from tf_gpipe import replicas
 from tf_gpipe import state
+from tf_gpipe import upstream
 from tf_gpipe.engine import MiniBatch
 from tf_gpipe.function_call import NO_SECOND_DERIVATIVES
 from tf_gpipe.function_call import tensors
@@ -48,7 +44,7 @@ class PipelinedCalls(_Mixin):
         """
         if mask is not None:
             inputs = Activations.of(inputs)._replace(masks=mask).unpack()
-        with _without_autocast(), placement.eagerly_alone():
+        with upstream.without_autocast(), placement.eagerly_alone():
             return self._run(inputs, training)
 
     @tf.autograph.experimental.do_not_convert
@@ -56,7 +52,11 @@ class PipelinedCalls(_Mixin):
         pipeline, inputs = self._pipeline_for(inputs)
         run: Any = None
         outputs: Any = None
-        if not training and pipeline.graph.passed_on and _taped():
+        if (
+            not training
+            and pipeline.graph.passed_on
+            and upstream.tapes_record()
+        ):
             return self._run_layers(pipeline, inputs, training)
         if not training:
             run = self._mini_batch(pipeline, inputs, training)
@@ -88,8 +88,8 @@ class PipelinedCalls(_Mixin):
             differentiable = [x for x in values if x.dtype.is_floating]
             losses = run.losses()
 
-            def gradient(*upstream, variables=None):
-                found = iter(upstream)
+            def gradient(*arrived, variables=None):
+                found = iter(arrived)
                 run.backward(
                     [
                         next(found) if x.dtype.is_floating else None
@@ -107,7 +107,7 @@ class PipelinedCalls(_Mixin):
                 ]
                 sources = [
                     *args,
-                    *upstream,
+                    *arrived,
                     *(v.handle for v in variables or ()),
                 ]
                 _refuse_gradients(by_input + by_weight, sources)
@@ -171,14 +171,6 @@ class PipelinedCalls(_Mixin):
         run.commit_state()
 
 
-def _taped() -> bool:
-    """Returns whether a gradient tape may be recording."""
-    return not (
-        pywrap_tfe.TFE_Py_TapeSetIsEmpty()
-        or pywrap_tfe.TFE_Py_TapeSetIsStopped()
-    )
-
-
 def _refuse_gradients(gradients: list, sources: list) -> None:
     """Makes gradient tapes fail that differentiate gradients once more.
 
@@ -189,21 +181,4 @@ def _refuse_gradients(gradients: list, sources: list) -> None:
     def refuse(*_):
         raise NotImplementedError(NO_SECOND_DERIVATIVES)
 
-    record.record_operation("Pipeline", tensors(gradients), sources, refuse)
-
-
-@contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    """A scope without that in which Keras casts variables.
-
-    The model's own would cast those of layers with another policy. Each layer
-    enters its own. Keras's scope of no dtype does not do: there all variables
-    say that they are of float32.
-    """
-    key = "autocast_scope"
-    scope = global_state.get_global_attribute(key)
-    global_state.set_global_attribute(key, None)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute(key, scope)
+    upstream.record_gradient(tensors(gradients), sources, refuse)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from tf_gpipe import listening
 from tf_gpipe import placement
 from tf_gpipe import stage_errors
+from tf_gpipe import upstream
 
 _JOB = "worker"
 # What TensorFlow calls the job of a process that has none.
@@ -156,10 +156,7 @@ def _answers(address: str) -> bool:
 
 def _addresses() -> list[str]:
     """Returns the addresses of the workers that we are connected to."""
-    server_def = context.get_server_def()
-    if server_def is None:
-        return []
-    return tf.train.ClusterSpec(server_def.cluster).as_dict().get(_JOB, [])
+    return upstream.connected_to().get(_JOB, [])
 
 
 def naming_failures(method: Callable) -> Callable:

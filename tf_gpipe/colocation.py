@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_gpipe import placement
 from tf_gpipe import replicas
 from tf_gpipe import slots
+from tf_gpipe import upstream
 
 # Their branches are graphs of their own.
 _CONTROL_FLOW = ("If", "StatelessIf", "While", "StatelessWhile")
@@ -41,12 +42,8 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
     # Keras sums gradients over replicas by operations on those of all stages,
     # which would gather them on one device.
     for x in slots.with_inner(optimizer):
-        x._all_reduce_sum_gradients = replicas.sum_gradients
-        for name in (
-            "_apply_weight_decay",
-            "_backend_update_step",
-            "_update_model_variables_moving_average",
-        ):
+        upstream.sum_gradients_by(x, replicas.sum_gradients)
+        for name in upstream.UPDATES:
             method = functools.partial(_reading_once, x, getattr(x, name))
             setattr(x, name, method)
     keras_apply = optimizer.apply
@@ -74,14 +71,13 @@ def _reading_once(
         return method(*args)
     scalars = [
         (x, tf.convert_to_tensor(x.value))
-        for x in (optimizer._iterations, optimizer._learning_rate)
-        if isinstance(x, keras.Variable)
+        for x in upstream.scalars_of(optimizer)
     ]
     with keras.StatelessScope(scalars) as scope:
         given = dict(scope.state_mapping)
         method(*args)
     # What the method has assigned, which the scope has kept back.
-    for x in [*optimizer.variables, *optimizer._trainable_variables]:
+    for x in [*optimizer.variables, *upstream.weights_of(optimizer)]:
         value = scope.get_current_value(x)
         if value is not None and value is not given.get(id(x)):
             x.assign(value)

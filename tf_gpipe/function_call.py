@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe import upstream
 from tf_gpipe.stage_errors import TellingFunction
 
 NO_SECOND_DERIVATIVES = (
@@ -59,23 +60,11 @@ class FunctionCall:
         stateful = not self._stateless and any(
             op.op_def.is_stateful for op in concrete.graph.get_operations()
         )
-        value = tf.compat.v1.AttrValue
-        call = graph.create_op(
-            "StatefulPartitionedCall" if stateful else "PartitionedCall",
-            inputs,
-            [x.dtype for x in concrete.outputs],
-            attrs={
-                "Tin": _types(inputs),
-                "Tout": _types(concrete.outputs),
-                "f": value(func=tf.compat.v1.NameAttrList(name=concrete.name)),
-                "_disable_call_shape_inference": value(b=True),
-                "_XlaMustCompile": value(b=self._jit_compile),
-                "_gradient_op_type": value(s=_GRADIENT.encode()),
-            },
+        call = upstream.call_operation(
+            graph, concrete, inputs, stateful, self._jit_compile, _GRADIENT
         )
-        order = graph.experimental_acd_manager
-        if order and stateful and all(x.dtype != tf.resource for x in inputs):
-            order.run_independently(call)
+        if stateful and all(x.dtype != tf.resource for x in inputs):
+            upstream.run_in_no_order(call)
         for x, inferred in zip(call.outputs, concrete.outputs, strict=True):
             x.set_shape(inferred.shape)
         return filled(concrete.structured_outputs, call.outputs)
@@ -113,9 +102,3 @@ def filled(structure: Any, values: Sequence[tf.Tensor]) -> Any:
     for i, x in zip(places, values, strict=True):
         leaves[i] = x
     return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
-
-
-def _types(values: Sequence[tf.Tensor]) -> Any:
-    types = [x.dtype.as_datatype_enum for x in values]
-    value = tf.compat.v1.AttrValue
-    return value(list=value.ListValue(type=types))

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional
-from keras.src.models.functional import functional_from_config
 
 from tf_gpipe import abstract
+from tf_gpipe import upstream
 from tf_gpipe import user_class
 from tf_gpipe.graph import functional
 from tf_gpipe.pipelined import Pipelined
@@ -17,7 +16,7 @@ from tf_gpipe.sequential import PipelinedSequential
 
 
 @keras.saving.register_keras_serializable(package="tf_gpipe")
-class PipelinedModel(Pipelined, Functional):
+class PipelinedModel(Pipelined, upstream.Functional):
     """A functional Keras model, trained as a pipeline over several devices.
 
     As `PipelinedSequential`, for models with several inputs and outputs,
@@ -97,7 +96,7 @@ class PipelinedModel(Pipelined, Functional):
             boundary_dtype=boundary_dtype,
         )
         for x in self.inputs:
-            if getattr(x._keras_history.operation, "optional", False):
+            if upstream.is_optional(x):
                 raise ValueError(
                     "A pipeline needs all of its inputs, but "
                     f"keras.Input(name='{x.name}', optional=True) may be "
@@ -150,8 +149,8 @@ class PipelinedModel(Pipelined, Functional):
         """
         graph = model
         if isinstance(model, keras.Sequential):
-            graph = model._functional
-        if not isinstance(graph, Functional):
+            graph = upstream.graph_of(model)
+        if not isinstance(graph, upstream.Functional):
             raise TypeError(
                 "A pipeline is cut from the graph of a functional model or a "
                 "built `keras.Sequential`. Received: "
@@ -177,11 +176,14 @@ class PipelinedModel(Pipelined, Functional):
         kept: Any = user_class.kept(model, cls)
         made = cls.__new__(kept)
         cls.__init__(
-            made, graph._inputs_struct, graph._outputs_struct, **kwargs
+            made,
+            upstream.inputs_of(graph),
+            upstream.outputs_of(graph),
+            **kwargs,
         )
         user_class.carry(model, made)
         if kwargs.get("trainable") is None:
-            made._trainable = model.trainable
+            upstream.set_trainable_alone(made, model.trainable)
         return made
 
     @classmethod
@@ -198,7 +200,7 @@ class PipelinedModel(Pipelined, Functional):
             return cls(**config)
         # So that weights get their first values where their stage is.
         with abstract.NoValues() as scope:
-            arguments = functional_from_config(dict, config, custom_objects)
+            arguments = upstream.functional_arguments(config, custom_objects)
         model = cls(**arguments)
         scope.assign()
         return model
@@ -209,9 +211,9 @@ class PipelinedModel(Pipelined, Functional):
         # too, of which Keras warns.
         for x, given in zip(converted, flat_inputs, strict=False):
             # A tensor of another dtype has none.
-            mask = getattr(given, "_keras_mask", None)
+            mask = upstream.mask(given)
             if mask is not None:
-                x._keras_mask = mask
+                upstream.set_mask(x, mask)
         return converted
 
     def _pipeline_for(self, x: Any) -> tuple:

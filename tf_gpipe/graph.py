@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-from keras.src.models.functional import unpack_singleton
+
+from tf_gpipe import upstream
 
 
 @dataclasses.dataclass(eq=False)
@@ -187,17 +188,14 @@ def functional(model: keras.Model) -> Graph:
         return values.setdefault(id(x), Value(x))
 
     nodes, made = [], []
-    for depth in sorted(model._nodes_by_depth, reverse=True):
-        for node in model._nodes_by_depth[depth]:
-            if node.is_input or not node.operation:
-                continue
-            args, kwargs = node.arguments.convert(value)
-            outputs = [value(x) for x in node.output_tensors]
-            nodes.append(Node(node.operation, args, kwargs, outputs))
-            made.append(outputs)
+    for call in upstream.calls(model):
+        args, kwargs = call.arguments.convert(value)
+        outputs = [value(x) for x in call.output_tensors]
+        nodes.append(Node(call.operation, args, kwargs, outputs))
+        made.append(outputs)
     # A list of one output is that output, as Keras has it.
-    returned = unpack_singleton(
-        keras.tree.map_structure(value, model._outputs_struct)
+    returned = upstream.unpack_singleton(
+        keras.tree.map_structure(value, upstream.outputs_of(model))
     )
     used = {x for node in nodes for x in node.inputs}
     used.update(keras.tree.flatten(returned))
@@ -205,7 +203,7 @@ def functional(model: keras.Model) -> Graph:
         # What a layer need not return, although its spec tells it.
         while outputs and outputs[-1] not in used:
             outputs.pop()
-    return Graph(nodes, [value(x) for x in model._inputs], returned)
+    return Graph(nodes, [value(x) for x in model.inputs], returned)
 
 
 def without_masks(graph: Graph) -> Graph:

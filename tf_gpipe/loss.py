@@ -19,8 +19,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.losses.loss import apply_mask
 
+from tf_gpipe import upstream
 from tf_gpipe.stage import Activations
 from tf_gpipe.traced_function import followed_values
 from tf_gpipe.traced_function import result_alone
@@ -173,14 +173,7 @@ def _in_place_of_each(
         # Never run: only Keras knows which labels go with what.
         build = functools.partial(call, compile_loss)
         tf.function(build, autograph=False).get_concrete_function()
-    # Another one, since the model may be asked by other threads meanwhile.
-    stand_in = object.__new__(type(compile_loss))
-    vars(stand_in).update(vars(compile_loss))
-    stand_in._flat_losses = [
-        entry._replace(loss=functools.partial(function, i, entry.loss))
-        for i, entry in enumerate(compile_loss._flat_losses)
-    ]
-    return call(stand_in)
+    return upstream.call_with_each(compile_loss, function, call)
 
 
 def _needs_values(
@@ -214,7 +207,7 @@ def _needs_values(
     def call(y_true, y_pred):
         with scope:
             found = keras.ops.convert_to_tensor(loss.call(y_true, y_pred))
-        mask = getattr(found, "_keras_mask", None)
+        mask = upstream.mask(found)
         if mask is not None:
             makers = followed_values(mask)
             follows.extend(x.op in makers for x in keras.tree.flatten(y_pred))
@@ -281,14 +274,13 @@ def _count(
         return tf.ones((), tf.float64)
     # Of which TensorFlow runs what the count needs.
     made = loss.call(*_given(loss, y_true, y_pred)) if needed else None
-    mask = getattr(y_pred, "_keras_mask", None)
-    own = getattr(made, "_keras_mask", None)
+    mask = upstream.mask(y_pred)
+    own = upstream.mask(made)
     if own is not None:
         mask = own if mask is None else mask & own
     if loss.reduction != "mean_with_sample_weight":
         weight = None
-    # As of a sum: of a mean they would be divided by N.
-    counted = apply_mask(weight, mask, "float64", "sum")
+    counted = upstream.counted(weight, mask, "float64")
     if counted is not None:
         return tf.reduce_sum(tf.cast(counted, tf.float64))
     return None if made is None else tf.cast(tf.shape(made)[0], tf.float64)

@@ -12,6 +12,7 @@ from tf_gpipe import abstract
 from tf_gpipe import placement
 from tf_gpipe import slots
 from tf_gpipe import state
+from tf_gpipe import upstream
 from tf_gpipe.arguments import Arguments
 from tf_gpipe.graph import Graph
 from tf_gpipe.micro_batch import not_dense
@@ -224,7 +225,7 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
             for place in places:
                 placement.place(*place)
             state.global_seed()
-        abstract.forget(variable for variable, *_ in places)
+        upstream.forget_waiting(variable for variable, *_ in places)
         self._pipeline = Pipeline(
             graph, tuple(stages), schedule, config.remat, config.boundary_dtype
         )
@@ -243,7 +244,7 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
             self._config = config
         found = hash(
             tuple(
-                v.value._unique_id
+                upstream.identity(v)
                 for stage in self._pipeline.stages
                 for v in stage.variables
             )
@@ -296,7 +297,7 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
 
 def _check_layer(layer: keras.Layer) -> None:
     """Refuses what cannot be a layer of a pipeline."""
-    for x in layer._flatten_layers():
+    for x in upstream.layers_within(layer):
         if isinstance(x, Pipelined):
             raise ValueError(
                 f"Layer '{x.name}' is a pipeline, with stages on devices of "

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import replicas
+from tf_gpipe import upstream
 
 _eager = threading.RLock()
 
@@ -155,16 +156,16 @@ def place(
             value yet. Also those that are frozen: they may not always be.
     """
     with tf.init_scope(), eagerly_alone(), replicas.variables_on(devices):
-        if variable._value is None:
+        if not upstream.has_value(variable):
             before = variable.trainable
             variable.trainable = before or trainable
-            variable._deferred_initialize()
+            upstream.give_value(variable)
             variable.trainable = before
         elif replicas.devices_of(variable.value) != [
             _full(device).to_string() for device in devices
         ]:
-            old = variable._value
-            variable._value = tf.Variable(
+            old = upstream.tensorflow_variable(variable)
+            moved = tf.Variable(
                 old,
                 trainable=old.trainable,
                 name=variable.name,
@@ -172,6 +173,7 @@ def place(
                 aggregation=old.aggregation,
                 synchronization=old.synchronization,
             )
+            upstream.set_tensorflow_variable(variable, moved)
 
 
 def _full(name: str) -> tf.DeviceSpec:

@@ -4,10 +4,10 @@ import random
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional
 
 from tf_gpipe import abstract
 from tf_gpipe import slots
+from tf_gpipe import upstream
 from tf_gpipe.graph import Graph
 from tf_gpipe.graph import chain
 from tf_gpipe.graph import functional
@@ -17,7 +17,7 @@ from tf_gpipe.partition import layer_graph
 def of(model: Any, input_spec: Any) -> Graph:
     """Returns the graph of what `plan` is given, with the input spec."""
     spec = keras.tree.map_shape_structure(_with_all_sizes, input_spec)
-    if isinstance(model, Functional):
+    if isinstance(model, upstream.Functional):
         graph, flat = functional(model), keras.tree.flatten(spec)
         if [x.ndim for x in flat] != [x.spec.ndim for x in graph.inputs]:
             raise ValueError(
@@ -86,13 +86,15 @@ def copies(
         copy = type(layer).from_config(config)
         # Which a config tells of the layer alone, not of those in it.
         pairs = zip(
-            copy._flatten_layers(), layer._flatten_layers(), strict=False
+            upstream.layers_within(copy),
+            upstream.layers_within(layer),
+            strict=False,
         )
         for x, original in pairs:
-            x._trainable = original.trainable
+            upstream.set_trainable_alone(x, original.trainable)
         with abstract.NoValues():
             outputs = copy(*args, **kwargs)
-        abstract.forget(copy.variables)
+        upstream.forget_waiting(copy.variables)
         if len(copy.weights) == len(layer.weights):
             for x, original in zip(copy.weights, layer.weights, strict=True):
                 x.trainable = original.trainable

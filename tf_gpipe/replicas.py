@@ -11,14 +11,14 @@ that stage. Without a strategy there is one replica.
 """
 
 import contextlib
-import types
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from tf_gpipe import upstream
 
 # A `keras.Model` supplies the rest, of which no types are known.
 _Mixin: Any = object
@@ -70,7 +70,7 @@ def within_xla() -> bool:
 
     As it does for TPUs, and in a `tf.function` with `jit_compile=True`.
     """
-    return GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    return upstream.within_xla()
 
 
 def several() -> bool:
@@ -133,7 +133,7 @@ def variables_on(
 
     def create(next_creator, **kwargs):
         # All that strategies ask of a variable to go with.
-        kwargs["colocate_with"] = types.SimpleNamespace(_devices=devices)
+        kwargs["colocate_with"] = upstream.placed_on(devices)
         return next_creator(**kwargs)
 
     return tf.variable_creator_scope(create)
@@ -209,7 +209,7 @@ def _cross_device_ops(
     NCCL knows no bfloat16, and takes a device for a whole GPU: not for one of
     several that a GPU has been split into.
     """
-    given = strategy.extended._cross_device_ops
+    given = upstream.sums_over_replicas(strategy)
     if isinstance(
         given, (tf.distribute.ReductionToOneDevice, tf.distribute.NcclAllReduce)
     ):

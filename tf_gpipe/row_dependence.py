@@ -12,10 +12,8 @@ A constant is a mean. Anything else, such as a product of two means, cannot be
 had from the parts of a batch.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -25,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import trials
+from tf_gpipe import upstream
 from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Node
 from tf_gpipe.graph import Value
@@ -156,7 +155,10 @@ class RowDependence:
                 found[value] = _specs(Activations.of(x), _of_tensor)
 
         try:
-            with tf.init_scope(), _losses_kept(self._graph.nodes):
+            with (
+                tf.init_scope(),
+                upstream.losses_kept(x.layer for x in self._graph.nodes),
+            ):
                 tf.function(run, autograph=False).get_concrete_function()
         except Exception:
             return None
@@ -228,7 +230,7 @@ class RowDependence:
             return fetch(values, scope.losses)
 
         try:
-            with _losses_kept(nodes):
+            with upstream.losses_kept(x.layer for x in nodes):
                 tried = Trials(function, flat, nodes)
             by_kind = [tried.run(kind) for kind in range(trials.KINDS)]
         except Exception:
@@ -284,24 +286,6 @@ def _dependence(
     if kinds:
         return Dependence("mean" if "mean" in kinds else "sum", True, constant)
     return Dependence("sum" if growths == {"sum"} else "mean", False)
-
-
-@contextlib.contextmanager
-def _losses_kept(nodes: Sequence[Node]) -> Iterator[None]:
-    """A scope in which layers may run, and keep the losses that they have."""
-    kept = [
-        (x, list(x._losses), set(x._loss_ids))
-        for node in nodes
-        if isinstance(node.layer, keras.Layer)
-        for x in node.layer._flatten_layers()
-    ]
-    try:
-        yield
-    finally:
-        for layer, losses, ids in kept:
-            layer._losses[:] = losses
-            layer._loss_ids.clear()
-            layer._loss_ids.update(ids)
 
 
 def _flat(values: Activations) -> list:

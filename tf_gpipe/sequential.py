@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.legacy.saving import saving_utils
 
 from tf_gpipe import abstract
+from tf_gpipe import upstream
 from tf_gpipe import user_class
 from tf_gpipe.graph import chain
 from tf_gpipe.graph import functional
@@ -299,20 +299,20 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         if self._pipeline is None:
             self._build_for(x)
         if self._functional is not None:
-            mask = getattr(x, "_keras_mask", None)
+            mask = upstream.mask(x)
             x = self._functional._standardize_inputs(x)[0]
             if mask is not None:
-                x._keras_mask = mask
+                upstream.set_mask(x, mask)
         return self._built_pipeline(), (x,)
 
 
 def _revived_layer(config: dict[str, Any], custom_objects: Any) -> keras.Layer:
     # In HDF5 files layers have no module.
-    if "module" in config:
-        revive = keras.saving.deserialize_keras_object
-    else:
-        revive = saving_utils.model_from_config
-    return revive(config, custom_objects=custom_objects)
+    if "module" not in config:
+        return upstream.layer_from_hdf5(config, custom_objects)
+    return keras.saving.deserialize_keras_object(
+        config, custom_objects=custom_objects
+    )
 
 
 user_class.register_for_hdf5(PipelinedSequential)

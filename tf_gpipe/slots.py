@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tf_gpipe import placement
 from tf_gpipe import replicas
+from tf_gpipe import upstream
 
 
 def of_optimizer(
@@ -19,13 +20,9 @@ def of_optimizer(
     found: dict[int, list[keras.Variable]] = {id(w): [] for w in weights}
     for x in with_inner(optimizer):
         # One in a MultiOptimizer may have none, and is not built then.
-        own = getattr(x, "_trainable_variables", [])
-        for name, attribute in vars(x).items():
-            if (
-                isinstance(attribute, list)
-                and len(attribute) == len(own)
-                and name not in ("_variables", "_trainable_variables")
-            ):
+        own = upstream.weights_of(x)
+        for attribute in upstream.lists_of(x):
+            if len(attribute) == len(own):
                 for weight, slot in zip(own, attribute, strict=True):
                     if isinstance(slot, keras.Variable):
                         found[id(weight)].append(slot)
@@ -39,7 +36,7 @@ def place(optimizer: keras.optimizers.Optimizer) -> None:
     Adafactor's.
     """
     # Those too that have been frozen since it was built.
-    weights = optimizer._trainable_variables
+    weights = upstream.weights_of(optimizer)
     for weight, own in zip(
         weights, of_optimizer(optimizer, weights), strict=True
     ):
@@ -48,30 +45,10 @@ def place(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def find_again(optimizer: keras.optimizers.Optimizer) -> None:
-    """Tells an optimizer that its weights have moved to other devices.
-
-    It finds the slots of a weight by the TensorFlow variable in it, and also
-    knows by it which weights do not decay.
-    """
-    optimizers = [x for x in with_inner(optimizer) if x.built]
-    for x in optimizers:
-        keys = [x._var_key(weight) for weight in x._trainable_variables]
-        places = x._trainable_variables_indices
-        x._trainable_variables_indices = {k: i for i, k in enumerate(keys)}
-        x._exclude_from_weight_decay = {
-            keys[places[key]]
-            for key in getattr(x, "_exclude_from_weight_decay", ())
-            if key in places
-        }
-        x._exclude_from_weight_decay_cache = {}
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        # Which of its optimizers a weight has.
-        optimizer._var_to_optimizer_idx = {
-            optimizer._var_key(weight): i
-            for i, x in enumerate(optimizer.optimizers)
-            if x.built
-            for weight in x._trainable_variables
-        }
+    """Tells an optimizer that its weights have moved to other devices."""
+    for x in with_inner(optimizer):
+        if x.built:
+            upstream.find_weights_again(x)
 
 
 def with_inner(
@@ -103,6 +80,6 @@ def planned(
         ]
         for variable, weight in zip(own, weights, strict=True):
             # By which a MultiOptimizer tells them apart.
-            variable._path = weight.path
+            upstream.set_path(variable, weight.path)
         optimizer.build(own)
     return of_optimizer(optimizer, own)

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import replicas
+from tf_gpipe import upstream
 from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Node
 from tf_gpipe.graph import Value
@@ -87,15 +88,15 @@ class Stage:
         Keras leaves them out of a layer's variables.
         """
         found = [v for layer in self.layers for v in layer.metrics_variables]
-        return [v for v in _unique(found) if v._value is None]
+        return [v for v in _unique(found) if not upstream.has_value(v)]
 
     def made_trainable(self) -> set[int]:
         """Returns the ids of weights, also of those that are frozen."""
         return {
             id(v)
             for layer in self.layers
-            for x in layer._flatten_layers()
-            for v in x._trainable_variables
+            for x in upstream.layers_within(layer)
+            for v in upstream.own_weights(x)
         }
 
     def trainable(self, variables: Sequence[keras.Variable]) -> list:
@@ -134,11 +135,6 @@ class Activations(NamedTuple):
     def of(cls, tensors: Any) -> "Activations":
         """Returns tensors with what Keras takes from beside them."""
 
-        def attached(name: str) -> Any:
-            return keras.tree.map_structure(
-                lambda x: getattr(x, name, None), tensors
-            )
-
         def before(operation: str) -> Any:
             return keras.tree.map_structure(
                 lambda x: _input_of(x, operation), tensors
@@ -146,8 +142,8 @@ class Activations(NamedTuple):
 
         return cls(
             tensors,
-            attached("_keras_mask"),
-            attached("_keras_logits"),
+            keras.tree.map_structure(upstream.mask, tensors),
+            keras.tree.map_structure(upstream.logits, tensors),
             before("Softmax"),
             before("Sigmoid"),
         )
@@ -163,9 +159,9 @@ class Activations(NamedTuple):
             elif mask is not None or logits is not None:
                 x = tf.identity(x)
             if mask is not None:
-                x._keras_mask = mask
+                upstream.set_mask(x, mask)
             if logits is not None:
-                x._keras_logits = logits
+                upstream.set_logits(x, logits)
             return x
 
         return keras.tree.map_structure(attach, *self)
@@ -213,7 +209,7 @@ def _input_of(x: Any, operation: str) -> Any:
     if (
         tf.is_symbolic_tensor(x)
         and x.op.type == operation
-        and not hasattr(x, "_keras_logits")
+        and upstream.logits(x) is None
     ):
         return x.op.inputs[0]
     return None
@@ -250,12 +246,11 @@ def run_stage(
 
 def adder(layer: keras.Layer, loss: tf.Tensor) -> keras.Layer:
     """Returns which layer has added a loss: one within `layer`, or itself."""
-    for x in layer._flatten_layers(include_self=False):
-        if id(loss) in x._loss_ids:
-            # The next tensor may get the same id.
-            x._loss_ids.discard(id(loss))
+    _, *inner = upstream.layers_within(layer)
+    for x in inner:
+        if upstream.take_loss(x, loss):
             return x
-    layer._loss_ids.discard(id(loss))
+    upstream.take_loss(layer, loss)
     return layer
 
 
@@ -265,7 +260,7 @@ def in_mode(layer: Any, training: bool | None) -> Callable:
     def call(*args, **kwargs):
         # Also what a functional model has noted as the layer's default. And
         # layers that do not take it pass it on to those within them.
-        if training is not None and "training" in layer._call_context_args:
+        if training is not None:
             kwargs["training"] = training
         # A layer may return a weight itself.
         return keras.tree.map_structure(_read, layer(*args, **kwargs))

@@ -19,6 +19,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe import upstream
+
 _OF_CLIENT = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _PLACE = re.compile(r"\bstage_(\d+)/([^/\s{}]+)")
 _CANCELLED = (
@@ -52,7 +54,8 @@ class TellingFunction:
         concrete = self._function.get_concrete_function(*args)
         if concrete in self._seen:
             return concrete
-        if self._function._shared_rendezvous and _leaves_host(concrete):
+        shares = upstream.shares_rendezvous(self._function)
+        if shares and _leaves_host(concrete):
             # Where its parts on two hosts would not find each other.
             self._function = self._made(tells=False)
             concrete = self._function.get_concrete_function(*args)
@@ -66,8 +69,7 @@ class TellingFunction:
             jit_compile=self._jit_compile or None,
             experimental_attributes={"_noinline": True},
         )
-        # Which `experimental_attributes` does not take.
-        function._shared_rendezvous = tells or None
+        upstream.share_rendezvous(function, tells)
         return function
 
 

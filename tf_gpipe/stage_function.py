@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import tape as tapes
 
+from tf_gpipe import upstream
 from tf_gpipe.function_call import filled
 from tf_gpipe.function_call import tensors
 from tf_gpipe.graph import Value
@@ -205,11 +204,11 @@ class StageFunction:
             run = self._rematerialized if remat else self
             result = run(inputs, carried)
 
-        def gradient(upstream: list) -> tuple[list, list]:
+        def gradient(gradients: list) -> tuple[list, list]:
             arriving = [
                 (target, tf.cast(arrived, target.dtype))
                 for target, arrived in zip(
-                    result.targets, upstream, strict=True
+                    result.targets, gradients, strict=True
                 )
                 if target.dtype.is_floating and arrived is not None
             ]
@@ -264,7 +263,7 @@ class StageFunction:
                 values[i] = x
                 # Their gradients are asked for too: a layer's own `keras.remat`
                 # reads them where they are, but here not before the gradient.
-                tapes.variable_accessed(self.carried[i].value)
+                upstream.watch_as_read(self.carried[i].value)
             structure = self(inputs.with_parts(xs), values)
             leaves = keras.tree.flatten(structure)
             return [leaves[i] for i in _differentiable_first(leaves)]
@@ -312,15 +311,16 @@ class _Recorder(keras.StatelessScope):
         super().__init__(state_mapping, collect_losses=True)
         self.updated: dict[int, keras.Variable] = {}
         self._elsewhere = elsewhere
-        self._stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+        self._stopped = upstream.tapes_are_stopped()
 
     def add_update(self, update):
         variable, value = update
         self.updated[id(variable)] = variable
         if value.dtype.is_floating:
             before = self.get_current_value(variable)
-            # Not `value`, which is cast under mixed precision.
-            before = variable._value if before is None else before
+            if before is None:
+                # Not `value`, which is cast under mixed precision.
+                before = upstream.tensorflow_variable(variable)
             value = _assigned(tf.convert_to_tensor(before), value)
         super().add_update((variable, value))
 
@@ -332,7 +332,7 @@ class _Recorder(keras.StatelessScope):
                 "weight of the layer that uses it too. If layers have got "
                 "weights since the model was built, call `model.rebalance`."
             )
-        stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped() and not self._stopped
+        stopped = upstream.tapes_are_stopped() and not self._stopped
         if variable.trainable and stopped and id(variable) not in self.updated:
             # A layer's own `keras.remat`, which finds the weights of what it
             # will run again by watching which are read where they are.

@@ -1,12 +1,10 @@
 """The phases of a stage as functions, traced once for all micro-batches."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
 
+from tf_gpipe import upstream
 from tf_gpipe.function_call import tensors
 from tf_gpipe.gradients import GradientSum
 from tf_gpipe.pack import unpack
@@ -91,12 +89,13 @@ class StagePhases:
         return self._cuts[graph]
 
     def _differentiate(self, inputs: Activations, carried: list) -> None:
-        with self.function.on_device(), _recording():
+        # The trace is kept: the function will be called where tapes do record.
+        with self.function.on_device(), upstream.tapes_restarted():
             result, gradient = self.function.differentiable(inputs, carried)
             graph = tf.compat.v1.get_default_graph()
             num_forward = len(graph.get_operations())
             # Of what arrives later: they are fed to parts of the trace.
-            upstream = [
+            arriving = [
                 tf.compat.v1.placeholder(x.dtype, x.shape)
                 if x.dtype.is_floating
                 else None
@@ -104,32 +103,15 @@ class StagePhases:
             ]
             # By which an error in it is found.
             with tf.name_scope(f"stage_{self.function.stage.index}/backward"):
-                by_input, by_variable = gradient(upstream)
+                by_input, by_variable = gradient(arriving)
             self._traces[graph] = Trace(
                 len(tensors(inputs)),
                 num_forward,
                 result,
-                upstream,
+                arriving,
                 by_input,
                 by_variable,
             )
-
-
-@contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    """A scope in which tapes record even if TensorFlow has stopped them.
-
-    As `tf.recompute_grad` has when it runs a function forward. The trace is
-    kept, and the function will be called with tapes that do record.
-    """
-    stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
-    if stopped:
-        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
-    try:
-        yield
-    finally:
-        if stopped:
-            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
 class PhasedCall:

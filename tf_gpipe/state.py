@@ -6,6 +6,7 @@ their versions become one, as if the layers had seen the mini-batch as a whole.
 """
 
 import concurrent.futures
+import itertools
 import random
 import weakref
 from collections.abc import Callable
@@ -14,10 +15,9 @@ from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 from tf_gpipe import replicas
+from tf_gpipe import upstream
 from tf_gpipe.micro_batch import Split
 
 # The generator that was last seen outside of a strategy's replicas.
@@ -43,14 +43,12 @@ def global_seed() -> list[keras.Variable]:
         if strategy not in _shared:
             return []
         # A replica is a thread, and each has a state of Keras of its own.
-        global_state.set_global_attribute(
-            GLOBAL_SEED_GENERATOR, _shared[strategy]
-        )
+        upstream.set_seed_generator_of_keras(_shared[strategy])
         return [_shared[strategy].state]
-    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    generator = upstream.seed_generator_of_keras()
     if generator is None:
         generator = _made()
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+        upstream.set_seed_generator_of_keras(generator)
     _shared[strategy] = generator
     return [generator.state]
 
@@ -80,7 +78,7 @@ def batch_norms(
     return [
         x
         for layer in layers
-        for x in layer._flatten_layers()
+        for x in upstream.layers_within(layer)
         if isinstance(x, keras.layers.BatchNormalization)
     ]
 
@@ -226,10 +224,11 @@ class StateVersions:
             return merged
         numbers = range(self._split.num_micro_batches)
         shares = [tf.cast(self._split.weight(m), "float32") for m in numbers]
-        for x in (each for layer in layers for each in layer._flatten_layers()):
+        every = map(upstream.layers_within, layers)
+        for x in itertools.chain.from_iterable(every):
             own = {
                 v.name: v
-                for v in [*x._trainable_variables, *x._non_trainable_variables]
+                for v in upstream.own_variables(x)
                 if id(v) in self._updated
             }
             if not own or not hasattr(x, "merge_micro_batches"):

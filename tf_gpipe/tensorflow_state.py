@@ -12,7 +12,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops.handle_data_util import get_resource_handle_data
+
+from tf_gpipe import upstream
 
 _WRITES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceStrided")
 
@@ -42,7 +43,9 @@ def find(layers: Iterable[keras.Layer]) -> list[tf.Variable]:
     """
     found: dict[Any, tf.Variable] = {}
     seen: set[int] = set()
-    rest: list = [vars(x) for layer in layers for x in layer._flatten_layers()]
+    rest: list = [
+        vars(x) for layer in layers for x in upstream.layers_within(layer)
+    ]
     while rest:
         x = rest.pop()
         if isinstance(x, tf.Variable):
@@ -109,11 +112,9 @@ def not_followed(
 def _writes(operation: tf.Operation, place: int) -> bool:
     if operation.type.startswith(_WRITES):
         return place == 0
-    try:
-        # TensorFlow notes it for calls and loops.
-        reads = operation.get_attr("_read_only_resource_inputs")
-    except ValueError:
-        return False
-    data = get_resource_handle_data(operation.inputs[place])
-    # Other resources, such as tables, are no variables.
-    return place not in reads and data is not None and data.is_set
+    reads = upstream.read_only_places(operation)
+    return (
+        reads is not None
+        and place not in reads
+        and upstream.is_variable(operation.inputs[place])
+    )

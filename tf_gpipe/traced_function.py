@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe import upstream
 from tf_gpipe.function_call import FunctionCall
 from tf_gpipe.function_call import filled
 from tf_gpipe.tensorflow_state import written
@@ -195,8 +196,7 @@ class TracedFunction:
             graph = tf.compat.v1.get_default_graph()
             # TensorFlow forgets functions, such as gradients of loops, with
             # the last graph that has them, which may be the traced one.
-            for function in self._graph._functions.values():
-                graph._add_function_recursive(function)
+            upstream.copy_functions(self._graph, graph)
             fed = dict(zip(map(id, feeds), values, strict=True))
             found = {
                 name: fed[id(x)]

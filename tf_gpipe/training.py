@@ -6,13 +6,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.losses.loss import scale_loss_for_distribution
-from keras.src.losses.loss import unscale_loss_for_distribution
 
 from tf_gpipe import cluster
 from tf_gpipe import placement
 from tf_gpipe import slots
 from tf_gpipe import state
+from tf_gpipe import upstream
 from tf_gpipe.calls import PipelinedCalls
 from tf_gpipe.colocation import colocate
 from tf_gpipe.colocation import following_inputs
@@ -139,7 +138,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         loss, gradients, y_pred = self.loss_and_gradients(x, y, sample_weight)
         self._loss_tracker.update_state(
-            unscale_loss_for_distribution(loss),
+            upstream.unscaled_for_replicas(loss),
             sample_weight=tf.shape(keras.tree.flatten(x)[0])[0],
         )
         if self.trainable_variables:
@@ -239,7 +238,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         # What gradients are scaled by: those of the losses given to `compile`
         # and, as Keras does, those of all others also over replicas.
         scale = self._scale_loss(tf.ones(()))
-        added_scale = scale_loss_for_distribution(scale)
+        added_scale = upstream.scaled_for_replicas(scale)
 
         def make_loss(outputs, m):
             return MicroBatchLoss(
@@ -272,7 +271,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             scaled = [tf.cast(added_scale, x.dtype) * x for x in penalties]
         by_variable = tape.gradient(scaled, self.trainable_variables)
         added = [
-            tf.cast(scale_loss_for_distribution(x), total.dtype)
+            tf.cast(upstream.scaled_for_replicas(x), total.dtype)
             for x in [*run.losses(), *penalties]
         ]
         loss = tf.add_n([total, *added])
@@ -280,7 +279,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         metrics = self._compile_loss.metrics if self._compile_loss else []
         for metric, value in zip(metrics, of_each, strict=False):
             metric.update_state(
-                unscale_loss_for_distribution(value),
+                upstream.unscaled_for_replicas(value),
                 sample_weight=split.static_rows,
             )
         run.commit_state()

@@ -5,10 +5,8 @@ import types
 from typing import Any
 
 import keras
-from keras.src.backend.common import global_state
-from keras.src.models.functional import Functional
-from keras.src.saving import object_registration
-from keras.src.utils import tracking
+
+from tf_gpipe import upstream
 
 # What computes a model's outputs, in whose place the pipeline runs.
 CALLS = ("call", "__call__")
@@ -117,17 +115,16 @@ def carry(model: keras.Model, made: keras.Model) -> None:
             value = types.MethodType(value.__func__, made)
         if sequential and not isinstance(made, keras.Sequential):
             # A `Sequential` has the weights of its stack alone.
-            with tracking.DotNotTrackScope():
+            with upstream.untracked():
                 setattr(made, name, value)
         else:
             setattr(made, name, value)
-    for store, (_, theirs) in model._tracker.config.items():
-        if store == "layers" and sequential:
+    for kind, theirs in upstream.tracked(model).items():
+        if kind == "layers" and sequential:
             continue
-        mine = made._tracker.config[store][1]
         for x in theirs:
-            if not made._tracker.is_in_store(store, x):
-                made._tracker.add_to_store(store, x)
+            upstream.track(made, kind, x)
+        mine = upstream.tracked(made)[kind]
         places = {id(x): i for i, x in enumerate(theirs)}
         mine.sort(key=lambda x: places.get(id(x), len(places)))
 
@@ -136,12 +133,12 @@ def carry(model: keras.Model, made: keras.Model) -> None:
 def _class_of_both(cls: type, base: Any) -> type:
     def get_config(self):
         config = super(both, self).get_config()
-        if global_state.get_global_attribute("use_legacy_config", False):
+        if upstream.writes_hdf5():
             # An HDF5 file, which names the user's class by itself: a plain
             # model of that class is what can be loaded from it.
             return config
         # With what Keras needs to make a plain model of the user's class.
-        name = object_registration.get_registered_name(cls)
+        name = upstream.registered_name(cls)
         plain = {
             "module": cls.__module__,
             "class_name": cls.__name__,
@@ -174,9 +171,7 @@ def _class_of_both(cls: type, base: Any) -> type:
         cls.__name__, (cls, base), exec_body=lambda body: body.update(namespace)
     )
     # A saved one is loaded as a pipeline, by the config above.
-    object_registration.GLOBAL_CUSTOM_NAMES[both] = (
-        object_registration.get_registered_name(base)
-    )
+    upstream.register_as(both, upstream.registered_name(base))
     return both
 
 
@@ -194,9 +189,7 @@ def _without_init(cls: Any, base: Any) -> type:
     made = types.new_class(
         cls.__name__, (cls,), exec_body=lambda body: body.update(namespace)
     )
-    object_registration.GLOBAL_CUSTOM_NAMES[made] = (
-        object_registration.get_registered_name(cls)
-    )
+    upstream.register_as(made, upstream.registered_name(cls))
     return made
 
 
@@ -216,7 +209,9 @@ def _check_calls(model: keras.Model) -> None:
 def _check_names(model: keras.Model, base: type) -> None:
     """Refuses a model with attributes that are a pipeline's own."""
     plain = (
-        keras.Sequential if issubclass(base, keras.Sequential) else Functional
+        keras.Sequential
+        if issubclass(base, keras.Sequential)
+        else upstream.Functional
     )
     ours = {
         name

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import schedules
+from tf_gpipe import upstream
 from tf_gpipe import verify_memory
 from tf_gpipe import verify_steps
 from tf_gpipe.pipeline import Pipeline
@@ -354,7 +355,7 @@ def _unfit(model: Any, x: Any) -> str | None:
             f"Model '{model.name}' has not been compiled with an optimizer "
             "and a loss. Call `model.compile(...)`."
         )
-    if model._distribute_strategy or tf.distribute.has_strategy():
+    if upstream.strategy_of(model) or tf.distribute.has_strategy():
         return (
             f"Model '{model.name}' was made under a `tf.distribute` strategy. "
             "Its replicas cannot be compared with a plain model on one "
@@ -364,7 +365,7 @@ def _unfit(model: Any, x: Any) -> str | None:
 
 
 def _tolerance(model: Any) -> float:
-    dtypes = [layer.compute_dtype for layer in model._flatten_layers()]
+    dtypes = [x.compute_dtype for x in upstream.layers_within(model)]
     dtypes.append(model._pipeline.boundary_dtype)
     known = [TOLERANCES[x] for x in dtypes if x in TOLERANCES]
     return max(known, default=TOLERANCES["float32"])

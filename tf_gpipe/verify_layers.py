@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_gpipe import schedules
 from tf_gpipe import state
+from tf_gpipe import upstream
 from tf_gpipe.engine import MiniBatch
 from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Node
@@ -294,7 +295,7 @@ def _state_of(node: Node) -> list:
         *node.layer.variables,
         *(
             v
-            for x in node.layer._flatten_layers()
+            for x in upstream.layers_within(node.layer)
             for v in tensorflow_variables(x)
         ),
     ]
@@ -312,7 +313,9 @@ def _added(layer: Any) -> list[tf.Tensor]:
     if not isinstance(layer, keras.Layer):
         return []
     return [
-        loss for x in layer._flatten_layers() for loss in x._get_own_losses()
+        loss
+        for x in upstream.layers_within(layer)
+        for loss in upstream.own_losses(x)
     ]
 
 

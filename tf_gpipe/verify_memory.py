@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.client import device_lib
 
 from tf_gpipe import slots
+from tf_gpipe import upstream
 
 
 def too_large(model: Any, x: Any) -> str | None:
@@ -62,9 +62,4 @@ def _device_memory() -> int | None:
     parts = tf.config.get_logical_device_configuration(gpus[0])
     if parts and parts[0].memory_limit:
         return int(parts[0].memory_limit * 2**20)
-    limits = [
-        x.memory_limit
-        for x in device_lib.list_local_devices()
-        if x.device_type == "GPU"
-    ]
-    return limits[0] if limits else None
+    return upstream.gpu_memory()

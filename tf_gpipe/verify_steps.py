@@ -19,11 +19,10 @@ from typing import NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.models.functional import Functional
-from keras.src.utils.tracking import Tracker
 
 from tf_gpipe import slots
 from tf_gpipe import state
+from tf_gpipe import upstream
 from tf_gpipe.functional import PipelinedModel
 from tf_gpipe.sequential import PipelinedSequential
 
@@ -76,7 +75,7 @@ def plain(model: keras.Model) -> Iterator[None]:
 @functools.cache
 def _plain_class(cls: Any) -> Any:
     ours: Any = PipelinedModel
-    theirs: Any = Functional
+    theirs: Any = upstream.Functional
     if issubclass(cls, PipelinedSequential):
         ours, theirs = PipelinedSequential, keras.Sequential
     methods = _keras_methods(ours, theirs)
@@ -131,7 +130,7 @@ class Variables:
         self._add("variable", model.trainable_variables)
         self._add("statistic", model.variables)
         self._add("statistic", state.global_seed())
-        for layer in model._flatten_layers():
+        for layer in upstream.layers_within(model):
             self._add("statistic", tensorflow_variables(layer))
             self._add("metric", layer.metrics_variables)
         if model.optimizer is not None:
@@ -223,8 +222,8 @@ class Attributes:
         self._contents: list[tuple[Any, Any]] = []
         self._random = random.getstate(), np.random.get_state()
         seen: set[int] = set()
-        found: list[Any] = [*model._flatten_layers()]
-        found += [model._compile_loss, model._compile_metrics]
+        found: list[Any] = upstream.layers_within(model)
+        found += upstream.compiled_parts(model)
         found += [*getattr(model, "metrics", ())]
         if model.optimizer is not None:
             found += slots.with_inner(model.optimizer)
@@ -251,7 +250,7 @@ class Attributes:
         elif issubclass(type(x), set):
             self._contents.append((x, set(x)))
             inner = ()
-        elif isinstance(x, (keras.Layer, keras.Metric, Tracker)) or (
+        elif isinstance(x, (keras.Layer, keras.Metric, upstream.Tracker)) or (
             isinstance(x, (keras.Loss, keras.optimizers.Optimizer))
         ):
             self._keep(vars(x), seen)
@@ -306,7 +305,7 @@ def train(
         def apply(grads, trainable_variables=None):
             weights = trainable_variables
             if weights is None:
-                weights = model.optimizer._trainable_variables
+                weights = upstream.weights_of(model.optimizer)
             given = []
             for gradient, weight in zip(grads, weights, strict=True):
                 name = paths.get(id(weight), str(weight.path))

@@ -11,6 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe import upstream
+
 # What only moves numbers, or makes them up.
 _FREE = frozenset(
     """
@@ -126,7 +128,9 @@ def called_by(op: tf.Operation) -> list[Any]:
     functions = [op.get_attr(name) for name in _CALLS.get(kind, ())]
     if kind == "Case":
         functions = op.get_attr("branches")
-    found = [op.graph._get_function(function.name) for function in functions]
+    found = [
+        upstream.function_of(op.graph, function.name) for function in functions
+    ]
     for function, known in zip(functions, found, strict=True):
         if known is None:
             raise ValueError(f"the function '{function.name}' is not known")

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import upstream
 from tf_gpipe.graph import Graph
 from tf_gpipe.graph import Node
 from tf_gpipe.graph import Value
@@ -299,7 +300,9 @@ def _key(node: Node, specs: Specs) -> str:
         for i, value in enumerate(node.inputs)
     }
     layer = node.layer
-    parts = layer._flatten_layers() if isinstance(layer, keras.Layer) else []
+    parts = (
+        upstream.layers_within(layer) if isinstance(layer, keras.Layer) else []
+    )
     trained = [x.trainable for x in (*parts, *variables_of(layer))]
     return json.dumps(
         [id(type(node.layer)), nameless, trained, node.arguments(inputs)],

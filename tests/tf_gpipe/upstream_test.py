@@ -1,0 +1,642 @@
+"""What the library takes from inside TensorFlow and Keras is there.
+
+Where a test here fails on a new release, its name says what has changed, and
+its docstring which promise of the library hangs on it.
+"""
+
+import inspect
+import pathlib
+import re
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_gpipe
+from tests.devices import KIND
+from tf_gpipe import upstream
+
+L = keras.layers
+PACKAGE = pathlib.Path(tf_gpipe.__file__).parent
+
+
+class Block(L.Layer):
+    def __init__(self):
+        super().__init__()
+        self.dense = L.Dense(2)
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(name="scale")
+        self.count = self.add_weight(name="count", trainable=False)
+        self.dense.build(input_shape)
+
+    def call(self, x, training=None):
+        self.add_loss(keras.ops.sum(self.scale))
+        return self.dense(x) * self.scale
+
+
+class LayersTest(tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.block = Block()
+        self.block(np.ones((1, 2)))
+
+    def test_layers_within(self):
+        """Nested layers are checked, counted, merged and placed."""
+        found = upstream.layers_within(self.block)
+        self.assertEqual(found, [self.block, self.block.dense])
+
+    def test_own_variables(self):
+        """Layers merge their state; tapes watch weights that may thaw."""
+        self.block.trainable = False
+        block = self.block
+        self.assertEqual(upstream.own_weights(block), [block.scale])
+        self.assertEqual(
+            upstream.own_variables(block), [block.scale, block.count]
+        )
+
+    def test_set_trainable_alone(self):
+        """What is frozen in a layer stays so in a pipeline and in a plan."""
+        upstream.set_trainable_alone(self.block, False)
+        self.assertFalse(self.block.trainable)
+        self.assertTrue(self.block.dense.trainable)
+
+    def test_losses(self):
+        """`add_loss` counts once, by the layer that has called it."""
+        (loss,) = upstream.own_losses(self.block)
+        with upstream.losses_kept([self.block, keras.Operation()]):
+            self.block(np.ones((1, 2)))
+        self.assertIs(upstream.own_losses(self.block)[0], loss)
+        with keras.StatelessScope(collect_losses=True) as scope:
+            self.block(np.ones((1, 2)))
+        (loss,) = scope.losses
+        self.assertFalse(upstream.take_loss(self.block.dense, loss))
+        self.assertTrue(upstream.take_loss(self.block, loss))
+        self.assertFalse(upstream.take_loss(self.block, loss))
+
+
+class TensorsTest(tf.test.TestCase):
+    def test_mask(self):
+        """Masked steps are left out of losses, in every stage."""
+        x = L.Masking()(np.array([[[1.0], [0.0]]]))
+        self.assertAllEqual(upstream.mask(x), [[True, False]])
+        self.assertIsNone(upstream.mask(tf.ones(2)))
+        upstream.set_mask(x, tf.constant([[False, True]]))
+        y = L.GlobalAveragePooling1D()(x)
+        self.assertAllEqual(y, [[0.0]])
+
+    def test_logits(self):
+        """Cross-entropies take the logits behind a last softmax."""
+        x = L.Softmax()(tf.constant([[100.0, 0.0]]))
+        self.assertAllEqual(upstream.logits(x), [[100.0, 0.0]])
+        self.assertIsNone(upstream.logits(tf.ones(2)))
+        y = tf.identity(x)
+        upstream.set_logits(y, tf.constant([[0.0, 100.0]]))
+        loss = keras.losses.CategoricalCrossentropy()(tf.ones((1, 2)), y)
+        self.assertAllClose(loss, 100.0)
+
+    def test_is_optional(self):
+        """Inputs that may be missing are refused by name."""
+        self.assertTrue(upstream.is_optional(keras.Input((2,), optional=True)))
+        self.assertFalse(upstream.is_optional(keras.Input((2,))))
+
+
+class VariablesTest(tf.test.TestCase):
+    def test_values_come_later(self):
+        """A model too large for one device is never on one."""
+        with keras.StatelessScope(initialize_variables=False):
+            waiting = [keras.Variable("ones", (2,)) for _ in range(2)]
+        self.assertFalse(upstream.has_value(waiting[0]))
+        upstream.give_value(waiting[0])
+        self.assertTrue(upstream.has_value(waiting[0]))
+        self.assertAllEqual(waiting[0], [1, 1])
+        # Else Keras would give it a value where it next makes one.
+        upstream.forget_waiting(waiting)
+        keras.Variable("ones", (2,))
+        L.Dense(2).build((None, 2))
+        self.assertFalse(upstream.has_value(waiting[1]))
+
+    def test_another_variable_within(self):
+        """Weights move to their stages, and functions are traced again."""
+        variable = keras.Variable([1.0, 2.0])
+        before = upstream.identity(variable)
+        self.assertEqual(upstream.identity(variable), before)
+        moved = tf.Variable([3.0, 4.0])
+        upstream.set_tensorflow_variable(variable, moved)
+        self.assertIs(upstream.tensorflow_variable(variable), moved)
+        self.assertAllEqual(variable, [3, 4])
+        self.assertNotEqual(upstream.identity(variable), before)
+
+    def test_set_path(self):
+        """A plan gives each weight the slots that a MultiOptimizer would."""
+        variable = keras.Variable([1.0])
+        upstream.set_path(variable, "a/b")
+        self.assertEqual(variable.path, "a/b")
+
+
+class StateOfKerasTest(tf.test.TestCase):
+    def test_seed_generator(self):
+        """Masks do not depend on stages, and a run repeats from its seed."""
+        self.assertIsNone(upstream.seed_generator_of_keras())
+        keras.random.normal((2,))
+        self.assertIsNotNone(upstream.seed_generator_of_keras())
+        generator = keras.random.SeedGenerator(3)
+        upstream.set_seed_generator_of_keras(generator)
+        self.assertIs(upstream.seed_generator_of_keras(), generator)
+        before = generator.state.numpy()
+        keras.random.normal((2,))
+        self.assertNotAllEqual(generator.state, before)
+
+    def test_without_autocast(self):
+        """Layers of several dtypes read weights as each of them would."""
+        variable, seen = keras.Variable([1.0]), []
+
+        class Layer(L.Layer):
+            def call(self, x):
+                seen.append(variable.value.dtype)
+                with upstream.without_autocast():
+                    seen.append(variable.value.dtype)
+                seen.append(variable.value.dtype)
+                return x
+
+        Layer(dtype="mixed_bfloat16")(np.ones((1, 2)))
+        self.assertEqual(seen, [tf.bfloat16, tf.float32, tf.bfloat16])
+
+    def test_writes_hdf5(self):
+        """HDF5 files of a user's class of pipeline can be loaded."""
+        seen = []
+
+        class Layer(L.Layer):
+            def get_config(self):
+                seen.append(bool(upstream.writes_hdf5()))
+                return super().get_config()
+
+        model = keras.Sequential([keras.Input((2,)), Layer()])
+        folder = self.get_temp_dir()
+        model.save(f"{folder}/a.keras")
+        self.assertEqual(set(seen), {False})
+        seen.clear()
+        model.save(f"{folder}/a.h5")
+        self.assertEqual(set(seen), {True})
+
+
+class ModelsTest(tf.test.TestCase, parameterized.TestCase):
+    def make(self):
+        x = keras.Input((2,))
+        hidden = L.Dense(2)(x)
+        return keras.Model({"x": x}, [L.Add()([hidden, x])])
+
+    def test_graph(self):
+        """Functional models are cut in the order of their layers."""
+        model = self.make()
+        self.assertIsInstance(model, upstream.Functional)
+        names = [node.operation.name for node in upstream.calls(model)]
+        self.assertEqual(names, [x.name for x in model.layers[1:]])
+        self.assertEqual(set(upstream.inputs_of(model)), {"x"})
+        self.assertIsInstance(upstream.outputs_of(model), list)
+        self.assertEqual(upstream.unpack_singleton([3]), 3)
+        self.assertEqual(upstream.unpack_singleton([3, 4]), [3, 4])
+
+    def test_graph_of_a_sequential(self):
+        """`from_model` takes a built `Sequential`."""
+        model = keras.Sequential([L.Dense(2)])
+        self.assertIsNone(upstream.graph_of(model))
+        model.build((None, 2))
+        self.assertIsInstance(upstream.graph_of(model), upstream.Functional)
+
+    def test_configs(self):
+        """Saved pipelines are loaded without a copy on one device."""
+        model = self.make()
+        found = upstream.functional_arguments(model.get_config(), None)
+        self.assertContainsSubset(["inputs", "outputs", "name"], found)
+        dense = {"class_name": "Dense", "config": L.Dense(3).get_config()}
+        self.assertEqual(upstream.layer_from_hdf5(dense, None).units, 3)
+
+    def test_registered_name(self):
+        """A pipeline of a user's class is saved by a name that loads it."""
+
+        @keras.saving.register_keras_serializable(package="upstream_test")
+        class First(L.Layer):
+            pass
+
+        class Second(L.Layer):
+            pass
+
+        name = upstream.registered_name(First)
+        self.assertEqual(name, "upstream_test>First")
+        upstream.register_as(Second, name)
+        self.assertEqual(upstream.registered_name(Second), name)
+
+    def test_strategy_of(self):
+        """Pipelines are replicas of the strategy that they were made under."""
+        self.assertIsNone(upstream.strategy_of(self.make()))
+        strategy = tf.distribute.MirroredStrategy([f"{KIND}:0", f"{KIND}:1"])
+        with strategy.scope():
+            self.assertIs(upstream.strategy_of(self.make()), strategy)
+
+    def test_compiled_parts(self):
+        """`verify` leaves losses and metrics as they were."""
+        model = self.make()
+        model.compile(loss="mse", metrics=["mae"])
+        self.assertEqual(
+            [type(x).__name__ for x in upstream.compiled_parts(model)],
+            ["CompileLoss", "CompileMetrics"],
+        )
+
+    def test_tracked(self):
+        """A pipeline of a user's model has what that has beside its layers."""
+        model = self.make()
+        metric = keras.metrics.Mean()
+        with upstream.untracked():
+            model.unseen = metric
+        self.assertEmpty(upstream.tracked(model)["metrics"])
+        upstream.track(model, "metrics", metric)
+        upstream.track(model, "metrics", metric)
+        self.assertLen(upstream.tracked(model)["metrics"], 1)
+        self.assertLen(upstream.tracked(model)["layers"], 3)
+        self.assertIsInstance(model._tracker, upstream.Tracker)
+
+    @parameterized.parameters(
+        (keras.Model, "_compute_loss"),
+        (keras.Model, "_get_regularization_losses"),
+        (keras.Model, "_make_function"),
+        (keras.Model, "_maybe_symbolic_build"),
+        (keras.Model, "_trackable_children"),
+        (keras.Sequential, "_maybe_rebuild"),
+        (upstream.Functional, "_assert_input_compatibility"),
+        (upstream.Functional, "_convert_inputs_to_tensors"),
+        (upstream.Functional, "_standardize_inputs"),
+    )
+    def test_methods(self, cls, name):
+        """Pipelines override them, or call them of themselves."""
+        self.assertTrue(callable(getattr(cls, name)))
+
+    def test_overridden_methods_are_called(self):
+        """Hosts agree on shapes, and layers are added before stages are cut."""
+        called = []
+
+        def noting(name):
+            def method(self, *args, **kwargs):
+                called.append(name)
+                return getattr(super(Model, self), name)(*args, **kwargs)
+
+            return method
+
+        class Model(keras.Sequential):
+            _maybe_rebuild = noting("_maybe_rebuild")
+            _maybe_symbolic_build = noting("_maybe_symbolic_build")
+            _make_function = noting("_make_function")
+            _get_regularization_losses = noting("_get_regularization_losses")
+
+        model = Model([L.Dense(2)])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((2, 2)), np.ones((2, 2)), verbose=0)
+        self.assertEqual(
+            set(called), {name for name in vars(Model) if name in called}
+        )
+        self.assertLen(set(called), 4)
+
+    def test_losses_of_a_step(self):
+        """The whole mini-batch's loss takes what stages have added."""
+        model = self.make()
+        model.compile("sgd", "mse")
+        self.assertEqual(model._losses_override, [])
+        model._losses_override = [tf.constant(3.0)]
+        self.assertAllEqual(model.losses, [3.0])
+        self.assertEqual(model._loss_tracker.name, "loss")
+
+
+class LossesTest(tf.test.TestCase):
+    def test_call_with_each(self):
+        """Each loss is divided by what the mini-batch holds."""
+        x = keras.Input((2,))
+        model = keras.Model(x, [L.Dense(1)(x), L.Dense(1)(x)])
+        model.compile(loss=["mse", "mae"])
+        compile_loss, _ = upstream.compiled_parts(model)
+        y = [tf.ones((2, 1)), tf.ones((2, 1))]
+        compile_loss(y, y)
+        names = []
+
+        def instead(i, loss, y_true, y_pred, sample_weight=None):
+            names.append((i, loss.name))
+            return tf.constant(2.0)
+
+        total = upstream.call_with_each(
+            compile_loss, instead, lambda losses: losses(y, y)
+        )
+        self.assertAllEqual(total, 4.0)
+        self.assertEqual(names, [(0, "mse"), (1, "mae")])
+        self.assertAllEqual(compile_loss(y, y), 0.0)
+
+    def test_counted(self):
+        """Losses by masks and weights are those of the mini-batch."""
+        found = upstream.counted(
+            tf.constant([1.0, 2.0]), tf.constant([True, False]), "float64"
+        )
+        self.assertAllEqual(found, [1.0, 0.0])
+
+    def test_scaled_for_replicas(self):
+        """Replicas of pipelines train as one device does."""
+        strategy = tf.distribute.MirroredStrategy([f"{KIND}:0", f"{KIND}:1"])
+        with strategy.scope():
+            scaled = upstream.scaled_for_replicas(tf.constant(4.0))
+            self.assertAllEqual(scaled, 2.0)
+            self.assertAllEqual(upstream.unscaled_for_replicas(scaled), 4.0)
+
+
+class OptimizersTest(tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.weights = [keras.Variable([1.0]), keras.Variable([2.0, 3.0])]
+        self.optimizer = keras.optimizers.AdamW(0.1, use_ema=True)
+        self.optimizer.exclude_from_weight_decay([self.weights[1]])
+        self.assertEqual(upstream.weights_of(self.optimizer), [])
+        self.optimizer.build(self.weights)
+
+    def test_slots(self):
+        """A weight's slots are on its device, and in the plan."""
+        self.assertEqual(upstream.weights_of(self.optimizer), self.weights)
+        slots = [
+            x
+            for x in upstream.lists_of(self.optimizer)
+            if len(x) == 2 and isinstance(x[0], keras.Variable)
+        ]
+        self.assertEqual([x[1].shape for x in slots], [(2,)] * len(slots))
+        self.assertGreaterEqual(len(slots), 2)
+
+    def test_updates(self):
+        """Steps run where weights are, and read scalars once."""
+        names = [x.name for x in upstream.scalars_of(self.optimizer)]
+        self.assertEqual(names, ["iteration", "learning_rate"])
+        called = []
+        for name in upstream.UPDATES:
+            method = getattr(self.optimizer, name)
+
+            def note(*args, name=name, method=method):
+                called.append(name)
+                return method(*args)
+
+            setattr(self.optimizer, name, note)
+        self.optimizer.apply([tf.ones(1), tf.ones(2)])
+        self.assertEqual(set(called), {*upstream.UPDATES})
+
+    def test_sum_gradients_by(self):
+        """Replicas sum the gradients of each stage on its devices."""
+        called = []
+
+        def sums(pairs):
+            called.append(len(pairs))
+            return pairs
+
+        strategy = tf.distribute.MirroredStrategy([f"{KIND}:0", f"{KIND}:1"])
+        with strategy.scope():
+            weight = keras.Variable([1.0])
+            optimizer = keras.optimizers.SGD(0.1)
+            optimizer.build([weight])
+        upstream.sum_gradients_by(optimizer, sums)
+
+        def step():
+            optimizer.apply([tf.ones(1)])
+
+        strategy.run(tf.function(step, autograph=False))
+        self.assertEqual(set(called), {1})
+
+    def test_find_weights_again(self):
+        """Training goes on after `rebalance`, with the slots of before."""
+        inner = [self.optimizer]
+        inner.append(keras.optimizers.SGD(0.1, momentum=0.5))
+        inner[1].build(self.weights[:1])
+        for x in inner:
+            upstream.set_tensorflow_variable(
+                self.weights[0], tf.Variable([1.0])
+            )
+            upstream.find_weights_again(x)
+            x.apply([tf.ones(1)] + [tf.zeros(2)] * (x is inner[0]))
+        self.assertNotAllClose(self.weights[0], [1.0])
+        # Neither by a gradient, nor by decay.
+        self.assertAllEqual(self.weights[1], [2.0, 3.0])
+
+
+class TapesTest(tf.test.TestCase):
+    def test_tapes_record(self):
+        """A pipeline is recorded by whatever tape is around its call."""
+        self.assertFalse(upstream.tapes_record())
+        with tf.GradientTape() as tape:
+            self.assertTrue(upstream.tapes_record())
+            with tape.stop_recording():
+                self.assertFalse(upstream.tapes_record())
+
+    def test_stopped(self):
+        """Layers may recompute themselves within a stage."""
+        seen = []
+
+        @tf.recompute_grad
+        def square(x):
+            before = upstream.tapes_are_stopped()
+            with upstream.tapes_restarted():
+                seen.append((before, upstream.tapes_are_stopped()))
+            self.assertEqual(upstream.tapes_are_stopped(), before)
+            return x * x
+
+        x = tf.constant(3.0)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = square(x)
+        self.assertEqual(seen, [(True, False)])
+        self.assertAllEqual(tape.gradient(y, x), 6.0)
+
+    def test_watch_as_read(self):
+        """`keras.remat` in a layer finds weights that it reads later."""
+        x = tf.Variable(3.0)
+        with tf.GradientTape() as tape:
+            upstream.watch_as_read(x)
+        self.assertLen(tape.watched_variables(), 1)
+
+    def test_record_gradient(self):
+        """Second derivatives in training mode are refused, not zero."""
+        x, y = tf.constant(3.0), tf.constant(4.0)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            upstream.record_gradient([y], [x], lambda arrived: [5 * arrived])
+        self.assertAllEqual(tape.gradient(y, x), 5.0)
+
+
+class GraphsTest(tf.test.TestCase):
+    def test_within_xla(self):
+        """A step that XLA compiles whole, as on TPUs, runs no functions."""
+        seen = []
+
+        def note():
+            seen.append(upstream.within_xla())
+
+        tf.function(note, autograph=False).get_concrete_function()
+        tf.function(
+            note, autograph=False, jit_compile=True
+        ).get_concrete_function()
+        self.assertEqual(seen, [False, True])
+
+    def test_functions_of_a_graph(self):
+        """Recurrent layers are cut into phases, and counted."""
+
+        def loop(x):
+            return tf.while_loop(lambda x: x < 9.0, lambda x: [x * 2], [x])[0]
+
+        concrete = tf.function(loop).get_concrete_function(tf.constant(1.0))
+        (call,) = (
+            x for x in concrete.graph.get_operations() if "While" in x.type
+        )
+        name = call.get_attr("body").name
+        body = upstream.function_of(concrete.graph, name)
+        self.assertNotEmpty(body.graph.get_operations())
+        other = tf.Graph()
+        self.assertIsNone(upstream.function_of(other, name))
+        upstream.copy_functions(concrete.graph, other)
+        self.assertIsNotNone(upstream.function_of(other, name))
+
+    def test_rendezvous(self):
+        """Errors of stages are told as they are, not as cancellations."""
+        function = tf.function(lambda: tf.constant(1.0), autograph=False)
+        self.assertFalse(upstream.shares_rendezvous(function))
+        upstream.share_rendezvous(function, True)
+        self.assertTrue(upstream.shares_rendezvous(function))
+        graph = function.get_concrete_function().function_def
+        self.assertTrue(graph.attr["shared_rendezvous"].b)
+
+    def test_call_operation(self):
+        """Stages overlap, and a call is cheap to trace."""
+        weight = tf.Variable(2.0)
+        inner = tf.function(
+            lambda x: [x * weight, tf.print(x)][:1], autograph=False
+        ).get_concrete_function(tf.constant(1.0))
+
+        @tf.function(autograph=False)
+        def outer(x):
+            graph = tf.compat.v1.get_default_graph()
+            inner.add_to_graph(graph)
+            calls = [
+                upstream.call_operation(
+                    graph,
+                    inner,
+                    [x, *inner.captured_inputs],
+                    stateful=True,
+                    jit_compile=False,
+                    gradient="Identity",
+                )
+                for _ in range(2)
+            ]
+            for call in calls:
+                upstream.run_in_no_order(call)
+                self.assertEqual(upstream.read_only_places(call), None)
+            return [call.outputs[0] for call in calls]
+
+        self.assertAllEqual(outer(tf.constant(3.0)), [6.0, 6.0])
+        graph = outer.get_concrete_function(tf.constant(3.0)).graph
+        calls = [x for x in graph.get_operations() if "Call" in x.type]
+        self.assertLen(calls, 2)
+        for call in calls:
+            self.assertEmpty(call.control_inputs)
+
+    def test_variables_among_resources(self):
+        """Layers that assign `tf.Variable`s are followed, tables are not."""
+        variable = tf.Variable(1.0)
+        table = tf.lookup.StaticHashTable(
+            tf.lookup.KeyValueTensorInitializer(["a"], [1]), 0
+        )
+
+        @tf.function
+        def called():
+            variable.assign_add(1.0)
+            return table.lookup(tf.constant("a"))
+
+        graph = tf.function(called).get_concrete_function().graph
+        (call,) = (x for x in graph.get_operations() if "Call" in x.type)
+        reads = upstream.read_only_places(call)
+        found = {
+            upstream.is_variable(x): i in reads
+            for i, x in enumerate(call.inputs)
+            if x.dtype == tf.resource
+        }
+        self.assertFalse(found[True])
+        self.assertIn(False, found)
+        (other, *_) = (x for x in graph.get_operations() if x is not call)
+        self.assertIsNone(upstream.read_only_places(other))
+
+    def test_anonymous_name(self):
+        """Steps that run at once add their gradients apart."""
+
+        @tf.function(autograph=False)
+        def made():
+            return tf.raw_ops.VarHandleOp(
+                dtype=tf.float32,
+                shape=(),
+                shared_name=upstream.anonymous_name(),
+            )
+
+        one, other = made(), made()
+        for handle, value in ((one, 1.0), (other, 2.0)):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+        self.assertAllEqual(
+            [
+                tf.raw_ops.ReadVariableOp(resource=x, dtype=tf.float32)
+                for x in (one, other)
+            ],
+            [1.0, 2.0],
+        )
+
+
+class DevicesTest(tf.test.TestCase):
+    def test_connected_to(self):
+        """Workers are found, and told apart, by their addresses."""
+        self.assertEqual(upstream.connected_to(), {})
+
+    def test_gpu_memory(self):
+        """`verify` says beforehand that a model is too large."""
+        self.assertEqual(upstream.gpu_memory() is None, KIND != "GPU")
+
+    def test_placed_on(self):
+        """A variable has one component on the stage's device a replica."""
+        devices = [f"{KIND}:{i}" for i in range(4)]
+        strategy = tf.distribute.MirroredStrategy(devices[::2])
+        names = [x.name for x in tf.config.list_logical_devices(KIND)]
+
+        def create(next_creator, **kwargs):
+            kwargs["colocate_with"] = upstream.placed_on([names[1], names[3]])
+            return next_creator(**kwargs)
+
+        with strategy.scope(), tf.variable_creator_scope(create):
+            variable = tf.Variable(1.0)
+        parts = strategy.experimental_local_results(variable)
+        self.assertEqual(
+            [x.device[-1] for x in parts], ["1", "3"], [x.device for x in parts]
+        )
+
+    def test_sums_over_replicas(self):
+        """The user's way of summing gradients is kept."""
+        way = tf.distribute.ReductionToOneDevice()
+        strategy = tf.distribute.MirroredStrategy(
+            [f"{KIND}:0", f"{KIND}:1"], way
+        )
+        self.assertIs(upstream.sums_over_replicas(strategy), way)
+
+
+class PackageTest(tf.test.TestCase):
+    def test_nobody_else_looks_inside(self):
+        for path in PACKAGE.rglob("*.py"):
+            if path.name == "upstream.py":
+                continue
+            found = re.findall(
+                r"(?:keras\.src|tensorflow\.python)\S*", path.read_text()
+            )
+            self.assertEmpty(found, path.name)
+
+    def test_each_is_tried(self):
+        tests = pathlib.Path(__file__).read_text()
+        for name, value in vars(upstream).items():
+            own = inspect.getmodule(value) in (upstream, None)
+            if own and callable(value) or name.isupper():
+                self.assertIn(f"upstream.{name}", tests)
+
+
+if __name__ == "__main__":
+    tf.test.main()

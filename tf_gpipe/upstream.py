@@ -1,0 +1,573 @@
+"""All that the library takes from inside TensorFlow and Keras.
+
+Nothing of it is promised to stay as it is. When a release changes something,
+what has to follow is a function here; `tests/tf_gpipe/upstream_test.py` tries
+each, and says which promise of the library hangs on it. That test also names
+the methods of `keras.Model` that pipelines override or call.
+"""
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.legacy.saving import saving_utils
+from keras.src.losses import loss as keras_loss
+from keras.src.models import functional
+from keras.src.random import seed_generator
+from keras.src.saving import object_registration
+from keras.src.utils import tracking
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.client import device_lib
+from tensorflow.python.eager import context
+from tensorflow.python.eager import record
+from tensorflow.python.eager import tape
+from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import handle_data_util
+
+# === Layers ===
+
+
+def layers_within(layer: keras.Layer) -> list[keras.Layer]:
+    """Returns a layer, and then all layers within it."""
+    return list(layer._flatten_layers())
+
+
+def own_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the variables of a layer, without those of layers within it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def own_weights(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns those of `own_variables` that were made to be trained.
+
+    Also where the layer is frozen.
+    """
+    return list(layer._trainable_variables)
+
+
+def set_trainable_alone(layer: keras.Layer, trainable: bool) -> None:
+    """Freezes a layer, or not, and leaves those within it as they are."""
+    layer._trainable = trainable
+
+
+def own_losses(layer: keras.Layer) -> list[tf.Tensor]:
+    """Returns what a layer has added to the loss in its last call."""
+    return list(layer._get_own_losses())
+
+
+def take_loss(layer: keras.Layer, loss: tf.Tensor) -> bool:
+    """Returns whether a layer has added a loss, and makes it forget that.
+
+    Keras knows losses by their ids, which later tensors may get.
+    """
+    added = id(loss) in layer._loss_ids
+    layer._loss_ids.discard(id(loss))
+    return added
+
+
+@contextlib.contextmanager
+def losses_kept(layers: Iterable[keras.Operation]) -> Iterator[None]:
+    """A scope in which layers may run, and keep the losses that they have."""
+    kept = [
+        (x, list(x._losses), set(x._loss_ids))
+        for layer in layers
+        if isinstance(layer, keras.Layer)
+        for x in layers_within(layer)
+    ]
+    try:
+        yield
+    finally:
+        for layer, losses, ids in kept:
+            layer._losses[:] = losses
+            layer._loss_ids.clear()
+            layer._loss_ids.update(ids)
+
+
+# === Tensors ===
+
+
+def mask(x: Any) -> Any:
+    """Returns the mask that Keras has attached to a tensor, or `None`."""
+    return getattr(x, "_keras_mask", None)
+
+
+def set_mask(x: Any, value: tf.Tensor) -> None:
+    """Attaches a mask to a tensor."""
+    x._keras_mask = value
+
+
+def logits(x: Any) -> Any:
+    """Returns the logits that Keras has attached to a tensor, or `None`.
+
+    Cross-entropies take them in place of the tensor.
+    """
+    return getattr(x, "_keras_logits", None)
+
+
+def set_logits(x: Any, value: tf.Tensor) -> None:
+    """Attaches logits to a tensor."""
+    x._keras_logits = value
+
+
+def is_optional(x: keras.KerasTensor) -> bool:
+    """Returns whether a model's input is of `keras.Input(optional=True)`."""
+    return getattr(x._keras_history.operation, "optional", False)
+
+
+# === Variables ===
+
+
+def has_value(variable: keras.Variable) -> bool:
+    """Returns whether a variable has been initialised."""
+    return variable._value is not None
+
+
+def give_value(variable: keras.Variable) -> None:
+    """Initialises a variable that was made without a value."""
+    variable._deferred_initialize()
+
+
+def forget_waiting(variables: Iterable[keras.Variable]) -> None:
+    """Takes variables from Keras's list of those that wait for a value."""
+    ids = {id(v) for v in variables}
+    key = "uninitialized_variables"
+    waiting = global_state.get_global_attribute(key, [])
+    global_state.set_global_attribute(
+        key, [v for v in waiting if id(v) not in ids]
+    )
+
+
+def tensorflow_variable(variable: keras.Variable) -> tf.Variable:
+    """Returns the TensorFlow variable in a Keras variable.
+
+    Not its value in a scope, or cast to a layer's compute dtype.
+    """
+    return variable._value
+
+
+def set_tensorflow_variable(
+    variable: keras.Variable, value: tf.Variable
+) -> None:
+    """Puts another TensorFlow variable into a Keras variable."""
+    variable._value = value
+
+
+def identity(variable: keras.Variable) -> str:
+    """Returns what tells TensorFlow variables apart, in all of a process."""
+    return variable.value._unique_id
+
+
+def set_path(variable: keras.Variable, path: str) -> None:
+    """Gives a variable the path of another one."""
+    variable._path = path
+
+
+# === State of Keras ===
+
+
+def seed_generator_of_keras() -> keras.random.SeedGenerator | None:
+    """Returns what layers without a seed draw from, if it has been made."""
+    return global_state.get_global_attribute(
+        seed_generator.GLOBAL_SEED_GENERATOR
+    )
+
+
+def set_seed_generator_of_keras(generator: keras.random.SeedGenerator) -> None:
+    """Sets what layers without a seed draw from."""
+    global_state.set_global_attribute(
+        seed_generator.GLOBAL_SEED_GENERATOR, generator
+    )
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """A scope without that in which Keras casts variables.
+
+    A model's own would cast those of layers with another policy. Each layer
+    enters its own. Keras's scope of no dtype does not do: there all variables
+    say that they are of float32.
+    """
+    key = "autocast_scope"
+    scope = global_state.get_global_attribute(key)
+    global_state.set_global_attribute(key, None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(key, scope)
+
+
+def writes_hdf5() -> bool:
+    """Returns whether Keras is writing a model into an HDF5 file."""
+    return global_state.get_global_attribute("use_legacy_config", False)
+
+
+# === Models ===
+
+Functional = functional.Functional
+# What follows attributes of layers, to find weights and layers in them.
+Tracker = tracking.Tracker
+
+
+def functional_arguments(config: dict, custom_objects: Any) -> dict[str, Any]:
+    """Returns the arguments of a functional model with this config."""
+    return functional.functional_from_config(dict, config, custom_objects)
+
+
+def layer_from_hdf5(config: dict, custom_objects: Any) -> keras.Layer:
+    """Returns the layer of a config in an HDF5 file."""
+    return saving_utils.model_from_config(config, custom_objects=custom_objects)
+
+
+def registered_name(cls: type) -> str:
+    """Returns by which name Keras's files know a class."""
+    return object_registration.get_registered_name(cls)
+
+
+def register_as(cls: type, name: str) -> None:
+    """Makes Keras write a class into files by the name of another one."""
+    object_registration.GLOBAL_CUSTOM_NAMES[cls] = name
+
+
+def calls(model: keras.Model) -> list[Any]:
+    """Returns the nodes of a functional model, each after what it needs."""
+    return [
+        node
+        for depth in sorted(model._nodes_by_depth, reverse=True)
+        for node in model._nodes_by_depth[depth]
+        if not node.is_input and node.operation
+    ]
+
+
+def inputs_of(model: keras.Model) -> Any:
+    """Returns the inputs of a functional model, structured as given."""
+    return model._inputs_struct
+
+
+def outputs_of(model: keras.Model) -> Any:
+    """Returns the outputs of a functional model, structured as given."""
+    return model._outputs_struct
+
+
+def unpack_singleton(x: Any) -> Any:
+    """Returns the one item of a list, as Keras returns outputs."""
+    return functional.unpack_singleton(x)
+
+
+def graph_of(model: keras.Sequential) -> Any:
+    """Returns the functional model that a built `Sequential` runs."""
+    return model._functional
+
+
+def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
+    """Returns the strategy in whose scope a model was made."""
+    return model._distribute_strategy
+
+
+def compiled_parts(model: keras.Model) -> list[Any]:
+    """Returns the objects in which Keras holds losses and metrics."""
+    return [model._compile_loss, model._compile_metrics]
+
+
+def tracked(model: keras.Model) -> dict[str, list]:
+    """Returns what a model tracks, layers and metrics and so on, by kind."""
+    return {kind: held for kind, (_, held) in model._tracker.config.items()}
+
+
+def track(model: keras.Model, kind: str, x: Any) -> None:
+    """Makes a model track something that it does not track yet."""
+    if not model._tracker.is_in_store(kind, x):
+        model._tracker.add_to_store(kind, x)
+
+
+def untracked() -> contextlib.AbstractContextManager:
+    """Returns a scope in which attributes that are set are not tracked."""
+    return tracking.DotNotTrackScope()
+
+
+# === Losses ===
+
+
+def call_with_each(
+    compile_loss: Any, function: Callable, call: Callable
+) -> tf.Tensor:
+    """Calls what `compile` has made of losses with others in their place.
+
+    Args:
+        compile_loss: Keras's `CompileLoss`, which has been built.
+        function: In place of each loss. It gets the number of the loss and
+            the loss, then what the loss would get.
+        call: Function that calls the `CompileLoss`.
+    """
+    # Another one, since the model may be asked by other threads meanwhile.
+    stand_in = object.__new__(type(compile_loss))
+    vars(stand_in).update(vars(compile_loss))
+
+    stand_in._flat_losses = [
+        entry._replace(loss=functools.partial(function, i, entry.loss))
+        for i, entry in enumerate(compile_loss._flat_losses)
+    ]
+    return call(stand_in)
+
+
+def counted(weight: Any, mask: Any, dtype: str) -> Any:
+    """Returns how often a loss counts each value, by weights and a mask."""
+    # As of a sum: of a mean they would be divided by their number.
+    return keras_loss.apply_mask(weight, mask, dtype, "sum")
+
+
+def scaled_for_replicas(loss: tf.Tensor) -> tf.Tensor:
+    """Returns a loss by the number of replicas, whose gradients are summed."""
+    return keras_loss.scale_loss_for_distribution(loss)
+
+
+def unscaled_for_replicas(loss: tf.Tensor) -> tf.Tensor:
+    """Undoes `scaled_for_replicas`."""
+    return keras_loss.unscale_loss_for_distribution(loss)
+
+
+# === Optimizers ===
+
+# The methods of an optimizer that run once a weight, or read its scalars.
+UPDATES = (
+    "_apply_weight_decay",
+    "_backend_update_step",
+    "_update_model_variables_moving_average",
+)
+
+
+def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the weights that an optimizer was built for."""
+    return getattr(optimizer, "_trainable_variables", [])
+
+
+def lists_of(optimizer: keras.optimizers.Optimizer) -> list[list]:
+    """Returns the lists among an optimizer's attributes, such as of slots."""
+    return [
+        x
+        for name, x in vars(optimizer).items()
+        if isinstance(x, list)
+        and name not in ("_variables", "_trainable_variables")
+    ]
+
+
+def scalars_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the variables that an optimizer has once for all weights."""
+    scalars = (optimizer._iterations, optimizer._learning_rate)
+    return [x for x in scalars if isinstance(x, keras.Variable)]
+
+
+def sum_gradients_by(
+    optimizer: keras.optimizers.Optimizer, function: Callable
+) -> None:
+    """Sets how an optimizer sums gradients over replicas."""
+    optimizer._all_reduce_sum_gradients = function
+
+
+def find_weights_again(optimizer: keras.optimizers.Optimizer) -> None:
+    """Tells a built optimizer that its weights have other variables in them.
+
+    It finds the slots of a weight by the TensorFlow variable in it, and also
+    knows by it which weights do not decay.
+    """
+    keys = [optimizer._var_key(x) for x in optimizer._trainable_variables]
+    places = optimizer._trainable_variables_indices
+    optimizer._trainable_variables_indices = {k: i for i, k in enumerate(keys)}
+    optimizer._exclude_from_weight_decay = {
+        keys[places[key]]
+        for key in getattr(optimizer, "_exclude_from_weight_decay", ())
+        if key in places
+    }
+    optimizer._exclude_from_weight_decay_cache = {}
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        # Which of its optimizers a weight has.
+        optimizer._var_to_optimizer_idx = {
+            optimizer._var_key(weight): i
+            for i, x in enumerate(optimizer.optimizers)
+            if x.built
+            for weight in weights_of(x)
+        }
+
+
+# === Gradient tapes ===
+
+
+def tapes_record() -> bool:
+    """Returns whether a gradient tape may be recording."""
+    return not (pywrap_tfe.TFE_Py_TapeSetIsEmpty() or tapes_are_stopped())
+
+
+def tapes_are_stopped() -> bool:
+    """Returns whether TensorFlow keeps tapes from recording.
+
+    As `tf.recompute_grad` does while it runs a function forward.
+    """
+    return pywrap_tfe.TFE_Py_TapeSetIsStopped()
+
+
+@contextlib.contextmanager
+def tapes_restarted() -> Iterator[None]:
+    """A scope in which tapes record even if TensorFlow has stopped them."""
+    stopped = tapes_are_stopped()
+    if stopped:
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        if stopped:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+def watch_as_read(variable: tf.Variable) -> None:
+    """Makes tapes treat a variable as one that has been read."""
+    tape.variable_accessed(variable)
+
+
+def record_gradient(
+    outputs: list, inputs: list, gradient: Callable[..., Any]
+) -> None:
+    """Makes tapes take a function for the gradient of some tensors."""
+    record.record_operation("Pipeline", outputs, inputs, gradient)
+
+
+# === Graphs and functions ===
+
+
+def within_xla() -> bool:
+    """Returns whether XLA compiles what is being traced as a whole."""
+    return control_flow_util.GraphOrParentsInXlaContext(
+        tf.compat.v1.get_default_graph()
+    )
+
+
+def copy_functions(source: tf.Graph, target: tf.Graph) -> None:
+    """Adds the functions that a graph has, such as of loops, to another."""
+    for function in source._functions.values():
+        target._add_function_recursive(function)
+
+
+def function_of(graph: tf.Graph, name: str) -> Any:
+    """Returns a function that a graph has, or `None`."""
+    return graph._get_function(name)
+
+
+def share_rendezvous(function: Any, shares: bool) -> None:
+    """Sets whether a `tf.function` has its caller's rendezvous.
+
+    Which its attributes do not take.
+    """
+    function._shared_rendezvous = shares or None
+
+
+def shares_rendezvous(function: Any) -> bool:
+    """Returns what `share_rendezvous` has set."""
+    return bool(function._shared_rendezvous)
+
+
+def call_operation(
+    graph: tf.Graph,
+    concrete: Any,
+    inputs: Sequence[tf.Tensor],
+    stateful: bool,
+    jit_compile: bool,
+    gradient: str,
+) -> tf.Operation:
+    """Adds a call of a concrete function to a graph, and returns it.
+
+    As calling it, for less time: TensorFlow need not infer the shapes of all
+    that is in it once more.
+
+    Args:
+        graph: The graph.
+        concrete: The concrete function, which the graph has.
+        inputs: Its inputs, those that it captures too.
+        stateful: Whether it has side effects.
+        jit_compile: Whether XLA compiles it.
+        gradient: Name of a registered gradient.
+    """
+    value = tf.compat.v1.AttrValue
+
+    def dtypes(tensors: Sequence[tf.Tensor]) -> Any:
+        kinds = [x.dtype.as_datatype_enum for x in tensors]
+        return value(list=value.ListValue(type=kinds))
+
+    return graph.create_op(
+        "StatefulPartitionedCall" if stateful else "PartitionedCall",
+        inputs,
+        [x.dtype for x in concrete.outputs],
+        attrs={
+            "Tin": dtypes(inputs),
+            "Tout": dtypes(concrete.outputs),
+            "f": value(func=tf.compat.v1.NameAttrList(name=concrete.name)),
+            "_disable_call_shape_inference": value(b=True),
+            "_XlaMustCompile": value(b=jit_compile),
+            "_gradient_op_type": value(s=gradient.encode()),
+        },
+    )
+
+
+def run_in_no_order(operation: tf.Operation) -> None:
+    """Takes an operation out of the order in which side effects run."""
+    order = operation.graph.experimental_acd_manager
+    if order:
+        order.run_independently(operation)
+
+
+def read_only_places(operation: tf.Operation) -> list[int] | None:
+    """Returns which inputs of a call or loop are resources that it reads only.
+
+    `None` of other operations.
+    """
+    try:
+        return list(operation.get_attr("_read_only_resource_inputs"))
+    except ValueError:
+        return None
+
+
+def is_variable(handle: tf.Tensor) -> bool:
+    """Returns whether a resource is a variable, and not a table, say."""
+    data = handle_data_util.get_resource_handle_data(handle)
+    return data is not None and data.is_set
+
+
+def anonymous_name() -> str:
+    """Returns the name with which each run makes a variable of its own."""
+    return context.anonymous_name()
+
+
+# === Devices ===
+
+
+def connected_to() -> dict[str, list[str]]:
+    """Returns the addresses of the cluster's processes, by job."""
+    server = context.get_server_def()
+    if server is None:
+        return {}
+    return tf.train.ClusterSpec(server.cluster).as_dict()
+
+
+def gpu_memory() -> int | None:
+    """Returns the bytes that TensorFlow may use of the first GPU, if any."""
+    for device in device_lib.list_local_devices():
+        if device.device_type == "GPU":
+            return device.memory_limit
+    return None
+
+
+def placed_on(devices: Sequence[str]) -> Any:
+    """Returns what a strategy puts variables beside: a device a replica."""
+    return types.SimpleNamespace(_devices=devices)
+
+
+def sums_over_replicas(
+    strategy: tf.distribute.Strategy,
+) -> tf.distribute.CrossDeviceOps | None:
+    """Returns how the user wants a strategy to sum over replicas."""
+    return strategy.extended._cross_device_ops
