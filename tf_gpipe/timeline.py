@@ -45,6 +45,8 @@ def text_chart(step: Execution, width: int = 80) -> str:
 
     Example:
 
+    >>> from tf_gpipe.schedules import gpipe
+    >>> from tf_gpipe.simulate import simulate
     >>> print(text_chart(simulate(gpipe(2, 2), backward=1), width=34))
     device 0  F0--F1--........B1--B0--
     device 1  ....F0--F1--B1--B0--....
@@ -126,6 +128,8 @@ def picture(steps: Mapping[str, Execution], path: str | os.PathLike) -> None:
 
     Example:
 
+    >>> from tf_gpipe.schedules import gpipe
+    >>> from tf_gpipe.simulate import simulate
     >>> picture({"simulated": simulate(gpipe(4, 8))}, "a.png")
     """
     if not steps:
