@@ -3,7 +3,7 @@
 # Usage: bash tools/quickstart.sh [flags of trainers.image_classification]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash tools/setup_venv.sh
+bash tools/setup_venv.sh > /dev/null
 # TensorFlow reports at start that there is no GPU, among other things.
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 exec .venv/bin/python -m trainers.image_classification "$@"

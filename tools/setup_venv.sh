@@ -1,22 +1,37 @@
 #!/usr/bin/env bash
 # Makes or reuses .venv in the checkout, with the package and all extras.
-# Usage: bash tools/setup_venv.sh [--gpu]
+# Usage: bash tools/setup_venv.sh [--gpu | --with REQUIREMENT ...]
 #   --gpu   with the CUDA libraries that TensorFlow needs (some gigabytes)
+#   --with  other versions, such as 'tensorflow==2.20.*' or tf-nightly, in an
+#           environment of their own; its folder is the last line printed
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+venv=.venv
 extras=trainers,tools,tests
-# What is installed follows from these two files, and from --gpu.
-stamp=".venv/stamp-$(cat setup.cfg pyproject.toml | cksum | tr -d ' ')"
-if [ "${1:-}" = --gpu ]; then
-  extras+=,gpu
-  stamp+=-gpu
-elif [ -n "${1:-}" ]; then
-  echo "Usage: bash tools/setup_venv.sh [--gpu]" >&2
-  exit 2
-fi
+others=()
+kind=
+case "${1:-}" in
+  "") ;;
+  --gpu)
+    extras+=,gpu
+    kind=-gpu
+    ;;
+  --with)
+    shift
+    others=("$@")
+    venv+=-$(printf '%s\n' "$@" | cksum | tr -d ' ')
+    ;;
+  *)
+    sed -n '3,6s/^# //p' "$0" >&2
+    exit 2
+    ;;
+esac
+# What is installed follows from these two files, and from the arguments.
+stamp="$venv/stamp-$(cat setup.cfg pyproject.toml | cksum | tr -d ' ')$kind"
 # What has CUDA has all else.
 if [ -e "$stamp" ] || [ -e "$stamp-gpu" ]; then
+  echo "$venv"
   exit 0
 fi
 
@@ -32,8 +47,21 @@ if [ -z "$python" ]; then
   echo "tf_gpipe needs Python 3.11 or newer, and found none." >&2
   exit 1
 fi
-echo "Setting up .venv (once; some minutes)" >&2
-[ -x .venv/bin/python ] || "$python" -m venv .venv
-.venv/bin/python -m pip install --quiet --editable ".[$extras]" >&2
-rm -f .venv/stamp-*
+echo "Setting up $venv (once; some minutes)" >&2
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip=("$venv/bin/python" -m pip)
+"${pip[@]}" install --quiet --editable ".[$extras]" >&2
+for other in "${others[@]}"; do
+  # Nightly builds have names of their own, and the same files.
+  case "$other" in
+    tf-nightly* | tf_nightly*) "${pip[@]}" uninstall --yes tensorflow >&2 ;;
+    keras-nightly*) "${pip[@]}" uninstall --yes keras >&2 ;;
+  esac
+done
+if [ "${#others[@]}" -gt 0 ]; then
+  # Also those that setup.cfg does not allow: pip says so, and goes on.
+  "${pip[@]}" install --quiet --upgrade "${others[@]}" >&2
+fi
+rm -f "$venv"/stamp-*
 touch "$stamp"
+echo "$venv"

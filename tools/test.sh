@@ -1,19 +1,35 @@
 #!/usr/bin/env bash
 # Lint, types and tests.
-# Usage: bash tools/test.sh [--slow] [arguments of pytest]
+# Usage: bash tools/test.sh [--with REQUIREMENT ...] [--slow] [pytest's own]
+#   --with  the tests alone, with other versions, such as 'tensorflow==2.20.*'
+#           'keras==3.13.*', up to the next argument that begins with -
+#   --slow  the slow tests too
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash tools/setup_venv.sh
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
-export PATH="$PWD/.venv/bin:$PATH"
+
+others=()
+if [ "${1:-}" = --with ]; then
+  shift
+  while [ "$#" -gt 0 ] && [ "${1#-}" = "$1" ]; do
+    others+=("$1")
+    shift
+  done
+  venv=$(bash tools/setup_venv.sh --with "${others[@]}")
+else
+  venv=$(bash tools/setup_venv.sh)
+fi
+export PATH="$PWD/$venv/bin:$PATH"
 
 marks=(-m "not slow")
 if [ "${1:-}" = --slow ]; then
   marks=()
   shift
 fi
-ruff check .
-ruff format --check .
-mypy
+if [ "${#others[@]}" -eq 0 ]; then
+  ruff check .
+  ruff format --check .
+  mypy
+fi
 # Two processes, each with its own TensorFlow.
 exec python -m pytest --numprocesses=2 --dist=worksteal "${marks[@]}" "$@"
