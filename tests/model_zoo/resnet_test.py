@@ -249,6 +249,8 @@ class BottleneckTest(tf.test.TestCase, parameterized.TestCase):
                 keras.losses.SparseCategoricalCrossentropy(
                     from_logits=True, dtype="float64"
                 ),
+                # To trace it takes longer than its only step.
+                run_eagerly=not pipelined,
             )
             before = model.get_weights()
             loss = model.train_on_batch(x, y)

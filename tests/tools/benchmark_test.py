@@ -1,33 +1,83 @@
 """The benchmarks run, and say what they promise to."""
 
+import argparse
+import contextlib
+import dataclasses
+import functools
+import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
+import types
+from unittest import mock
 
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tools.benchmark import __main__ as command
+from tools.benchmark import paper_models
+from tools.benchmark import peers
+from tools.benchmark import table2
+from tools.benchmark import table3
+from tools.benchmark import workloads
+
+# Traced in no time.
+SMALL = {
+    "transformer": functools.partial(workloads.transformer, 1, 16, 8),
+    "convolutional": functools.partial(workloads.convolutional, 2, 4, 8),
+}
+
 
 def benchmark(*args):
-    """Runs a benchmark with `--json` and returns the object it prints."""
+    """Runs a benchmark with `--json` and returns the object it prints.
+
+    In a process of its own, which connects to workers.
+    """
     result = subprocess.run(
         [sys.executable, "-m", "tools.benchmark", *args, "--json"],
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
+    return _found(result.stdout)
+
+
+def benchmark_here(*args):
+    """As `benchmark`, in this process: importing TensorFlow takes seconds."""
+    with (
+        mock.patch.object(sys, "argv", ["benchmark", *args, "--json"]),
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+    ):
+        command.main()
+    return _found(stdout.getvalue())
+
+
+def _found(stdout):
+    found = json.loads(stdout.splitlines()[-1])
     assert found.pop("machine")["tensorflow"] == tf.__version__
     return found
+
+
+@contextlib.contextmanager
+def devices_here(num_workers, **kwargs):
+    """As `workers.connected`, with devices of this process.
+
+    Each worker would need seconds to import TensorFlow.
+    """
+    yield [
+        types.SimpleNamespace(device=name, cpu_seconds=time.process_time)
+        for name in [f"CPU:{k}" for k in range(num_workers)]
+    ]
 
 
 class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
     @pytest.mark.slow
     def test_trace(self):
-        found = benchmark(
+        found = benchmark_here(
             "trace",
             "--num_stages=2",
             "--num_micro_batches=2",
@@ -41,15 +91,16 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
     def test_pipeline(self):
         found = benchmark(
             "pipeline",
-            "--num_micro_batches=4",
-            "--batch_size=8",
+            "--workload=convolutional",
+            "--num_micro_batches=2",
+            "--batch_size=4",
             "--num_steps=1",
             "--num_repeats=1",
         )
         one, two = found["rows"]
         self.assertEqual((one["num_stages"], one["speedup"]), (1, 1.0))
-        self.assertAllClose(two["ideal"], 2 * 4 / 5)
-        self.assertAllClose(two["simulated"], 2 * 4 / 5)
+        self.assertAllClose(two["ideal"], 2 * 2 / 3)
+        self.assertAllClose(two["simulated"], 2 * 2 / 3)
         self.assertAllClose(two["fraction"], two["speedup"] / two["ideal"])
 
     @pytest.mark.slow
@@ -57,12 +108,12 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         found = benchmark(
             "pipeline",
             "--on=simulated",
-            "--wait=1",
+            "--wait=0.1",
             "--num_stages=2,3",
-            "--num_micro_batches=6",
+            "--num_micro_batches=3",
             "--schedule=gpipe,1f1b",
             "--remat=always",
-            "--batch_size=6",
+            "--batch_size=3",
             "--num_steps=1",
             "--num_repeats=1",
         )
@@ -71,11 +122,12 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             [(2, "gpipe"), (2, "1f1b"), (3, "gpipe"), (3, "1f1b")],
         )
         for row in found["rows"][1:]:
-            ideal = row["num_stages"] * 6 / (5 + row["num_stages"]) * 3 / 4
+            ideal = row["num_stages"] * 3 / (2 + row["num_stages"]) * 3 / 4
             self.assertAllClose(row["ideal"], ideal)
 
+    @mock.patch.dict(workloads.WORKLOADS, SMALL)
     def test_local(self):
-        found = benchmark(
+        found = benchmark_here(
             "pipeline",
             "--on=local",
             "--workload=convolutional",
@@ -89,7 +141,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         # With the MiB that operations need while they run, which the plan
         # leaves out: those of convolutions about as much as the last cache.
-        workload=(("transformer", 256, 0), ("convolutional", 1024, 96)),
+        workload=(("transformer", 96, 0), ("convolutional", 384, 96)),
     )
     @pytest.mark.slow
     def test_memory(self, workload):
@@ -98,6 +150,8 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             "memory",
             f"--workload={name}",
             "--schedule=1f1b",
+            # One more than the first stage may keep.
+            "--num_micro_batches=3",
             f"--batch_size={batch_size}",
         )["rows"]
         for row in rows:
@@ -110,16 +164,19 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         always, _, never, _ = rows
         self.assertLess(always["measured"], 0.8 * never["measured"])
 
-    @pytest.mark.slow
+    @mock.patch.dict(
+        workloads.WORKLOADS,
+        convolutional=functools.partial(workloads.convolutional, 2),
+    )
     def test_breakdown(self):
         picture = os.path.join(
             self.enterContext(tempfile.TemporaryDirectory()), "a.png"
         )
-        found = benchmark(
+        found = benchmark_here(
             "breakdown",
             "--on=local",
             "--workload=convolutional",
-            "--num_micro_batches=4",
+            "--num_micro_batches=2",
             "--batch_size=8",
             "--num_steps=3",
             f"--plot={picture}",
@@ -132,28 +189,42 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(seconds["weights"], 0)
         self.assertTrue(os.path.getsize(picture))
 
-    @parameterized.parameters("table2", "table3")
+    @parameterized.parameters(
+        (table2, "Transformer-48", (2, 4, 8), 8 * 2 / 9),
+        # A link is a worker as well, and there are eight devices.
+        (table3, "Transformer-24", (2, 4), (4 * 4 / 7) / (2 * 4 / 5)),
+    )
     @pytest.mark.slow
-    def test_tables(self, command):
-        model = {"table2": "Transformer-48", "table3": "Transformer-24"}
-        rows = benchmark(
-            command,
-            f"--model={model[command]}",
-            "--wait=2",
+    def test_tables(self, table, model, num_stages, ideal):
+        num_micro_batches = {table2: (1, 2), table3: 4}
+        self.enterContext(
+            mock.patch.multiple(
+                table,
+                _NUM_STAGES=num_stages,
+                _NUM_MICRO_BATCHES=num_micro_batches[table],
+                _BATCH_SIZE=4,
+                # With workers, these layers wait in `test_simulated`.
+                workers=types.SimpleNamespace(connected=devices_here),
+            )
+        )
+        small = ("transformer_lm", {"num_layers": 8})
+        self.enterContext(mock.patch.dict(paper_models.MODELS, {model: small}))
+        paper_models.stages.cache_clear()
+        self.addCleanup(paper_models.stages.cache_clear)
+        rows = benchmark_here(
+            table.__name__.rpartition(".")[-1],
+            f"--model={model}",
+            "--wait=0.1",
             "--num_repeats=1",
         )["rows"]
         self.assertEqual(rows[0]["measured"], 1.0)
-        self.assertEqual([row["K"] for row in rows[:3]], [2, 4, 8])
-        ideals = {
-            "table2": 8 * 32 / 39,
-            "table3": (8 * 32 / 39) / (2 * 32 / 33),
-        }
-        self.assertAllClose(rows[-1]["ideal"], ideals[command])
+        first = rows[: len(num_stages)]
+        self.assertEqual([row["K"] for row in first], list(num_stages))
+        self.assertAllClose(rows[-1]["ideal"], ideal)
 
     @pytest.mark.slow
     def test_peers(self):
-        found = benchmark(
-            "peers",
+        flags = (
             "--torch=/usr/bin/false",
             "--workload=convolutional",
             "--num_micro_batches=2",
@@ -161,33 +232,42 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             "--num_steps=1",
             "--num_repeats=1",
         )
+        parser = argparse.ArgumentParser()
+        peers.add_arguments(parser)
+        programs, missing = peers._programs(parser.parse_args(flags))
         self.assertEqual(
-            [(row["library"], row["schedule"]) for row in found["rows"]][:5],
+            list(programs)[:5],
             [
-                ("tf_gpipe", "one core"),
+                ("tf_gpipe", ""),
                 ("tf_gpipe", "1f1b"),
                 ("tf_gpipe", "eager_1f1b"),
+                ("tf_gpipe", "zero_bubble"),
+                ("Keras fit", ""),
+            ],
+        )
+        self.assertIn("torchgpipe", missing)
+        # Each pipeline is three processes, of seconds each.
+        one = dataclasses.replace(
+            peers._PEERS["tf_gpipe"], schedules=("zero_bubble",)
+        )
+        with mock.patch.dict(peers._PEERS, tf_gpipe=one):
+            rows = benchmark_here("peers", *flags)["rows"]
+        self.assertEqual(
+            [(row["library"], row["schedule"]) for row in rows][:3],
+            [
+                ("tf_gpipe", "one core"),
                 ("tf_gpipe", "zero_bubble"),
                 ("Keras fit", "one core"),
             ],
         )
 
-    @pytest.mark.slow
+    @mock.patch.dict(workloads.WORKLOADS, SMALL)
     def test_step(self):
-        found = benchmark("step", "--num_steps=1", "--num_repeats=1")
+        found = benchmark_here(
+            "step", "--batch_size=4", "--num_steps=1", "--num_repeats=1"
+        )
         self.assertCountEqual(found["ratios"], ["transformer", "convolutional"])
 
     def test_more_workers_than_cores(self):
-        result = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tools.benchmark",
-                "pipeline",
-                "--num_stages=999",
-            ],
-            capture_output=True,
-            text=True,
-        )
-        self.assertNotEqual(result.returncode, 0)
-        self.assertIn("999 workers", result.stderr)
+        with self.assertRaisesRegex(ValueError, "999 workers"):
+            benchmark_here("pipeline", "--num_stages=999")

@@ -16,11 +16,22 @@ from tools import timeline as command
 
 
 def timeline(*args):
+    """Runs the command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "tools.timeline", *args],
         capture_output=True,
         text=True,
     )
+
+
+def found_here(*args):
+    """Returns what it prints as JSON in this process.
+
+    Another one would need seconds to import TensorFlow.
+    """
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        command.main([*args, "--json"])
+    return json.loads(stdout.getvalue().splitlines()[-1])
 
 
 class TimelineTest(parameterized.TestCase):
@@ -65,7 +76,7 @@ class TimelineTest(parameterized.TestCase):
             self.assertEqual(f.read(4), b"\x89PNG")
 
     def test_costs_of_each_stage(self):
-        result = timeline(
+        found = found_here(
             "--num_stages=4",
             "--num_micro_batches=2",
             "--schedule=interleaved",
@@ -74,10 +85,7 @@ class TimelineTest(parameterized.TestCase):
             "--forward=1,2,3,4",
             "--backward=2",
             "--transfer=0,0.5,0",
-            "--json",
         )
-        self.assertEqual(result.returncode, 0, result.stderr)
-        found = json.loads(result.stdout.splitlines()[-1])
         self.assertEqual(found["busy"], [16.0, 20.0])
         self.assertEqual(found["peak_micro_batches"], [2, 2, 2, 1])
 
@@ -120,23 +128,20 @@ class TimelineTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_tokens_and_hyper_parameters(self):
-        result = timeline(
+        found = found_here(
             "--model=transformer_lm",
-            "--model_args=num_layers=2,dim=8,ffn_dim=16,num_heads=2,"
+            "--model_args=num_layers=1,dim=8,ffn_dim=16,num_heads=2,"
             "vocabulary=5,length=4",
             "--num_stages=2",
             "--num_micro_batches=3",
             "--batch_size=6",
             "--num_steps=3",
-            "--json",
         )
-        self.assertEqual(result.returncode, 0, result.stderr)
-        found = json.loads(result.stdout.splitlines()[-1])
         self.assertEqual(found["peak_micro_batches"], [2, 1])
 
     @pytest.mark.slow
     def test_functional_model(self):
-        result = timeline(
+        found = found_here(
             "--model=transformer_nmt",
             "--model_args=num_layers=1,dim=8,ffn_dim=16,num_heads=2,"
             "vocabulary=5,source_length=4,target_length=4",
@@ -144,16 +149,14 @@ class TimelineTest(parameterized.TestCase):
             "--num_micro_batches=4",
             "--batch_size=8",
             "--num_steps=3",
-            "--json",
         )
-        self.assertEqual(result.returncode, 0, result.stderr)
-        found = json.loads(result.stdout.splitlines()[-1])
         self.assertEqual(found["peak_micro_batches"], [3, 2, 1])
 
     @pytest.mark.slow
     def test_workers(self):
         result = timeline(
             "--model=resnet_small",
+            "--model_args=num_blocks=1,num_filters=4",
             "--workers",
             "--num_stages=2",
             "--num_micro_batches=3",

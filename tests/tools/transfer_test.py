@@ -2,16 +2,16 @@ import contextlib
 import io
 import json
 import pathlib
-import subprocess
-import sys
 import tempfile
 
 import pytest
 import tensorflow as tf
 
 from tools import transfer
+from trainers import image_classification
+from trainers.job import JobConfig
+from trainers.optimization import Optimization
 
-ROOT = pathlib.Path(__file__).parents[2]
 RECIPE = """
 --dataset=digits
 --num_train_per_class=2
@@ -28,16 +28,19 @@ class TransferTest(tf.test.TestCase):
         directory = pathlib.Path(tempfile.mkdtemp(dir=self.get_temp_dir()))
         recipe = directory / "recipe.cfg"
         recipe.write_text(RECIPE)
-        command = [sys.executable, "-m", "trainers.image_classification"]
         workdir = directory / "earlier"
-        subprocess.run(
-            [*command, f"--flagfile={recipe}", f"--workdir={workdir}"],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-        )
         arguments = [f"--recipe={recipe}", "--num_seeds=1", "--json"]
         with contextlib.redirect_stdout(io.StringIO()) as printed:
+            # As by the recipe, but in this process.
+            image_classification.train_and_evaluate(
+                JobConfig(num_stages=1, num_epochs=1, workdir=workdir),
+                Optimization(),
+                model="resnet_small",
+                model_args={"num_blocks": 1, "num_filters": 4},
+                dataset="digits",
+                batch_size=20,
+                num_train_per_class=2,
+            )
             transfer.main([*arguments, f"--init_from={workdir}"])
         found = json.loads(printed.getvalue().splitlines()[-1])
         self.assertEqual(list(found), ["from scratch", "fine-tuned"])

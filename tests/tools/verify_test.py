@@ -77,7 +77,8 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(status, 0, text)
 
     def test_random_models(self):
-        status, text = run("--random=1", "--seed=2", "--json")
+        # One that is traced fast.
+        status, text = run("--random=1", "--seed=4", "--json")
         *_, line, last = text.splitlines()
         different = json.loads(last)["different"]
         self.assertEqual(json.loads(last)["models"], 1)
