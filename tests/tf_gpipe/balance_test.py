@@ -229,27 +229,28 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
         x = np.ones((4, 4), "float32")
         self.assertAllEqual(loaded.predict(x), model.predict(x))
 
-    @parameterized.product(
-        balance=("parameters", "flops", "time", "memory"),
-        read=(
+    @parameterized.parameters("parameters", "flops", "time", "memory")
+    def test_layers_that_return_weights(self, balance):
+        reads = (
             lambda layer: layer.weight,
             lambda layer: keras.ops.convert_to_tensor(layer.weight),
             lambda layer: layer.weight.value,
             lambda layer: layer.fixed,
-        ),
-    )
-    def test_layer_that_returns_a_weight(self, balance, read):
+        )
+        layers = [Handed(read) for read in reads]
         x = keras.Input((4,), 8)
         hidden = LAYERS.Dense(4)(x)
-        outputs = {"a": LAYERS.Dense(2)(hidden), "b": Handed(read)(hidden)}
+        outputs = {layer.name: layer(hidden) for layer in layers}
+        outputs["loss"] = LAYERS.Dense(2)(hidden)
         model = tf_gpipe.PipelinedModel(
             x, outputs, num_stages=2, num_micro_batches=2, balance=balance
         )
-        model.compile("sgd", {"a": "mse"})
-        model.train_on_batch(np.ones((8, 4)), {"a": np.ones((8, 2))})
+        model.compile("sgd", {"loss": "mse"})
+        model.train_on_batch(np.ones((8, 4)), {"loss": np.ones((8, 2))})
         found = model.predict(np.ones((8, 4)), verbose=0)
-        weight = keras.ops.convert_to_numpy(read(model.layers[-1]))
-        self.assertAllEqual(found["b"], weight)
+        for read, layer in zip(reads, layers, strict=True):
+            weight = keras.ops.convert_to_numpy(read(layer))
+            self.assertAllEqual(found[layer.name], weight)
 
     def test_a_function_needs_no_operation_counts(self):
         # That is what the error of an uncountable layer recommends.
