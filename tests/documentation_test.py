@@ -53,26 +53,30 @@ def blocks():
     }
 
 
+EXAMPLES = examples()
+BLOCKS = blocks()
+
+
 class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(contextlib.chdir(self.get_temp_dir()))
 
-    @parameterized.parameters(*sorted(examples()))
+    @parameterized.parameters(*sorted(EXAMPLES))
     def test_docstring(self, name):
         printed = io.StringIO()
-        doctest.DocTestRunner().run(examples()[name], out=printed.write)
+        doctest.DocTestRunner().run(EXAMPLES[name], out=printed.write)
         self.assertEmpty(printed.getvalue())
 
-    @parameterized.parameters(*blocks())
+    @parameterized.parameters(*BLOCKS)
     def test_readme(self, line):
-        code = compile(blocks()[line], f"{README.name}:{line}", "exec")
+        code = compile(BLOCKS[line], f"{README.name}:{line}", "exec")
         with contextlib.redirect_stdout(io.StringIO()):
             exec(code, {})
 
     def test_there_are_examples(self):
-        self.assertIn("tf_gpipe.sequential.PipelinedSequential", examples())
-        self.assertGreaterEqual(len(blocks()), 4)
+        self.assertIn("tf_gpipe.sequential.PipelinedSequential", EXAMPLES)
+        self.assertGreaterEqual(len(BLOCKS), 4)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import tf_gpipe  # noqa: E402
 from tools import random_models  # noqa: E402
 from trainers import devices  # noqa: E402
 
-# Between them they have each kind of `random_models`, and each layer twice.
+# Between them they have each kind of `random_models.Kinds`.
 _SEEDS = range(12)
 _SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble")
 _REMAT = ("always", "except_last", "never")
