@@ -24,7 +24,7 @@ from tf_gpipe.verify_report import Report
 from tf_gpipe.verify_steps import Step
 from tf_gpipe.verify_steps import Variables
 
-# Below it a loss or a metric counts as zero.
+# Below it a loss, a metric or the change of a statistic counts as zero.
 _SMALL = 1e-2
 # Of what a step of evaluation is called.
 _EVALUATE = "evaluate: "
@@ -217,6 +217,8 @@ class _Verification:
         _compare_logs(comparison, expected, received, prefix)
         comparison.add("gradient", expected.gradients, received.gradients)
         comparison.add("prediction", expected.outputs, received.outputs)
+        # A mean of numbers that cancel is zero but for their rounding.
+        floors = {"statistic": _SMALL}
         for kind in ("variable", "slot", "statistic"):
             of_kind = variables.named(kind, prefix)
             comparison.add(
@@ -224,6 +226,7 @@ class _Verification:
                 of_kind(expected.variables),
                 of_kind(received.variables),
                 of_kind(variables.values),
+                floors.get(kind, 0.0),
             )
         if comparison.failed():
             again = plain_step(times=2)
@@ -245,6 +248,7 @@ class _Verification:
                     of_kind(expected.variables),
                     of_kind(received.variables),
                     of_kind(variables.values),
+                    floors.get(kind, 0.0),
                 )
         self._all.update(comparison)
         return not reasons

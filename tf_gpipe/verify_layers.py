@@ -251,12 +251,14 @@ class Layers:
 
     def _differ(self, whole: dict, parts: dict) -> bool:
         gradients = {**whole["input"], **whole["weight"]}
+        outputs = 1e-3 * largest(whole["output"].values())
         floors = {
-            "output": 1e-3 * largest(whole["output"].values()),
+            "output": outputs,
             "input": 1e-2 * largest(gradients.values()),
             "weight": 1e-2 * largest(gradients.values()),
             "loss": 1e-6,
-            "state": 1e-6,
+            # A mean of numbers that cancel is zero but for their rounding.
+            "state": max(1e-6, outputs),
         }
         return not all(
             x.ok

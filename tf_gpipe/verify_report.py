@@ -161,9 +161,12 @@ class Comparison:
         expected: Mapping[str, np.ndarray],
         received: Mapping[str, np.ndarray],
         before: Mapping[str, np.ndarray],
+        floor: float,
     ) -> None:
         """Takes these differences in place of those that are too large."""
-        again = differences(expected, received, self.tolerance, before=before)
+        again = differences(
+            expected, received, self.tolerance, before=before, floor=floor
+        )
         by_name = {x.name: x for x in again}
         self.found[kind] = [
             x if x.ok else by_name.get(x.name, x)

@@ -360,6 +360,24 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         layers = [L.Dense(6, name="zero"), L.LayerNormalization()]
         self.assert_verified(compiled(stack(layers), "adam"), *DATA)
 
+    def test_a_statistic_that_is_zero_but_for_rounding(self):
+        class Rounds(L.Layer):
+            """As a mean of numbers that cancel, which their number rounds."""
+
+            def __init__(self):
+                super().__init__()
+                self.variable = tf.Variable(0.0, trainable=False)
+                self.weight = self.add_weight((), "zeros", trainable=False)
+
+            def call(self, x, training=None):
+                if training:
+                    rounding = 1e-9 * tf.cast(tf.shape(x)[0], "float32")
+                    self.variable.assign(rounding)
+                    self.weight.assign(rounding)
+                return x
+
+        self.assert_verified(compiled(stack([Rounds()])), *DATA)
+
     def test_random_numbers_that_are_not_those_of_keras(self):
         class Noise(L.Layer):
             def call(self, x, training=None):
