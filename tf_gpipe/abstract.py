@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tf_gpipe import state
+from tf_gpipe import seeds
 from tf_gpipe import upstream
 
 
@@ -21,7 +21,7 @@ class NoValues(keras.StatelessScope):
 
     def __enter__(self) -> "NoValues":
         # Layers may draw from it as they are built, and it outlives them.
-        state.global_seed()
+        seeds.global_seed()
         return super().__enter__()
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:

@@ -27,12 +27,12 @@ from tf_gpipe.schedule import BACKWARD
 from tf_gpipe.schedule import FORWARD
 from tf_gpipe.schedule import RECOMPUTE
 from tf_gpipe.schedule import Task
+from tf_gpipe.seeds import global_seed
 from tf_gpipe.stage import Activations
 from tf_gpipe.stage_function import StageFunction
 from tf_gpipe.stage_phases import StagePhases
 from tf_gpipe.stage_tape import TapedStage
 from tf_gpipe.state import StateVersions
-from tf_gpipe.state import global_seed
 from tf_gpipe.task_order import TaskOrder
 from tf_gpipe.tensorflow_state import TensorFlowState
 from tf_gpipe.tensorflow_state import find

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tf_gpipe import abstract
 from tf_gpipe import placement
+from tf_gpipe import seeds
 from tf_gpipe import slots
 from tf_gpipe import state
 from tf_gpipe import upstream
@@ -159,9 +160,9 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
         children = super()._trackable_children(save_type, **kwargs)
         if save_type == "savedmodel" and self._pipeline is not None:
             # Which its functions read, and no layer has.
-            seeds = [*state.global_seed(), *self._pipeline.seeds.values()]
+            states = [*seeds.global_seed(), *self._pipeline.seeds.values()]
             children |= {
-                f"_global_seed_{i}": v.value for i, v in enumerate(seeds)
+                f"_global_seed_{i}": v.value for i, v in enumerate(states)
             }
         return children
 
@@ -224,7 +225,7 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
         with self._strategy_scope():
             for place in places:
                 placement.place(*place)
-            state.global_seed()
+            seeds.global_seed()
         upstream.forget_waiting(variable for variable, *_ in places)
         self._pipeline = Pipeline(
             graph, tuple(stages), schedule, config.remat, config.boundary_dtype

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tf_gpipe import cluster
 from tf_gpipe import placement
+from tf_gpipe import seeds
 from tf_gpipe import slots
-from tf_gpipe import state
 from tf_gpipe import upstream
 from tf_gpipe.calls import PipelinedCalls
 from tf_gpipe.colocation import colocate
@@ -126,7 +126,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     def make_train_function(self, force=False):
         # Also if Keras has dropped it since the build: replicas need it.
         with self.distribute_strategy.scope():
-            state.global_seed()
+            seeds.global_seed()
         if self.optimizer is not None:
             colocate(self.optimizer)
             if self.built:

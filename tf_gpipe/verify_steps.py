@@ -20,8 +20,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gpipe import seeds
 from tf_gpipe import slots
-from tf_gpipe import state
 from tf_gpipe import upstream
 from tf_gpipe.functional import PipelinedModel
 from tf_gpipe.sequential import PipelinedSequential
@@ -129,7 +129,7 @@ class Variables:
         self._seen: set[int] = set()
         self._add("variable", model.trainable_variables)
         self._add("statistic", model.variables)
-        self._add("statistic", state.global_seed())
+        self._add("statistic", seeds.global_seed())
         for layer in upstream.layers_within(model):
             self._add("statistic", tensorflow_variables(layer))
             self._add("metric", layer.metrics_variables)

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tf_gpipe import placement
-from tf_gpipe import state
+from tf_gpipe import seeds
 
 _DEVICES = ["CPU:0", "CPU:1"]
 _rng = np.random.default_rng(0)
@@ -253,7 +253,7 @@ class ThreadsTest(parameterized.TestCase):
                 keras.src.backend.common.global_state.set_global_attribute(
                     "global_seed_generator", None
                 )
-                state.global_seed()
+                seeds.global_seed()
 
         _at_once(draw, build, build)
         random.seed(3)
@@ -262,7 +262,7 @@ class ThreadsTest(parameterized.TestCase):
     def test_the_seed_that_keras_would_draw(self):
         keras.utils.set_random_seed(5)
         keras.backend.clear_session(free_memory=False)
-        (ours,) = state.global_seed()
+        (ours,) = seeds.global_seed()
         value, following = np.asarray(ours), random.random()
         keras.utils.set_random_seed(5)
         self.assertEqual(following, random.random())
