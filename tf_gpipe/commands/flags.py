@@ -23,15 +23,14 @@ class _Formatter(
 
 
 def make_parser(
-    name: str, description: str | None, model: str | None, num_stages: int
+    name: str, description: str | None, **defaults: Any
 ) -> argparse.ArgumentParser:
     """Returns a parser with the flags that tell of a model and a schedule.
 
     Args:
         name: String, the name of the command.
         description: String, the docstring of its module.
-        model: String, the default of `--model`.
-        num_stages: Integer, the default of `--num_stages`.
+        **defaults: Of these flags.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m tf_gpipe {name}",
@@ -41,7 +40,7 @@ def make_parser(
     parser.add_argument(
         "--model",
         type=_model,
-        default=model,
+        default="resnet_small",
         metavar="NAME",
         help=f"a model of the model zoo ({', '.join(model_zoo.names())}); or "
         "package.module:function, a function of yours that returns a "
@@ -62,7 +61,15 @@ def make_parser(
         help="Keras dtype policy of the model, such as mixed_float16",
     )
     parser.add_argument(
-        "--num_stages", type=positive, default=num_stages, help="stages K"
+        "--num_stages", type=positive, default=2, help="stages K"
+    )
+    parser.add_argument(
+        "--num_micro_batches",
+        type=positive,
+        help="micro-batches M; None for 4 a device",
+    )
+    parser.add_argument(
+        "--batch_size", type=positive, help="rows of a mini-batch"
     )
     parser.add_argument(
         "--schedule",
@@ -87,6 +94,7 @@ def make_parser(
         action="store_true",
         help="print one JSON object on the last line",
     )
+    parser.set_defaults(**defaults)
     return parser
 
 

@@ -25,18 +25,7 @@ _LIMIT = 2**24
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = flags.make_parser("plan", __doc__, "resnet_small", num_stages=2)
-    parser.add_argument(
-        "--batch_size",
-        type=flags.positive,
-        default=64,
-        help="rows of a mini-batch",
-    )
-    parser.add_argument(
-        "--num_micro_batches",
-        type=flags.positive,
-        help="micro-batches M; 4 a device if not given",
-    )
+    parser = flags.make_parser("plan", __doc__, batch_size=64)
     parser.add_argument(
         "--balance",
         type=_balance,
@@ -102,11 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps({**found.to_dict(), **largest}))
 
 
-def _plan(
-    args: argparse.Namespace,
-    changed: dict[str, int],
-    device_memory: int | None,
-) -> planner.Plan:
+def _plan(args, changed, device_memory):
     # Without values for the weights.
     with keras.StatelessScope(initialize_variables=False):
         model = models.get(args.model, {**args.model_args, **changed})

@@ -33,12 +33,13 @@ from tf_gpipe.simulate import simulate
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = flags.make_parser("timeline", __doc__, None, num_stages=4)
-    parser.add_argument(
-        "--num_micro_batches",
-        type=flags.positive,
-        default=8,
-        help="micro-batches M",
+    parser = flags.make_parser(
+        "timeline",
+        __doc__,
+        model=None,
+        num_stages=4,
+        num_micro_batches=8,
+        batch_size=256,
     )
     for name, default, what in (
         ("forward", 1.0, "a micro-batch's forward pass through a stage"),
@@ -62,12 +63,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--workers",
         action="store_true",
         help="run --model over worker processes, each on a core of its own",
-    )
-    parser.add_argument(
-        "--batch_size",
-        type=flags.positive,
-        default=256,
-        help="rows of a mini-batch of --model",
     )
     parser.add_argument(
         "--num_steps",
@@ -95,13 +90,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = flags.parse(parser, argv)
-    for name in (
-        "workers",
-        "model_args",
-        "dtype_policy",
-        "batch_size",
-        "num_steps",
-    ):
+    of_model = "workers model_args dtype_policy batch_size num_steps"
+    for name in of_model.split():
         if getattr(args, name) != parser.get_default(name) and not args.model:
             parser.error(f"--{name} needs --model")
     for name in ("forward", "backward", "recompute", "transfer"):
@@ -156,9 +146,7 @@ def measured(args: argparse.Namespace) -> tuple[dict[str, Execution], float]:
         return _measured(args, [process.device for process in processes])
 
 
-def _measured(
-    args: argparse.Namespace, names: Sequence[str] | None
-) -> tuple[dict[str, Execution], float]:
+def _measured(args, names):
     model = models.pipelined(
         models.get(args.model, args.model_args),
         num_stages=args.num_stages,

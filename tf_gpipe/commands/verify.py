@@ -22,18 +22,8 @@ from tf_gpipe.commands import models
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = flags.make_parser("verify", __doc__, "resnet_small", num_stages=2)
-    parser.add_argument(
-        "--batch_size",
-        type=flags.positive,
-        default=8,
-        help="rows of the mini-batch",
-    )
-    parser.add_argument(
-        "--num_micro_batches",
-        type=flags.positive,
-        default=4,
-        help="micro-batches M",
+    parser = flags.make_parser(
+        "verify", __doc__, num_micro_batches=4, batch_size=8
     )
     parser.add_argument(
         "--balance",
