@@ -9,6 +9,14 @@ import tempfile
 import tensorflow as tf
 
 ROOT = pathlib.Path(__file__).parents[1]
+MY_MODELS = """
+import keras
+import tf_gpipe
+
+def make():
+    print(tf_gpipe.__file__)
+    return [keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(4)]
+"""
 
 
 class InstallTest(tf.test.TestCase):
@@ -31,14 +39,12 @@ class InstallTest(tf.test.TestCase):
                 for path in target.iterdir()
                 if path.suffix != ".dist-info"
             }
-            self.assertEqual(installed, {"tf_gpipe", "model_zoo"})
+            self.assertEqual(installed, {"tf_gpipe", "model_zoo", "bin"})
             self.assertTrue((target / "tf_gpipe" / "py.typed").exists())
-            code = (
-                "import tf_gpipe, tf_gpipe.partition.contiguous, model_zoo; "
-                "print(tf_gpipe.__file__, tf_gpipe.__version__)"
-            )
+            # A module in the working directory, which knows what it runs with.
+            pathlib.Path(folder, "my_models.py").write_text(MY_MODELS)
             output = subprocess.run(
-                [sys.executable, "-c", code],
+                [target / "bin" / "tf-gpipe", "plan", "--model=my_models:make"],
                 cwd=folder,
                 env={"PYTHONPATH": str(target), "TF_CPP_MIN_LOG_LEVEL": "2"},
                 stdout=subprocess.PIPE,
@@ -46,5 +52,6 @@ class InstallTest(tf.test.TestCase):
                 check=True,
             ).stdout
             self.assertIn(str(target), output)
+            self.assertIn("25 parameters", output)
             (metadata,) = target.glob("tf_gpipe-*.dist-info/METADATA")
             self.assertIn("License-File: LICENSE", metadata.read_text())

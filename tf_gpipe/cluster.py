@@ -28,7 +28,7 @@ _CLOSING_SECONDS = 2.0
 def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
     """Connects to workers, and returns their devices for `devices=`.
 
-    Start the workers first, with `python -m tf_gpipe.worker --port=PORT`, and
+    Start the workers first, with `python -m tf_gpipe worker --port=PORT`, and
     connect before anything is computed. TensorFlow's servers have no
     authentication: use them on a private network. This process gets one too.
     It answers at the address by which workers reach it alone, which is
@@ -123,7 +123,7 @@ def _wait_for(addresses: list[str], timeout: float) -> None:
                 f"No worker answers at {', '.join(missing)} within "
                 f"{timeout:g} seconds. With a device a worker, stage "
                 f"{', '.join(stages)} would run there. Start one with "
-                "`python -m tf_gpipe.worker --port=PORT`, and see that "
+                "`python -m tf_gpipe worker --port=PORT`, and see that "
                 "its `--bind` address is the one given here.",
             )
         time.sleep(0.2)
@@ -208,7 +208,7 @@ def _diagnosis(pipeline: Any, error: tf.errors.OpError) -> str | None:
         [
             *lines,
             "The weights of its stage are lost. Start it again, with `python "
-            "-m tf_gpipe.worker --port=PORT`, then this program, and resume "
+            "-m tf_gpipe worker --port=PORT`, then this program, and resume "
             "from the newest checkpoint.",
         ]
     )

@@ -25,8 +25,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras  # noqa: E402
 
 import tf_gpipe  # noqa: E402
+from tf_gpipe.commands import devices  # noqa: E402
 from tools import random_models  # noqa: E402
-from trainers import devices  # noqa: E402
 
 # Between them they have each kind of `random_models.Kinds`.
 _SEEDS = range(12)

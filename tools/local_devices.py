@@ -7,7 +7,7 @@ import subprocess
 
 import tensorflow as tf
 
-from trainers import devices as host_devices
+from tf_gpipe.commands import devices
 
 # What is left to the driver of a GPU.
 _RESERVED_MIB = 1024
@@ -38,7 +38,7 @@ def find(count):
             f"{count} parts of one GPU: their memory is their own, the "
             "processor is not, so a speed-up says nothing",
         )
-    host_devices.ensure(count)
+    devices.ensure(count)
     return [f"CPU:{k}" for k in range(count)], (
         f"{count} logical devices of one CPU, which share its cores: a "
         "speed-up says nothing"

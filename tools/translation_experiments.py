@@ -30,7 +30,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from tools import foreground
+from tf_gpipe.commands import workers
 from trainers.command_line import UserError
 from trainers.sentence_pairs import SentencePairs
 
@@ -214,7 +214,7 @@ def _scores(row, flags, workdir):
         )
     if not path.exists():
         print(text, flush=True)
-        status = foreground.call(
+        status = workers.run_in_foreground(
             [*command, "--verbose=2"], cwd=_ROOT, stdout=sys.stderr
         )
         if status:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tf_gpipe
 from tf_gpipe import placement
+from tf_gpipe.commands import devices
 from trainers.command_line import UserError
 
 STRATEGIES = ("none", "mirrored", "multi_worker", "tpu")
@@ -102,46 +103,11 @@ def start(
 
 
 def ensure(num_devices):
-    """Makes sure of enough devices, where there is no accelerator.
-
-    The CPU is then divided into logical devices, which TensorFlow allows only
-    before it has started. If it has started, enough of them must exist.
-
-    Args:
-        num_devices: Positive integer, how many devices are needed.
-
-    Raises:
-        UserError: If TensorFlow has started with too few devices.
-    """
-    for kind in ("GPU", "TPU"):
-        if tf.config.list_physical_devices(kind):
-            return
+    """As `devices.ensure` of tf_gpipe's commands, whose error is the user's."""
     try:
-        tf.config.set_logical_device_configuration(
-            tf.config.list_physical_devices("CPU")[0],
-            [tf.config.LogicalDeviceConfiguration()] * num_devices,
-        )
-    except RuntimeError as error:
-        num_logical = len(tf.config.list_logical_devices("CPU"))
-        if num_logical < num_devices:
-            raise UserError(
-                f"{num_devices} devices are needed, but TensorFlow has "
-                f"started with {num_logical}."
-            ) from error
-    if num_devices > 1:
-        print(
-            f"No accelerator: {num_devices} logical CPU devices share this "
-            "machine's cores, to try a pipeline out, not to gain speed."
-        )
-
-
-def first(num_devices):
-    """Returns the names of the first accelerators, or else CPUs.
-
-    Args:
-        num_devices: Integer; or `None`, which leaves the choice to the model.
-    """
-    return num_devices and placement.accelerators()[:num_devices]
+        devices.ensure(num_devices)
+    except ValueError as error:
+        raise UserError(error) from error
 
 
 def share_batches(batches):

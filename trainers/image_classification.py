@@ -33,7 +33,7 @@ More hardware:
 
     --strategy=mirrored --num_replicas=2     two pipelines on this host
     --workers=10.0.0.1:2222,10.0.0.2:2222    stages on worker processes, each
-                                             `python -m tf_gpipe.worker`
+                                             `python -m tf_gpipe worker`
     --strategy=multi_worker                  a pipeline on each host of
                                              TF_CONFIG, with one --workdir
                                              that all of them share

@@ -10,8 +10,9 @@ import re
 import keras
 import tensorflow as tf
 
+import model_zoo
+from tf_gpipe.commands import models
 from trainers import devices
-from trainers import models
 from trainers.checkpoints import Checkpoints
 from trainers.checkpoints import Position
 from trainers.checkpoints import newest
@@ -131,8 +132,7 @@ class Job:
     def pipelined(self, name, hyper_parameters):
         """Returns a model of the zoo as the configuration's pipeline."""
         return models.pipelined(
-            name,
-            hyper_parameters,
+            model_zoo.get(name, **hyper_parameters),
             num_stages=self.config.num_stages,
             num_micro_batches=self.config.num_micro_batches,
             balance=self.config.balance,

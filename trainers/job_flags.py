@@ -1,12 +1,13 @@
 """Flags of all trainers, and what they say as a configuration."""
 
+import argparse
 import dataclasses
 import re
 
 from absl import flags
 
+from tf_gpipe.commands.flags import keyword_arguments
 from trainers import devices
-from trainers import models
 from trainers.command_line import UserError
 from trainers.job import DTYPE_POLICIES
 from trainers.job import JobConfig
@@ -197,6 +198,6 @@ def _from_flags(cls, **others):
 
 def _arguments(flag, text):
     try:
-        return models.parse_hyper_parameters(text)
-    except ValueError as error:
+        return keyword_arguments(text)
+    except argparse.ArgumentTypeError as error:
         raise UserError(f"--{flag}: {error}") from error

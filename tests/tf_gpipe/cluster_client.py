@@ -20,7 +20,8 @@ from tensorflow.python.eager import context
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
-from tools import workers
+from tf_gpipe.commands import workers
+from tools import worker_usage
 
 
 def equal(devices):
@@ -228,7 +229,7 @@ def sums():
         ]
 
     x = np.ones((16, 1024), "float32")
-    with workers.connected(1, environment=workers.GIVE_BACK) as processes:
+    with workers.connected(1, environment=worker_usage.GIVE_BACK) as processes:
         for schedule in ("1f1b", "zero_bubble"):
             options = {
                 "num_stages": 1,
@@ -241,7 +242,7 @@ def sums():
             )
             model.compile("sgd", "mse")
             step = functools.partial(model.train_on_batch, x, x)
-            (measured,) = workers.peak_memory(processes, step)
+            (measured,) = worker_usage.peak_memory(processes, step)
             weights = 4 * model.count_params()
             planned = plan.stages[0].bytes - weights
             assert planned < 1.2 * weights

@@ -13,30 +13,9 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tf_gpipe import cluster
+from tf_gpipe.commands import workers
 from tf_gpipe.listening import accept_only
 from tf_gpipe.listening import address_towards
-from tools import workers
-
-# Told to stop, it ends with 5 if its worker is there for a second more.
-STOPPABLE = """
-import signal, socket, sys
-
-host, port = sys.argv[-1].removeprefix("--workers=").split(":")
-worker = socket.create_connection((host, int(port)), timeout=1.0)
-
-def stop(*_):
-    try:
-        while worker.recv(4096):
-            pass
-    except TimeoutError:
-        sys.exit(5)
-    sys.exit(6)
-
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, stop)
-print("ready", flush=True)
-signal.pause()
-"""
 
 
 def client(program, addresses, **kwargs):
@@ -217,72 +196,6 @@ class ConnectTest(tf.test.TestCase, parameterized.TestCase):
     def test_addresses_named_once(self, addresses):
         with self.assertRaisesRegex(ValueError, "each worker once"):
             cluster.connect(addresses)
-
-
-class CommandTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(
-        ("--port=-1", "from 0 to 65535"),
-        ("--bind=elsewhere", "IPv4 address"),
-        ("--bind=192.0.2.99", "Cannot serve at"),
-    )
-    def test_bad_flags(self, flag, message):
-        flags = [flag] if "port" in flag else ["--port=0", flag]
-        result = subprocess.run(
-            [sys.executable, "-m", "tf_gpipe.worker", *flags],
-            capture_output=True,
-            text=True,
-        )
-        self.assertEqual(result.returncode, 2)
-        self.assertIn(message, result.stderr)
-
-    def test_workers_are_ended_with_the_command(self):
-        program = (
-            "import sys; from tf_gpipe import cluster; "
-            "a = sys.argv[-1].removeprefix('--workers=').split(','); "
-            "print(*a, len(cluster.unreachable(a))); sys.exit(3)"
-        )
-        result = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tools.workers",
-                "2",
-                sys.executable,
-                "-c",
-                program,
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.assertEqual(result.returncode, 3)
-        first, second, num_unreachable = result.stdout.split()
-        self.assertEqual(num_unreachable, "0")
-        self.assertLen(cluster.unreachable([first, second]), 2)
-
-    @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
-    def test_a_command_with_workers_ends_as_it_wants(self, number):
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tools.workers",
-                "1",
-                sys.executable,
-                "-c",
-                STOPPABLE,
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.assertEqual(process.stdout.readline(), "ready\n")
-        if number == signal.SIGINT:
-            # As a terminal does: to all that it has started.
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
-        self.assertEqual(process.wait(), 5)
-        process.stdout.close()
 
 
 if __name__ == "__main__":

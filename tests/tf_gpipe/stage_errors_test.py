@@ -8,7 +8,7 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tests.tf_gpipe.cluster_test import client
-from tools import workers
+from tf_gpipe.commands import workers
 
 L = keras.layers
 MESSAGE = "what is wrong"

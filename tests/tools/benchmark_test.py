@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import types
 from unittest import mock
 
@@ -68,8 +67,9 @@ def devices_here(num_workers, **kwargs):
 
     Each worker would need seconds to import TensorFlow.
     """
+    process = types.SimpleNamespace(pid=os.getpid())
     yield [
-        types.SimpleNamespace(device=name, cpu_seconds=time.process_time)
+        types.SimpleNamespace(device=name, process=process)
         for name in [f"CPU:{k}" for k in range(num_workers)]
     ]
 

@@ -15,8 +15,8 @@ from absl.testing import parameterized
 
 import model_zoo
 from tests.trainers import tiny_messages
+from tf_gpipe.commands.flags import keyword_arguments
 from tools import translation_experiments
-from trainers import models
 from trainers import translation
 from trainers import translation_job
 
@@ -25,7 +25,7 @@ RECIPES = sorted(ROOT.glob("trainers/recipes/translation_*.cfg"))
 
 
 def num_parameters(model_args, vocabulary=64):
-    model_args = models.parse_hyper_parameters(model_args)
+    model_args = keyword_arguments(model_args)
     with keras.StatelessScope(initialize_variables=False):
         model = model_zoo.get(
             "transformer_nmt", **model_args, vocabulary=vocabulary
@@ -55,7 +55,7 @@ class RecipesTest(tf.test.TestCase, parameterized.TestCase):
             found = {name: flags.FLAGS[name].value for name in names}
         defaults["model_args"] = translation_job._MODEL_ARGS
         defaults["languages"] = translation._SLAVIC
-        found["model_args"] = models.parse_hyper_parameters(found["model_args"])
+        found["model_args"] = keyword_arguments(found["model_args"])
         self.assertEqual(found, defaults)
         self.assertContainsSubset(translation._DEFAULTS, found)
 
@@ -124,7 +124,7 @@ class ExperimentsTest(tf.test.TestCase, parameterized.TestCase):
         counts = [num_parameters(x) for x in arguments]
         # Of layer normalisation there is more in more layers.
         self.assertAllClose(counts, [counts[0]] * 4, rtol=0.01)
-        parsed = [models.parse_hyper_parameters(x) for x in arguments]
+        parsed = [keyword_arguments(x) for x in arguments]
         self.assertEqual([x["num_layers"] for x in parsed], [6, 3, 6, 3])
         measures = [
             (x.get("scale_ffn_init"), "logit_clip" in x) for x in parsed
@@ -160,7 +160,9 @@ class ExperimentsTest(tf.test.TestCase, parameterized.TestCase):
             self.write(pathlib.Path(workdir), xx=1.0)
             return 0
 
-        with mock.patch.object(translation_experiments.foreground, "call", run):
+        with mock.patch.object(
+            translation_experiments.workers, "run_in_foreground", run
+        ):
             for _ in range(2):
                 self.main("batch", f"--workdir={directory}", "--num_epochs=1")
             with self.assertRaisesRegex(SystemExit, "with other flags: .*=1\n"):

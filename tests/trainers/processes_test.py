@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests.tf_gpipe.cluster_test import unused_address
-from tools import workers
+from tf_gpipe.commands import workers
 
 ROOT = pathlib.Path(__file__).parents[2]
 

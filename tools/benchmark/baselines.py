@@ -19,10 +19,10 @@ import tensorflow as tf
 
 import tf_gpipe
 from tf_gpipe import listening
+from tf_gpipe.commands import workers
 from tf_gpipe.schedule import REMAT_MODES
 from tf_gpipe.schedules import NAMES
 from tools import command_line
-from tools import workers
 from tools.benchmark import pipeline
 from tools.benchmark import timing
 from tools.benchmark import workloads

@@ -4,11 +4,12 @@ import itertools
 
 import tf_gpipe
 from tf_gpipe import schedules
+from tf_gpipe.commands import workers
 from tf_gpipe.partition.layer_graph import size_in_bytes
 from tf_gpipe.schedule import REMAT_MODES
 from tf_gpipe.simulate import simulate
 from tools import command_line
-from tools import workers
+from tools import worker_usage
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
 
@@ -58,7 +59,7 @@ def main(args):
     activations = [size / sum(by_layer) * whole for size in by_layer]
     rows = []
     with workers.connected(
-        args.num_stages, environment=workers.GIVE_BACK, one_core=True
+        args.num_stages, environment=worker_usage.GIVE_BACK, one_core=True
     ) as processes:
         for schedule in args.schedule:
             for mode in args.remat:
@@ -115,7 +116,7 @@ def _measured(args, schedule, mode, x, y, processes, activations):
         make(), devices=[p.device for p in processes], **options
     )
     workloads.compiled(model)
-    measured = workers.peak_memory(
+    measured = worker_usage.peak_memory(
         processes, lambda: model.train_on_batch(x, y)
     )
     formula = _formula(model, len(x), activations)

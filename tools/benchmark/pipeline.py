@@ -10,11 +10,12 @@ import keras
 
 import tf_gpipe
 from tf_gpipe import schedules
+from tf_gpipe.commands import workers
 from tf_gpipe.schedule import REMAT_MODES
 from tf_gpipe.simulate import simulate
 from tools import command_line
 from tools import local_devices
-from tools import workers
+from tools import worker_usage
 from tools.benchmark import timing
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
@@ -233,7 +234,7 @@ class Run:
         return seconds
 
     def _cpu_seconds(self):
-        return sum(process.cpu_seconds() for process in self.processes)
+        return sum(map(worker_usage.cpu_seconds, self.processes))
 
 
 def simulated_run(layers, batch_size, processes, **options):

@@ -2,8 +2,8 @@
 
 import itertools
 
+from tf_gpipe.commands import workers
 from tools import command_line
-from tools import workers
 from tools.benchmark import paper_models
 from tools.benchmark import pipeline
 from tools.benchmark import timing

@@ -1,4 +1,4 @@
-"""Pipelines have the plain model's numbers: `tools.verify`, model by model."""
+"""Pipelines have the plain model's numbers: `verify`, model by model."""
 
 import contextlib
 import io
@@ -6,7 +6,8 @@ import json
 
 import keras
 
-from tools import verify
+from tf_gpipe.commands import verify
+from tools import random_models
 from tools.gpu import devices
 from tools.gpu.checking import Failed
 
@@ -21,7 +22,7 @@ _SIZES = {
     "vocabulary=50,head_size=16",
     "unet": "num_blocks=2,num_filters=8,input_shape=(32,32,3),num_classes=4",
 }
-# Flags of `tools.verify`, by model.
+# Flags of `python -m tf_gpipe verify`, by model; of `tools.random_models`.
 RUNS = {
     "resnet_small": (
         "--num_stages=2 --schedule=gpipe --remat=never",
@@ -50,7 +51,7 @@ RUNS = {
         "--num_stages=2 --schedule=zero_bubble --remat=never",
     ),
     # Models that are drawn by chance, recurrent ones among them.
-    "random": ("--random=6",),
+    "random": ("--num=6",),
 }
 
 
@@ -62,28 +63,29 @@ def contract(cpu, model):
         model: String, of `RUNS`.
     """
     devices.start(cpu)
-    flags = []
+    command, flags = random_models.main, []
     if model in _SIZES:
+        command = verify.main
         flags = [f"--model={model}", f"--model_args={_SIZES[model]}"]
     results = {}
     for run in RUNS[model]:
         keras.backend.clear_session()
-        results[run] = _result([*flags, *run.split()])
+        results[run] = _result(command, [*flags, *run.split()])
     wrong = [run for run, result in results.items() if not result["ok"]]
     if wrong:
         raise Failed(f"{len(wrong)} of {len(results)} differ", results=results)
     return {"results": results}
 
 
-def _result(flags):
-    """Returns what `tools.verify` finds, in short."""
+def _result(command, flags):
+    """Returns what a command that compares finds, in short."""
     printed = io.StringIO()
     try:
         with (
             contextlib.redirect_stdout(printed),
             contextlib.redirect_stderr(printed),
         ):
-            status = verify.main([*flags, "--json"])
+            status = command([*flags, "--json"])
     except (Exception, SystemExit) as e:
         printed.write(f"{type(e).__name__}: {e}\n")
         return {"ok": False, "why": printed.getvalue().splitlines()[-2:]}

@@ -3,7 +3,7 @@
 import time
 
 import tf_gpipe
-from tools import workers
+from tf_gpipe.commands import workers
 from tools.peers import keras_layers
 from tools.peers import program
 

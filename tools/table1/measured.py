@@ -11,7 +11,8 @@ import tensorflow as tf
 
 import model_zoo
 import tf_gpipe
-from tools import workers
+from tf_gpipe.commands import workers
+from tools import worker_usage
 from tools.benchmark.report import Report
 from tools.table1 import notes
 from tools.table1.planned import plan
@@ -86,7 +87,7 @@ def on_workers(models, args):
     """Prints the memory of worker processes beside what is planned for it."""
     lines, runs, why = [], [], []
     with workers.connected(
-        2, environment=workers.GIVE_BACK, one_core=True
+        2, environment=worker_usage.GIVE_BACK, one_core=True
     ) as processes:
         for model, remat in itertools.product(models, ("never", "always")):
             print(f"{model}, remat {remat}", file=sys.stderr)
@@ -141,7 +142,7 @@ def _memory(model, processes, options):
     model = pipeline(
         make(), family, [process.device for process in processes], options
     )
-    measured = workers.peak_memory(
+    measured = worker_usage.peak_memory(
         processes, lambda: model.train_on_batch(x, y)
     )
     expected = [

@@ -1,52 +1,45 @@
 """Shows when each device of a pipeline runs what, and what it waits for.
 
-Simulates a schedule; or, with --model, trains a model of the zoo for a few
-steps on random data, over logical CPU devices where there is no accelerator
-(or over worker processes of one core each, with --workers), and shows the last
-step below its simulation from the measured times.
+Simulates a schedule; or, with --model, trains a model for a few steps on random
+data, over logical CPU devices where there is no accelerator (or over worker
+processes of one core each, with --workers), and shows the last step below its
+simulation from the measured times.
 
 Examples:
 
-    python -m tools.timeline --num_stages=4 --num_micro_batches=8
-    python -m tools.timeline --model=resnet_small --num_stages=2
+    python -m tf_gpipe timeline --num_stages=4 --num_micro_batches=8
+    python -m tf_gpipe timeline --model=resnet_small --num_stages=2
+    python -m tf_gpipe timeline --model=my_models:make --trace=step.json
 """
 
 import argparse
 import json
 import math
-import os
 import statistics
 import time
+from collections.abc import Sequence
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import keras
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-
-import model_zoo  # noqa: E402
-import tf_gpipe  # noqa: E402
-from tf_gpipe import schedules  # noqa: E402
-from tf_gpipe import timeline  # noqa: E402
-from tf_gpipe.simulate import Execution  # noqa: E402
-from tf_gpipe.simulate import simulate  # noqa: E402
-from tools import command_line  # noqa: E402
-from tools import workers  # noqa: E402
-from tools.benchmark import timing  # noqa: E402
-from trainers import devices as host_devices  # noqa: E402
-from trainers import models  # noqa: E402
+import tf_gpipe
+from tf_gpipe import schedules
+from tf_gpipe import timeline
+from tf_gpipe.commands import devices
+from tf_gpipe.commands import flags
+from tf_gpipe.commands import models
+from tf_gpipe.commands import workers
+from tf_gpipe.simulate import Execution
+from tf_gpipe.simulate import simulate
 
 
-def make_parser():
-    parser = command_line.make_parser("timeline", __doc__)
-    parser.add_argument(
-        "--num_stages", type=command_line.positive, default=4, help="stages K"
-    )
-    parser.add_argument(
-        "--num_micro_batches",
-        type=command_line.positive,
-        default=8,
-        help="micro-batches M",
+def make_parser() -> argparse.ArgumentParser:
+    parser = flags.make_parser(
+        "timeline",
+        __doc__,
+        model=None,
+        num_stages=4,
+        num_micro_batches=8,
+        batch_size=256,
     )
     for name, default, what in (
         ("forward", 1.0, "a micro-batch's forward pass through a stage"),
@@ -67,35 +60,19 @@ def make_parser():
         "one for each of the K-1 boundaries with commas",
     )
     parser.add_argument(
-        "--model", choices=model_zoo.names(), help="measure this model"
-    )
-    parser.add_argument(
-        "--model_args",
-        type=command_line.model_args,
-        default={},
-        metavar="NAME=VALUE,...",
-        help="hyper-parameters of --model, such as num_blocks=8",
-    )
-    parser.add_argument(
         "--workers",
         action="store_true",
         help="run --model over worker processes, each on a core of its own",
     )
     parser.add_argument(
-        "--batch_size",
-        type=command_line.positive,
-        default=256,
-        help="rows of a mini-batch of --model",
-    )
-    parser.add_argument(
         "--num_steps",
-        type=command_line.positive,
+        type=flags.positive,
         default=10,
         help="steps of --model, with the recorder and without it by turns",
     )
     parser.add_argument(
         "--width",
-        type=command_line.positive,
+        type=flags.positive,
         default=80,
         help="characters of a line",
     )
@@ -110,10 +87,11 @@ def make_parser():
     return parser
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
-    args = command_line.parse(parser, argv)
-    for name in ("workers", "model_args", "batch_size", "num_steps"):
+    args = flags.parse(parser, argv)
+    of_model = "workers model_args dtype_policy batch_size num_steps"
+    for name in of_model.split():
         if getattr(args, name) != parser.get_default(name) and not args.model:
             parser.error(f"--{name} needs --model")
     for name in ("forward", "backward", "recompute", "transfer"):
@@ -122,7 +100,7 @@ def main(argv=None):
     if args.num_steps < 3:
         # The first is traced, and times are from step to step.
         parser.error(f"--num_steps must be at least 3, not {args.num_steps}")
-    try:
+    with flags.in_effect(parser, args):
         steps, ratio = measured(args) if args.model else (simulated(args), None)
         step = list(steps.values())[-1]
         if args.picture:
@@ -130,8 +108,6 @@ def main(argv=None):
         if args.trace:
             with open(args.trace, "w") as f:
                 json.dump(timeline.chrome_trace(step), f)
-    except (ImportError, OSError, TypeError, ValueError) as e:
-        parser.error(str(e))
     names = ("makespan", "busy", "bubble", "peak_micro_batches")
     totals = {name: getattr(step, name) for name in names}
     print(timeline.text_chart(step, args.width))
@@ -144,7 +120,7 @@ def main(argv=None):
         print(json.dumps(totals))
 
 
-def simulated(args):
+def simulated(args: argparse.Namespace) -> dict[str, Execution]:
     """Returns a dict with the step on paper, by its title."""
     plan = schedules.get(
         args.schedule, args.num_stages, args.num_micro_batches, args.num_devices
@@ -160,48 +136,30 @@ def simulated(args):
     return {"simulated": step}
 
 
-def measured(args):
+def measured(args: argparse.Namespace) -> tuple[dict[str, Execution], float]:
     """Returns as `simulated`, of a real step, and what recording costs."""
     num_devices = args.num_devices or args.num_stages
     if not args.workers:
-        host_devices.ensure(num_devices)
-        return _measured(args, host_devices.first(args.num_devices))
+        devices.ensure(num_devices)
+        return _measured(args, devices.first(args.num_devices))
     with workers.connected(num_devices, one_core=True) as processes:
         return _measured(args, [process.device for process in processes])
 
 
-def _measured(args, devices):
+def _measured(args, names):
     model = models.pipelined(
-        args.model,
-        args.model_args,
+        models.get(args.model, args.model_args),
         num_stages=args.num_stages,
         num_micro_batches=args.num_micro_batches,
         balance="flops",
         schedule=args.schedule,
         remat=args.remat,
-        devices=devices,
+        devices=names,
     )
     model.compile("sgd", "mse")
-    rows = args.batch_size * args.num_steps
-    generator = np.random.default_rng(0)
-
-    def random(tensor):
-        shape = (rows, *tensor.shape[1:])
-        if "float" in tensor.dtype:
-            return generator.standard_normal(shape, dtype="float32")
-        # Tokens: 1 is there in any vocabulary, and 0 may be padding.
-        return np.ones(shape, tensor.dtype)
-
-    x, y = (
-        keras.tree.map_structure(random, tensors)
-        for tensors in (
-            (model.input, model.output)
-            if isinstance(model, tf_gpipe.PipelinedModel)
-            else (model.inputs[0], model.outputs[0])
-        )
-    )
+    x, y = models.random_data(model, args.batch_size * args.num_steps)
     recorder = tf_gpipe.callbacks.Timeline()
-    seconds = {False: [], True: []}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(3):
         for recorded in seconds:
             clock = _Clock()
@@ -213,7 +171,9 @@ def _measured(args, devices):
                 callbacks=[clock, *([recorder] if recorded else [])],
             )
             seconds[recorded].append(clock.seconds())
-    ratio = timing.median_ratio(seconds[True], seconds[False])
+    ratio = statistics.median(
+        a / b for a, b in zip(seconds[True], seconds[False], strict=True)
+    )
     steps = {
         "simulated": recorder.simulated(),
         "measured": Execution(recorder.spans, recorder.devices),
@@ -238,7 +198,7 @@ class _Clock(keras.callbacks.Callback):
         )
 
 
-def _costs(text):
+def _costs(text: str) -> float | list[float]:
     try:
         values = [float(x) for x in text.split(",")]
     except ValueError:
@@ -248,7 +208,3 @@ def _costs(text):
             f"not a number, or numbers with commas, of 0 or more: {text!r}"
         )
     return values if "," in text else values[0]
-
-
-if __name__ == "__main__":
-    main()

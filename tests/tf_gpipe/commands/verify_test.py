@@ -6,12 +6,10 @@ import json
 import subprocess
 import sys
 
-import keras
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tools import random_models
-from tools import verify as command
+from tf_gpipe.commands import verify as command
 
 SMALL = "--model_args=num_filters=8,num_blocks=1,input_shape=(8,8,3)"
 
@@ -23,18 +21,14 @@ def run(*args):
     return status, stdout.getvalue()
 
 
-class Fault(keras.layers.Layer):
-    def call(self, x):
-        return x - keras.ops.mean(x, axis=0, keepdims=True)
-
-
 class VerifyTest(tf.test.TestCase, parameterized.TestCase):
     def test_command(self):
         result = subprocess.run(
             [
                 sys.executable,
                 "-m",
-                "tools.verify",
+                "tf_gpipe",
+                "verify",
                 "--num_stages=2",
                 "--num_micro_batches=1",
                 "--schedule=gpipe",
@@ -76,28 +70,9 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertEqual(status, 0, text)
 
-    def test_random_models(self):
-        # One that is traced fast.
-        status, text = run("--random=1", "--seed=4", "--json")
-        *_, line, last = text.splitlines()
-        different = json.loads(last)["different"]
-        self.assertEqual(json.loads(last)["models"], 1)
-        self.assertEqual(line, f"{len(different)} of 1 models differ")
-        self.assertEqual(status, 1 if different else 0)
-
-    def test_a_difference(self):
-        original = random_models.Drawing.layer
-        self.addCleanup(setattr, random_models.Drawing, "layer", original)
-        random_models.Drawing.layer = lambda *_: Fault(name=None)
-        # Of three micro-batches.
-        status, text = run("--random=1", "--seed=2", "--json")
-        self.assertEqual(status, 1, text)
-        self.assertIn("The first layer that differs: fault", text)
-
     @parameterized.parameters(
-        (["--random=0"], "--random: not a positive integer: '0'"),
-        (["--random=1", "--num_stages=3"], "--num_stages is not for --random"),
-        (["--model=x"], "--model: invalid choice: 'x'"),
+        (["--batch_size=0"], "--batch_size: not a positive integer: '0'"),
+        (["--model=x"], "or package.module:function. Received: 'x'"),
         (["--model_args=x=3"], "Unknown hyper-parameters of model"),
         (["--num_devices=2"], "--num_devices is for --schedule=interleaved"),
         (["--optimizer=x", SMALL], "Could not interpret optimizer identifier"),

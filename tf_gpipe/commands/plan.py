@@ -1,45 +1,31 @@
 """Shows what a pipeline will need, before anything of it is allocated.
 
-Example:
+Examples:
 
-    python -m tools.plan --model=resnet_small --num_stages=2 \\
+    python -m tf_gpipe plan --model=resnet_small --num_stages=2 \\
         --num_micro_batches=8 --batch_size=64 --device_memory=512MB \\
         --find_largest=num_blocks
+    python -m tf_gpipe plan --model=my_models:make --num_stages=4
 """
 
 import argparse
 import dataclasses
 import json
-import os
 import re
+from collections.abc import Sequence
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import keras
 
-import keras  # noqa: E402
-
-import model_zoo  # noqa: E402
-from tf_gpipe import planner  # noqa: E402
-from tools import command_line  # noqa: E402
+from tf_gpipe import planner
+from tf_gpipe.commands import flags
+from tf_gpipe.commands import models
 
 # Where `--find_largest` gives up: no memory is used by what grows.
 _LIMIT = 2**24
 
 
-def make_parser():
-    parser = command_line.make_parser("plan", __doc__)
-    command_line.add_model_flags(parser)
-    parser.add_argument(
-        "--batch_size",
-        type=command_line.positive,
-        default=64,
-        help="rows of a mini-batch",
-    )
-    parser.add_argument(
-        "--num_micro_batches",
-        type=command_line.positive,
-        help="micro-batches M; 4 a device if not given",
-    )
+def make_parser() -> argparse.ArgumentParser:
+    parser = flags.make_parser("plan", __doc__, batch_size=64)
     parser.add_argument(
         "--balance",
         type=_balance,
@@ -88,23 +74,16 @@ def make_parser():
     return parser
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
-    args = command_line.parse(parser, argv)
+    args = flags.parse(parser, argv)
     if args.find_largest and args.device_memory is None:
         parser.error("--find_largest needs --device_memory")
-    before = keras.config.dtype_policy()
     largest = {}
-    try:
-        keras.config.set_dtype_policy(args.dtype_policy)
+    with flags.in_effect(parser, args):
         if args.find_largest:
             largest = {args.find_largest: _find_largest(args)}
         found = _plan(args, largest, args.device_memory)
-    except (TypeError, ValueError) as e:
-        # Keras's messages have several lines.
-        parser.error(" ".join(str(e).split()))
-    finally:
-        keras.config.set_dtype_policy(before)
     print(found, end="")
     for name, value in largest.items():
         print(f"the largest that fits: {name}={value}")
@@ -113,13 +92,12 @@ def main(argv=None):
 
 
 def _plan(args, changed, device_memory):
-    # Without values for the weights of a functional model.
+    # Without values for the weights.
     with keras.StatelessScope(initialize_variables=False):
-        model = model_zoo.get(args.model, **{**args.model_args, **changed})
-    functional = isinstance(model, keras.Model)
+        model = models.get(args.model, {**args.model_args, **changed})
     spec = keras.tree.map_structure(
         lambda x: keras.KerasTensor((args.batch_size, *x.shape[1:]), x.dtype),
-        model.input if functional else model[0].output,
+        models.inputs(model),
     )
     return planner.plan(
         model,
@@ -138,11 +116,11 @@ def _plan(args, changed, device_memory):
     )
 
 
-def _find_largest(args):
+def _find_largest(args: argparse.Namespace) -> int:
     """Returns the largest value of a hyper-parameter that fits."""
     name = args.find_largest
 
-    def fits(value):
+    def fits(value: int) -> bool:
         # Without the device's memory the planner looks for no advice.
         found = _plan(args, {name: value}, None)
         return dataclasses.replace(found, device_memory=args.device_memory).fits
@@ -164,13 +142,13 @@ def _find_largest(args):
     return low
 
 
-def _balance(text):
+def _balance(text: str) -> str | list[int]:
     if not text[:1].isdecimal():
         return text
-    return [command_line.positive(count) for count in text.split(",")]
+    return [flags.positive(count) for count in text.split(",")]
 
 
-def _bytes(text):
+def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+\.?\d*)(?:([KMGT])(I?))?B?", text.upper())
     size = 0
     if match:
@@ -183,7 +161,3 @@ def _bytes(text):
             f"{text!r}"
         )
     return size
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 import model_zoo
 from tf_gpipe import planner
-from tools import plan as command
+from tf_gpipe.commands import plan as command
 
 # Small, so that a search plans it in no time.
 SMALL = "--model_args=num_filters=8,num_blocks=2"
@@ -44,7 +44,8 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             [
                 sys.executable,
                 "-m",
-                "tools.plan",
+                "tf_gpipe",
+                "plan",
                 "--num_stages=3",
                 "--num_micro_batches=8",
                 "--batch_size=32",
@@ -163,7 +164,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (["--num_stages=0"], "--num_stages: not a positive integer: '0'"),
         (["--num_stages=8", SMALL], "`num_stages` must be at most"),
-        (["--model=x"], "--model: invalid choice: 'x'"),
+        (["--model=x"], "or package.module:function. Received: 'x'"),
         (["--model_args=x=3"], "Unknown hyper-parameters of model"),
         (["--model_args=3"], "--model_args: not of the form name=value"),
         (["--model_args=a=b"], "--model_args: not of the form name=value"),

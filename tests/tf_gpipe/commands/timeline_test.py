@@ -12,13 +12,13 @@ import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from tools import timeline as command
+from tf_gpipe.commands import timeline as command
 
 
 def timeline(*args):
     """Runs the command in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "tools.timeline", *args],
+        [sys.executable, "-m", "tf_gpipe", "timeline", *args],
         capture_output=True,
         text=True,
     )

@@ -1,30 +1,25 @@
 """Runs a command with worker processes on this host, and ends them.
 
-    python -m tools.workers 2 python -m trainers.image_classification
+    python -m tf_gpipe workers 2 python -m trainers.image_classification
 
-starts two workers (`tf_gpipe.worker`) on loopback, runs the command with one
-more argument, `--workers=127.0.0.1:PORT,127.0.0.1:PORT`, and ends the workers
-when it has ended. The exit status is the command's.
+starts two workers (`python -m tf_gpipe worker`) on loopback, runs the command
+with one more argument, `--workers=127.0.0.1:PORT,127.0.0.1:PORT`, and ends the
+workers when it has ended. The exit status is the command's.
 """
 
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import tf_gpipe
-from tools import command_line
-from tools import foreground
-
-# The environment of workers whose memory is measured. Without it, memory that
-# TensorFlow has given back would be kept: by the allocator of oneDNN all of it,
-# by that of the C library small pieces.
-GIVE_BACK = {
-    "TF_ENABLE_ONEDNN_OPTS": "0",
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-}
+from tf_gpipe.commands import flags
 
 
 class Worker:
@@ -41,53 +36,43 @@ class Worker:
         device: String, its TensorFlow device, once we have connected to it.
     """
 
-    def __init__(self, core=None, port=0, environment=None):
+    def __init__(
+        self,
+        core: int | None = None,
+        port: int = 0,
+        environment: Mapping[str, str] | None = None,
+    ):
         confine = None
         if core is not None:
             # Before TensorFlow starts its threads, which inherit it.
             confine = lambda: os.sched_setaffinity(0, {core})  # noqa: E731
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tf_gpipe.worker", f"--port={port}"],
+            [sys.executable, "-m", "tf_gpipe", "worker", f"--port={port}"],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **(environment or {})},
             preexec_fn=confine,
         )
-        self.address = self.device = None
+        self.address = self.device = ""
 
-    def wait_until_ready(self):
+    def wait_until_ready(self) -> None:
         """Waits until it accepts connections, and learns its address."""
-        line = self.process.stdout.readline()
+        line = self.process.stdout.readline() if self.process.stdout else ""
         self.address = line.rpartition(" ")[2].strip()
         if not line.startswith("worker at "):
             raise RuntimeError("A worker process failed to start.")
 
-    def cpu_seconds(self):
-        """Returns the CPU seconds that it has used so far."""
-        with open(f"/proc/{self.process.pid}/stat") as f:
-            fields = f.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def memory(self, field):
-        """Returns a figure of its memory in bytes, of `/proc`."""
-        with open(f"/proc/{self.process.pid}/status") as f:
-            for line in f:
-                if line.startswith(field + ":"):
-                    return int(line.split()[1]) * 1024
-        raise RuntimeError(f"The system does not tell {field}.")
-
-    def forget_peak(self):
-        """Makes the peak of its memory (`VmHWM`) start anew."""
-        with open(f"/proc/{self.process.pid}/clear_refs", "w") as f:
-            f.write("5")
-
-    def kill(self):
+    def kill(self) -> None:
         self.process.kill()
         self.process.wait()
 
 
 @contextlib.contextmanager
-def started(num_workers, environment=None, one_core=False):
+def started(
+    num_workers: int,
+    environment: Mapping[str, str] | None = None,
+    one_core: bool = False,
+) -> Iterator[list[Worker]]:
     """Starts workers on loopback, and ends them.
 
     Args:
@@ -101,9 +86,9 @@ def started(num_workers, environment=None, one_core=False):
     Raises:
         ValueError: If there are not that many cores.
     """
-    cores = [None] * num_workers
+    cores: list[int | None] = [None] * num_workers
     if one_core:
-        cores = sorted(os.sched_getaffinity(0))[:num_workers]
+        cores = [*sorted(os.sched_getaffinity(0))[:num_workers]]
         if num_workers > len(cores):
             raise ValueError(
                 "A core for each worker is needed. Received: "
@@ -120,7 +105,7 @@ def started(num_workers, environment=None, one_core=False):
 
 
 @contextlib.contextmanager
-def connected(num_workers, **kwargs):
+def connected(num_workers: int, **kwargs: Any) -> Iterator[list[Worker]]:
     """As `started`, and connects this process to them."""
     with started(num_workers, **kwargs) as workers:
         devices = tf_gpipe.connect([worker.address for worker in workers])
@@ -129,49 +114,54 @@ def connected(num_workers, **kwargs):
         yield workers
 
 
-def peak_memory(workers, step):
-    """Returns what a step needs of each worker's memory, above that between.
+def run_in_foreground(command: Sequence[str], **kwargs: Any) -> int:
+    """Runs a command as a shell does: it knows what to do when it is to stop.
+
+    Ctrl-C reaches it as it reaches this process, SIGTERM is handed on: a
+    trainer saves a checkpoint before it ends.
 
     Args:
-        workers: List of `Worker`s, with `GIVE_BACK` in their environment.
-        step: Function without arguments, which runs a step.
+        command: List of strings.
+        **kwargs: Arguments of `subprocess.Popen`.
 
     Returns:
-        List of bytes.
+        Integer, the exit status, above 128 if a signal has ended the command.
     """
-    # What the first steps leave is not the activations'.
-    for _ in range(2):
-        step()
-    idle = [worker.memory("VmRSS") for worker in workers]
-    for worker in workers:
-        worker.forget_peak()
-    step()
-    return [
-        worker.memory("VmHWM") - before
-        for worker, before in zip(workers, idle, strict=True)
-    ]
+    process = None
+
+    def hand_on(number, frame):
+        if process is not None:
+            process.send_signal(number)
+
+    handlers = {
+        # A handler, not `SIG_IGN`, which the command would inherit.
+        signal.SIGINT: lambda number, frame: None,
+        signal.SIGTERM: hand_on,
+    }
+    with contextlib.ExitStack() as stack:
+        for number, handler in handlers.items():
+            before = signal.signal(number, handler)
+            stack.callback(signal.signal, number, before)
+        process = subprocess.Popen(command, **kwargs)
+        status = process.wait()
+    return status if status >= 0 else 128 - status
 
 
-def main():
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.workers",
+        prog="python -m tf_gpipe workers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "num_workers", type=command_line.positive, help="how many to start"
+        "num_workers", type=flags.positive, help="how many to start"
     )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="what to run, with arguments"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not args.command:
         parser.error("a command to run is needed")
     with started(args.num_workers) as workers:
         addresses = ",".join(worker.address for worker in workers)
-        status = foreground.call([*args.command, f"--workers={addresses}"])
-    sys.exit(status)
-
-
-if __name__ == "__main__":
-    main()
+        return run_in_foreground([*args.command, f"--workers={addresses}"])

@@ -1,0 +1,39 @@
+"""A worker refuses what it cannot serve, in one line."""
+
+import contextlib
+import io
+import subprocess
+import sys
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tf_gpipe.commands import worker as command
+
+
+class WorkerTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (["--port=-1"], "from 0 to 65535"),
+        (["--port=0", "--bind=elsewhere"], "IPv4 address"),
+        (["--port=0", "--bind=192.0.2.99"], "Cannot serve at"),
+    )
+    def test_bad_flags(self, flags, message):
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            with self.assertRaises(SystemExit) as raised:
+                command.main(flags)
+        self.assertEqual(raised.exception.code, 2)
+        self.assertIn(message, stderr.getvalue().splitlines()[-1])
+
+    @parameterized.parameters("tf_gpipe worker", "tf_gpipe.worker")
+    def test_both_names(self, name):
+        result = subprocess.run(
+            [sys.executable, "-m", *name.split(), "--port=-1"],
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("from 0 to 65535", result.stderr)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,62 @@
+"""Models, losses, optimizers and pipelines that are drawn by chance."""
+
+import contextlib
+import io
+import json
+from unittest import mock
+
+import keras
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tools import random_models
+
+
+class Fault(keras.layers.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0, keepdims=True)
+
+
+class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(seed=(0, 1), has_state=(False, True))
+    def test_has_no_problem(self, seed, has_state):
+        drawing = random_models.Drawing(seed, has_state)
+        self.assert_empty(drawing, random_models.problems(drawing))
+
+    @parameterized.parameters(*range(2, 38))
+    @pytest.mark.slow
+    def test_trains_alike(self, seed):
+        drawing = random_models.Drawing(seed, has_state=seed % 3 == 0)
+        self.assert_empty(drawing, random_models.training_differs(drawing))
+
+    def test_command(self):
+        # One that is traced fast.
+        status, text = self.run_command("--num=1", "--seed=4", "--json")
+        *_, line, last = text.splitlines()
+        different = json.loads(last)["different"]
+        self.assertEqual(json.loads(last)["models"], 1)
+        self.assertEqual(line, f"{len(different)} of 1 models differ")
+        self.assertEqual(status, 1 if different else 0)
+
+    def test_command_with_a_difference(self):
+        fault = mock.patch.object(
+            random_models.Drawing, "layer", lambda *_: Fault(name=None)
+        )
+        self.enterContext(fault)
+        # Of three micro-batches.
+        status, text = self.run_command("--num=1", "--seed=2")
+        self.assertEqual(status, 1, text)
+        self.assertIn("The first layer that differs: fault", text)
+
+    def run_command(self, *args):
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            status = random_models.main(args)
+        return status, stdout.getvalue()
+
+    def assert_empty(self, drawing, found):
+        self.assertEmpty(found, "\n".join([*drawing.has(), *found]))
+
+
+if __name__ == "__main__":
+    tf.test.main()

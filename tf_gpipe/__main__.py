@@ -1,0 +1,43 @@
+"""Commands of tf_gpipe, a library of pipeline parallelism for Keras.
+
+python -m tf_gpipe COMMAND [FLAGS]
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "plan": "shows what each stage will need, before it is allocated",
+    "timeline": "shows when each device runs what, and what it waits for",
+    "verify": "compares a pipeline with the plain Keras model",
+    "worker": "runs stages for a program on another host",
+    "workers": "runs a command with worker processes on this host",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int | None:
+    """Runs a command, and returns its exit status."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(__doc__)
+        for command, what in COMMANDS.items():
+            print(f"  {command:10}{what}")
+        print("\npython -m tf_gpipe COMMAND --help lists the flags of one.")
+        return 0
+    if name not in COMMANDS:
+        print(
+            f"tf_gpipe: unknown command. Expected one of: "
+            f"{', '.join(COMMANDS)}. Received: {name}",
+            file=sys.stderr,
+        )
+        return 2
+    # Where `--model` finds a module. Of `python -m` it is there already.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(f"tf_gpipe.commands.{name}").main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

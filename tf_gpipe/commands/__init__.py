@@ -1,0 +1,1 @@
+"""The commands of `python -m tf_gpipe`, and what they share."""

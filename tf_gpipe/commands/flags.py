@@ -1,0 +1,163 @@
+"""Flags that commands share."""
+
+import argparse
+import ast
+import contextlib
+import re
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+import model_zoo
+from tf_gpipe import schedules
+from tf_gpipe.schedule import REMAT_MODES
+
+
+class _Formatter(
+    argparse.ArgumentDefaultsHelpFormatter,
+    argparse.RawDescriptionHelpFormatter,
+):
+    pass
+
+
+def make_parser(
+    name: str, description: str | None, **defaults: Any
+) -> argparse.ArgumentParser:
+    """Returns a parser with the flags that tell of a model and a schedule.
+
+    Args:
+        name: String, the name of the command.
+        description: String, the docstring of its module.
+        **defaults: Of these flags.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tf_gpipe {name}",
+        description=description,
+        formatter_class=_Formatter,
+    )
+    parser.add_argument(
+        "--model",
+        type=_model,
+        default="resnet_small",
+        metavar="NAME",
+        help=f"a model of the model zoo ({', '.join(model_zoo.names())}); or "
+        "package.module:function, a function of yours that returns a "
+        "functional or sequential Keras model, or a list of layers that "
+        "begins with a keras.Input",
+    )
+    parser.add_argument(
+        "--model_args",
+        type=keyword_arguments,
+        default={},
+        metavar="NAME=VALUE,...",
+        help="arguments of the function that makes the model, such as "
+        "num_blocks=3,input_shape=(32,32,3)",
+    )
+    parser.add_argument(
+        "--dtype_policy",
+        default="float32",
+        help="Keras dtype policy of the model, such as mixed_float16",
+    )
+    parser.add_argument(
+        "--num_stages", type=positive, default=2, help="stages K"
+    )
+    parser.add_argument(
+        "--num_micro_batches",
+        type=positive,
+        help="micro-batches M; None for 4 a device",
+    )
+    parser.add_argument(
+        "--batch_size", type=positive, help="rows of a mini-batch"
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=schedules.NAMES,
+        default="1f1b",
+        help="the order of the tasks",
+    )
+    parser.add_argument(
+        "--num_devices",
+        type=positive,
+        help="devices that --schedule=interleaved spreads the stages over; "
+        "one a stage if not given",
+    )
+    parser.add_argument(
+        "--remat",
+        choices=REMAT_MODES,
+        default="always",
+        help="which micro-batches are recomputed",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object on the last line",
+    )
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """Returns the arguments, after the checks that all commands need."""
+    args = parser.parse_args(argv)
+    if args.num_devices and args.schedule != "interleaved":
+        parser.error("--num_devices is for --schedule=interleaved only")
+    return args
+
+
+@contextlib.contextmanager
+def in_effect(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> Iterator[None]:
+    """A scope with the dtype policy, whose errors are the user's, in a line."""
+    before = keras.config.dtype_policy()
+    try:
+        keras.config.set_dtype_policy(args.dtype_policy)
+        yield
+    except (ImportError, OSError, TypeError, ValueError) as e:
+        # Keras's messages have several lines.
+        parser.error(" ".join(str(e).split()))
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def positive(text: str) -> int:
+    """Returns a positive integer, as the type of a flag."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+    return value
+
+
+def keyword_arguments(text: str) -> dict[str, Any]:
+    """Returns what stands between the brackets of a call, as a dict.
+
+    Args:
+        text: String, such as `"num_blocks=3,input_shape=(32,32,3)"`.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is not of this form.
+    """
+    try:
+        call = ast.parse(f"_({text})", mode="eval").body
+        if isinstance(call, ast.Call) and not call.args:
+            return {
+                str(x.arg): ast.literal_eval(x.value) for x in call.keywords
+            }
+    except (SyntaxError, ValueError):
+        pass
+    raise argparse.ArgumentTypeError(
+        f"not of the form name=value,name=value: {text!r}"
+    )
+
+
+def _model(text: str) -> str:
+    if text in model_zoo.names() or re.fullmatch(r"\w+(\.\w+)*:\w+", text):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"expected one of {', '.join(model_zoo.names())}; or "
+        f"package.module:function. Received: {text!r}"
+    )

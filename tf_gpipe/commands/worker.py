@@ -1,0 +1,79 @@
+"""A worker process, which runs stages of pipelines for other processes.
+
+    python -m tf_gpipe worker --port=2222 --bind=10.0.0.1
+
+starts a TensorFlow server that accepts connections to one address. Trainers
+find it with `tf_gpipe.connect(["10.0.0.1:2222"])`. It serves one trainer
+after another, until it is killed.
+
+TensorFlow's servers have no authentication: whoever reaches the port can run
+anything here. Keep it on a private network.
+"""
+
+import argparse
+import ipaddress
+import os
+import sys
+from collections.abc import Sequence
+
+from tf_gpipe import listening
+
+# A process of one core gets one thread for operations, which sends what a
+# task has made only after the next task.
+if sys.platform == "linux" and len(os.sched_getaffinity(0)) == 1:
+    os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
+
+
+def serve(port: int, bind: str) -> None:
+    """Starts a TensorFlow server, and returns when the process is killed.
+
+    Prints a line with its address once it accepts connections: on stdout, for
+    programs that start it. See the help of the command for arguments.
+
+    Raises:
+        OSError: If the port is taken, or `bind` is no address of this host.
+    """
+    port = listening.unused_port(bind, port)
+    import tensorflow as tf
+
+    server = tf.distribute.Server(
+        {"worker": [f"{bind}:{port}"]}, job_name="worker", task_index=0
+    )
+    if bind != listening.EVERY_ADDRESS:
+        listening.accept_only(bind, port)
+    listening.announce("worker", bind, port)
+    print(f"worker at {bind}:{port}", flush=True)
+    server.join()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tf_gpipe worker",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--port", type=int, required=True, help="TCP port; 0 for a free one"
+    )
+    parser.add_argument(
+        "--bind",
+        default="127.0.0.1",
+        help="IPv4 address of this host that it can be reached by, 0.0.0.0 "
+        "for all of them (default: %(default)s, only from this host)",
+    )
+    args = parser.parse_args(argv)
+    if not 0 <= args.port < 2**16:
+        parser.error(f"--port must be from 0 to 65535. Received: {args.port}")
+    try:
+        ipaddress.IPv4Address(args.bind)
+    except ValueError:
+        parser.error(f"--bind must be an IPv4 address. Received: {args.bind}")
+    if args.bind != listening.EVERY_ADDRESS and not listening.AVAILABLE:
+        parser.error(
+            "Only Linux lets a TensorFlow server be kept from other addresses. "
+            f"Use --bind={listening.EVERY_ADDRESS}, behind a firewall."
+        )
+    try:
+        serve(args.port, args.bind)
+    except OSError as error:
+        parser.error(f"Cannot serve at {args.bind}:{args.port}: {error}")

@@ -1,0 +1,53 @@
+"""What worker processes use of this host: CPU time and memory."""
+
+import os
+
+# The environment of workers whose memory is measured. Without it, memory that
+# TensorFlow has given back would be kept: by the allocator of oneDNN all of it,
+# by that of the C library small pieces.
+GIVE_BACK = {
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+}
+
+
+def cpu_seconds(worker):
+    """Returns the CPU seconds that a worker has used so far."""
+    with open(f"/proc/{worker.process.pid}/stat") as f:
+        fields = f.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def peak_memory(workers, step):
+    """Returns what a step needs of each worker's memory, above that between.
+
+    Args:
+        workers: List of `Worker`s, with `GIVE_BACK` in their environment.
+        step: Function without arguments, which runs a step.
+
+    Returns:
+        List of bytes.
+    """
+    # What the first steps leave is not the activations'.
+    for _ in range(2):
+        step()
+    idle = [_memory(worker, "VmRSS") for worker in workers]
+    for worker in workers:
+        # The peak (`VmHWM`) starts anew.
+        with open(f"/proc/{worker.process.pid}/clear_refs", "w") as f:
+            f.write("5")
+    step()
+    return [
+        _memory(worker, "VmHWM") - before
+        for worker, before in zip(workers, idle, strict=True)
+    ]
+
+
+def _memory(worker, field):
+    """Returns a figure of a worker's memory in bytes, of `/proc`."""
+    with open(f"/proc/{worker.process.pid}/status") as f:
+        for line in f:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError(f"The system does not tell {field}.")
