@@ -48,6 +48,9 @@ def verify(
     optimizer makes much of their rounding, as Adam of those of a bias before a
     normalisation, the plain optimizer is given the pipeline's gradients.
 
+    A model may magnify rounding beyond that. If it is made and verified after
+    `keras.config.set_floatx("float64")`, what differs is no rounding.
+
     Args:
         model: A compiled and built `PipelinedSequential` or `PipelinedModel`.
         x: Inputs of one mini-batch, as for `fit`.

@@ -18,6 +18,15 @@ class Fault(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0, keepdims=True)
 
 
+class Rounds(keras.layers.Layer):
+    """As a layer that magnifies the rounding of float32."""
+
+    def call(self, x):
+        if x.dtype == "float64":
+            return x
+        return x - 1e-3 * keras.ops.mean(x, axis=0, keepdims=True)
+
+
 class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(seed=(0, 1), has_state=(False, True))
     def test_has_no_problem(self, seed, has_state):
@@ -48,6 +57,16 @@ class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
         status, text = self.run_command("--num=1", "--seed=2")
         self.assertEqual(status, 1, text)
         self.assertIn("The first layer that differs: fault", text)
+
+    def test_command_with_rounding(self):
+        fault = mock.patch.object(
+            random_models.Drawing, "layer", lambda *_: Rounds(name=None)
+        )
+        self.enterContext(fault)
+        status, text = self.run_command("--num=1", "--seed=2")
+        self.assertIn("magnifies rounding", text)
+        self.assertIn("0 of 1 models differ", text)
+        self.assertEqual(status, 0)
 
     def run_command(self, *args):
         with contextlib.redirect_stdout(io.StringIO()) as stdout:
