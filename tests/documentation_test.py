@@ -75,7 +75,9 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
             exec(code, {})
 
     def test_there_are_examples(self):
-        self.assertIn("tf_gpipe.sequential.PipelinedSequential", EXAMPLES)
+        self.assertIn(
+            "tf_gpipe.models.sequential.PipelinedSequential", EXAMPLES
+        )
         self.assertGreaterEqual(len(BLOCKS), 4)
 
 

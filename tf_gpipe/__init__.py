@@ -2,13 +2,13 @@
 
 from tf_gpipe import callbacks
 from tf_gpipe._version import __version__
-from tf_gpipe.cluster import connect
-from tf_gpipe.functional import PipelinedModel
-from tf_gpipe.planner import Plan
-from tf_gpipe.planner import plan
-from tf_gpipe.schedule import Schedule
-from tf_gpipe.sequential import PipelinedSequential
-from tf_gpipe.verify import verify
+from tf_gpipe.devices.cluster import connect
+from tf_gpipe.models.functional import PipelinedModel
+from tf_gpipe.models.sequential import PipelinedSequential
+from tf_gpipe.planning.planner import Plan
+from tf_gpipe.planning.planner import plan
+from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.verification.verify import verify
 
 __all__ = [
     "Plan",

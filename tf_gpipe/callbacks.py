@@ -8,16 +8,16 @@ from collections.abc import Collection
 import keras
 import tensorflow as tf
 
-from tf_gpipe import replicas
-from tf_gpipe import timeline
-from tf_gpipe.schedule import BACKWARD
-from tf_gpipe.schedule import FORWARD
-from tf_gpipe.schedule import RECOMPUTE
-from tf_gpipe.schedule import WEIGHTS
-from tf_gpipe.simulate import Execution
-from tf_gpipe.simulate import Span
-from tf_gpipe.simulate import simulate
-from tf_gpipe.training import PipelinedTraining
+from tf_gpipe.devices import replicas
+from tf_gpipe.models.training import PipelinedTraining
+from tf_gpipe.schedule import timeline
+from tf_gpipe.schedule.simulate import Execution
+from tf_gpipe.schedule.simulate import Span
+from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import BACKWARD
+from tf_gpipe.schedule.tasks import FORWARD
+from tf_gpipe.schedule.tasks import RECOMPUTE
+from tf_gpipe.schedule.tasks import WEIGHTS
 
 
 class Timeline(keras.callbacks.Callback):

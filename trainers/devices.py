@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 import tf_gpipe
-from tf_gpipe import placement
 from tf_gpipe.commands import devices
+from tf_gpipe.devices import placement
 from trainers.command_line import UserError
 
 STRATEGIES = ("none", "mirrored", "multi_worker", "tpu")

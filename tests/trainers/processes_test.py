@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests.tf_gpipe.cluster_test import unused_address
+from tests.tf_gpipe.devices.cluster_test import unused_address
 from tf_gpipe.commands import workers
 
 ROOT = pathlib.Path(__file__).parents[2]

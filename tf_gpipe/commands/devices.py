@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tf_gpipe import placement
+from tf_gpipe.devices import placement
 
 
 def ensure(num_devices: int) -> None:

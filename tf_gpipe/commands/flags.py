@@ -11,8 +11,8 @@ from typing import Any
 import keras
 
 import model_zoo
-from tf_gpipe import schedules
-from tf_gpipe.schedule import REMAT_MODES
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import REMAT_MODES
 
 
 class _Formatter(

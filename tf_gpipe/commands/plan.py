@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import keras
 
-from tf_gpipe import planner
 from tf_gpipe.commands import flags
 from tf_gpipe.commands import models
+from tf_gpipe.planning import planner
 
 # Where `--find_largest` gives up: no memory is used by what grows.
 _LIMIT = 2**24

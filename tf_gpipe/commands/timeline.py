@@ -22,14 +22,14 @@ from collections.abc import Sequence
 import keras
 
 import tf_gpipe
-from tf_gpipe import schedules
-from tf_gpipe import timeline
 from tf_gpipe.commands import devices
 from tf_gpipe.commands import flags
 from tf_gpipe.commands import models
 from tf_gpipe.commands import workers
-from tf_gpipe.simulate import Execution
-from tf_gpipe.simulate import simulate
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule import timeline
+from tf_gpipe.schedule.simulate import Execution
+from tf_gpipe.schedule.simulate import simulate
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tf_gpipe import listening
+from tf_gpipe.devices import listening
 
 # A process of one core gets one thread for operations, which sends what a
 # task has made only after the next task.

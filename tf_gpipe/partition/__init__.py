@@ -1,1 +1,8 @@
-"""Which layers form which stage."""
+"""Which layers form which stage: cuts that balance cost (section 2.1).
+
+balanced     the cut of a graph into stages that cost nearly the same
+contiguous   the best cut of a sequence of costs, by dynamic programming
+layer_graph  what calls of layers do and keep, found by tracing them
+flops        floating-point operations of a graph
+config       the arguments of a pipeline, checked
+"""

@@ -10,11 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe.graph import Graph
-from tf_gpipe.graph import Node
 from tf_gpipe.partition import layer_graph
 from tf_gpipe.partition.contiguous import split
-from tf_gpipe.schedule import Schedule
+from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import Node
 
 _NAMES = ("parameters", "flops", "time", "memory")
 

@@ -13,13 +13,13 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.graph import Graph
-from tf_gpipe.graph import Node
-from tf_gpipe.graph import Value
 from tf_gpipe.partition import flops
-from tf_gpipe.stage import Stage
-from tf_gpipe.stage import in_mode
-from tf_gpipe.traced_function import reached
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import Node
+from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.stage import Stage
+from tf_gpipe.stage.stage import in_mode
+from tf_gpipe.stage.traced_function import reached
 
 Specs = dict[Value, Any]
 

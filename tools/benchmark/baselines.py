@@ -18,10 +18,10 @@ import keras
 import tensorflow as tf
 
 import tf_gpipe
-from tf_gpipe import listening
 from tf_gpipe.commands import workers
-from tf_gpipe.schedule import REMAT_MODES
-from tf_gpipe.schedules import NAMES
+from tf_gpipe.devices import listening
+from tf_gpipe.schedule.schedules import NAMES
+from tf_gpipe.schedule.tasks import REMAT_MODES
 from tools import command_line
 from tools.benchmark import pipeline
 from tools.benchmark import timing

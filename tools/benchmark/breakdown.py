@@ -4,10 +4,10 @@ import statistics
 import time
 
 import tf_gpipe
-from tf_gpipe import schedules
-from tf_gpipe import timeline
-from tf_gpipe.schedule import REMAT_MODES
-from tf_gpipe.simulate import Execution
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule import timeline
+from tf_gpipe.schedule.simulate import Execution
+from tf_gpipe.schedule.tasks import REMAT_MODES
 from tools import command_line
 from tools.benchmark import pipeline
 from tools.benchmark import timing

@@ -3,11 +3,11 @@
 import itertools
 
 import tf_gpipe
-from tf_gpipe import schedules
 from tf_gpipe.commands import workers
 from tf_gpipe.partition.layer_graph import size_in_bytes
-from tf_gpipe.schedule import REMAT_MODES
-from tf_gpipe.simulate import simulate
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import REMAT_MODES
 from tools import command_line
 from tools import worker_usage
 from tools.benchmark import workloads

@@ -9,10 +9,10 @@ import time
 import keras
 
 import tf_gpipe
-from tf_gpipe import schedules
 from tf_gpipe.commands import workers
-from tf_gpipe.schedule import REMAT_MODES
-from tf_gpipe.simulate import simulate
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import REMAT_MODES
 from tools import command_line
 from tools import local_devices
 from tools import worker_usage

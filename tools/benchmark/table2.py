@@ -2,9 +2,9 @@
 
 import itertools
 
-from tf_gpipe import schedules
 from tf_gpipe.commands import workers
-from tf_gpipe.simulate import simulate
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.simulate import simulate
 from tools import command_line
 from tools.benchmark import paper_models
 from tools.benchmark import pipeline

@@ -7,8 +7,8 @@ import time
 import keras
 
 import tf_gpipe
-from tf_gpipe import schedules
-from tf_gpipe.schedule import REMAT_MODES
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import REMAT_MODES
 from tools import command_line
 from tools import local_devices
 from tools.benchmark import fresh

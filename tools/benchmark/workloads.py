@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers as L
 
 from model_zoo import resnet
-from tf_gpipe.function_call import FunctionCall
+from tf_gpipe.stage.function_call import FunctionCall
 
 NUM_CLASSES = 10
 

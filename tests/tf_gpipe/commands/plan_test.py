@@ -12,8 +12,8 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import model_zoo
-from tf_gpipe import planner
 from tf_gpipe.commands import plan as command
+from tf_gpipe.planning import planner
 
 # Small, so that a search plans it in no time.
 SMALL = "--model_args=num_filters=8,num_blocks=2"

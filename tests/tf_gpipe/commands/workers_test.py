@@ -8,7 +8,7 @@ import sys
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from tf_gpipe import cluster
+from tf_gpipe.devices import cluster
 
 # Told to stop, it ends with 5 if its worker is there for a second more.
 STOPPABLE = """
@@ -35,7 +35,7 @@ signal.pause()
 class WorkersTest(parameterized.TestCase):
     def test_workers_are_ended_with_the_command(self):
         program = (
-            "import sys; from tf_gpipe import cluster; "
+            "import sys; from tf_gpipe.devices import cluster; "
             "a = sys.argv[-1].removeprefix('--workers=').split(','); "
             "print(*a, len(cluster.unreachable(a))); sys.exit(3)"
         )

@@ -1,0 +1,202 @@
+"""Pipelines over worker processes, which fail at times."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tf_gpipe.commands import workers
+from tf_gpipe.devices import cluster
+from tf_gpipe.devices.listening import accept_only
+from tf_gpipe.devices.listening import address_towards
+
+
+def client(program, addresses, **kwargs):
+    """Starts one of the programs in `cluster_client`."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.tf_gpipe.devices.cluster_client",
+            program,
+            *addresses,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def unused_address():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+class ClusterTest(tf.test.TestCase, parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.workers = [workers.Worker() for _ in range(4)]
+        for worker in cls.workers:
+            worker.wait_until_ready()
+        cls.addresses = [worker.address for worker in cls.workers]
+
+    @classmethod
+    def tearDownClass(cls):
+        for worker in cls.workers:
+            worker.kill()
+        super().tearDownClass()
+
+    @parameterized.parameters(2, 4)
+    def test_numbers_and_places(self, num_workers):
+        process = client("equal", self.addresses[:num_workers])
+        output, _ = process.communicate()
+        self.assertEqual(output.splitlines()[-1], "done")
+
+    @pytest.mark.slow
+    def test_skips(self):
+        output, _ = client("skips", self.addresses).communicate()
+        self.assertEqual(output.splitlines()[-1], "done")
+
+    def test_masks(self):
+        output, _ = client("masks", self.addresses[:2]).communicate()
+        self.assertEqual(output.splitlines()[-1], "done")
+
+    def test_boundary_tensors_go_from_worker_to_worker(self):
+        output, _ = client("boundary", self.addresses[:2]).communicate()
+        self.assertEqual(output.splitlines()[-1], "done")
+
+    def test_gradients_add_up_in_place(self):
+        output, _ = client("sums", []).communicate()
+        self.assertEqual(output.splitlines()[-1:], ["done"])
+
+    def test_killed_client_leaves_workers_usable(self):
+        first = client("endless", self.addresses[:2])
+        self.assertEqual(first.stdout.readline(), "training\n")
+        first.kill()
+        first.wait()
+        second = client("endless", self.addresses[:2])
+        self.assertEqual(second.stdout.readline(), "training\n")
+        second.kill()
+        second.wait()
+
+    def test_killed_worker(self):
+        process = client("endless", self.addresses[:3])
+        self.assertEqual(process.stdout.readline(), "training\n")
+        worker = self.workers[1]
+        start = time.monotonic()
+        os.kill(worker.process.pid, signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+        # A limit of the contract, far above what it takes.
+        self.assertLess(time.monotonic() - start, 15)
+        self.assertIn(
+            f"failed: Stage 1 has failed: its worker at {worker.address} no "
+            "longer answers.",
+            output,
+        )
+        # Started again at the same port, it serves again.
+        worker.kill()
+        port = int(worker.address.rpartition(":")[2])
+        self.workers[1] = workers.Worker(port=port)
+        self.workers[1].wait_until_ready()
+        self.assertEqual(self.workers[1].address, worker.address)
+        process = client("endless", self.addresses[:3])
+        self.assertEqual(process.stdout.readline(), "training\n")
+        process.kill()
+        process.wait()
+
+    def test_worker_that_is_closing_its_sockets(self):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+
+            def close():
+                server.accept()[0].close()
+                server.close()
+
+            closing = threading.Thread(target=close)
+            closing.start()
+            self.assertEqual(
+                cluster.unreachable([address], broken=True), [address]
+            )
+            closing.join()
+
+    def test_only_the_address_of_bind_is_served(self):
+        host, port = self.addresses[0].split(":")
+        self.assertEmpty(cluster.unreachable([self.addresses[0]]))
+        self.assertNotEmpty(cluster.unreachable([f"127.0.0.2:{port}"]))
+
+    def test_the_client_is_not_served_to_other_addresses(self):
+        process = client("listening", self.addresses[:1])
+        port = int(process.stdout.readline().removeprefix("port "))
+        self.assertEmpty(cluster.unreachable([f"127.0.0.1:{port}"]))
+        self.assertNotEmpty(cluster.unreachable([f"127.0.0.2:{port}"]))
+        process.kill()
+        process.wait()
+
+    def test_ipv6_is_not_served(self):
+        with socket.socket(socket.AF_INET6) as server:
+            try:
+                server.bind(("::1", 0))
+            except OSError:
+                self.skipTest("This host has no IPv6.")
+            server.listen()
+            port = server.getsockname()[1]
+            # What a sender of ::1 has where IPv4 has the destination.
+            accept_only("0.0.0.0", port)
+            with self.assertRaises(TimeoutError):
+                socket.create_connection(("::1", port), timeout=0.5)
+
+    def test_port_in_use(self):
+        port = self.addresses[0].rpartition(":")[2]
+        result = subprocess.run(
+            [sys.executable, "-m", "tf_gpipe.worker", f"--port={port}"],
+            capture_output=True,
+            text=True,
+        )
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("Address already in use", result.stderr)
+
+
+class ListeningTest(tf.test.TestCase):
+    def test_address_towards(self):
+        self.assertEqual(address_towards(["127.0.0.1"]), "127.0.0.1")
+        self.assertEqual(
+            address_towards(["localhost", "127.0.0.3"]), "127.0.0.1"
+        )
+        own = socket.gethostbyname(socket.gethostname())
+        self.assertEqual(address_towards(["localhost", own]), own)
+
+
+class ConnectTest(tf.test.TestCase, parameterized.TestCase):
+    def test_missing_worker(self):
+        address = unused_address()
+        with self.assertRaisesRegex(
+            tf.errors.UnavailableError,
+            f"No worker answers at {address} within 0.5 seconds.* stage 0 "
+            "would run there.*--port=PORT",
+        ):
+            cluster.connect([address], timeout=0.5)
+
+    @parameterized.parameters(
+        "host", "host:", ":1", "host:x", "host:0", "host:65536", 1
+    )
+    def test_bad_address(self, address):
+        with self.assertRaisesRegex(ValueError, "form host:port"):
+            cluster.connect([address])
+
+    @parameterized.parameters([[]], [["a:1", "a:1"]])
+    def test_addresses_named_once(self, addresses):
+        with self.assertRaisesRegex(ValueError, "each worker once"):
+            cluster.connect(addresses)
+
+
+if __name__ == "__main__":
+    tf.test.main()

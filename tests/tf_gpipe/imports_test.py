@@ -1,0 +1,64 @@
+"""Imports point down: a package takes from those below it alone."""
+
+import ast
+import pathlib
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+import tf_gpipe
+
+PACKAGE = pathlib.Path(tf_gpipe.__file__).parent
+# From the top. Those of a row do not import one another.
+FLOORS = (
+    ("__init__", "__main__", "commands", "worker"),
+    ("verification", "callbacks"),
+    ("models", "planning"),
+    ("step", "partition"),
+    ("stage",),
+    ("devices",),
+    ("schedule", "table", "upstream", "_version"),
+)
+# Commands of the package are its users. A worker is one, by another name.
+USERS = ("commands", "worker", "__main__")
+
+
+def package_of(path):
+    """Returns the package, or the module, directly in tf_gpipe."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(path):
+    """Returns the packages of tf_gpipe that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [x.name for x in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{x.name}" for x in node.names]
+        else:
+            continue
+        for name in names:
+            first, *rest = name.split(".")
+            if first == "tf_gpipe":
+                found.add(rest[0] if rest else "__init__")
+    return found
+
+
+class ImportsTest(parameterized.TestCase):
+    @parameterized.parameters(*sorted(PACKAGE.rglob("*.py")))
+    def test_point_down(self, path):
+        package = package_of(path)
+        if package in USERS:
+            return
+        (floor,) = (i for i, row in enumerate(FLOORS) if package in row)
+        below = {x for row in FLOORS[floor + 1 :] for x in row}
+        self.assertContainsSubset(imported(path), below | {package})
+
+    def test_each_package_has_a_floor(self):
+        found = {package_of(path) for path in PACKAGE.rglob("*.py")}
+        self.assertCountEqual(found, [x for row in FLOORS for x in row])
+
+
+if __name__ == "__main__":
+    absltest.main()

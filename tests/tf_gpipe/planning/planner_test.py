@@ -1,0 +1,611 @@
+"""Plans, compared with counts by hand and with models that exist."""
+
+import ast
+import random
+import time
+
+import keras
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_gpipe
+from tf_gpipe.devices import slots
+from tf_gpipe.planning.planner import plan
+from tools.benchmark.workloads import FeedForward
+from tools.benchmark.workloads import SelfAttention
+
+LAYERS = keras.layers
+
+
+def make_dense():
+    return [
+        LAYERS.Dense(8, activation="relu", name="a"),
+        LAYERS.Dense(6, name="b"),
+        LAYERS.Dense(2, name="c"),
+    ]
+
+
+def make_blocks(num_blocks, num_heads, inner_dim):
+    return [
+        half
+        for _ in range(num_blocks)
+        for half in (SelfAttention(num_heads), FeedForward(inner_dim))
+    ]
+
+
+def make_mixed():
+    """Weights of all kinds: factored and not, trainable and not, seeds."""
+    return [
+        LAYERS.Dense(160),
+        LAYERS.BatchNormalization(),
+        LAYERS.Dropout(0.5),
+        LAYERS.Dense(136, trainable=False),
+        LAYERS.LayerNormalization(),
+        LAYERS.Dense(3),
+    ]
+
+
+def total_bytes(variables):
+    return sum(
+        v.shape.num_elements() * tf.as_dtype(v.dtype).size
+        for v in variables
+        if v is not None
+    )
+
+
+def several():
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.Adam(), {".*/kernel": keras.optimizers.SGD()}
+        )
+    )
+
+
+def loss_scaled():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+
+
+def momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def accumulating():
+    return keras.optimizers.Adam(gradient_accumulation_steps=2)
+
+
+def built(layers, spec, optimizer, num_stages=2, **kwargs):
+    """Returns a pipeline that exists, with its optimizer."""
+    model = tf_gpipe.PipelinedSequential(
+        [keras.Input(spec[1:]), *layers], num_stages=num_stages, **kwargs
+    )
+    model.compile(optimizer, "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def changes(advice):
+    """Returns the arguments that an advice names."""
+    call = advice.removeprefix("It would fit with ").removesuffix(".")
+    keywords = ast.parse(f"_({call})", mode="eval").body.keywords
+    return {x.arg: ast.literal_eval(x.value) for x in keywords}
+
+
+class PlanTest(tf.test.TestCase, parameterized.TestCase):
+    def plan(self, **kwargs):
+        """Plans micro-batches of 4 rows of `make_dense`."""
+        options = dict(num_stages=2, num_micro_batches=3, balance=[2, 1])
+        return plan(make_dense(), (12, 4), **{**options, **kwargs})
+
+    def test_by_hand(self):
+        found = self.plan()
+        first, second = found.stages
+        self.assertEqual([first.layers, second.layers], [["a", "b"], ["c"]])
+        self.assertEqual(first.parameters, 4 * 8 + 8 + 8 * 6 + 6)
+        self.assertEqual(second.parameters, 6 * 2 + 2)
+        # Weights, sums of gradients and two moments, of 4 bytes each.
+        self.assertEqual(first.parameter_bytes, 4 * 4 * 94)
+        self.assertEqual(second.parameter_bytes, 4 * 4 * 14)
+        # Multiplications and additions, biases and the activation.
+        products = [2 * 4 * 4 * 8, 2 * 4 * 8 * 6, 2 * 4 * 6 * 2]
+        self.assertEqual(first.flops, products[0] + products[1] + 32 + 32 + 24)
+        self.assertEqual(second.flops, products[2] + 8)
+        # A product for the gradient of each operand.
+        self.assertEqual(
+            first.backward_flops,
+            2 * (products[0] + products[1]) + 32 + 32 + 24,
+        )
+        self.assertEqual(second.backward_flops, 2 * products[2] + 8)
+        self.assertEqual(first.boundary_bytes, 4 * 4 * 6)
+        self.assertEqual(first.sends, {1: 4 * 4 * 6})
+        self.assertEqual(second.sends, {})
+        self.assertEqual(found.devices, [0, 1])
+        self.assertEqual(found.device_bytes, [first.bytes, second.bytes])
+        self.assertEqual(first.bytes, first.parameter_bytes + 800)
+        self.assertTrue(found.fits)
+        self.assertEmpty(found.advice)
+
+    @parameterized.parameters(
+        # Of how many micro-batches what `a` keeps is there at a time.
+        ("always", "1f1b", 1),
+        # Micro-batch 1 is recomputed while 2 is there, kept.
+        ("except_last", "1f1b", 2),
+        ("never", "1f1b", 2),
+        ("always", "gpipe", 1),
+        ("except_last", "gpipe", 1),
+        ("never", "gpipe", 3),
+    )
+    def test_activations_by_hand(self, remat, schedule, kept):
+        found = self.plan(remat=remat, schedule=schedule)
+        # Beside it the inputs of three micro-batches, two tensors of the size
+        # of the kernel of `b`, its largest one, and the gradient of its output.
+        self.assertEqual(
+            found.stages[0].activation_bytes,
+            128 * kept + 3 * 64 + 2 * 4 * 48 + 4 * 24,
+        )
+
+    def test_activations_of_last_stage_by_hand(self):
+        found = self.plan(remat="always", schedule="gpipe")
+        # The inputs of three micro-batches; for one, two of the kernel of `c`
+        # and the gradient of its output. It keeps nothing but its inputs.
+        self.assertEqual(
+            found.stages[1].activation_bytes, 3 * 96 + 2 * 4 * 12 * 2 + 32
+        )
+
+    @parameterized.product(
+        schedule=("gpipe", "1f1b"), remat=("always", "never")
+    )
+    def test_activations_fall_with_micro_batches(self, schedule, remat):
+        layers = make_blocks(4, 2, 32)
+        bytes_of = [
+            [
+                stage.activation_bytes
+                for stage in plan(
+                    layers,
+                    (64, 8, 16),
+                    num_stages=2,
+                    num_micro_batches=m,
+                    schedule=schedule,
+                    remat=remat,
+                ).stages
+            ]
+            for m in (2, 8, 32)
+        ]
+        for less, more in zip(bytes_of[1:], bytes_of, strict=False):
+            for a, b in zip(less, more, strict=True):
+                self.assertLess(a, b)
+
+    def test_activations_fall_with_remat(self):
+        layers = make_blocks(4, 2, 32)
+        always, never = (
+            plan(
+                layers,
+                (64, 8, 16),
+                num_stages=2,
+                num_micro_batches=8,
+                remat=remat,
+            ).stages[0]
+            for remat in ("always", "never")
+        )
+        self.assertLess(always.activation_bytes, never.activation_bytes)
+        self.assertEqual(always.flops, never.flops)
+
+    def test_batch_size_need_not_divide(self):
+        # The largest micro-batch decides.
+        self.assertEqual(
+            plan(make_dense(), (10, 4), num_stages=2, num_micro_batches=3),
+            plan(make_dense(), (12, 4), num_stages=2, num_micro_batches=3),
+        )
+
+    def test_bubble_and_time(self):
+        layers = [LAYERS.Dense(8) for _ in range(4)]
+        found = plan(
+            layers, (24, 8), num_stages=4, num_micro_batches=12, remat="never"
+        )
+        self.assertAllClose(found.bubble, 3 / 15)
+        self.assertAllClose(found.relative_step_time, 15 / 12 / 4)
+
+    def test_slow_interconnect(self):
+        layers = [keras.layers.Dense(64, use_bias=False) for _ in range(2)]
+        options = {
+            "num_stages": 2,
+            "num_micro_batches": 1,
+            "schedule": "gpipe",
+            "remat": "never",
+            "device_flops": 1e6,
+        }
+        alone = tf_gpipe.plan(layers, (8, 64), **options)
+        # A forward pass and the two halves of a backward pass, but for the
+        # gradient by the input of the first layer, which nobody needs.
+        flops = 2 * 8 * 64 * 64
+        self.assertAllClose(
+            alone.step_seconds,
+            sum(x.flops + x.backward_flops for x in alone.stages) / 1e6,
+        )
+        self.assertGreaterEqual(alone.step_seconds, 5 * flops / 1e6)
+        self.assertEqual(alone.transfer_share, 0.0)
+        slow = tf_gpipe.plan(
+            layers, (8, 64), bandwidth=1e4, latency=0.01, **options
+        )
+        # There and back.
+        cost = 2 * (0.01 + 8 * 64 * 4 / 1e4)
+        self.assertAllClose(slow.step_seconds, alone.step_seconds + cost)
+        self.assertAllClose(slow.transfer_share, cost / slow.step_seconds)
+        self.assertIn("transfers between stages cost", str(slow))
+        # More micro-batches hide some of it.
+        hidden = tf_gpipe.plan(
+            layers,
+            (8, 64),
+            bandwidth=1e4,
+            **{**options, "num_micro_batches": 8},
+        )
+        self.assertLess(hidden.transfer_share, slow.transfer_share)
+
+    @parameterized.parameters(
+        ({"bandwidth": 1e9}, "need `device_flops`"),
+        ({"latency": 1e-3}, "need `device_flops`"),
+        ({"device_flops": 0}, "`device_flops` must be a positive"),
+        ({"device_flops": 1e9, "bandwidth": -1}, "`bandwidth` must be"),
+        ({"device_flops": 1e9, "latency": float("nan")}, "`latency` must be"),
+    )
+    def test_bad_speeds(self, arguments, message):
+        with self.assertRaisesRegex(ValueError, message):
+            tf_gpipe.plan(
+                [keras.layers.Dense(2)] * 2, (4, 2), num_stages=2, **arguments
+            )
+
+    def test_interleaved(self):
+        layers = [LAYERS.Dense(8, name=f"d{i}") for i in range(4)]
+        found = plan(
+            layers,
+            (16, 8),
+            num_stages=4,
+            num_micro_batches=4,
+            schedule="interleaved",
+            num_devices=2,
+        )
+        self.assertEqual(found.devices, [0, 1, 0, 1])
+        a, b, c, d = (stage.bytes for stage in found.stages)
+        self.assertEqual(found.device_bytes, [a + c, b + d])
+
+    @parameterized.parameters(
+        ("1f1b", 1), ("zero_bubble", 2), ("interleaved", 4)
+    )
+    def test_num_devices_that_cannot_be(self, schedule, num_devices):
+        with self.assertRaisesRegex(
+            ValueError, "is for schedule='interleaved'"
+        ):
+            tf_gpipe.plan(
+                make_dense(),
+                (8, 4),
+                num_stages=2,
+                num_devices=num_devices,
+                schedule=schedule,
+            )
+
+    def test_input_specs(self):
+        specs = (
+            (12, 4),
+            [12, 4],
+            tf.TensorSpec((12, 4)),
+            keras.KerasTensor((12, 4)),
+        )
+        found = [plan(make_dense(), spec, num_stages=2) for spec in specs]
+        self.assertEqual(found, found[:1] * 4)
+
+    def test_sequential(self):
+        model = keras.Sequential([keras.Input((4,)), *make_dense()])
+        weights = model.get_weights()
+        self.assertEqual(
+            plan(model, (12, 4), num_stages=2),
+            plan(make_dense(), (12, 4), num_stages=2),
+        )
+        self.assertAllEqual(weights[0], model.get_weights()[0])
+
+    def test_text_and_dict(self):
+        found = self.plan(device_memory=10)
+        text = str(found)
+        self.assertIn("108 parameters; schedule 1f1b of 3", text)
+        self.assertIn("does not fit", text)
+        self.assertIn(found.advice, " ".join(text.split()))
+        self.assertEqual(found.to_dict()["parameters"], 108)
+        self.assertFalse(found.to_dict()["fits"])
+
+
+class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
+    def assert_as_built(self, make, spec, optimizer, **kwargs):
+        """Compares a plan with a model that exists."""
+        planned = plan(
+            make(), spec, num_stages=2, optimizer=optimizer(), **kwargs
+        )
+        model = built(make(), spec, optimizer(), **kwargs)
+        optimizer = model.optimizer
+        weights = model.trainable_variables
+        slots_of = {
+            id(weight): own
+            for weight, own in zip(
+                weights, slots.of_optimizer(optimizer, weights), strict=True
+            )
+        }
+        # Each variable of the optimizer is some weight's, but for the steps,
+        # the learning rate and what is known of the loss scale.
+        found = {id(x) for own in slots_of.values() for x in own}
+        others = [x for x in optimizer.variables if id(x) not in found]
+        self.assertLessEqual(len(others), 6)
+        self.assertEqual([x.shape.rank for x in others], [0] * len(others))
+        ids = {id(w) for w in model.weights}
+        for stage, expected in zip(planned.stages, model.stages, strict=True):
+            own = [v for v in expected.owned if id(v) in ids]
+            trained = [v for v in own if id(v) in slots_of]
+            of_trained = [x for v in trained for x in slots_of[id(v)]]
+            self.assertEqual(stage.parameters, expected.count_params())
+            self.assertEqual(
+                stage.parameter_bytes, total_bytes(own + trained + of_trained)
+            )
+            self.assertLen(stage.layers, len(expected.layers))
+        return planned
+
+    def test_layers_that_differ_in_dtype(self):
+        layers = [
+            keras.layers.Dense(8),
+            keras.layers.Dense(8, dtype="float16"),
+            keras.layers.Dense(8),
+        ]
+        found = plan(
+            layers, (4, 8), num_stages=3, balance=[1, 1, 1], optimizer="sgd"
+        )
+        # 72 weights and their gradients.
+        self.assertEqual(
+            [stage.parameter_bytes for stage in found.stages],
+            [72 * 4 * 2, 72 * 2 * 2, 72 * 4 * 2],
+        )
+
+    @parameterized.parameters(
+        "adam",
+        "sgd",
+        momentum,
+        "adafactor",
+        "lion",
+        "nadam",
+        "rmsprop",
+        "ftrl",
+        accumulating,
+        loss_scaled,
+        several,
+    )
+    def test_optimizers(self, optimizer):
+        make = lambda: keras.optimizers.get(optimizer)
+        if callable(optimizer):
+            make = optimizer
+        self.assert_as_built(make_mixed, (8, 144), make)
+
+    def test_mixed_float16(self):
+        self.addCleanup(
+            keras.config.set_dtype_policy, keras.config.dtype_policy()
+        )
+        keras.config.set_dtype_policy("mixed_float16")
+        planned = self.assert_as_built(
+            make_mixed, (8, 144), keras.optimizers.Adam
+        )
+        # Weights stay in float32; what travels does not.
+        self.assertEqual(planned.stages[0].boundary_bytes % 2, 0)
+
+    def test_dtype_policy(self):
+        def make():
+            return [
+                SelfAttention(2, name="a"),
+                LAYERS.Bidirectional(LAYERS.LSTM(8), name="d"),
+                LAYERS.Dense(3, name="b"),
+                LAYERS.Dense(3, dtype="float16", name="c"),
+            ]
+
+        before = keras.config.dtype_policy()
+        found = plan(
+            make(), (8, 4, 6), num_stages=2, dtype_policy="mixed_bfloat16"
+        )
+        self.assertEqual(keras.config.dtype_policy(), before)
+        self.addCleanup(keras.config.set_dtype_policy, before)
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        self.assertEqual(found, plan(make(), (8, 4, 6), num_stages=2))
+        keras.config.set_dtype_policy("float32")
+        plain = plan(make(), (8, 4, 6), num_stages=2)
+        self.assertLess(
+            found.stages[0].boundary_bytes, plain.stages[0].boundary_bytes
+        )
+
+    def test_unknown_dtype_policy(self):
+        with self.assertRaisesRegex(ValueError, "mixed_float17"):
+            plan(
+                [LAYERS.Dense(2)],
+                (8, 4),
+                num_stages=1,
+                dtype_policy="mixed_float17",
+            )
+        self.assertEqual(keras.config.dtype_policy().name, "float32")
+
+    def test_shape_of_a_tensor(self):
+        layers = [LAYERS.Dense(2)]
+        self.assertEqual(
+            plan(layers, tf.zeros((8, 4)).shape, num_stages=1),
+            plan(layers, (8, 4), num_stages=1),
+        )
+
+    def test_weights_in_half_precision(self):
+        make = lambda: [LAYERS.Dense(8, dtype="float16") for _ in range(2)]
+        planned = self.assert_as_built(make, (8, 4), keras.optimizers.SGD)
+        self.assertEqual(planned.stages[0].parameter_bytes, 2 * 2 * 40)
+
+    def test_batch_norm(self):
+        # Beta and gamma are trained; the moving statistics are not.
+        planned = self.assert_as_built(
+            lambda: [LAYERS.BatchNormalization() for _ in range(2)],
+            (8, 16),
+            keras.optimizers.Adam,
+        )
+        for stage in planned.stages:
+            self.assertEqual(stage.parameters, 64)
+            self.assertEqual(stage.parameter_bytes, 4 * (2 * 16 * 4 + 2 * 16))
+
+    def test_tied_layer(self):
+        def make():
+            tied = LAYERS.Dense(8, name="tied")
+            return [tied, LAYERS.Dense(8), tied, LAYERS.Dense(8)]
+
+        planned = self.assert_as_built(
+            make, (8, 8), keras.optimizers.Adam, balance=[1, 3]
+        )
+        self.assertEqual([x.parameters for x in planned.stages], [72, 144])
+
+    def test_equal_layers_are_not_one(self):
+        planned = self.assert_as_built(
+            lambda: [LAYERS.Dense(8) for _ in range(4)],
+            (8, 8),
+            keras.optimizers.Adam,
+        )
+        self.assertEqual([x.parameters for x in planned.stages], [144, 144])
+
+
+class FitsTest(tf.test.TestCase, parameterized.TestCase):
+    def advised(self, device_memory, **options):
+        """Returns what the advice says, once it has been followed."""
+        layers = [LAYERS.Dense(32, activation="relu") for _ in range(8)]
+        options = {"num_stages": 2, "device_memory": device_memory, **options}
+        found = plan(layers, (64, 32), **options)
+        self.assertFalse(found.fits)
+        self.assertIn(found.advice, str(found))
+        change = changes(found.advice)
+        followed = plan(layers, (64, 32), **{**options, **change})
+        self.assertTrue(followed.fits)
+        self.assertEmpty(followed.advice)
+        return change
+
+    def fullest(self, **options):
+        layers = [LAYERS.Dense(32, activation="relu") for _ in range(8)]
+        found = plan(layers, (64, 32), num_stages=2, **options)
+        return max(found.device_bytes)
+
+    def test_more_micro_batches(self):
+        memory = self.fullest(num_micro_batches=16)
+        self.assertEqual(
+            self.advised(memory, num_micro_batches=4),
+            {"num_micro_batches": 16},
+        )
+        # Not more than needed.
+        self.assertEqual(
+            self.advised(memory + 1, num_micro_batches=8),
+            {"num_micro_batches": 16},
+        )
+
+    def test_remat(self):
+        # No micro-batch is smaller than a row.
+        memory = self.fullest(num_micro_batches=64)
+        change = self.advised(memory, num_micro_batches=64, remat="never")
+        self.assertEqual(change, {"remat": "always"})
+
+    def test_micro_batches_and_remat(self):
+        memory = self.fullest(num_micro_batches=64)
+        change = self.advised(memory, num_micro_batches=32, remat="never")
+        self.assertEqual(change, {"num_micro_batches": 64, "remat": "always"})
+
+    def test_more_stages(self):
+        weights = 4 * 4 * (32 * 32 + 32)
+        change = self.advised(3 * weights, num_micro_batches=64)
+        self.assertEqual(set(change) - {"remat"}, {"num_stages"})
+        self.assertBetween(change["num_stages"], 3, 8)
+
+    @parameterized.parameters("1f1b", "gpipe", "interleaved")
+    def test_nothing_helps(self, schedule):
+        found = plan(
+            make_dense(),
+            (16, 4),
+            num_stages=2,
+            schedule=schedule,
+            device_memory=16,
+        )
+        self.assertFalse(found.fits)
+        self.assertStartsWith(found.advice, "Nothing that the planner tries")
+
+    def test_schedule_of_ones_own(self):
+        schedule = tf_gpipe.Schedule(
+            [["F0.0", "B0.0"], ["F1.0", "B1.0"]], name="mine"
+        )
+        found = plan(
+            make_dense(),
+            (16, 4),
+            num_stages=2,
+            num_micro_batches=1,
+            schedule=schedule,
+            device_memory=16,
+        )
+        self.assertEqual(found.schedule, "mine")
+        self.assertNotEmpty(found.advice)
+
+
+class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ({"layers": []}, "needs layers"),
+        ({"layers": [keras.Input((4,))]}, "needs layers"),
+        ({"input_spec": (None, 4)}, "must give all sizes"),
+        ({"input_spec": keras.KerasTensor((None, 4))}, "must give all sizes"),
+        ({"input_spec": ()}, "must give all sizes"),
+        ({"balance": "time"}, "measures nothing, as balance='time'"),
+        ({"balance": "speed"}, "Received: balance='speed'"),
+        ({"balance": [1, 1]}, "its counts must sum to 3"),
+        ({"balance": [1, 1, 1]}, "2 "),
+        ({"balance": [0, 3]}, "`balance` must be a list of positive"),
+        ({"balance": [4, -1]}, "`balance` must be a list of positive"),
+        ({"balance": 3}, "Received: balance=3"),
+        ({"remat": "sometimes"}, "Received: remat='sometimes'"),
+        ({"schedule": "zigzag"}, "zigzag"),
+        ({"num_stages": 4}, "num_stages=4, 3 layers"),
+        ({"num_stages": 0}, "num_stages"),
+        ({"num_micro_batches": 0}, "num_micro_batches"),
+        ({"optimizer": "x"}, "optimizer identifier: x"),
+    )
+    def test_refuses(self, options, message):
+        arguments = {
+            "layers": make_dense(),
+            "input_spec": (16, 4),
+            "num_stages": 2,
+            **options,
+        }
+        with self.assertRaisesRegex(ValueError, message):
+            plan(**arguments)
+
+
+class NothingAllocatedTest(tf.test.TestCase):
+    def test_layers_stay_unbuilt(self):
+        layers = make_mixed()
+        before = [layer.built for layer in layers]
+        drawn = random.getstate()
+        plan(layers, (8, 144), num_stages=2)
+        self.assertEqual([layer.built for layer in layers], before)
+        self.assertFalse(any(layer.weights for layer in layers))
+        # Layers made afterwards get the values that they would have got.
+        self.assertEqual(random.getstate(), drawn)
+        outputs = keras.Sequential(layers)(tf.ones((2, 144)))
+        self.assertEqual(outputs.shape, (2, 3))
+
+    def test_84_billion_parameters(self):
+        width, inner, num_blocks = 2048, 8192, 1663
+        layers = make_blocks(num_blocks, 16, inner)
+        start = time.perf_counter()
+        found = plan(
+            layers,
+            (32, 1024, width),
+            num_stages=128,
+            num_micro_batches=32,
+            device_memory=80 * 10**9,
+        )
+        self.assertLess(time.perf_counter() - start, 60)
+        attention = 4 * (width * width + width)
+        ffn = 2 * width * inner + inner + width
+        parameters = num_blocks * (attention + ffn + 2 * 2 * width)
+        self.assertBetween(parameters, 83e9, 85e9)
+        self.assertEqual(sum(x.parameters for x in found.stages), parameters)
+        self.assertEqual(
+            sum(x.parameter_bytes for x in found.stages), 16 * parameters
+        )
+
+
+if __name__ == "__main__":
+    tf.test.main()

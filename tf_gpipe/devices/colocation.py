@@ -1,0 +1,116 @@
+"""Operations outside the pipeline, where what they work on is."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.devices import placement
+from tf_gpipe.devices import replicas
+from tf_gpipe.devices import slots
+
+# Their branches are graphs of their own.
+_CONTROL_FLOW = ("If", "StatelessIf", "While", "StatelessWhile")
+
+
+def following_inputs() -> contextlib.AbstractContextManager:
+    """Returns a scope whose operations go where their largest input is.
+
+    A variable counts as the largest, since it cannot move. Operations in a
+    `tf.device` scope within stay on that device, and eager ones where
+    TensorFlow puts them.
+    """
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    return tf.compat.v1.get_default_graph().device(_Follower())
+
+
+def colocate(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes each step of an optimizer run where its variables are.
+
+    Keras leaves it to TensorFlow where a step runs, which takes the first
+    device for all of it: the gradients, slots and weights of all stages would
+    travel there at each step, and have to fit there. Numbers do not change.
+    Methods of the optimizer are replaced, once.
+    """
+    if hasattr(optimizer.apply, "colocates"):
+        return
+    # Keras sums gradients over replicas by operations on those of all stages,
+    # which would gather them on one device.
+    for x in slots.with_inner(optimizer):
+        upstream.sum_gradients_by(x, replicas.sum_gradients)
+        for name in upstream.UPDATES:
+            method = functools.partial(_reading_once, x, getattr(x, name))
+            setattr(x, name, method)
+    keras_apply = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        with following_inputs(), placement.eagerly_alone():
+            return keras_apply(grads, trainable_variables)
+
+    apply.colocates = True  # type: ignore[attr-defined]
+    optimizer.apply = apply
+
+
+def _reading_once(
+    optimizer: keras.optimizers.Optimizer,
+    method: Callable[..., None],
+    *args: Any,
+) -> None:
+    """Calls a method that reads an optimizer's scalars, once for all weights.
+
+    Each read is a tensor of its own, and a message of its own to a weight on
+    another host.
+    """
+    # A replica reads its own, near by.
+    if tf.executing_eagerly() or tf.distribute.has_strategy():
+        return method(*args)
+    scalars = [
+        (x, tf.convert_to_tensor(x.value))
+        for x in upstream.scalars_of(optimizer)
+    ]
+    with keras.StatelessScope(scalars) as scope:
+        given = dict(scope.state_mapping)
+        method(*args)
+    # What the method has assigned, which the scope has kept back.
+    for x in [*optimizer.variables, *upstream.weights_of(optimizer)]:
+        value = scope.get_current_value(x)
+        if value is not None and value is not given.get(id(x)):
+            x.assign(value)
+
+
+class _Follower:
+    """From an operation to the device of its largest input."""
+
+    def __init__(self) -> None:
+        self._outer: dict[int, tf.Tensor] = {}
+
+    def __call__(self, op: tf.Operation) -> str:
+        if op.device or op.type in _CONTROL_FLOW:
+            return op.device
+        largest_first = sorted(op.inputs, key=_size, reverse=True)
+        return next(filter(None, map(self._device, largest_first)), "")
+
+    def _device(self, tensor: tf.Tensor) -> str:
+        """Returns where a tensor is, or an empty string if nobody knows."""
+        if tensor.device:
+            return tensor.device
+        if tensor.op.type == "ReadVariableOp":
+            # TensorFlow keeps scopes from it, and runs it there.
+            return self._device(tensor.op.inputs[0])
+        if tensor.op.type != "Placeholder":
+            return ""
+        if id(tensor) not in self._outer:
+            self._outer.update((id(y), x) for x, y in tensor.graph.captures)
+        outer = self._outer.get(id(tensor))
+        return "" if outer is None else self._device(outer)
+
+
+def _size(tensor: tf.Tensor) -> float:
+    if tensor.dtype == tf.resource:
+        return float("inf")  # A variable stays where it is.
+    return tensor.shape.num_elements() or 0

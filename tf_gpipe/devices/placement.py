@@ -1,0 +1,182 @@
+"""Which device each stage is on, and the variables on their devices."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.devices import replicas
+
+_eager = threading.RLock()
+
+
+@contextlib.contextmanager
+def eagerly_alone() -> Iterator[None]:
+    """A scope in which no other thread runs operations of pipelines eagerly.
+
+    On all devices but the first, TensorFlow mixes up what it is given by
+    threads that run an operation at the same time, eagerly: `tf.zeros` has
+    the shape that another thread has asked for. Functions that have been
+    traced are safe, and so is the first device, where plain models are.
+
+    Replicas do not enter it: they are threads that wait for one another, of
+    which TensorFlow runs one at a time.
+    """
+    in_replica = not tf.distribute.in_cross_replica_context()
+    traced = not tf.executing_eagerly()
+    if traced or (in_replica and tf.distribute.has_strategy()):
+        yield
+        return
+    with _eager:
+        yield
+
+
+def accelerators(host: str = "") -> list[str]:
+    """Returns the names of the visible accelerators, or else of the CPUs.
+
+    Args:
+        host: String that the names have in them, such as `"/task:1/"`.
+    """
+    for kind in ("GPU", "TPU", "CPU"):
+        devices = tf.config.list_logical_devices(kind)
+        names = [device.name for device in devices if host in device.name]
+        if names:
+            return names
+    return []
+
+
+def assign(
+    devices: Sequence | None, num_devices: int, num_replicas: int = 1
+) -> list[list[str]]:
+    """Returns the full names of existing devices, a row for each replica.
+
+    Args:
+        devices: List of at least `num_devices` TensorFlow device strings,
+            where a device may be named more than once; a list of such a list
+            for each replica; or `None` for `accelerators()`, row by row.
+        num_devices: Integer, devices of a row.
+        num_replicas: Integer, rows.
+
+    Raises:
+        ValueError: If there are too few devices or one does not exist.
+    """
+    if devices is None:
+        names = accelerators()
+        missing = num_replicas * num_devices - len(names)
+        padded = names + ["missing"] * missing
+        grid = [
+            padded[r * num_devices : (r + 1) * num_devices]
+            for r in range(num_replicas)
+        ]
+        if missing > 0:
+            raise ValueError(_too_few(names, grid))
+        return grid
+    rows = devices if is_grid(devices) else [devices]
+    if len(rows) != num_replicas:
+        raise ValueError(
+            "`devices` must have a list of device strings for each of the "
+            f"{num_replicas} replicas of the strategy, such as "
+            f"{[['GPU:0', 'GPU:1'], ['GPU:2', 'GPU:3']]}. Received: "
+            f"devices={devices}"
+        )
+    for row in rows:
+        if len(row) < num_devices:
+            raise ValueError(
+                f"`devices` must name a device for each of the {num_devices} "
+                f"stages. Received {len(row)}: devices={list(row)}"
+            )
+    return [[find(device) for device in row[:num_devices]] for row in rows]
+
+
+def is_grid(devices: Sequence | None) -> bool:
+    """Returns whether devices are given as a row for each replica."""
+    return bool(devices) and not any(isinstance(x, str) for x in devices or ())
+
+
+def _too_few(names: list[str], grid: list[list[str]]) -> str:
+    num_devices = len(grid[0])
+    visible = f"Visible: {len(names)} ({', '.join(names)})."
+    if len(grid) == 1:
+        return (
+            f"{num_devices} stages need {num_devices} devices. {visible} Use "
+            "fewer stages; or let stages share a device, with "
+            f"devices=['{names[0]}'] * {num_devices}; or split a device into "
+            "logical ones before TensorFlow starts, with "
+            "tf.config.set_logical_device_configuration."
+        )
+    text = "\n".join(
+        f"    replica {r}: {', '.join(row)}" for r, row in enumerate(grid)
+    )
+    return (
+        f"{len(grid)} replicas of {num_devices} stages need "
+        f"{len(grid) * num_devices} devices. {visible}\n{text}\nUse fewer "
+        "stages, or a strategy with fewer replicas (one for each row, such as "
+        f"tf.distribute.MirroredStrategy(['{names[0]}']))."
+    )
+
+
+def find(device: str) -> str:
+    """Returns the full name of a device string such as `"GPU:0"`.
+
+    What the string leaves open is that of the first match.
+
+    Raises:
+        ValueError: If no such device is visible.
+    """
+    existing = [x.name for x in tf.config.list_logical_devices()]
+    try:
+        wanted = tf.DeviceSpec.from_string(device)
+    except (AttributeError, TypeError, ValueError):
+        wanted = tf.DeviceSpec()
+    for name in existing:
+        full = _full(name)
+        if wanted.device_type and full.make_merged_spec(wanted) == full:
+            return name
+    raise ValueError(
+        f"Unknown device {device!r}. Visible devices: {', '.join(existing)}."
+    )
+
+
+def place(
+    variable: keras.Variable, devices: Sequence[str], trainable: bool = False
+) -> None:
+    """Gives a variable its place, with the value that it has.
+
+    A variable that has no value yet is initialised there, so that a model too
+    large for one device is never on one.
+
+    Args:
+        variable: A `keras.Variable`.
+        devices: List of device names, one a replica.
+        trainable: Boolean, whether gradient tapes watch a variable that has no
+            value yet. Also those that are frozen: they may not always be.
+    """
+    with tf.init_scope(), eagerly_alone(), replicas.variables_on(devices):
+        if not upstream.has_value(variable):
+            before = variable.trainable
+            variable.trainable = before or trainable
+            upstream.give_value(variable)
+            variable.trainable = before
+        elif replicas.devices_of(variable.value) != [
+            _full(device).to_string() for device in devices
+        ]:
+            old = upstream.tensorflow_variable(variable)
+            moved = tf.Variable(
+                old,
+                trainable=old.trainable,
+                name=variable.name,
+                dtype=old.dtype,
+                aggregation=old.aggregation,
+                synchronization=old.synchronization,
+            )
+            upstream.set_tensorflow_variable(variable, moved)
+
+
+def _full(name: str) -> tf.DeviceSpec:
+    """Adds what TensorFlow leaves out of the names of a process's devices."""
+    local = tf.DeviceSpec(job="localhost", replica=0, task=0)
+    return local.make_merged_spec(tf.DeviceSpec.from_string(name))

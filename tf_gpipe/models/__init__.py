@@ -1,0 +1,15 @@
+"""The Keras models that users hold (section 2.1 of the paper, the interface).
+
+sequential  functional   PipelinedSequential, PipelinedModel
+     '----------'
+      pipelined          the model is cut, moved to its devices, saved
+          |
+      training           `fit`, `train_step`, the optimizer
+          |
+        calls            the model as a layer, within gradient tapes
+
+step_functions  what callbacks change while a model runs
+user_class      a user's own class, kept when a pipeline is made of it
+arguments       the arguments of a pipeline, as attributes
+summary         the table of stages of `summary()`
+"""

@@ -1,0 +1,184 @@
+"""A Keras model's calls through a pipeline, within gradient tapes."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.devices import placement
+from tf_gpipe.devices import replicas
+from tf_gpipe.stage.function_call import NO_SECOND_DERIVATIVES
+from tf_gpipe.stage.function_call import tensors
+from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.stage import run_stage
+from tf_gpipe.step import state
+from tf_gpipe.step.engine import MiniBatch
+
+# A `keras.Model` supplies the rest, of which no types are known.
+_Mixin: Any = object
+
+
+class PipelinedCalls(_Mixin):
+    """What a Keras model needs to be called as a pipeline.
+
+    Mixed into a `keras.Model` that provides `_pipeline_for(x)`, which returns
+    its `Pipeline` and, for `x`, the contents of each input of its graph.
+    """
+
+    @property
+    def jit_compile(self) -> bool:
+        # Keras asks for the whole step, which spans devices, while XLA
+        # compiles for one. What `compile` was given is for the stages.
+        return False
+
+    @jit_compile.setter
+    def jit_compile(self, value: bool | str) -> None:
+        self._stage_jit_compile = value is True
+
+    def call(self, inputs, training=None, mask=None):
+        """Runs the pipeline forward; a gradient tape runs it backward.
+
+        Gradients in inference mode are right, but neither pipelined nor
+        rematerialised.
+        """
+        if mask is not None:
+            inputs = Activations.of(inputs)._replace(masks=mask).unpack()
+        with upstream.without_autocast(), placement.eagerly_alone():
+            return self._run(inputs, training)
+
+    @tf.autograph.experimental.do_not_convert
+    def _run(self, inputs, training):
+        pipeline, inputs = self._pipeline_for(inputs)
+        run: Any = None
+        outputs: Any = None
+        if (
+            not training
+            and pipeline.graph.passed_on
+            and upstream.tapes_record()
+        ):
+            return self._run_layers(pipeline, inputs, training)
+        if not training:
+            run = self._mini_batch(pipeline, inputs, training)
+            run.forward(tape=False)
+            self._finish(run, run.losses())
+            return run.outputs().unpack()
+
+        given = Activations.of(inputs)
+        flat = given.parts()
+        floats = [i for i, x in enumerate(flat) if x.dtype.is_floating]
+
+        @tf.custom_gradient
+        def pipelined(*args):
+            nonlocal run, outputs
+            # Out of sight of the tapes around the call, which else would
+            # differentiate the backward pass as well.
+            for i, x in zip(floats, args, strict=False):
+                flat[i] = tf.stop_gradient(x)
+            run = self._mini_batch(
+                pipeline,
+                given.with_parts(flat).unpack(),
+                training,
+                pass_weights=True,
+                repeatable=True,
+            )
+            run.forward(tape=True)
+            outputs = run.outputs()
+            values = outputs.parts()
+            differentiable = [x for x in values if x.dtype.is_floating]
+            losses = run.losses()
+
+            def gradient(*arrived, variables=None):
+                found = iter(arrived)
+                run.backward(
+                    [
+                        next(found) if x.dtype.is_floating else None
+                        for x in values
+                    ],
+                    list(found),
+                )
+                by_input = run.input_gradients()
+                by_input = [by_input[i] for i in floats] or [None]
+                # None by a `tf.Variable` that is no weight of the model.
+                ids = {v.value.ref(): id(v) for v in self.variables}
+                found_by_id = run.gradients() if variables else {}
+                by_weight = [
+                    found_by_id.get(ids.get(v.ref())) for v in variables or ()
+                ]
+                sources = [
+                    *args,
+                    *arrived,
+                    *(v.handle for v in variables or ()),
+                ]
+                _refuse_gradients(by_input + by_weight, sources)
+                return by_input if variables is None else (by_input, by_weight)
+
+            return differentiable + losses, gradient
+
+        # An argument even where no input has a gradient.
+        args = [flat[i] for i in floats] or [tf.zeros(())]
+        results = iter(tf.nest.flatten(pipelined(*args)))
+        values = [
+            next(results) if x.dtype.is_floating else x for x in outputs.parts()
+        ]
+        self._finish(run, list(results))
+        return outputs.with_parts(values).unpack()
+
+    def _run_layers(self, pipeline, inputs, training):
+        """Calls the layers on whole mini-batches, each on its device.
+
+        A tape then sees how one output follows from another one.
+        """
+        values = dict(zip(pipeline.graph.inputs, inputs, strict=True))
+        for stage in pipeline.stages:
+            with tf.device(stage.device):
+                run_stage(stage, values, training)
+        return keras.tree.map_structure(values.get, pipeline.graph.outputs)
+
+    def _mini_batch(self, pipeline, inputs, training, **kwargs):
+        # Replicas cannot meet inside a function.
+        meets = replicas.several() and any(
+            x.synchronized
+            for stage in pipeline.stages
+            for x in state.batch_norms(stage.layers)
+        )
+        within_xla = replicas.within_xla()
+        if within_xla and kwargs.get("timed"):
+            raise ValueError(
+                "The Timeline callback cannot take times where XLA compiles "
+                "the whole step, as it does on TPUs."
+            )
+        jit_compile = getattr(self, "_stage_jit_compile", False)
+        if meets and jit_compile:
+            raise ValueError(
+                "XLA cannot compile a stage with a BatchNormalization of "
+                "synchronized=True for several replicas. Received: "
+                "compile(jit_compile=True)"
+            )
+        return MiniBatch(
+            pipeline,
+            inputs,
+            training,
+            jit_compile=jit_compile,
+            apart=not (meets or within_xla or self.run_eagerly),
+            **kwargs,
+        )
+
+    def _finish(self, run: MiniBatch, losses: list) -> None:
+        for loss in losses:
+            # A functional model's own takes none.
+            keras.Layer.add_loss(self, loss)
+        run.commit_state()
+
+
+def _refuse_gradients(gradients: list, sources: list) -> None:
+    """Makes gradient tapes fail that differentiate gradients once more.
+
+    The backward pass is out of their sight: they would take it for constant.
+    `sources` are the tensors and handles of variables that it comes from.
+    """
+
+    def refuse(*_):
+        raise NotImplementedError(NO_SECOND_DERIVATIVES)
+
+    upstream.record_gradient(tensors(gradients), sources, refuse)

@@ -1,0 +1,331 @@
+"""What pipelined models share, whatever their layers form."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.devices import placement
+from tf_gpipe.devices import slots
+from tf_gpipe.models.arguments import Arguments
+from tf_gpipe.models.step_functions import StepFunctions
+from tf_gpipe.models.step_functions import while_running
+from tf_gpipe.models.summary import stage_table
+from tf_gpipe.models.training import PipelinedTraining
+from tf_gpipe.partition import balanced
+from tf_gpipe.partition.config import PipelineConfig
+from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.stage import abstract
+from tf_gpipe.stage import seeds
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.pipeline import Pipeline
+from tf_gpipe.stage.stage import Stage
+from tf_gpipe.step import state
+from tf_gpipe.step.micro_batch import not_dense
+
+
+class Pipelined(Arguments, StepFunctions, PipelinedTraining):
+    """A Keras model that is cut into stages.
+
+    Mixed into a `keras.Model` that calls `_configure`, and gives `_place` its
+    `Graph` once its layers are built.
+    """
+
+    _config: PipelineConfig
+    _pipeline: Pipeline | None
+    # Of the variables that functions have been traced with.
+    _traced_with: int | None
+    # Whether the class is one made of a user's and a pipeline's.
+    _keeps_class = False
+
+    fit = while_running("train", PipelinedTraining.fit)
+    evaluate = while_running("test", PipelinedTraining.evaluate)
+    predict = while_running("predict", PipelinedTraining.predict)
+
+    def _configure(self, **kwargs) -> None:
+        # XLA compiles for one device: a model with a pipeline in it spans
+        # several.
+        self.supports_jit = False
+        self._config = PipelineConfig(**kwargs)
+        self._pipeline = None
+        self._traced_with = None
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages: each has `index`, `device`, `layers`, `count_params()`.
+
+        Raises:
+            ValueError: If the model has not been built.
+        """
+        return self._built_pipeline().stages
+
+    def __call__(self, inputs, *args, **kwargs):
+        # Before Keras builds the layers for the shape of a ragged tensor.
+        for x in keras.tree.flatten(inputs):
+            if isinstance(x, tf.RaggedTensor):
+                raise not_dense(x)
+        return super().__call__(inputs, *args, **kwargs)
+
+    def rebalance(self, balance: Any = "time") -> None:
+        """Cuts a built model into stages anew.
+
+        Weights and optimizer state move to the devices of their new stages,
+        with the values that they have. Functions that `fit`, `evaluate` and
+        `predict` have traced are traced again, at the next step if a callback
+        calls this while they run; a `tf.function` of your own
+        that calls the model must be made again, and a model that has it as a
+        layer compiled again.
+
+        Args:
+            balance: As the argument of the class.
+
+        Raises:
+            ValueError: If `balance` is not valid, or the model has not been
+                built.
+        """
+        pipeline = self._built_pipeline()
+        previous = self._config
+        self._config = dataclasses.replace(
+            previous, balance=balance, num_stages=len(pipeline.stages)
+        )
+        try:
+            self._place(pipeline.graph)
+        except Exception:
+            self._config = previous
+            raise
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and optimizer.built:
+            with self._strategy_scope():
+                slots.place(optimizer)
+        self._forget_traced()
+
+    def make_train_function(self, force=False):
+        self._follow_changes()
+        return super().make_train_function(force=force)
+
+    def make_test_function(self, force=False):
+        self._follow_changes()
+        return super().make_test_function(force=force)
+
+    def make_predict_function(self, force=False):
+        self._follow_changes()
+        return super().make_predict_function(force=force)
+
+    def summary(
+        self, line_length=None, positions=None, print_fn=None, *args, **kwargs
+    ):
+        """Prints Keras's summary, then a table of the stages."""
+        super().summary(line_length, positions, print_fn, *args, **kwargs)
+        if self._pipeline is not None:
+            (print_fn or print)(stage_table(self._pipeline, line_length))
+
+    def load_weights(self, filepath, skip_mismatch=False, **kwargs):
+        # Keras drops the file's optimizer state, with a warning, if the
+        # optimizer does not have its variables yet.
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and self.built:
+            self._build_optimizer()
+        super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+    def stateless_call(self, *args, **kwargs):
+        raise NotImplementedError(
+            "A pipeline reads its weights on their devices, so they cannot be "
+            "passed to it. Call the model itself, under a `tf.GradientTape` "
+            "for gradients."
+        )
+
+    def get_config(self):
+        config = super().get_config()
+        return config if self._keeps_class else {**config, **self._arguments()}
+
+    def _arguments(self) -> dict[str, Any]:
+        """Returns the arguments that a plain model does not have."""
+        config = dict(vars(self._config))
+        if isinstance(config["schedule"], Schedule):
+            config["schedule"] = config["schedule"].get_config()
+        if callable(config["balance"]):
+            # A function need not be there when the model is loaded.
+            config["balance"] = (
+                [len(stage.nodes) for stage in self._pipeline.stages]
+                if self._pipeline is not None
+                else "parameters"
+            )
+        return config
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type == "savedmodel" and self._pipeline is not None:
+            # Which its functions read, and no layer has.
+            states = [*seeds.global_seed(), *self._pipeline.seeds.values()]
+            children |= {
+                f"_global_seed_{i}": v.value for i, v in enumerate(states)
+            }
+        return children
+
+    @staticmethod
+    def _as_tensors(x: Any) -> Any:
+        """Returns a nested structure of tensors and arrays as tensors.
+
+        An input that is missing stays `None`: Keras tells its name.
+        """
+
+        def as_tensor(t):
+            if t is None:
+                return None
+            if isinstance(t, (tf.Variable, keras.Variable)):
+                return tf.convert_to_tensor(t)
+            return t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t)
+
+        return keras.tree.map_structure(as_tensor, x)
+
+    @staticmethod
+    def _revived(config: dict[str, Any]) -> dict[str, Any]:
+        """Returns a copy of what `get_config` returned, with a `Schedule`."""
+        config = dict(config)
+        if isinstance(config["schedule"], dict):
+            config["schedule"] = Schedule(**config["schedule"])
+        return config
+
+    @staticmethod
+    def _plain(config: dict[str, Any], custom_objects: Any) -> tuple:
+        """Returns the plain model of a class that is kept, without values.
+
+        And the scope in which it was made.
+        """
+        with abstract.NoValues() as scope:
+            model = keras.saving.deserialize_keras_object(
+                config, custom_objects=custom_objects
+            )
+        return model, scope
+
+    def _place(self, graph: Graph) -> None:
+        """Forms the stages and puts the weights on their devices."""
+        config = self._config
+        schedule, devices = self._resolve([x.layer for x in graph.nodes])
+        counts: Any = config.balance
+        if not isinstance(counts, list):
+            counts = balanced.counts(
+                counts, graph, schedule, config.remat, devices[0][0]
+            )
+        stages: list[Stage] = []
+        for k, part in enumerate(graph.parts(counts)):
+            stages.append(Stage(k, devices[k], part, stages))
+            _check_stage(stages[k])
+        # All or none: what `rebalance` refuses leaves the model as it is.
+        places = [
+            (variable, stage.devices, id(variable) in weights)
+            for stage in stages
+            for weights in [stage.made_trainable()]
+            for variable in (*stage.owned, *stage.waiting())
+        ]
+        with self._strategy_scope():
+            for place in places:
+                placement.place(*place)
+            seeds.global_seed()
+        upstream.forget_waiting(variable for variable, *_ in places)
+        self._pipeline = Pipeline(
+            graph, tuple(stages), schedule, config.remat, config.boundary_dtype
+        )
+
+    def _follow_changes(self) -> None:
+        """Places weights that layers have got since, as by `enable_lora`.
+
+        And traces again if another pipeline of the same layers moved them.
+        """
+        if self._pipeline is None:
+            return
+        stages = self._pipeline.stages
+        if any(len(stage.used()) != len(stage.variables) for stage in stages):
+            config = self._config
+            self.rebalance([len(stage.nodes) for stage in stages])
+            self._config = config
+        found = hash(
+            tuple(
+                upstream.identity(v)
+                for stage in self._pipeline.stages
+                for v in stage.variables
+            )
+        )
+        if self._traced_with not in (None, found):
+            self._forget_traced()
+        self._traced_with = found
+
+    def _forget_traced(self) -> None:
+        """Forgets functions and an optimizer's keys of moved variables."""
+        self.train_function = None
+        self.test_function = None
+        self.predict_function = None
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and optimizer.built:
+            slots.find_again(optimizer)
+
+    def _resolve(
+        self, layers: Sequence[keras.Operation]
+    ) -> tuple[Schedule, list[list[str]]]:
+        """Returns as `PipelineConfig.resolve`, given the layers as called."""
+        if not layers:
+            raise ValueError(
+                f"Model '{self.name}' has no layers. Call `model.add(layer)`."
+            )
+        resolved = self._config.resolve(len(layers), self._distribute_strategy)
+        for layer in layers:
+            if isinstance(layer, keras.Layer):
+                _check_layer(layer)
+                if resolved[0].num_micro_batches > 1:
+                    state.check(layer)
+        return resolved
+
+    def _strategy_scope(self) -> contextlib.AbstractContextManager:
+        """Returns the scope of the strategy that the model was made under."""
+        if self._distribute_strategy is None or tf.distribute.has_strategy():
+            return contextlib.nullcontext()
+        return self._distribute_strategy.scope()
+
+    def _built_pipeline(self) -> Pipeline:
+        if self._pipeline is None:
+            self._resolve(self.layers)
+            raise ValueError(
+                f"Model '{self.name}' has no stages yet, because it has not "
+                "been built. Give it an `Input` as its first layer, call "
+                "`model.build(input_shape)`, or call it on data."
+            )
+        return self._pipeline
+
+
+def _check_layer(layer: keras.Layer) -> None:
+    """Refuses what cannot be a layer of a pipeline."""
+    for x in upstream.layers_within(layer):
+        if isinstance(x, Pipelined):
+            raise ValueError(
+                f"Layer '{x.name}' is a pipeline, with stages on devices of "
+                "its own, and cannot be a layer of another one. Give the "
+                "outer pipeline its layers."
+            )
+        if isinstance(x, keras.layers.RNN) and x.stateful:
+            raise ValueError(
+                f"Layer '{x.name}' keeps states of the rows of a batch, which "
+                "micro-batches divide. Received: stateful=True. Use False."
+            )
+
+
+def _check_stage(stage: Stage) -> None:
+    """Refuses what a stage cannot compute from micro-batches."""
+    for variable in stage.owned:
+        if variable.overwrite_with_gradient:
+            raise ValueError(
+                f"Variable '{variable.path}' is of a layer in float8, whose "
+                "scales cannot be put together from micro-batches. Use another "
+                "dtype policy."
+            )
+    for x in keras.tree.flatten([value.spec for value in stage.outputs]):
+        if tf.as_dtype(x.dtype).is_complex:
+            raise ValueError(
+                f"Stage {stage.index} would make complex numbers for others "
+                f"('{x.name}', {x.dtype}). Cut the model elsewhere, with "
+                "`balance` a list of layer counts; or make it return real "
+                "numbers."
+            )

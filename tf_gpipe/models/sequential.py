@@ -1,0 +1,318 @@
+"""`PipelinedSequential`, a `keras.Sequential` trained as a pipeline."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.models import user_class
+from tf_gpipe.models.pipelined import Pipelined
+from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.stage import abstract
+from tf_gpipe.stage.graph import chain
+from tf_gpipe.stage.graph import functional
+from tf_gpipe.stage.graph import without_masks
+from tf_gpipe.stage.stage import name_layer
+
+
+@keras.saving.register_keras_serializable(package="tf_gpipe")
+class PipelinedSequential(Pipelined, keras.Sequential):
+    """A linear stack of layers, trained as a pipeline over several devices.
+
+    GPipe (Huang et al., 2019, arXiv:1811.06965) for Keras: the layers are cut
+    into stages, each on a device of its own; a mini-batch is cut into
+    micro-batches, which follow one another through the stages; gradients are
+    accumulated over the micro-batches and applied once. What it computes is
+    what `keras.Sequential` computes. Everything that Keras offers for a model
+    works: `compile`, `fit`, `evaluate`, `predict`, callbacks, saving.
+
+    It is a layer, too: inside another Keras model, the call is pipelined
+    forward, and backward under a gradient tape.
+
+    Args:
+        layers: List of Keras layers, or a `keras.Sequential`, whose layers
+            and weights are then shared. The model keeps the class of one of a
+            subclass, as `PipelinedModel.from_model` says.
+        num_stages: Integer K, at most the number of layers. Defaults to one
+            stage a visible accelerator (a CPU where there is none), at most
+            one a layer.
+        num_micro_batches: Integer M. Batches need not be divisible by it.
+            Defaults to `4 * num_stages`, the paper's rule for a small bubble.
+        balance: List of K layer counts; or what stages shall have in nearly
+            equal parts: `"parameters"`; `"flops"`, operations of the forward
+            pass; `"time"`, measured on the first device when the model is
+            built; `"memory"`, for weights and for what is kept for the
+            backward pass; or a function `cost(layer, input_shape)` that
+            returns a number. Costs are those of a batch of one row, if the
+            `Input` gives no batch size. Defaults to `"parameters"`.
+        schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as
+            1F1B, with more forward passes ahead, which run while activations
+            and gradients travel), `"gpipe"` (all forward, then all backward),
+            `"interleaved"` (as 1F1B, stage s on device s modulo the number of
+            `devices`, so that `num_stages` is a multiple of it),
+            `"zero_bubble"` (as 1F1B, with the gradients of weights in what
+            was bubble), or a `tf_gpipe.Schedule`. `"1f1b"` holds the fewest
+            activations; `"gpipe"` accepts losses that need the whole
+            mini-batch; `"eager_1f1b"` is for slow connections;
+            `"interleaved"` and `"zero_bubble"` have smaller bubbles. Defaults
+            to `"1f1b"`.
+        remat: Which micro-batches keep only the input of each stage and
+            compute the activations again for the backward pass: `"always"`,
+            `"except_last"` (all but the last one) or `"never"`. None is where
+            a schedule sends the last stage backward right after a forward
+            pass, as `"1f1b"` does. Defaults to `"always"`.
+        devices: List of TensorFlow device strings, one a stage, repeated
+            where stages share a device; with `"interleaved"` and schedules of
+            your own, one for each of the schedule's devices. Devices of other
+            hosts are those that `tf_gpipe.connect` returns. Under a
+            `tf.distribute` strategy a list of such lists, one a replica; not
+            on TPUs, where stages are the logical cores of a replica. Defaults
+            to the visible accelerators in order (CPUs where there are none),
+            row by row.
+        boundary_dtype: `"bfloat16"` or `"float16"`, in which activations and
+            their gradients travel from one device to another, where they have
+            a wider floating-point type: half the bytes of float32, for a
+            relative error of up to 2^-8 or 2^-11 in each number; with float16
+            those beyond 65,504 overflow. Defaults to `None`: they travel
+            as they are, and the numbers are those of the plain model.
+        trainable: Boolean, whether the layers are trainable.
+        name: String.
+
+    Raises:
+        ValueError: If an argument is out of range or unknown, or there are
+            too few layers or devices.
+
+    Example:
+
+    >>> model = tf_gpipe.PipelinedSequential(
+    ...     [
+    ...         keras.Input(shape=(8,)),
+    ...         keras.layers.Dense(16, activation="relu"),
+    ...         keras.layers.Dense(4),
+    ...     ],
+    ...     num_stages=2,
+    ...     num_micro_batches=4,
+    ...     devices=["CPU:0", "CPU:0"],
+    ... )
+    >>> [stage.count_params() for stage in model.stages]
+    [144, 68]
+    """
+
+    def __new__(cls, layers=None, *args, **kwargs):
+        if isinstance(layers, keras.Sequential):
+            cls = user_class.kept(layers, cls)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        layers: Sequence[keras.Layer] | keras.Sequential | None = None,
+        *,
+        num_stages: int | None = None,
+        num_micro_batches: int | None = None,
+        balance: str | Callable | Sequence[int] = "parameters",
+        schedule: str | Schedule = "1f1b",
+        remat: str = "always",
+        devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        boundary_dtype: str | None = None,
+        trainable: bool = True,
+        name: str | None = None,
+    ):
+        super().__init__(trainable=trainable, name=name)
+        self._configure(
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            balance=balance,
+            schedule=schedule,
+            remat=remat,
+            devices=devices,
+            boundary_dtype=boundary_dtype,
+        )
+        if layers is None:
+            return
+        model = None
+        if isinstance(layers, keras.Sequential):
+            model = layers
+            user_class.check(model, self)
+            # With the input layer, which `layers.layers` leaves out.
+            layers = keras.Model.layers.fget(layers)
+        for layer in layers:
+            self.add(layer, rebuild=False)
+        if not self.layers:
+            raise ValueError(
+                "A pipeline needs layers. Received an empty list: "
+                f"layers={list(layers)}"
+            )
+        self._resolve(self.layers)
+        self._maybe_rebuild()
+        if model is not None:
+            user_class.carry(model, self)
+            # Of one that is frozen Keras trains nothing, whatever is in it.
+            self._trainable = trainable and model.trainable
+
+    def add(self, layer, rebuild=True):
+        self._pipeline = None
+        super().add(layer, rebuild=rebuild)
+
+    def pop(self, rebuild=True):
+        self._pipeline = None
+        return super().pop(rebuild=rebuild)
+
+    def build(self, input_shape=None):
+        self._resolve(self.layers)
+        # Abstractly: weights get their values where their stage is, and a
+        # model too large for one device is never on one.
+        begun = isinstance(self._layers[0], keras.layers.InputLayer)
+        with abstract.NoValues() as scope:
+            try:
+                super().build(input_shape)
+                self._check_specs()
+            except Exception as e:
+                if isinstance(self._layers[0], keras.layers.InputLayer):
+                    self._name_layer(e, self._layers[0].output)
+                    if not begun:
+                        # Keras's, of this shape, which may have been wrong.
+                        self._layers.pop(0)
+                raise
+        if self._functional is not None:
+            # As Keras runs it: of a layer that returns more than its spec
+            # tells, the next one gets what is told.
+            self._place(without_masks(functional(self._functional)))
+            scope.assign()
+
+    def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
+        if self._pipeline is None:
+            self._build_for(inputs)
+        return super().compute_output_spec(
+            inputs, training=training, mask=mask, **kwargs
+        )
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = cls._revived(config)
+        if "model" in config:
+            model, scope = cls._plain(config.pop("model"), custom_objects)
+            made = cls(model, name=model.name, **config)
+            scope.finish(made)
+            return made
+        # Layers that have been built begin with an input layer.
+        config.pop("build_input_shape", None)
+        config.pop("dtype", None)
+        config["layers"] = [
+            _revived_layer(layer, custom_objects) for layer in config["layers"]
+        ]
+        return cls(**config)
+
+    def _maybe_rebuild(self):
+        # Layers are added one by one: wait until stages can be formed.
+        try:
+            self._resolve(self.layers)
+        except ValueError:
+            self.built = False
+            self._functional = None
+            return
+        super()._maybe_rebuild()
+
+    def _build_for(self, inputs: Any) -> None:
+        """Builds the layers for inputs of any nested structure."""
+        self._resolve(self.layers)
+        if any(t is None for t in keras.tree.flatten(inputs)):
+            raise ValueError(
+                "A pipeline needs all of its inputs, but `None` was passed. "
+                f"Received: inputs={inputs}"
+            )
+        if isinstance(inputs, (tf.Tensor, tf.SparseTensor, keras.KerasTensor)):
+            self.build((None, *inputs.shape[1:]))
+        if self._pipeline is None:
+            x = keras.tree.map_structure(
+                lambda t: keras.KerasTensor(
+                    (None, *t.shape[1:]),
+                    keras.backend.standardize_dtype(t.dtype),
+                ),
+                inputs,
+            )
+            graph = chain(self.layers, x)
+            with abstract.NoValues() as scope:
+                try:
+                    made = x
+                    for layer in self.layers:
+                        made = layer(made)
+                except Exception as e:
+                    self._name_layer(e, x)
+                    raise
+                # Here too: where Keras calls a layer to learn its outputs,
+                # all variables that wait for a value would get it, on the
+                # first device.
+                graph.infer_specs()
+            self._place(graph)
+            scope.assign()
+        self.built = True
+
+    def _check_specs(self) -> None:
+        """Refuses a layer that Keras cannot call on a `KerasTensor`.
+
+        A plain model does without its graph then.
+        """
+        first = self._layers[0]
+        if self._functional is not None or not isinstance(
+            first, keras.layers.InputLayer
+        ):
+            return
+        x = first.output
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except NotImplementedError as e:
+                raise NotImplementedError(
+                    f"Layer '{layer.name}' (of type {type(layer).__name__}) "
+                    "does not tell the shape and dtype of what it returns, "
+                    "which a pipeline must know. Implement its "
+                    "`compute_output_spec` or `compute_output_shape`; of a "
+                    "layer that has neither, Keras infers them from `call`."
+                ) from e
+
+    def _name_layer(self, error: Exception, x: Any) -> None:
+        """Adds to an error of the build which layer and stage raised it.
+
+        Found by going through the layers once more.
+        """
+        stages = ["a stage not yet known"] * len(self.layers)
+        if isinstance(self._config.balance, list):
+            _, devices = self._resolve(self.layers)
+            stages = [
+                f"stage {k} on {', '.join(devices[k])}"
+                for k, count in enumerate(self._config.balance)
+                for _ in range(count)
+            ]
+        for layer, stage in zip(self.layers, stages, strict=True):
+            inputs = x
+            try:
+                x = layer(inputs)
+            except Exception:
+                name_layer(error, layer, stage, inputs)
+                return
+
+    def _pipeline_for(self, x: Any) -> tuple:
+        x = self._as_tensors(x)
+        if self._pipeline is None:
+            self._build_for(x)
+        if self._functional is not None:
+            mask = upstream.mask(x)
+            x = self._functional._standardize_inputs(x)[0]
+            if mask is not None:
+                upstream.set_mask(x, mask)
+        return self._built_pipeline(), (x,)
+
+
+def _revived_layer(config: dict[str, Any], custom_objects: Any) -> keras.Layer:
+    # In HDF5 files layers have no module.
+    if "module" not in config:
+        return upstream.layer_from_hdf5(config, custom_objects)
+    return keras.saving.deserialize_keras_object(
+        config, custom_objects=custom_objects
+    )
+
+
+user_class.register_for_hdf5(PipelinedSequential)

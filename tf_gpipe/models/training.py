@@ -1,0 +1,328 @@
+"""The Keras training step over a pipeline."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.devices import cluster
+from tf_gpipe.devices import placement
+from tf_gpipe.devices import slots
+from tf_gpipe.devices.colocation import colocate
+from tf_gpipe.devices.colocation import following_inputs
+from tf_gpipe.devices.replicas import SeveralHosts
+from tf_gpipe.models.calls import PipelinedCalls
+from tf_gpipe.models.user_class import CALLS
+from tf_gpipe.models.user_class import overrides
+from tf_gpipe.stage import seeds
+from tf_gpipe.stage.gradients import add
+from tf_gpipe.stage.stage import Activations
+from tf_gpipe.step.loss import MicroBatchLoss
+
+
+def _traced_once(step: Callable) -> Callable:
+    """Makes a step create variables outside the trace that it is in.
+
+    TensorFlow throws away a trace that creates variables, such as those of
+    metrics and optimizers, and makes a second one.
+    """
+
+    def create(next_creator, **kwargs):
+        # Values that are a part of the trace are there in it alone.
+        if not callable(kwargs["initial_value"]):
+            return next_creator(**kwargs)
+        kwargs["experimental_enable_variable_lifting"] = False
+        with tf.init_scope(), placement.eagerly_alone():
+            return next_creator(**kwargs)
+
+    @functools.wraps(step)
+    def run(self, data):
+        # Keras creates them before, under a strategy.
+        if tf.distribute.has_strategy():
+            return step(self, data)
+        with tf.variable_creator_scope(create), placement.eagerly_alone():
+            return step(self, data)
+
+    return run
+
+
+class PipelinedTraining(PipelinedCalls, SeveralHosts):
+    """What a Keras model needs to train through a pipeline, beside calls."""
+
+    # Given by `callbacks.Timeline`: a function of the tasks' times.
+    _record_times: Any = None
+
+    evaluate = cluster.naming_failures(keras.Model.evaluate)
+    predict = cluster.naming_failures(keras.Model.predict)
+    train_on_batch = cluster.naming_failures(keras.Model.train_on_batch)
+    test_on_batch = cluster.naming_failures(keras.Model.test_on_batch)
+    predict_on_batch = cluster.naming_failures(keras.Model.predict_on_batch)
+
+    @tf.autograph.experimental.do_not_convert
+    def loss_and_gradients(self, x, y=None, sample_weight=None):
+        """Runs a mini-batch forward and backward without applying gradients.
+
+        For those who override `train_step`. The losses are those given to
+        `compile`, and those that layers and regularisers add.
+
+        Args:
+            x: Nested structure of inputs of shape `(batch_size, ...)`.
+            y: Labels, as for `fit`.
+            sample_weight: Sample weights, as for `fit`, or `None`.
+
+        Returns:
+            Tuple of the loss of the mini-batch, a scalar; the list of its
+            gradients, one for each of `trainable_variables`, ready for
+            `optimizer.apply` (any loss scale of the optimizer is in them);
+            and the outputs of the mini-batch.
+
+        Raises:
+            ValueError: If the schedule interleaves forward and backward
+                passes and the loss needs the whole mini-batch at once.
+
+        Example:
+
+        ```python
+        class MyModel(tf_gpipe.PipelinedSequential):
+            def train_step(self, data):
+                x, y = data
+                loss, gradients, y_pred = self.loss_and_gradients(x, y)
+                gradients = [keras.ops.sign(g) for g in gradients]
+                self.optimizer.apply(gradients, self.trainable_variables)
+                return {"sign_loss": loss}
+        ```
+        """
+        pipeline, inputs = self._pipeline_for(x)
+        overridden = [
+            name
+            for name in (*CALLS, "compute_loss", "_compute_loss", "losses")
+            if overrides(self, name)
+        ]
+        forwards_first = pipeline.schedule.forwards_first
+        if forwards_first and any(name in overridden for name in CALLS):
+            return self._loss_of_call(x, y, sample_weight)
+        if overridden and not forwards_first:
+            raise ValueError(
+                f"{type(self).__name__} overrides `{overridden[0]}`, which "
+                f"sees whole mini-batches, but schedule "
+                f"'{pipeline.schedule.name}' starts backward passes before "
+                "all forward passes are done. Use schedule='gpipe'."
+            )
+        run = self._mini_batch(
+            pipeline,
+            inputs,
+            training=True,
+            stop_inputs=True,
+            timed=self._record_times is not None,
+        )
+        # Eagerly, nothing overlaps anyway.
+        if forwards_first or tf.executing_eagerly():
+            return self._loss_after_all_forwards(run, x, y, sample_weight)
+        return self._loss_by_micro_batch(run, y, sample_weight)
+
+    def make_train_function(self, force=False):
+        # Also if Keras has dropped it since the build: replicas need it.
+        with self.distribute_strategy.scope():
+            seeds.global_seed()
+        if self.optimizer is not None:
+            colocate(self.optimizer)
+            if self.built:
+                self._build_optimizer()
+        return super().make_train_function(force=force)
+
+    @_traced_once
+    def train_step(self, data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        loss, gradients, y_pred = self.loss_and_gradients(x, y, sample_weight)
+        self._loss_tracker.update_state(
+            upstream.unscaled_for_replicas(loss),
+            sample_weight=tf.shape(keras.tree.flatten(x)[0])[0],
+        )
+        if self.trainable_variables:
+            self.optimizer.apply_gradients(
+                zip(gradients, self.trainable_variables, strict=True)
+            )
+        with following_inputs():
+            return self.compute_metrics(
+                x, y, y_pred, sample_weight=sample_weight
+            )
+
+    @_traced_once
+    def test_step(self, data):
+        with following_inputs():
+            return super().test_step(data)
+
+    @cluster.naming_failures
+    @functools.wraps(keras.Model.fit)
+    def fit(self, *args, **kwargs):
+        try:
+            return super().fit(*args, **kwargs)
+        finally:
+            # Keras ends no callback of a run that fails.
+            self._stop_recording()
+
+    def _stop_recording(self):
+        if self._record_times is not None:
+            self._record_times = None
+            self.train_function = None
+
+    def _build_optimizer(self):
+        """Makes slots where their weights are, which a trace would not."""
+        if self.trainable_variables and not self.optimizer.built:
+            with (
+                tf.init_scope(),
+                placement.eagerly_alone(),
+                self.distribute_strategy.scope(),
+            ):
+                self.optimizer.build(self.trainable_variables)
+                slots.place(self.optimizer)
+
+    def _loss_of_call(self, x, y, sample_weight):
+        """As Keras's own step: whatever `call` does around the pipeline."""
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self._compute_loss(x, y, y_pred, sample_weight)
+            scaled = self._scale_loss(loss)
+        return loss, tape.gradient(scaled, self.trainable_variables), y_pred
+
+    def _loss_after_all_forwards(self, run, x, y, sample_weight):
+        """Loss of the whole mini-batch: exact whatever the loss is."""
+        run.forward(tape=True)
+        outputs, added = run.outputs(), run.losses()
+        parts = outputs.parts()
+        with tf.device(run.pipeline.stages[-1].device):
+            with tf.GradientTape() as tape:
+                tape.watch([x for x in parts if x.dtype.is_floating] + added)
+                y_pred = outputs.unpack()
+                # What `self.losses` returns meanwhile, to Keras or to an
+                # override of `compute_loss`.
+                self._losses_override = (
+                    added + self._get_regularization_losses()
+                )
+                try:
+                    loss = self._compute_loss(x, y, y_pred, sample_weight)
+                finally:
+                    self._losses_override = []
+                scaled = self._scale_loss(loss)
+            by_output, by_added, by_variable = tape.gradient(
+                scaled, (parts, added, self.trainable_variables)
+            )
+        by_added = [
+            tf.zeros_like(x) if gradient is None else gradient
+            for x, gradient in zip(added, by_added, strict=True)
+        ]
+        run.backward(by_output, by_added)
+        run.commit_state()
+        return loss, self._gradients(run, by_variable), y_pred
+
+    def _gradients(self, run, by_variable):
+        """Adds gradients that did not come through the pipeline."""
+        accumulated = run.gradients()
+        times = run.times()
+        if times is not None:
+            self._record_times(times)
+        gradients = []
+        for variable, direct in zip(
+            self.trainable_variables, by_variable, strict=True
+        ):
+            with tf.device(run.pipeline.device_of(variable)):
+                gradients.append(add(accumulated.get(id(variable)), direct))
+        return gradients
+
+    def _loss_by_micro_batch(self, run, y, sample_weight):
+        """Loss and gradient of each micro-batch in its backward task."""
+        split = run.split
+        # What gradients are scaled by: those of the losses given to `compile`
+        # and, as Keras does, those of all others also over replicas.
+        scale = self._scale_loss(tf.ones(()))
+        added_scale = upstream.scaled_for_replicas(scale)
+
+        def make_loss(outputs, m):
+            return MicroBatchLoss(
+                self._compile_loss,
+                y,
+                self._like_outputs(run, outputs, m),
+                sample_weight,
+                scale,
+                split.static_rows,
+                self.trainable_variables,
+            )
+
+        parts = run.interleave(
+            make_loss,
+            lambda m: (
+                split.take_of_outputs(y, m),
+                split.take_of_outputs(sample_weight, m),
+                split.valid(m),
+                split.weight(m),
+            ),
+            added_scale,
+        )
+        # One message a loss where that stage is on another host.
+        with tf.device(run.pipeline.stages[-1].device):
+            total, *of_each = [
+                tf.add_n(list(x)) for x in zip(*parts, strict=True)
+            ]
+        with tf.GradientTape() as tape:
+            penalties = self._get_regularization_losses()
+            scaled = [tf.cast(added_scale, x.dtype) * x for x in penalties]
+        by_variable = tape.gradient(scaled, self.trainable_variables)
+        added = [
+            tf.cast(upstream.scaled_for_replicas(x), total.dtype)
+            for x in [*run.losses(), *penalties]
+        ]
+        loss = tf.add_n([total, *added])
+        # Those that Keras keeps of several losses.
+        metrics = self._compile_loss.metrics if self._compile_loss else []
+        for metric, value in zip(metrics, of_each, strict=False):
+            metric.update_state(
+                upstream.unscaled_for_replicas(value),
+                sample_weight=split.static_rows,
+            )
+        run.commit_state()
+        y_pred = run.outputs().unpack()
+        return loss, self._gradients(run, by_variable), y_pred
+
+    def _like_outputs(self, run, outputs, m):
+        """Returns tensors like the mini-batch's outputs, with their masks."""
+        masks = outputs.masks
+        if any(x is not None for x in keras.tree.flatten(masks)):
+            masks = run.masks()
+        like = run.like_outputs(outputs.tensors, m)
+        return Activations.of(like)._replace(masks=masks).unpack()
+
+    def _scale_loss(self, loss):
+        if getattr(self, "optimizer", None) is None:
+            return loss
+        # An optimizer that is not built has a constant scale.
+        self._build_optimizer()
+        return self.optimizer.scale_loss(loss)
+
+    def _get_regularization_losses(self):
+        return [
+            _penalty(variable, self._built_pipeline().device_of(variable))
+            for variable in self.trainable_variables
+            if variable.regularizer is not None
+        ]
+
+
+def _penalty(variable: keras.Variable, device: str) -> tf.Tensor:
+    """Returns a regularisation loss, computed where the variable lives."""
+
+    @tf.custom_gradient
+    def penalty(value):
+        with tf.device(device), tf.GradientTape() as tape:
+            tape.watch(value)
+            loss = variable.regularizer(value)
+
+        def gradient(upstream):
+            with tf.device(device):
+                return tape.gradient(loss, value, output_gradients=upstream)
+
+        return loss, gradient
+
+    with tf.device(device):
+        return penalty(tf.convert_to_tensor(variable.value))

@@ -1,0 +1,171 @@
+"""The arguments of a pipeline: checked, then resolved for this machine."""
+
+import dataclasses
+import numbers
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_gpipe.devices import placement
+from tf_gpipe.devices import replicas
+from tf_gpipe.partition import balanced
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.schedule.tasks import check_remat
+
+
+@dataclasses.dataclass
+class PipelineConfig:
+    """The arguments that pipelined models share; see `PipelinedSequential`.
+
+    What is `None` depends on the layers and on the machine; see `resolve`.
+
+    Raises:
+        ValueError: If an argument is out of range or unknown.
+    """
+
+    num_stages: int | None
+    num_micro_batches: int | None
+    balance: str | Callable | Sequence[int]
+    schedule: str | Schedule
+    remat: str
+    devices: Sequence[str] | Sequence[Sequence[str]] | None
+    boundary_dtype: str | None = None
+
+    def __post_init__(self):
+        for name in ("num_stages", "num_micro_batches"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not _is_positive_integer(value):
+                raise ValueError(
+                    f"`{name}` must be a positive integer. Received: "
+                    f"{name}={value!r}"
+                )
+            setattr(self, name, int(value))
+        check_remat(self.remat)
+        if self.boundary_dtype not in (None, "bfloat16", "float16"):
+            raise ValueError(
+                "`boundary_dtype` must be 'bfloat16', 'float16' or None. "
+                f"Received: boundary_dtype={self.boundary_dtype!r}"
+            )
+        if isinstance(self.schedule, Schedule):
+            self.num_stages = self.num_stages or self.schedule.num_stages
+            self.num_micro_batches = (
+                self.num_micro_batches or self.schedule.num_micro_batches
+            )
+            schedules.get(
+                self.schedule, self.num_stages, self.num_micro_batches
+            )
+        else:
+            schedules.get(self.schedule, 1, 1)
+        if isinstance(self.balance, str) or not isinstance(
+            self.balance, Iterable
+        ):
+            balanced.check(self.balance)
+        else:
+            self._check_counts(list(self.balance))
+        if isinstance(self.devices, str):
+            raise ValueError(
+                "`devices` must be a list of device strings, one a stage. "
+                f"Received: devices={self.devices!r}"
+            )
+        if self.devices is not None:
+            self.devices = list(self.devices)
+            rows: list = [self.devices]
+            if placement.is_grid(self.devices):
+                rows = self.devices = [list(row) for row in self.devices]
+            for row in rows:
+                placement.assign(row, len(row))
+
+    def _check_counts(self, counts: list) -> None:
+        if not all(map(_is_positive_integer, counts)):
+            raise ValueError(
+                "`balance` must be a list of positive integers, the number of "
+                f"layers of each stage. Received: balance={counts}"
+            )
+        self.balance = [int(count) for count in counts]
+        self.num_stages = self.num_stages or len(counts)
+        if self.num_stages != len(counts):
+            raise ValueError(
+                f"`balance` must have one layer count for each of the "
+                f"{self.num_stages} stages. Received: balance={self.balance}"
+            )
+
+    def schedule_of(self, num_layers: int, num_devices: int) -> Schedule:
+        """Returns the schedule, with numbers that are open decided.
+
+        Raises:
+            ValueError: If the layers are too few, or the balance is not
+                theirs.
+        """
+        num_stages = self.num_stages
+        if num_stages is None:
+            each = 2 if self.schedule == "interleaved" else 1
+            num_stages = max(1, min(each * num_devices, num_layers))
+        if num_stages > num_layers:
+            raise ValueError(
+                f"`num_stages` must be at most the number of layers. "
+                f"Received: num_stages={num_stages}, {num_layers} layers"
+            )
+        balance = self.balance
+        if isinstance(balance, list) and sum(balance) != num_layers:
+            raise ValueError(
+                "`balance` must place every layer: its counts must sum to "
+                f"{num_layers}, the number of layers. Received: "
+                f"balance={balance}, which sums to {sum(balance)}. "
+                "balance='parameters' finds the counts for you."
+            )
+        num_devices = min(num_devices, num_stages)
+        if self.schedule != "interleaved":
+            num_devices = num_stages
+        return schedules.get(
+            self.schedule,
+            num_stages,
+            self.num_micro_batches or 4 * num_devices,
+            num_devices,
+        )
+
+    def resolve(
+        self, num_layers: int, strategy: tf.distribute.Strategy | None = None
+    ) -> tuple[Schedule, list[list[str]]]:
+        """Returns the schedule, and the devices of each stage, one a replica.
+
+        `num_layers` is how often layers are called.
+
+        Raises:
+            ValueError: If the layers or the devices are too few.
+        """
+        num_replicas = replicas.count(strategy)
+        on_tpu = replicas.on_tpu(strategy)
+        if on_tpu and self.devices is not None:
+            raise ValueError(
+                "On TPUs the strategy's `DeviceAssignment` says which cores "
+                "are the stages of a replica. Leave `devices` out. Received: "
+                f"devices={self.devices}"
+            )
+        if placement.is_grid(self.devices):
+            num_devices = min(map(len, self.devices or ()))
+        elif self.devices:
+            num_devices = len(self.devices)
+        else:
+            num_devices = len(placement.accelerators()) // num_replicas
+        schedule = self.schedule_of(num_layers, num_devices)
+        num_devices = len(schedule.tasks)
+        if on_tpu:
+            cores = [tf.compat.v1.tpu.core(i) for i in range(num_devices)]
+            rows = [cores] * num_replicas
+        else:
+            rows = placement.assign(self.devices, num_devices, num_replicas)
+        return schedule, [[row[i] for row in rows] for i in schedule.devices]
+
+
+def _is_positive_integer(value: Any) -> bool:
+    return (
+        isinstance(value, numbers.Integral)
+        and not isinstance(value, bool)
+        and int(value) >= 1
+    )

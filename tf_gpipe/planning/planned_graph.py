@@ -1,0 +1,113 @@
+"""The graph of what a plan is made of: with all sizes, and without values."""
+
+import random
+from typing import Any
+
+import keras
+
+from tf_gpipe import upstream
+from tf_gpipe.devices import slots
+from tf_gpipe.partition import layer_graph
+from tf_gpipe.stage import abstract
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import chain
+from tf_gpipe.stage.graph import functional
+
+
+def of(model: Any, input_spec: Any) -> Graph:
+    """Returns the graph of what `plan` is given, with the input spec."""
+    spec = keras.tree.map_shape_structure(_with_all_sizes, input_spec)
+    if isinstance(model, upstream.Functional):
+        graph, flat = functional(model), keras.tree.flatten(spec)
+        if [x.ndim for x in flat] != [x.spec.ndim for x in graph.inputs]:
+            raise ValueError(
+                "`input_spec` must be like the inputs of the model, "
+                f"{model.input}. Received: input_spec={input_spec}"
+            )
+        for value, x in zip(graph.inputs, flat, strict=True):
+            value.spec = keras.KerasTensor(x.shape, value.spec.dtype)
+        return graph
+    if isinstance(model, keras.Model) and not isinstance(
+        model, keras.Sequential
+    ):
+        raise TypeError(
+            "A plan is made from layers, or from a functional or sequential "
+            f"model. Received: model={model.name!r} (of type "
+            f"{type(model).__name__}), whose layers only its `call` knows."
+        )
+    layers = model.layers if isinstance(model, keras.Sequential) else model
+    layers = [
+        x
+        for x in layers
+        if not isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
+    ]
+    if not layers:
+        raise ValueError("A plan needs layers. Received none.")
+    return chain(layers, spec)
+
+
+def _with_all_sizes(x: Any) -> keras.KerasTensor:
+    """Returns a shape (of float32), or what has one, as a `KerasTensor`."""
+    shape = tuple(getattr(x, "shape", x))
+    dtype = keras.backend.standardize_dtype(getattr(x, "dtype", "float32"))
+    if not shape or None in shape:
+        raise ValueError(
+            "`input_spec` must give all sizes, that of the mini-batch "
+            f"first. Received a shape of {shape}"
+        )
+    return keras.KerasTensor(shape, dtype)
+
+
+def copies(
+    graph: Graph, optimizer: Any, dtype_policy: Any
+) -> tuple[list[tuple], dict]:
+    """Returns copies of the layers, built without values, and all specs.
+
+    For each call it is the copy, which equal calls share, and the bytes of
+    its weights, of the sums of their gradients, and of an optimizer's slots.
+    Layers that have the global dtype policy have the given one instead.
+    """
+    optimizer = keras.optimizers.get(optimizer)
+    before = keras.config.dtype_policy()
+    if dtype_policy is not None:
+        keras.config.set_dtype_policy(dtype_policy)
+    old, new = map(
+        keras.dtype_policies.serialize, (before, keras.config.dtype_policy())
+    )
+
+    def copied(node, specs):
+        layer = node.layer
+        args, kwargs = node.arguments(specs)
+        if not isinstance(layer, keras.Layer):
+            return (layer, 0), layer.compute_output_spec(*args, **kwargs)
+        config = keras.tree.traverse(
+            lambda x: new if x == old else None, layer.get_config()
+        )
+        copy = type(layer).from_config(config)
+        # Which a config tells of the layer alone, not of those in it.
+        pairs = zip(
+            upstream.layers_within(copy),
+            upstream.layers_within(layer),
+            strict=False,
+        )
+        for x, original in pairs:
+            upstream.set_trainable_alone(x, original.trainable)
+        with abstract.NoValues():
+            outputs = copy(*args, **kwargs)
+        upstream.forget_waiting(copy.variables)
+        if len(copy.weights) == len(layer.weights):
+            for x, original in zip(copy.weights, layer.weights, strict=True):
+                x.trainable = original.trainable
+        trained = [x for x in copy.weights if x.trainable]
+        size = layer_graph.size_in_bytes(
+            [copy.weights, trained, slots.planned(optimizer, trained)]
+        )
+        return (copy, size), outputs
+
+    # Copies draw seeds that they do not need.
+    drawn = random.getstate()
+    try:
+        return layer_graph.walk(graph, copied)
+    finally:
+        keras.config.set_dtype_policy(before)
+        random.setstate(drawn)

@@ -1,0 +1,303 @@
+"""What a pipeline will need, before anything of it is allocated."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tf_gpipe.partition import balanced
+from tf_gpipe.partition import layer_graph
+from tf_gpipe.partition.config import PipelineConfig
+from tf_gpipe.planning import planned_graph
+from tf_gpipe.planning.plans import Plan
+from tf_gpipe.planning.plans import StagePlan
+from tf_gpipe.schedule.memory import peak_activations
+from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import Value
+
+
+def plan(
+    layers: Sequence[keras.Layer] | keras.Model,
+    input_spec: Any,
+    *,
+    num_stages: int,
+    num_micro_batches: int | None = None,
+    schedule: str | Schedule = "1f1b",
+    num_devices: int | None = None,
+    balance: str | Callable | Sequence[int] = "parameters",
+    remat: str = "always",
+    optimizer: str | keras.optimizers.Optimizer = "adam",
+    dtype_policy: str | keras.DTypePolicy | None = None,
+    device_memory: int | None = None,
+    device_flops: float | None = None,
+    bandwidth: float | None = None,
+    latency: float = 0.0,
+) -> Plan:
+    """Returns what each stage of a pipeline will need. Allocates nothing.
+
+    The layers are copied without values for their weights, and traced in
+    their own dtype policies. A stage's peak of activations is what its
+    schedule keeps of several micro-batches, and what the backward pass of one
+    of them needs at a time.
+
+    Args:
+        layers: List of Keras layers, a `keras.Sequential`, or a functional
+            `keras.Model`.
+        input_spec: `keras.KerasTensor`, `tf.TensorSpec` or shape (of float32)
+            with the size of a mini-batch first; a nested structure of them
+            for several inputs.
+        num_stages: Integer K.
+        num_micro_batches: Integer M. Defaults to 4 a device.
+        schedule: As for `PipelinedSequential`.
+        num_devices: Integer, over which `"interleaved"` spreads the stages.
+            Defaults to one a stage.
+        balance: As for `PipelinedSequential`; not `"time"`.
+        remat: As for `PipelinedSequential`.
+        optimizer: Keras optimizer, or its name; its slots are counted.
+        dtype_policy: Keras dtype policy, or its name, of the layers that have
+            the global one. Defaults to the global one.
+        device_memory: Integer, the bytes that a device has for weights and
+            activations.
+        device_flops: Float, the operations a second that a device achieves,
+            for `Plan.step_seconds`.
+        bandwidth: Float, bytes a second from a stage to the next one; needs
+            `device_flops`. Defaults to `None`: transfers take no time.
+        latency: Float, seconds that a transfer takes besides.
+
+    Returns:
+        A `Plan`. If it does not fit, `Plan.advice` tells the smallest change
+        that would help.
+
+    Raises:
+        ValueError: If an argument is not valid, the batch size is not known,
+            or the costs of a layer cannot be found.
+
+    Example:
+
+    >>> layers = [keras.layers.Dense(64) for _ in range(8)]
+    >>> found = plan(layers, (32, 64), num_stages=2, num_micro_batches=8)
+    >>> [stage.parameters for stage in found.stages]
+    [16640, 16640]
+    """
+    config = PipelineConfig(
+        num_stages, num_micro_batches, balance, schedule, remat, devices=None
+    )
+    if num_devices is not None and (
+        schedule != "interleaved" or num_devices > num_stages
+    ):
+        raise ValueError(
+            "`num_devices` is for schedule='interleaved', and at most "
+            "`num_stages`. Others have a device for each stage. Received: "
+            f"num_devices={num_devices}, num_stages={num_stages}, "
+            f"schedule={schedule!r}"
+        )
+    if config.balance == "time":
+        raise ValueError(
+            "A plan measures nothing, as balance='time' would. Use 'flops'."
+        )
+    speeds = {"device_flops": device_flops, "bandwidth": bandwidth}
+    for name, value in speeds.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(
+                f"`{name}` must be a positive number. Received: {name}={value}"
+            )
+    if not 0 <= latency < math.inf:
+        raise ValueError(
+            "`latency` must be a number of seconds, 0 or more. Received: "
+            f"latency={latency}"
+        )
+    if device_flops is None and (bandwidth is not None or latency):
+        raise ValueError(
+            "What transfers cost depends on the speed of the devices: "
+            "`bandwidth` and `latency` need `device_flops`."
+        )
+    planner = _Planner(layers, input_spec, optimizer, dtype_policy)
+
+    def planned(config: PipelineConfig) -> Plan:
+        return planner.plan(
+            config,
+            num_devices=num_devices,
+            device_memory=device_memory,
+            latency=latency,
+            **speeds,
+        )
+
+    found = planned(config)
+    if found.fits:
+        return found
+    advice = (
+        "Nothing that the planner tries would make it fit: the largest layer "
+        "alone needs more, or the mini-batch is too large."
+    )
+    for change in planner.changes(config, found):
+        if planned(dataclasses.replace(config, **change)).fits:
+            words = ", ".join(f"{k}={v!r}" for k, v in change.items())
+            advice = f"It would fit with {words}."
+            break
+    return dataclasses.replace(found, advice=advice)
+
+
+class _Planner:
+    """Layers copied without values, and what is known of them."""
+
+    def __init__(self, model, input_spec, optimizer, dtype_policy):
+        graph = planned_graph.of(model, input_spec)
+        self.names = [node.layer.name for node in graph.nodes]
+        copies, specs = planned_graph.copies(graph, optimizer, dtype_policy)
+        for value, spec in specs.items():
+            value.spec = spec
+        self.weights: list[list] = []
+        self.bytes: list[int] = []
+        nodes, seen = [], set()
+        for node, (copy, size) in zip(graph.nodes, copies, strict=True):
+            # A layer that comes again brings no weights of its own.
+            again = id(node.layer) in seen
+            seen.add(id(node.layer))
+            self.weights.append([] if again else getattr(copy, "weights", []))
+            self.bytes.append(0 if again else size)
+            nodes.append(dataclasses.replace(node, layer=copy))
+        self.graph = dataclasses.replace(graph, nodes=nodes)
+        self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
+        # What the layers do with micro-batches of so many rows.
+        self.trace = functools.cache(
+            functools.partial(layer_graph.trace, self.graph)
+        )
+
+    def plan(
+        self,
+        config,
+        *,
+        num_devices,
+        device_memory,
+        device_flops,
+        bandwidth,
+        latency,
+    ):
+        schedule = config.schedule_of(
+            len(self.graph.nodes), num_devices or config.num_stages
+        )
+        stages = self._stages(config, schedule)
+        # Without a speed, an operation is the unit of time.
+        forward = [x.flops / (device_flops or 1) for x in stages]
+        backward = [x.backward_flops / (device_flops or 1) for x in stages]
+        simulated = functools.partial(
+            simulate,
+            schedule,
+            forward,
+            backward,
+            recompute=forward,
+            remat=config.remat,
+        )
+        # Between two stages, however many tensors.
+        transfer = {
+            (k, to): latency + size / (bandwidth or math.inf)
+            for k, stage in enumerate(stages)
+            for to, size in stage.sends.items()
+        }
+        simulation = simulated(transfer=transfer)
+        makespan = simulation.makespan
+        alone = schedule.num_micro_batches * (sum(forward) + sum(backward))
+        return Plan(
+            stages=stages,
+            devices=schedule.devices,
+            num_micro_batches=schedule.num_micro_batches,
+            schedule=schedule.name,
+            remat=config.remat,
+            bubble=simulation.bubble,
+            relative_step_time=makespan / alone if alone else 1.0,
+            step_seconds=makespan if device_flops else None,
+            transfer_share=(
+                1 - simulated().makespan / makespan if makespan else 0.0
+            ),
+            device_memory=device_memory,
+        )
+
+    def changes(self, config, found):
+        """Returns what could make a plan fit, the smallest change first."""
+        changes: list[dict[str, Any]] = []
+        named = not isinstance(config.schedule, Schedule)
+        m = found.num_micro_batches
+        while named and (m := 2 * m) <= self.rows:
+            changes.append({"num_micro_batches": m})
+        if found.remat != "always":
+            again = {"remat": "always"}
+            changes += [again, *({**x, **again} for x in changes)]
+        cut_anew = named and not isinstance(config.balance, list)
+        if cut_anew and config.schedule != "interleaved":
+            changes += [
+                {"num_stages": k, "remat": "always"}
+                for k in range(len(found.stages) + 1, len(self.graph.nodes) + 1)
+            ]
+        return changes
+
+    def _stages(self, config, schedule):
+        traces, specs = self.trace(
+            math.ceil(self.rows / schedule.num_micro_batches)
+        )
+        sizes = {x: layer_graph.size_in_bytes(y) for x, y in specs.items()}
+        counts = config.balance
+        if not isinstance(counts, list):
+            counts = balanced.counts(
+                counts,
+                self.graph,
+                schedule,
+                config.remat,
+                weights=self.weights,
+            )
+        parts = self.graph.parts(counts)
+        stages, first = [], 0
+        for k, part in enumerate(parts):
+            own = slice(first, first + len(part.nodes))
+            first = own.stop
+            made = traces[own]
+            given = [sizes[x] for x in part.inputs if x in self.graph.inputs]
+            stages.append(
+                StagePlan(
+                    layers=self.names[own],
+                    parameters=sum(
+                        math.prod(w.shape)
+                        for w in itertools.chain(*self.weights[own])
+                    ),
+                    parameter_bytes=sum(self.bytes[own]),
+                    activation_bytes=peak_activations(
+                        k,
+                        schedule,
+                        config.remat,
+                        given=sum(given),
+                        inputs=sum(sizes[x] for x in part.inputs) - sum(given),
+                        stored=_stored(part, made, sizes),
+                        # The gradient that arrives at a layer, and those that
+                        # it makes, of about the size of its largest tensor.
+                        passing=max(
+                            2 * x.largest_bytes + x.output_bytes for x in made
+                        ),
+                    ),
+                    flops=sum(x.forward_flops for x in made),
+                    backward_flops=sum(x.backward_flops for x in made),
+                    sends=layer_graph.sends(parts, k, sizes.__getitem__),
+                )
+            )
+        return stages
+
+
+def _stored(
+    part: Graph,
+    traces: Sequence[layer_graph.LayerGraph],
+    sizes: dict[Value, int],
+) -> int:
+    """Returns what a stage keeps of a micro-batch beside its inputs."""
+    kept: set[Value] = set()
+    for node, trace in zip(part.nodes, traces, strict=True):
+        pairs = zip(node.inputs, trace.kept_inputs, strict=True)
+        kept.update(value for value, keeps in pairs if keeps)
+        if trace.keeps_outputs:
+            kept.update(node.made)
+    own = kept.difference(part.inputs)
+    return sum(x.stored_bytes for x in traces) + sum(sizes[x] for x in own)

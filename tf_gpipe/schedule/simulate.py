@@ -1,0 +1,214 @@
+"""Runs a schedule on paper: when each task starts, and what is kept.
+
+This module imports no TensorFlow.
+"""
+
+import collections
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tf_gpipe.schedule.tasks import BACKWARD
+from tf_gpipe.schedule.tasks import FORWARD
+from tf_gpipe.schedule.tasks import RECOMPUTE
+from tf_gpipe.schedule.tasks import WEIGHTS
+from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.schedule.tasks import Task
+from tf_gpipe.schedule.tasks import check_remat
+
+Costs = float | Sequence[float]
+
+
+class Span(NamedTuple):
+    """When a device runs a task, in seconds or in any other unit."""
+
+    device: int
+    task: Task
+    start: float
+    end: float
+
+
+class Execution:
+    """When the tasks of a step ran, simulated or measured.
+
+    Args:
+        spans: `Span`s, in any order, those of recomputation among them (kind
+            `"R"`).
+        devices: List with the name of each device. Defaults to `"device 0"`
+            and so on, up to the last one with a span.
+
+    Attributes:
+        spans: List of the `Span`s by start.
+        devices: List of the names.
+        start: Float, when the first task starts.
+        makespan: Float, from there to the last one's end.
+        busy: List with the time that each device works.
+        bubble: Float, the share of the time that devices are idle.
+        peak_micro_batches: List with the largest number of micro-batches of
+            which each stage keeps something at a time.
+
+    Raises:
+        ValueError: If there are no spans, or fewer names than devices.
+    """
+
+    def __init__(
+        self, spans: Iterable[Span], devices: Sequence[str] | None = None
+    ):
+        self.spans = sorted(spans, key=lambda x: (x.start, x.device))
+        if not self.spans:
+            raise ValueError("A step has tasks. Received: spans=[]")
+        count = 1 + max(span.device for span in self.spans)
+        if devices is None:
+            devices = [f"device {i}" for i in range(count)]
+        if len(devices) < count:
+            raise ValueError(
+                f"`devices` must have a name for each of {count} devices. "
+                f"Received: devices={devices}"
+            )
+        self.devices = list(devices)
+        self.start = self.spans[0].start
+        self.makespan = max(span.end for span in self.spans) - self.start
+        self.busy = [0.0] * len(self.devices)
+        # Measured spans of a device may overlap: what is busy counts once.
+        until = [self.start] * len(self.devices)
+        for device, _, start, end in self.spans:
+            self.busy[device] += max(end - max(start, until[device]), 0.0)
+            until[device] = max(end, until[device])
+        whole = len(self.busy) * self.makespan
+        # Rounded, so that round shares look it.
+        self.bubble = round(1 - sum(self.busy) / whole, 12) if whole else 0.0
+        # A stage keeps something of a micro-batch up to the last task of it.
+        splits = any(span.task.kind == WEIGHTS for span in self.spans)
+        last = WEIGHTS if splits else BACKWARD
+        num_stages = 1 + max(span.task.stage for span in self.spans)
+        kept, most = [0] * num_stages, [0] * num_stages
+        for _, (kind, stage, _), _, _ in self.spans:
+            kept[stage] += (kind == FORWARD) - (kind == last)
+            most[stage] = max(most[stage], kept[stage])
+        self.peak_micro_batches = most
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Costs = 1.0,
+    backward: Costs = 2.0,
+    recompute: Costs = 0.0,
+    transfer: Costs | Mapping[tuple[int, int], float] = 0.0,
+    remat: str = "always",
+    weights: Costs | None = None,
+) -> Execution:
+    """Returns when each task of a schedule runs, given what it costs.
+
+    A device runs its tasks in the schedule's order, each as soon as the tasks
+    that it needs are done and their results have arrived. Transfers take
+    time, but nobody's. With equal stages and no transfers the bubble of
+    `gpipe` and `1f1b` is `(K - 1) / (M + K - 1)` (Huang et al., 2019).
+
+    Args:
+        schedule: A `Schedule`.
+        forward: Time of a micro-batch's forward pass; one for all stages, or
+            a list with one a stage.
+        backward: As `forward`, of the backward pass without recomputation.
+        recompute: As `forward`, of the recomputation before a backward pass;
+            none is before one that is in `Schedule.direct`.
+        transfer: Time from a stage to the next one, and back; one for all, or
+            a list with one for each of the K - 1 boundaries; or a dictionary
+            from pairs of stages, `(earlier, later)`, where some skip others.
+            None is spent between stages of the same device.
+        remat: Which micro-batches are recomputed: `"always"`,
+            `"except_last"` or `"never"`.
+        weights: As `forward`, the share of `backward` that the gradients of
+            weights take, where the schedule has tasks for them. Defaults to
+            half of it.
+
+    Returns:
+        An `Execution`.
+
+    Raises:
+        ValueError: If there is a wrong number of costs, or one is negative,
+            or `remat` is unknown.
+
+    Example:
+
+    >>> from tf_gpipe.schedule.schedules import gpipe
+    >>> simulate(gpipe(4, 12)).bubble
+    0.2
+    """
+    check_remat(remat)
+    num_stages = schedule.num_stages
+    durations = {
+        FORWARD: _costs("forward", forward, num_stages),
+        RECOMPUTE: _costs("recompute", recompute, num_stages),
+        BACKWARD: _costs("backward", backward, num_stages),
+    }
+    if schedule.splits:
+        whole = durations[BACKWARD]
+        if weights is None:
+            weights = [x / 2 for x in whole]
+        durations[WEIGHTS] = _costs("weights", weights, num_stages)
+        durations[BACKWARD] = _costs(
+            "backward - weights",
+            [x - y for x, y in zip(whole, durations[WEIGHTS], strict=True)],
+            num_stages,
+        )
+    devices = schedule.devices
+    # What comes from other devices: by the task's kind and stage, the stage
+    # that sends and how long that takes.
+    arriving: dict = collections.defaultdict(list)
+    for (first, last), seconds in _transfers(transfer, num_stages).items():
+        if devices[first] != devices[last]:
+            arriving[FORWARD, last].append((first, seconds))
+            arriving[BACKWARD, first].append((last, seconds))
+    free = [0.0] * len(schedule.tasks)
+    ends: dict[Task, float] = {}
+    spans = []
+    for task in schedule.steps(remat):
+        device = devices[task.stage]
+        start = max(
+            [
+                free[device],
+                *(ends[other] for other in schedule.needs(task)),
+                *(
+                    ends[task._replace(stage=sender)] + seconds
+                    for sender, seconds in arriving[task.kind, task.stage]
+                ),
+            ]
+        )
+        end = start + durations[task.kind][task.stage]
+        if task.kind != RECOMPUTE or end > start:
+            spans.append(Span(device, task, start, end))
+        free[device] = ends[task] = end
+    return Execution(spans)
+
+
+def _transfers(
+    value: Costs | Mapping[tuple[int, int], float], num_stages: int
+) -> dict[tuple[int, int], float]:
+    """Returns the time between each two stages."""
+    if not isinstance(value, Mapping):
+        times = _costs("transfer", value, num_stages - 1)
+        return {(k, k + 1): seconds for k, seconds in enumerate(times)}
+    for first, last in value:
+        if not 0 <= first < last < num_stages:
+            raise ValueError(
+                "`transfer` must be from an earlier to a later one of "
+                f"{num_stages} stages. Received: {first} to {last}"
+            )
+    times = _costs("transfer", list(value.values()), len(value))
+    return dict(zip(value, times, strict=True))
+
+
+def _costs(name: str, value: Costs, count: int) -> list[float]:
+    given = value if isinstance(value, Iterable) else [value] * count
+    values = [float(x) for x in given]
+    if len(values) != count:
+        raise ValueError(
+            f"`{name}` must be a number or a list of {count} numbers. "
+            f"Received: {name}={value}"
+        )
+    if not all(x >= 0 for x in values):
+        raise ValueError(
+            f"`{name}` must not be negative. Received: {name}={value}"
+        )
+    return values

@@ -1,0 +1,232 @@
+"""Cuts the phases of a stage from a trace of it and its gradient."""
+
+import itertools
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_gpipe.stage import accumulator
+from tf_gpipe.stage import lookups
+from tf_gpipe.stage.function import Result
+from tf_gpipe.stage.function_call import FunctionCall
+from tf_gpipe.stage.function_call import filled
+from tf_gpipe.stage.function_call import tensors
+from tf_gpipe.stage.lookups import Lookup
+from tf_gpipe.stage.pack import pack
+from tf_gpipe.stage.pack import unpack
+from tf_gpipe.stage.traced_function import TracedFunction
+
+
+class Trace(NamedTuple):
+    """A stage and its gradient, as tensors of one graph."""
+
+    num_inputs: int  # how many tensors the stage takes, without what it carries
+    num_forward: int  # how many of the graph's operations are forward
+    result: Result
+    upstream: list  # a placeholder, or None, for each of `result.targets`
+    by_input: list  # a gradient or None for each flat input
+    by_variable: list  # pairs of a variable and its gradient
+
+
+class Cut:
+    """The phases of a stage, cut from a trace.
+
+    Args:
+        name: Of the stage, for errors.
+        concrete: The concrete function that the trace is in.
+        trace: The `Trace`.
+        splits: Whether the gradients of weights are apart.
+        jit_compile: Whether XLA compiles the phases.
+
+    Attributes:
+        forward: `FunctionCall` from the stage's inputs, and whether to store
+            what the backward phase needs, to the `Result` and a pack of that;
+            or, if not, of what `recompute` needs.
+        recompute: `FunctionCall` from the stage's inputs and that pack to the
+            pack of what the backward phase needs.
+
+    Raises:
+        ValueError: If XLA cannot compile the phases.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        concrete: Any,
+        trace: Trace,
+        splits: bool,
+        jit_compile: bool,
+    ):
+        self.trace = trace
+        self.splits = splits
+        self.jit_compile = jit_compile
+        size = len(concrete.inputs) - len(concrete.captured_inputs)
+        self.inputs = concrete.inputs[:size]
+        self.upstream = [x for x in trace.upstream if x is not None]
+        self.traced = TracedFunction(
+            concrete, [*self.inputs, *self.upstream], jit_compile
+        )
+        # All of the gradient, also what follows from the forward pass alone:
+        # it would only have to be stored.
+        late = set(concrete.graph.get_operations()[trace.num_forward :])
+        effects = self.traced.effects()
+        self._early_effects = effects - late
+        self.late_effects = effects & late
+        fetches = tensors((trace.by_input, [x for _, x in trace.by_variable]))
+        self.early = self.traced.makers(fetches, self.late_effects) - late
+        # What is there once the stage has run.
+        self.stored = self.traced.handed(fetches, self.early, self.late_effects)
+        if jit_compile and any(x.dtype == tf.variant for x in self.stored):
+            raise ValueError(
+                f"XLA cannot compile {name}: it keeps lists of tensors for "
+                "the backward pass, as recurrent layers do. Received: "
+                "compile(jit_compile=True). Use False."
+            )
+        # What a recomputation would draw anew, or find changed.
+        self._drawn = [
+            x
+            for op in self.traced.draws(self.traced.makers(self.stored))
+            for x in op.outputs
+        ]
+        self._backward: dict[tuple, Backward] = {}
+        self.forward = FunctionCall(self._forward)
+        self.recompute = FunctionCall(self._recompute)
+
+    def _forward(
+        self, inputs: list[tf.Tensor], stores: bool
+    ) -> tuple[Result, list[tf.Tensor]]:
+        result = tensors(self.trace.result)
+        part = self.traced.part(
+            self.inputs,
+            result + (self.stored if stores else self._drawn),
+            self._early_effects,
+        )
+        found = part(inputs)
+        size = len(result)
+        return filled(self.trace.result, found[:size]), pack(found[size:])
+
+    def _recompute(
+        self, inputs: list[tf.Tensor], packed: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        part = self.traced.part(self.inputs + self._drawn, self.stored)
+        return pack(part([*inputs, *unpack(packed, self._drawn)]))
+
+    def lookups(self, gradients: Iterable[tuple]) -> list[Lookup]:
+        """Returns the lookups among pairs of a variable and a gradient."""
+        size = self.trace.num_inputs
+        return lookups.find(
+            self.traced, self.inputs[:size], self.inputs[size:], gradients
+        )
+
+    def backward(self, arrived: tuple[bool, ...]) -> "Backward":
+        """Returns the backward phase.
+
+        Args:
+            arrived: For each placeholder of a gradient, whether there is one.
+                What depends on none that is there is `None`, as by a tape.
+        """
+        if arrived not in self._backward:
+            there = itertools.compress(self.upstream, arrived)
+            self._backward[arrived] = Backward(self, self.traced.users(there))
+        return self._backward[arrived]
+
+
+class Backward:
+    """The backward phase of a stage, and after it the phase of weights.
+
+    Args:
+        cut: The `Cut` that it is of.
+        alive: The operations that follow from the gradients that arrive.
+
+    Attributes:
+        dense: List of the variables whose gradients are dense.
+        sparse: List of the `Lookup`s, of gradients that are sparse.
+        run: `FunctionCall` from the pack of what the stage has stored, the
+            values of the gradients that arrive, and where to add gradients (a
+            list with the handle of an accumulator of the dense ones, or an
+            empty one). To the gradients of inputs, and what `weights` takes if
+            that is apart, or else returns.
+        weights: `FunctionCall` from that, and from where to add gradients, to
+            a list of what is there when dense gradients have been added, or
+            of a pack of them, and the list of the sparse ones.
+    """
+
+    def __init__(self, cut: Cut, alive: set[tf.Operation]):
+        def lives(gradient: Any) -> bool:
+            return any(x.op in alive for x in tensors(gradient))
+
+        self._cut = cut
+        self._by_input = [x if lives(x) else None for x in cut.trace.by_input]
+        pairs = [p for p in cut.trace.by_variable if lives(p[1])]
+        dense = [p for p in pairs if not isinstance(p[1], tf.IndexedSlices)]
+        self.dense = [v for v, _ in dense]
+        self.sparse = cut.lookups(pairs)
+        self._slices = [x.slices for x in self.sparse]
+        self._gradients = [x for _, x in dense] + tensors(self._slices)
+        # What the phase of weights is fed.
+        self._kept: list[tf.Tensor] = []
+        if cut.splits:
+            done = {*cut.early, *(x.op for x in cut.upstream)}
+            made = tensors(self._by_input)
+            done |= cut.traced.makers(made, cut.late_effects)
+            self._kept = cut.traced.handed(self._gradients, done)
+        self.run = FunctionCall(self._run)
+        self.weights = FunctionCall(self._weights)
+
+    def _run(
+        self,
+        packed: list[tf.Tensor],
+        values: list[tf.Tensor],
+        place: list[tf.Tensor],
+    ) -> tuple:
+        cut, by_input = self._cut, tensors(self._by_input)
+        size = len(by_input)
+
+        def then(found: Sequence[tf.Tensor], place: list[tf.Tensor]) -> tuple:
+            rest = found[size:]
+            kept = pack(rest) if cut.splits else self._placed(rest, place)
+            return found[:size], kept
+
+        part = self._ending(
+            cut.stored + cut.upstream,
+            by_input + (self._kept if cut.splits else self._gradients),
+            then,
+            cut.late_effects,
+        )
+        made, kept = part([*unpack(packed, cut.stored), *values], place)
+        return filled(self._by_input, made), kept
+
+    def _weights(
+        self, packed: list[tf.Tensor], place: list[tf.Tensor]
+    ) -> tuple[list, list]:
+        part = self._ending(self._kept, self._gradients, self._placed)
+        return part(unpack(packed, self._kept), place)
+
+    def _ending(
+        self,
+        feeds: list[tf.Tensor],
+        fetches: list[tf.Tensor],
+        then: Callable,
+        effects: Iterable[tf.Operation] = (),
+    ) -> Callable:
+        """Returns a part that ends with `then`, in it if that is possible."""
+        traced = self._cut.traced
+        if not self._cut.jit_compile:
+            return traced.part(feeds, fetches, effects, then)
+        # XLA knows no packs. All gradients are there before any is added.
+        part = traced.part(feeds, fetches, effects)
+        return lambda values, place: then(part(values), place)
+
+    def _placed(
+        self, found: Sequence[tf.Tensor], place: list[tf.Tensor]
+    ) -> tuple[list, list]:
+        """Adds gradients of weights where there is a place, or packs them."""
+        size = len(self.dense)
+        dense, sparse = list(found[:size]), filled(self._slices, found[size:])
+        if place:
+            return [accumulator.add(place[0], dense)], sparse
+        return pack(dense), sparse

@@ -1,0 +1,354 @@
+"""The layers of a stage as a pure function, and its gradient by a tape."""
+
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.stage.function_call import filled
+from tf_gpipe.stage.function_call import tensors
+from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.stage import AddedLoss
+from tf_gpipe.stage.stage import Stage
+from tf_gpipe.stage.stage import adder
+from tf_gpipe.stage.stage import run_stage
+from tf_gpipe.stage.tensorflow_state import TensorFlowState
+from tf_gpipe.stage.tensorflow_state import holding
+from tf_gpipe.stage.tensorflow_state import not_followed
+from tf_gpipe.stage.tensorflow_state import written
+
+
+class Result(NamedTuple):
+    """What a stage makes of one micro-batch."""
+
+    outputs: Activations
+    losses: list[tf.Tensor]  # of `add_loss` and activity regularisers
+    updates: list[tf.Tensor]  # new values of `StageFunction.updated`
+
+    @property
+    def targets(self) -> list[tf.Tensor]:
+        """All that may have a gradient: parts of outputs, then losses."""
+        return self.outputs.parts() + self.losses
+
+
+class StageFunction:
+    """The layers of a stage as a pure function: state in, state out.
+
+    Nothing is assigned while it runs, so running it once more (to recompute
+    what the backward pass needs) has no effect and gives the same result. It
+    reads the weights that the stage owns where they are. State and weights
+    borrowed from another stage come in as tensors.
+
+    Args:
+        stage: Whose layers it runs.
+        carried: Variables whose values are passed in, `keras.Variable`s and
+            `TensorFlowState`s.
+        training: `None` for Keras's default.
+        stopped: Those of the stage's inputs that need no gradient.
+        elsewhere: Ids of variables of other stages that it must not read.
+
+    Attributes:
+        borrowed: The places in `carried` of weights, not state.
+        updated: The variables whose new values `Result.updates` holds, known
+            after the first pass.
+        added: Where each of `Result.losses` comes from, known then too.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        carried: list[keras.Variable],
+        training: bool | None,
+        stopped: Sequence[Value],
+        elsewhere: Collection[int],
+    ):
+        self.stage = stage
+        self.carried = carried
+        self.updated: list[keras.Variable] = []
+        self.added: list[AddedLoss] = []
+        self._training = training
+        self._elsewhere = elsewhere
+        self._stopped = [value in stopped for value in stage.inputs]
+        ids = {id(v) for v in carried}
+        self._weights = [
+            v for v in stage.trainable(stage.owned) if id(v) not in ids
+        ]
+        # Those of the carried values that have a gradient.
+        ids = {id(v) for v in stage.trainable(carried)}
+        self.borrowed = [i for i, v in enumerate(carried) if id(v) in ids]
+        # Frozen weights: TensorFlow would compute gradients for them.
+        ids = {id(v) for v in [*carried, *self._weights]}
+        self._frozen = [
+            v for v in stage.owned if id(v) not in ids and v.value.trainable
+        ]
+
+    def on_device(self) -> AbstractContextManager:
+        """Returns the scope of the stage's device."""
+        return tf.device(self.stage.device)
+
+    def __call__(self, inputs: Activations, carried: list) -> Result:
+        given = inputs.with_parts(
+            tf.stop_gradient(x) if stop else x
+            for x, stop in zip(
+                inputs.parts(), self._stopped_parts(inputs), strict=True
+            )
+        )
+        values = dict(zip(self.stage.inputs, given.unpack(), strict=True))
+        pairs = [
+            (v, value if i in self.borrowed else tf.stop_gradient(value))
+            for i, (v, value) in enumerate(
+                zip(self.carried, carried, strict=True)
+            )
+        ]
+        mapping = [x for x in pairs if not isinstance(x[0], TensorFlowState)]
+        others = [x for x in pairs if isinstance(x[0], TensorFlowState)]
+        mapping += [(v, tf.stop_gradient(v.value)) for v in self._frozen]
+        losses: list[tf.Tensor] = []
+        added: list[AddedLoss] = []
+
+        def take_losses(node):
+            # Layer by layer: a layer that is called again clears what it has
+            # added to the scope before.
+            for i, loss in enumerate(scope.losses):
+                losses.append(loss)
+                added.append(AddedLoss(node, i, adder(node.layer, loss)))
+            scope.losses.clear()
+
+        with (
+            tf.device(self.stage.device),
+            tf.name_scope(f"stage_{self.stage.index}"),
+            holding([v for v, _ in others], [x for _, x in others]),
+            _Recorder(mapping, self._elsewhere) as scope,
+        ):
+            before = _num_operations()
+            run_stage(self.stage, values, self._training, take_losses)
+            assigned = self._assigned([v for v, _ in others], before)
+            self.updated = [*scope.updated.values(), *assigned]
+            self.added = added
+            updates = [
+                tf.stop_gradient(scope.get_current_value(v))
+                for v in scope.updated.values()
+            ]
+            updates += [v.value.read_value() for v in assigned]
+            outputs = tuple(values[value] for value in self.stage.outputs)
+            result = Result(Activations.of(outputs), losses, updates)
+            # Each a tensor of its own, and of this graph: layers may return
+            # one twice, or one that they have from elsewhere.
+            return filled(result, list(map(tf.identity, tensors(result))))
+
+    def _assigned(
+        self, states: list[TensorFlowState], before: int
+    ) -> list[TensorFlowState]:
+        """Returns those of `states` that layers may have assigned to.
+
+        Raises:
+            ValueError: If layers have assigned to other variables.
+        """
+        if tf.executing_eagerly():
+            return states
+        graph = tf.compat.v1.get_default_graph()
+        handles = {id(graph.capture(v.value.handle)): v for v in states}
+        made = written(graph.get_operations()[before:])
+        for handle, operation in made.items():
+            if handle not in handles:
+                raise not_followed(operation, self.stage.layers)
+        return [v for handle, v in handles.items() if handle in made]
+
+    def differentiable(
+        self,
+        inputs: Activations,
+        carried: list,
+        remat: bool = False,
+        repeatable: bool = False,
+    ) -> tuple[Result, Callable[[list], tuple[list, list]]]:
+        """Runs the stage under a tape, which is the store of activations.
+
+        Args:
+            inputs: What the stage takes.
+            carried: The values of `carried`.
+            remat: Whether the gradient runs the stage once more, instead of
+                keeping activations.
+            repeatable: Whether the gradient may be asked for more than once.
+
+        Returns:
+            Tuple of the `Result` and its gradient: a function from a tensor or
+            `None` for each of `Result.targets` to a list with a gradient or
+            `None` for each part of the inputs, and a list of pairs of a
+            variable and a gradient of it; a variable with several has their
+            sum.
+        """
+        flat = inputs.parts()
+        stopped = self._stopped_parts(inputs)
+        by_input = [
+            i
+            for i, x in enumerate(flat)
+            if x.dtype.is_floating and not stopped[i]
+        ]
+        borrowed = [self.carried[i] for i in self.borrowed]
+        # The borrowed ones twice: see `_Recorder.get_current_value`.
+        variables = [*borrowed, *borrowed, *self._weights]
+        sources = [flat[i] for i in by_input]
+        sources += [carried[i] for i in self.borrowed]
+        sources += [v.value for v in [*borrowed, *self._weights]]
+        with tf.GradientTape(
+            persistent=repeatable, watch_accessed_variables=False
+        ) as tape:
+            tape.watch(sources)
+            run = self._rematerialized if remat else self
+            result = run(inputs, carried)
+
+        def gradient(gradients: list) -> tuple[list, list]:
+            arriving = [
+                (target, tf.cast(arrived, target.dtype))
+                for target, arrived in zip(
+                    result.targets, gradients, strict=True
+                )
+                if target.dtype.is_floating and arrived is not None
+            ]
+            found: list = [None] * len(sources)
+            if arriving and sources:
+                targets, arrived = zip(*arriving, strict=True)
+                found = tape.gradient(
+                    targets, sources, output_gradients=arrived
+                )
+            input_gradients: list = [None] * len(flat)
+            for i, x in zip(by_input, found, strict=False):
+                if x is not None:
+                    # Those of a gather along the rows are sparse.
+                    input_gradients[i] = tf.convert_to_tensor(x)
+            pairs = zip(variables, found[len(by_input) :], strict=True)
+            return input_gradients, [(v, x) for v, x in pairs if x is not None]
+
+        return result, gradient
+
+    def _stopped_parts(self, inputs: Activations) -> list[bool]:
+        """Returns whether each part of the inputs needs no gradient."""
+        return [
+            stop
+            for content, stop in zip(inputs.each(), self._stopped, strict=True)
+            for _ in content.parts()
+        ]
+
+    def _rematerialized(self, inputs: Activations, carried: list) -> Result:
+        """As a call, whose gradient runs it once more for activations.
+
+        `tf.recompute_grad` makes the arguments of the recomputation depend on
+        the gradient that arrives, by arithmetic, so they must be
+        floating-point. Where a stage takes integers, a token of zero carries
+        the dependency.
+        """
+        given = inputs.parts()
+        floats = [i for i, x in enumerate(given) if x.dtype.is_floating]
+        structure: Any = None
+
+        def run(*args):
+            nonlocal structure
+            xs, values = list(given), list(carried)
+            for i, x in zip(floats, args, strict=False):
+                xs[i] = x
+            if not floats:
+                xs = [
+                    x + tf.cast(args[0], x.dtype) if x.dtype.is_integer else x
+                    for x in xs
+                ]
+            weights = args[len(args) - len(self.borrowed) :]
+            for i, x in zip(self.borrowed, weights, strict=True):
+                values[i] = x
+                # Their gradients are asked for too: a layer's own `keras.remat`
+                # reads them where they are, but here not before the gradient.
+                upstream.watch_as_read(self.carried[i].value)
+            structure = self(inputs.with_parts(xs), values)
+            leaves = keras.tree.flatten(structure)
+            return [leaves[i] for i in _differentiable_first(leaves)]
+
+        args = [given[i] for i in floats] or [tf.zeros(())]
+        args += [carried[i] for i in self.borrowed]
+        results = tf.recompute_grad(run)(*args)
+        leaves = keras.tree.flatten(structure)
+        for i, x in zip(_differentiable_first(leaves), results, strict=True):
+            leaves[i] = x
+        return keras.tree.pack_sequence_as(structure, leaves)
+
+
+def _differentiable_first(leaves: list) -> list[int]:
+    """Returns the places of the tensors in `leaves`, those of floats first.
+
+    Without strings, which `tf.custom_gradient` cannot return.
+    """
+    return sorted(
+        (
+            i
+            for i, x in enumerate(leaves)
+            if x is not None and x.dtype != tf.string
+        ),
+        key=lambda i: not leaves[i].dtype.is_floating,
+    )
+
+
+def _num_operations() -> int:
+    """Returns how many operations the graph has that is being traced."""
+    if tf.executing_eagerly():
+        return 0
+    return len(tf.compat.v1.get_default_graph().get_operations())
+
+
+class _Recorder(keras.StatelessScope):
+    """A stateless scope that knows which variables were assigned to.
+
+    Args:
+        state_mapping: As of `keras.StatelessScope`.
+        elsewhere: Ids of variables that must not be read.
+    """
+
+    def __init__(self, state_mapping, elsewhere):
+        super().__init__(state_mapping, collect_losses=True)
+        self.updated: dict[int, keras.Variable] = {}
+        self._elsewhere = elsewhere
+        self._stopped = upstream.tapes_are_stopped()
+
+    def add_update(self, update):
+        variable, value = update
+        self.updated[id(variable)] = variable
+        if value.dtype.is_floating:
+            before = self.get_current_value(variable)
+            if before is None:
+                # Not `value`, which is cast under mixed precision.
+                before = upstream.tensorflow_variable(variable)
+            value = _assigned(tf.convert_to_tensor(before), value)
+        super().add_update((variable, value))
+
+    def get_current_value(self, variable):
+        if variable.trainable and id(variable) in self._elsewhere:
+            raise ValueError(
+                f"Variable '{variable.path}' is no weight of the layers of "
+                "this stage, so that its gradient would be lost. Make it a "
+                "weight of the layer that uses it too. If layers have got "
+                "weights since the model was built, call `model.rebalance`."
+            )
+        stopped = upstream.tapes_are_stopped() and not self._stopped
+        if variable.trainable and stopped and id(variable) not in self.updated:
+            # A layer's own `keras.remat`, which finds the weights of what it
+            # will run again by watching which are read where they are.
+            return None
+        return super().get_current_value(variable)
+
+
+def _assigned(before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """Returns `value`, with its gradient for that by what was there before.
+
+    As of a variable: the gradient by it is that by what it holds last.
+    """
+
+    @tf.custom_gradient
+    def assign(before):
+        del before
+        return tf.stop_gradient(value), lambda upstream: upstream
+
+    return assign(before)

@@ -1,0 +1,104 @@
+"""Calls of one function, many times in a graph."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.devices.errors import TellingFunction
+
+NO_SECOND_DERIVATIVES = (
+    "A pipeline has no second derivatives in training mode, as a gradient "
+    "penalty takes them. Call it with `training=False` for those."
+)
+_GRADIENT = "PipelineFunctionCall"
+
+
+class FunctionCall:
+    """A function that a graph calls many times: traced once, never inlined.
+
+    It does what a `tf.function` does, for less time at each call: TensorFlow
+    infers the shapes of all that is in a function again at each call of it.
+    Here the call says that it need not.
+
+    TensorFlow also goes through the body of each function that a graph calls
+    several times, while it optimises the graph. A long body should be one
+    call more away.
+
+    A gradient tape does not see such a call, and a gradient of a graph that
+    has one fails.
+
+    TensorFlow runs calls that have side effects in the order of the program:
+    those that take the same variable, and all others one after another, on
+    whatever devices they are. So that stages do not wait for each other, a
+    call that takes no variable is in no order but that of its inputs.
+
+    Args:
+        function: From nested structures of tensors to another one.
+        stateless: Whether to say that it has no side effects even if it has
+            some: it runs if its result is used.
+        jit_compile: Whether XLA compiles it.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        stateless: bool = False,
+        jit_compile: bool = False,
+    ):
+        self._stateless = stateless
+        self._jit_compile = jit_compile
+        self._function = TellingFunction(function, jit_compile)
+
+    def __call__(self, *args: Any) -> Any:
+        concrete = self._function.get_concrete_function(*args)
+        graph = tf.compat.v1.get_default_graph()
+        concrete.add_to_graph(graph)
+        inputs = tensors(args) + concrete.captured_inputs
+        stateful = not self._stateless and any(
+            op.op_def.is_stateful for op in concrete.graph.get_operations()
+        )
+        call = upstream.call_operation(
+            graph, concrete, inputs, stateful, self._jit_compile, _GRADIENT
+        )
+        if stateful and all(x.dtype != tf.resource for x in inputs):
+            upstream.run_in_no_order(call)
+        for x, inferred in zip(call.outputs, concrete.outputs, strict=True):
+            x.set_shape(inferred.shape)
+        return filled(concrete.structured_outputs, call.outputs)
+
+
+@tf.RegisterGradient(_GRADIENT)
+def _fail(op: tf.Operation | None, *args: tf.Tensor) -> list:
+    """A gradient that fails where it runs.
+
+    TensorFlow traces it for persistent tapes, which need not run it. And when
+    it saves the function: then it gives no operation, but the inputs.
+    """
+    inputs = args if op is None else op.inputs
+    check = tf.debugging.Assert(False, [NO_SECOND_DERIVATIVES])
+    with tf.control_dependencies([check]):
+        return [
+            tf.zeros_like(x) if x.dtype.is_floating else None for x in inputs
+        ]
+
+
+def flatten(structure: Any) -> list:
+    """Returns the leaves of a nested structure, the parts of slices too."""
+    return tf.nest.flatten(structure, expand_composites=True)
+
+
+def tensors(structure: Any) -> list[tf.Tensor]:
+    """Returns the tensors among the leaves of a nested structure."""
+    return [x for x in flatten(structure) if isinstance(x, tf.Tensor)]
+
+
+def filled(structure: Any, values: Sequence[tf.Tensor]) -> Any:
+    """Returns a nested structure with other tensors, `None`s left out."""
+    leaves = flatten(structure)
+    places = [i for i, x in enumerate(leaves) if x is not None]
+    for i, x in zip(places, values, strict=True):
+        leaves[i] = x
+    return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)

@@ -1,0 +1,140 @@
+"""Gradients of a stage's variables, summed over micro-batches."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe.stage import accumulator
+from tf_gpipe.stage.lookups import Lookup
+from tf_gpipe.stage.pipeline import Pipeline
+
+
+class GradientSum:
+    """The sum of the gradients of a stage's variables over micro-batches.
+
+    Args:
+        several: Whether there are several micro-batches.
+    """
+
+    def __init__(self, several: bool):
+        self._several = several
+        # All by the ids of variables: a variable's gradients may be of
+        # several kinds, since those of an embedding are sparse or not.
+        self._dense: dict[int, tf.Tensor] = {}
+        self._sparse: dict[int, list[tf.IndexedSlices]] = {}
+        # By the numbers of lookups in their stage.
+        self._repeated: dict[int, tuple[int, tf.IndexedSlices]] = {}
+        # The variables, a handle, and what is there when the last one is added.
+        self._placed: dict[tuple, tuple[Sequence, tf.Tensor, list]] = {}
+
+    def place(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+        """Returns where functions may add dense gradients themselves.
+
+        List of the handle of an accumulator; or an empty one, if there is
+        nothing to add.
+        """
+        if not self._several or not variables:
+            return []
+        key = tuple(map(id, variables))
+        if key not in self._placed:
+            handle = accumulator.create([v.value for v in variables])
+            self._placed[key] = variables, handle, []
+        return [self._placed[key][1]]
+
+    def added(self, variables: Sequence[keras.Variable], done: list) -> None:
+        """Takes tensors that are there when a function has added gradients."""
+        self._placed[tuple(map(id, variables))][2][:] = done
+
+    def add(
+        self, gradients: Iterable[tuple[keras.Variable, Any]]
+    ) -> list[tf.Tensor]:
+        """Adds gradients of one micro-batch, dense or sparse, by variable.
+
+        Returns tensors that are there when they have been added.
+        """
+        done = []
+        for variable, x in gradients:
+            key = id(variable)
+            if isinstance(x, tf.IndexedSlices):
+                self._sparse.setdefault(key, []).append(x)
+                done.append(x.values)
+            else:
+                self._dense[key] = add(self._dense.get(key), x)
+                done.append(self._dense[key])
+        return done
+
+    def add_lookups(
+        self,
+        lookups: Sequence[Lookup],
+        gradients: Sequence[tf.IndexedSlices],
+    ) -> None:
+        """Adds the gradients of the lookups of one micro-batch."""
+        for i, (lookup, x) in enumerate(zip(lookups, gradients, strict=True)):
+            key = id(lookup.variable)
+            if not lookup.repeated:
+                self._sparse.setdefault(key, []).append(x)
+                continue
+            if i in self._repeated:
+                before = self._repeated[i][1]
+                values = before.values + x.values
+                x = tf.IndexedSlices(values, x.indices, x.dense_shape)
+            self._repeated[i] = key, x
+
+    def by_variable(self) -> dict[int, Any]:
+        """Returns the sums by the ids of their variables."""
+        sums: dict[int, Any] = {k: _concat(x) for k, x in self._sparse.items()}
+        for key, slices in self._repeated.values():
+            sums[key] = add(sums.get(key), slices)
+        for key, total in self._dense.items():
+            sums[key] = add(sums.get(key), total)
+        for variables, handle, done in self._placed.values():
+            with tf.control_dependencies(done):
+                totals = accumulator.take(handle, [v.value for v in variables])
+            for variable, total in zip(variables, totals, strict=True):
+                sums[id(variable)] = add(sums.get(id(variable)), total)
+        return sums
+
+
+def of_devices(
+    pipeline: Pipeline,
+    sums: Iterable[tuple[str, Iterable[keras.Variable], GradientSum]],
+) -> dict[int, Any]:
+    """Returns sums made on several devices, by the ids of their variables.
+
+    Args:
+        pipeline: The pipeline, which knows where variables are.
+        sums: A device, the variables that may have a gradient there, and the
+            sums that were made there.
+    """
+    totals: dict[int, Any] = {}
+    for device, variables, gradient_sum in sums:
+        with tf.device(device):
+            found = gradient_sum.by_variable()
+        for variable in variables:
+            gradient = found.get(id(variable))
+            # Layers of several stages may share the variable.
+            with tf.device(pipeline.device_of(variable)):
+                total = add(totals.get(id(variable)), gradient)
+            if total is not None:
+                totals[id(variable)] = total
+    return totals
+
+
+def add(a: Any, b: Any) -> Any:
+    """Adds two gradients, of which either may be `None` or sparse."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, tf.IndexedSlices) and isinstance(b, tf.IndexedSlices):
+        return _concat([a, b])
+    return tf.convert_to_tensor(a) + tf.convert_to_tensor(b)
+
+
+def _concat(slices: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
+    return tf.IndexedSlices(
+        tf.concat([x.values for x in slices], axis=0),
+        tf.concat([x.indices for x in slices], axis=0),
+        slices[0].dense_shape,
+    )

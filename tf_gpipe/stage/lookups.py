@@ -1,0 +1,143 @@
+"""Gradients of lookups in embeddings, as the plain model has them.
+
+The gradient of a lookup has a slice for each row that was looked up, and some
+optimizers square the slices before they add those of one row. So there must
+be as many as in the plain model. A lookup of tokens has slices of its own in
+each micro-batch:
+
+    micro-batch 0    slices of rows 3 1 4         mini-batch: 3 1 4 1 5 9
+    micro-batch 1    slices of rows 1 5 9
+
+A lookup that does not depend on the samples, such as that of positions, has
+one for the whole batch, so that those of micro-batches have to be added:
+
+    micro-batch 0    slices of rows 0 1 2         mini-batch: 0 1 2
+    micro-batch 1    slices of rows 0 1 2
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_gpipe.stage.traced_function import TracedFunction
+from tf_gpipe.stage.traced_function import followed_values
+
+
+class Lookup(NamedTuple):
+    """The gradient of lookups in one variable."""
+
+    variable: keras.Variable
+    slices: tf.IndexedSlices
+    repeated: bool  # whether it is the same lookup in each micro-batch
+
+
+def find(
+    traced: TracedFunction,
+    inputs: Sequence[tf.Tensor],
+    carried: Sequence[tf.Tensor],
+    gradients: Iterable[tuple[keras.Variable, Any]],
+) -> list[Lookup]:
+    """Returns the lookups among the gradients of a traced stage.
+
+    Args:
+        traced: The trace.
+        inputs: The tensors of the trace that the stage takes, with rows.
+        carried: The other tensors that the trace is fed.
+        gradients: Pairs of a variable and a gradient. One that is of several
+            lookups makes several `Lookup`s.
+    """
+    return [
+        Lookup(
+            variable,
+            each,
+            _is_repeated(traced, inputs, carried, each.indices),
+        )
+        for variable, x in gradients
+        if isinstance(x, tf.IndexedSlices)
+        for each in _parts(x)
+    ]
+
+
+def divided(
+    slices: tf.IndexedSlices, lookups: Sequence[Lookup]
+) -> list[tf.IndexedSlices]:
+    """Returns the slices of each of the lookups that make up a gradient."""
+    sizes = [x.slices.indices.shape[0] for x in lookups]
+    return [
+        tf.IndexedSlices(*pair, slices.dense_shape)
+        for pair in zip(
+            tf.split(slices.values, sizes),
+            tf.split(slices.indices, sizes),
+            strict=True,
+        )
+    ]
+
+
+def _parts(slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
+    """Returns the slices of each of the lookups that a tape has joined."""
+    of_lookups = [x.op for x in (slices.values, slices.indices)]
+    if any(op.type != "ConcatV2" for op in of_lookups):
+        return [slices]
+    # The last input is the axis.
+    values, indices = (list(op.inputs)[:-1] for op in of_lookups)
+    if len(values) != len(indices):
+        return [slices]
+    return [
+        part
+        for pair in zip(values, indices, strict=True)
+        for part in _parts(tf.IndexedSlices(*pair, slices.dense_shape))
+    ]
+
+
+def _is_repeated(
+    traced: TracedFunction,
+    inputs: Sequence[tf.Tensor],
+    carried: Sequence[tf.Tensor],
+    indices: tf.Tensor,
+) -> bool:
+    by_value = followed_values(indices)
+    fed = [*inputs, *carried]
+    if any(x.op in by_value for x in fed) or traced.draws(by_value):
+        return False
+    # They may still be made for each row: how many are there?
+    rows = [x.shape[0] for x in inputs if x.shape.rank]
+    fixed = [n for n in rows if n is not None]
+    if len(fixed) == len(rows):
+        found = _computed(traced, fed, indices, 0)
+        size = min(fixed, default=1)
+        if size == 1 or found.size % size:
+            return True
+        copies = found.reshape(size, -1)
+        return not (copies == copies[0]).all()
+    two, three = (_computed(traced, fed, indices, n) for n in (2, 3))
+    return two.size == three.size
+
+
+def _computed(
+    traced: TracedFunction,
+    inputs: Sequence[tf.Tensor],
+    indices: tf.Tensor,
+    rows: int,
+) -> np.ndarray:
+    """Returns indices that follow from shapes alone.
+
+    Sizes that are not known are `rows`.
+    """
+    part = traced.part(inputs, [indices])
+
+    def compute():
+        shapes = [[rows if n is None else n for n in x.shape] for x in inputs]
+        return part(
+            [
+                tf.zeros(shape, x.dtype)
+                for shape, x in zip(shapes, inputs, strict=True)
+            ]
+        )
+
+    with tf.init_scope():
+        return tf.function(compute, autograph=False)()[0].numpy()

@@ -1,0 +1,185 @@
+"""The phases of a stage as functions, traced once for all micro-batches."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.devices.errors import TellingFunction
+from tf_gpipe.stage.cuts import Cut
+from tf_gpipe.stage.cuts import Trace
+from tf_gpipe.stage.function import Result
+from tf_gpipe.stage.function import StageFunction
+from tf_gpipe.stage.function_call import tensors
+from tf_gpipe.stage.gradients import GradientSum
+from tf_gpipe.stage.pack import unpack
+from tf_gpipe.stage.stage import Activations
+
+
+class StagePhases:
+    """The phases of a stage as functions, traced once for all micro-batches.
+
+    They are cut from a trace of the stage with its gradient:
+
+        inputs ------> forward ------> result
+                          | stored
+                          v
+        gradients <--- backward <----- gradients
+        of inputs         | kept       of the result
+                          v
+                       weights ------> gradients of weights
+
+    No two of them compute the same, unless remat asks for it: then the
+    forward phase stores nothing, and a phase of its own recomputes what it
+    would have stored. Where the gradients of weights need not be apart, the
+    backward phase computes them.
+
+    Args:
+        function: `StageFunction`.
+        splits: Whether the gradients of weights are apart.
+        jit_compile: Whether XLA compiles the phases.
+    """
+
+    def __init__(
+        self,
+        function: StageFunction,
+        splits: bool,
+        jit_compile: bool,
+    ):
+        self.function = function
+        self._splits = splits
+        self._jit_compile = jit_compile
+        self._plain = TellingFunction(function, jit_compile)
+        self._differentiated = tf.function(self._differentiate, autograph=False)
+        # Both by the graph of a trace.
+        self._traces: dict[Any, Trace] = {}
+        self._cuts: dict[Any, Cut] = {}
+
+    def __call__(self, inputs: Activations, carried: list) -> Result:
+        """Runs the stage, for no backward pass of the pipeline."""
+        with self.function.on_device():
+            return self._plain(inputs, carried)
+
+    def start(
+        self, inputs: Activations, carried: list, remat: bool
+    ) -> "PhasedCall":
+        """Runs the stage forward.
+
+        Args:
+            inputs: What the stage takes.
+            carried: The values of what the function carries.
+            remat: Whether `PhasedCall.recompute` will run it again.
+        """
+        with self.function.on_device():
+            cut = self.cut(inputs, carried)
+            return PhasedCall(cut, tensors((inputs, carried)), remat)
+
+    def cut(self, inputs: Activations, carried: list) -> Cut:
+        """Returns the phases, cut from a trace for such arguments."""
+        concrete = self._differentiated.get_concrete_function(inputs, carried)
+        graph = concrete.graph
+        if graph not in self._cuts:
+            self._cuts[graph] = Cut(
+                f"stage {self.function.stage.index}",
+                concrete,
+                self._traces[graph],
+                self._splits,
+                self._jit_compile,
+            )
+        return self._cuts[graph]
+
+    def _differentiate(self, inputs: Activations, carried: list) -> None:
+        # The trace is kept: the function will be called where tapes do record.
+        with self.function.on_device(), upstream.tapes_restarted():
+            result, gradient = self.function.differentiable(inputs, carried)
+            graph = tf.compat.v1.get_default_graph()
+            num_forward = len(graph.get_operations())
+            # Of what arrives later: they are fed to parts of the trace.
+            arriving = [
+                tf.compat.v1.placeholder(x.dtype, x.shape)
+                if x.dtype.is_floating
+                else None
+                for x in result.targets
+            ]
+            # By which an error in it is found.
+            with tf.name_scope(f"stage_{self.function.stage.index}/backward"):
+                by_input, by_variable = gradient(arriving)
+            self._traces[graph] = Trace(
+                len(tensors(inputs)),
+                num_forward,
+                result,
+                arriving,
+                by_input,
+                by_variable,
+            )
+
+
+class PhasedCall:
+    """A micro-batch on its way through the phases of a stage.
+
+    Attributes:
+        result: `Result`.
+        kept: What is left after `backward` for `weights`, to be waited for.
+    """
+
+    def __init__(self, cut: Cut, inputs: list[tf.Tensor], remat: bool):
+        self._cut = cut
+        self._inputs = inputs
+        # Known once the backward phase has run.
+        self._backward: Any = None
+        self.kept: Any = None
+        self.result, self._drawn = cut.forward(inputs, not remat)
+        self._stored = self._drawn
+
+    def recompute(self) -> list[tf.Tensor]:
+        """Runs the stage again. Returns what the backward phase needs."""
+        self._stored = self._cut.recompute(self._inputs, self._drawn)
+        return self._stored
+
+    def backward(self, upstream: list, sums: GradientSum) -> list:
+        """Runs the backward phase.
+
+        Args:
+            upstream: A tensor or `None` for each of the result's targets.
+            sums: Those of the stage.
+
+        Returns:
+            List with a gradient or `None` for each flat input.
+        """
+        pairs = [
+            (x, arrived)
+            for x, arrived in zip(self.result.targets, upstream, strict=True)
+            if x.dtype.is_floating
+        ]
+        self._backward = self._cut.backward(
+            tuple(arrived is not None for _, arrived in pairs)
+        )
+        values = [
+            tf.zeros_like(x) if arrived is None else tf.cast(arrived, x.dtype)
+            for x, arrived in pairs
+        ]
+        by_input, self.kept = self._backward.run(
+            self._stored,
+            values,
+            [] if self._cut.splits else sums.place(self._backward.dense),
+        )
+        return by_input
+
+    def weights(self, sums: GradientSum) -> list[tf.Tensor]:
+        """Adds the gradients of weights, after the backward phase.
+
+        Returns what is there when they have been added.
+        """
+        variables = self._backward.dense
+        place = sums.place(variables)
+        made = self.kept
+        if self._cut.splits:
+            made = self._backward.weights(made, place)
+        dense, sparse = made
+        if place:
+            sums.added(variables, dense)
+        else:
+            values = unpack(dense, [v.value for v in variables])
+            sums.add(zip(variables, values, strict=True))
+        sums.add_lookups(self._backward.sparse, sparse)
+        return tensors(made)

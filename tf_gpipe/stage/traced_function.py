@@ -1,0 +1,286 @@
+"""A traced function, of which parts run as functions of their own."""
+
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.stage.function_call import FunctionCall
+from tf_gpipe.stage.function_call import filled
+from tf_gpipe.stage.tensorflow_state import written
+
+# Operations that read variables.
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+# Operations that take no more of a tensor than its shape.
+_SHAPES = ("Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike")
+# Functions in Python that do not say that they make the same of the same.
+_CALLS_PYTHON = ("EagerPyFunc", "PyFunc")
+# How operations begin that draw numbers, beside those with a second seed.
+_DRAWS = (
+    "Rng",
+    "StatefulRandom",
+    "StatefulStandardNormal",
+    "StatefulTruncatedNormal",
+    "StatefulUniform",
+)
+
+
+class TracedFunction:
+    """A traced function, of which parts run as functions of their own.
+
+    A part computes some tensors of the traced graph from others, by those
+    operations alone that are between them:
+
+        a --> f --> g --> h          part([f], [h]) runs g and h
+
+    What follows from variables and constants alone every part has for itself,
+    and need not be fed.
+
+    Args:
+        concrete: Concrete function of `tf.function`. It is never run.
+        varying: Its graph's tensors that are not the same at every time a
+            part runs.
+        jit_compile: Whether XLA compiles the parts.
+    """
+
+    def __init__(
+        self,
+        concrete: Any,
+        varying: Iterable[tf.Tensor],
+        jit_compile: bool = False,
+    ):
+        self._graph = concrete.graph
+        self._definition = concrete.graph.as_graph_def()
+        self._captures = {id(x): outer for outer, x in concrete.graph.captures}
+        self._jit_compile = jit_compile
+        operations = self._graph.get_operations()
+        self._written = written(operations)
+        # Those with a state may make another result whenever they run, and so
+        # do reads of variables that the graph writes.
+        stateful = {
+            op
+            for op in operations
+            if op.op_def.is_stateful
+            and (op.type not in _READS or self.changes(op))
+        }
+        own = [x for op in stateful for x in op.outputs]
+        changing = self.users([*varying, *own]) | stateful
+        self._constant = {op for op in operations if op not in changing}
+
+    def users(self, tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
+        """Returns the operations that follow from tensors, their own too."""
+        return reached(
+            [x.op for x in tensors],
+            lambda op: [user for x in op.outputs for user in x.consumers()],
+        )
+
+    def makers(
+        self,
+        tensors: Iterable[tf.Tensor],
+        effects: Iterable[tf.Operation] = (),
+    ) -> set[tf.Operation]:
+        """Returns the operations that tensors follow from, and `effects`.
+
+        Without those that every part has for itself.
+        """
+        return reached(
+            [*(x.op for x in tensors), *effects],
+            lambda op: [x.op for x in op.inputs],
+            self._constant,
+        )
+
+    def changes(self, operation: tf.Operation) -> bool:
+        """Returns whether an operation takes a variable that is written."""
+        return any(id(x) in self._written for x in operation.inputs)
+
+    def draws(self, operations: Iterable[tf.Operation]) -> list[tf.Operation]:
+        """Returns those operations that make something else when run again.
+
+        Those that draw random numbers, call Python or read variables that
+        the graph writes, and loops and branches with such operations in them.
+        """
+        library = {
+            x.signature.name: x for x in self._definition.library.function
+        }
+
+        def of_node(node: Any) -> bool:
+            return (
+                "seed2" in node.attr
+                or node.op.startswith(_DRAWS)
+                or node.op in _CALLS_PYTHON
+                or any(
+                    of_node(inner)
+                    for name in _functions_of(node)
+                    if name in library
+                    for inner in library[name].node_def
+                )
+            )
+
+        return [
+            op for op in operations if self.changes(op) or of_node(op.node_def)
+        ]
+
+    def effects(self) -> set[tf.Operation]:
+        """Returns the operations that must run whoever uses their results."""
+        return {
+            op
+            for op in self._graph.control_outputs
+            if op not in self._constant and op.type not in _READS
+        }
+
+    def handed(
+        self,
+        fetches: Sequence[tf.Tensor],
+        done: Collection[tf.Operation],
+        effects: Iterable[tf.Operation] = (),
+    ) -> list[tf.Tensor]:
+        """Returns the results of `done` operations that `fetches` need.
+
+        A part that is fed these runs none of `done` again.
+        """
+        rest = self.makers(fetches, effects) - set(done)
+        needed = [*fetches, *(x for op in rest for x in op.inputs)]
+        found = {
+            id(x): x
+            for x in needed
+            if x.op not in rest and x.op not in self._constant
+        }
+        # A set of operations has no order, and the same step the same graph.
+        return sorted(found.values(), key=lambda x: (x.op.name, x.value_index))
+
+    def part(
+        self,
+        feeds: Sequence[tf.Tensor],
+        fetches: Sequence[tf.Tensor],
+        effects: Iterable[tf.Operation] = (),
+        then: Callable | None = None,
+    ) -> Callable:
+        """Returns a part as a function.
+
+        Args:
+            feeds: Tensors of the graph.
+            fetches: Tensors of the graph that follow from `feeds`.
+            effects: Operations of the graph that the part runs as well.
+            then: Function of the values of `fetches`, and of any other
+                arguments of the call, which the part ends with.
+
+        Returns:
+            Function that emits a call of the part: from the values of `feeds`,
+            and what `then` is given beside, to what `then` returns, or else
+            the values of `fetches`.
+        """
+        known = {id(x) for x in feeds}
+        # Of each tensor that is not computed here.
+        given: dict[str, tf.Tensor] = {}
+
+        def makers(tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
+            given.update(
+                (x.name, x)
+                for x in tensors
+                if id(x) in known or id(x) in self._captures
+            )
+            return [x.op for x in tensors if x.name not in given]
+
+        operations = reached(
+            [*makers(fetches), *effects], lambda op: makers(op.inputs)
+        )
+        definition = self._definition_of(operations)
+        used = {x.name for op in operations for x in op.inputs}
+        computed = [x.name for x in fetches if x.name not in given]
+
+        def run(values: Sequence[tf.Tensor], *args: Any) -> Any:
+            graph = tf.compat.v1.get_default_graph()
+            # TensorFlow forgets functions, such as gradients of loops, with
+            # the last graph that has them, which may be the traced one.
+            upstream.copy_functions(self._graph, graph)
+            fed = dict(zip(map(id, feeds), values, strict=True))
+            found = {
+                name: fed[id(x)]
+                if id(x) in known
+                else graph.capture(self._captures[id(x)])
+                for name, x in given.items()
+            }
+            made = tf.graph_util.import_graph_def(
+                definition,
+                {name: x for name, x in found.items() if name in used},
+                computed,
+                name="",
+            )
+            found.update(zip(computed, made, strict=True))
+            results = [found[x.name] for x in fetches]
+            for x, traced in zip(results, fetches, strict=True):
+                x.set_shape(traced.shape)
+            return results if then is None else then(results, *args)
+
+        return FunctionCall(run, jit_compile=self._jit_compile)
+
+    def _definition_of(self, operations: Collection[tf.Operation]) -> Any:
+        """Returns the graph of some operations."""
+        kept = {op.name for op in operations}
+        definition = tf.compat.v1.GraphDef(versions=self._definition.versions)
+        for node in self._definition.node:
+            if node.name in kept:
+                copy = definition.node.add()
+                copy.CopyFrom(node)
+                # Colocation with operations that may be in another part.
+                copy.attr.pop("_class", None)
+                copy.input[:] = [
+                    x
+                    for x in node.input
+                    if not x.startswith("^") or x[1:] in kept
+                ]
+        return definition
+
+
+def _functions_of(node: Any) -> list[str]:
+    """Returns the names of the functions that an operation runs."""
+    return [
+        function.name
+        for x in node.attr.values()
+        for function in (x.func, *x.list.func)
+        if function.name
+    ]
+
+
+def result_alone(function: Callable[[], Any]) -> Any:
+    """Returns what a function makes, by the operations alone that it needs.
+
+    TensorFlow runs all in a graph that may have an effect, whatever it is for:
+    checks of shapes, and loops that read variables, as recurrent layers do.
+    """
+    if tf.executing_eagerly():
+        return function()
+    concrete = tf.function(function, autograph=False).get_concrete_function()
+    part = TracedFunction(concrete, []).part([], concrete.outputs)
+    return filled(concrete.structured_outputs, part([]))
+
+
+def followed_values(tensor: tf.Tensor) -> set[tf.Operation]:
+    """Returns the operations whose values, not shapes, a tensor follows from.
+
+    That which made the tensor is one of them.
+    """
+    return reached(
+        [tensor.op],
+        lambda op: [] if op.type in _SHAPES else [x.op for x in op.inputs],
+    )
+
+
+def reached(
+    start: Iterable[tf.Operation],
+    following: Callable[[tf.Operation], Iterable[tf.Operation]],
+    without: Collection[tf.Operation] = (),
+) -> set[tf.Operation]:
+    """Returns operations, and those that `following` leads to from there."""
+    found: set[tf.Operation] = set()
+    rest = list(start)
+    while rest:
+        op = rest.pop()
+        if op not in found and op not in without:
+            found.add(op)
+            rest += following(op)
+    return found

@@ -1,0 +1,159 @@
+"""Losses that layers add while a mini-batch goes through the stages."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_gpipe.stage.stage import AddedLoss
+from tf_gpipe.stage.stage import Stage
+from tf_gpipe.step.micro_batch import Split
+from tf_gpipe.step.row_dependence import Dependence
+from tf_gpipe.step.row_dependence import RowDependence
+
+# What a layer may say about all losses that it adds.
+_ATTRIBUTE = "add_loss_reduction"
+
+
+class AddedLosses:
+    """What `add_loss` and activity regularisers add, by stage.
+
+    Keras takes the sum of all numbers in a loss. That of the mini-batch is the
+    mean of those of the micro-batches, weighted by rows, or their sum: as the
+    layer's attribute `add_loss_reduction` says ("mean" or "sum"), or else as
+    is found out. A warning says where neither is the plain model's.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], split: Split, dependence: RowDependence
+    ):
+        self._stages = stages
+        self._split = split
+        self._dependence = dependence
+        self._losses: dict[tuple[int, int], list[tf.Tensor]] = {}
+        # By stage: whether each is a mean or a sum.
+        self._kinds: dict[int, list[str]] = {}
+
+    def put(
+        self,
+        k: int,
+        m: int,
+        losses: list[tf.Tensor],
+        added: Sequence[AddedLoss],
+    ) -> None:
+        """Takes those that stage `k` has added for micro-batch `m`."""
+        self._losses[k, m] = losses
+        if self._split.num_micro_batches > 1 and k not in self._kinds:
+            self._kinds[k] = self._found_kinds(k, losses, added)
+
+    def count(self, m: int) -> int:
+        """Returns how many there are, once micro-batch `m` has them all."""
+        return sum(len(self._losses[x.index, m]) for x in self._stages)
+
+    def totals(self) -> list[tf.Tensor]:
+        """Returns them for the mini-batch, scalars."""
+        totals = []
+        for stage in self._stages:
+            k = stage.index
+            parts = [
+                self._losses[k, m] for m in range(self._split.num_micro_batches)
+            ]
+            with tf.device(stage.device):
+                totals += [
+                    tf.add_n(
+                        [
+                            tf.reduce_sum(x) * self._share(k, i, x, m)
+                            for m, x in enumerate(losses)
+                        ]
+                    )
+                    for i, losses in enumerate(zip(*parts, strict=True))
+                ]
+        return totals
+
+    def gradients(
+        self, k: int, m: int, upstream: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns the gradients by those of a stage and a micro-batch.
+
+        `upstream` has the gradient by each of `totals()`.
+        """
+        first = sum(len(self._losses[i, m]) for i in range(k))
+        return [
+            tf.ones_like(x)
+            * self._share(k, i, x, m)
+            * tf.cast(gradient, x.dtype)
+            for i, (x, gradient) in enumerate(
+                zip(self._losses[k, m], upstream[first:], strict=False)
+            )
+        ]
+
+    def _share(self, k: int, i: int, loss: tf.Tensor, m: int) -> tf.Tensor:
+        """Returns what a micro-batch counts: its weight, or if it is valid."""
+        if self._split.num_micro_batches == 1:
+            return tf.ones((), loss.dtype)
+        mean = self._kinds[k][i] == "mean"
+        share = self._split.weight(m) if mean else self._split.valid(m)
+        return tf.cast(share, loss.dtype)
+
+    def _found_kinds(
+        self, k: int, losses: list[tf.Tensor], added: Sequence[AddedLoss]
+    ) -> list[str]:
+        tried: dict[Any, list[Dependence | None]] = {}
+        told: set[int] = set()
+        kinds = []
+        for loss, x in zip(losses, added, strict=True):
+            said = _said(x)
+            if said is not None:
+                kinds.append(said)
+                continue
+            if x.node not in tried:
+                tried[x.node] = self._dependence.of_losses(x.node)
+            found = tried[x.node]
+            count = sum(y.node is x.node for y in added)
+            known = found[x.place] if len(found) == count else None
+            kind = "mean" if loss.shape.rank == 0 else "sum"
+            if known is not None:
+                kind = known.kind
+            kinds.append(kind)
+            if (known is None or not known.exact) and id(x.layer) not in told:
+                told.add(id(x.layer))
+                warnings.warn(
+                    _warning(x, self._stages[k], kind, known is not None),
+                    stacklevel=2,
+                )
+        return kinds
+
+
+def _said(x: AddedLoss) -> str | None:
+    """Returns what a layer says about its losses, or that it is within."""
+    for layer in (x.layer, x.node.layer):
+        said = getattr(layer, _ATTRIBUTE, None)
+        if said is None:
+            continue
+        if said not in ("mean", "sum"):
+            raise ValueError(
+                f"`{_ATTRIBUTE}` of a layer must be 'mean' or 'sum', or None. "
+                f"Received: {said!r}, of layer '{layer.name}'"
+            )
+        return said
+    return None
+
+
+def _warning(x: AddedLoss, stage: Stage, kind: str, known: bool) -> str:
+    name = f"'{x.layer.name}' (of type {type(x.layer).__name__})"
+    problem = (
+        "is neither a mean nor a sum over the rows of a batch"
+        if known
+        else "may be a mean or a sum over the rows of a batch, or neither"
+    )
+    return (
+        f"Layer {name} in stage {stage.index} adds a loss that {problem}. It "
+        f"counts as the {kind} of what the micro-batches give, which "
+        f"{'is not' if known else 'need not be'} what the whole mini-batch "
+        "gives. For the plain model's loss use num_micro_batches=1; or let "
+        "the layer return what the loss is made of, and compute it in the "
+        "loss of the model, with schedule='gpipe'. If all losses of the layer "
+        f"are means over rows, or sums, say so: layer.{_ATTRIBUTE} = 'mean', "
+        "or 'sum'."
+    )

@@ -1,0 +1,149 @@
+"""What stages hand to one another: activations forth, gradients back."""
+
+import functools
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_gpipe.stage.gradients import add
+from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.pipeline import Pipeline
+from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.stage import join
+from tf_gpipe.step.micro_batch import Split
+
+# One of the parts of a value, by its place in `Activations.parts()`.
+_Part = tuple[Value, int]
+
+
+class Exchange:
+    """What the stages of a pipeline make of a mini-batch for one another.
+
+    A tensor goes straight from the stage that makes it to every stage that
+    uses it, and TensorFlow sends it once a device. Gradients return the same
+    way: what the stages of one device make is summed there, the rest on the
+    device of the stage that made the tensor.
+
+        stage 0 ---> stage 1 ---> stage 2        activations
+           '-------- a skip --------^
+
+    Args:
+        pipeline: A `Pipeline`.
+        split: `Split` of the mini-batch.
+        inputs: List with the contents of each of the model's inputs.
+    """
+
+    def __init__(self, pipeline: Pipeline, split: Split, inputs: Sequence[Any]):
+        self._pipeline = pipeline
+        self._split = split
+        self._given = dict(zip(pipeline.graph.inputs, inputs, strict=True))
+        self._made: dict[tuple[int, int], Activations] = {}
+        # What a device has of a micro-batch.
+        self._there: dict[tuple[Value, int, str], Activations] = {}
+        # Of a part of a micro-batch, by the device that they were made on.
+        self._gradients: dict[tuple[_Part, int], dict[str, Any]] = {}
+        self._num_parts = {
+            value: len(Activations.of(x).parts())
+            for value, x in self._given.items()
+        }
+
+    def inputs(self, k: int, m: int) -> Activations:
+        """Returns what stage `k` takes of micro-batch `m`."""
+        stage = self._pipeline.stages[k]
+        found = [self.value(value, stage.device, m) for value in stage.inputs]
+        return join(found)
+
+    def put(self, k: int, m: int, outputs: Activations) -> None:
+        """Takes what stage `k` has made of micro-batch `m`."""
+        self._made[k, m] = outputs
+        made = self._pipeline.stages[k].outputs
+        for value, x in zip(made, outputs.each(), strict=True):
+            self._num_parts[value] = len(x.parts())
+
+    def outputs(self, m: int) -> Activations:
+        """Returns what the last stage has made of micro-batch `m`."""
+        return self._made[self._pipeline.last, m]
+
+    def done(self) -> int:
+        """Returns the first micro-batch that the last stage has run."""
+        return next(m for k, m in self._made if k == self._pipeline.last)
+
+    def put_gradients(self, k: int, m: int, gradients: Sequence) -> None:
+        """Takes a gradient or `None` by each part of stage `k`'s inputs."""
+        stage = self._pipeline.stages[k]
+        names = self._parts_of(stage.inputs)
+        for x, gradient in zip(names, gradients, strict=True):
+            by_device = self._gradients.setdefault((x, m), {})
+            before = by_device.get(stage.device)
+            by_device[stage.device] = add(before, gradient)
+
+    def back(self, k: int, m: int) -> list[list]:
+        """Returns, by each part of stage `k`'s outputs, what devices sent."""
+        stage = self._pipeline.stages[k]
+        return [
+            [
+                self._sent(gradient, device, stage.device)
+                for device, gradient in self._gradients.pop((x, m), {}).items()
+            ]
+            for x in self._parts_of(stage.outputs)
+        ]
+
+    def input_gradients(self) -> list:
+        """Returns a gradient or `None` for each part of the inputs."""
+        found: list = []
+        for x in self._parts_of(self._pipeline.graph.inputs):
+            parts = [
+                total(self._gradients.pop((x, m), {}).values())
+                for m in range(self._split.num_micro_batches)
+            ]
+            lacks = any(part is None for part in parts)
+            found.append(None if lacks else self._split.merge(parts))
+        return found
+
+    def value(self, value: Value, device: str, m: int) -> Activations:
+        """Returns a value of micro-batch `m` for a stage on `device`."""
+        key = value, m, device
+        if key not in self._there:
+            if value in self._given:
+                whole = Activations.of(self._given[value])
+                # Cut into micro-batches where it is used.
+                with tf.device(device):
+                    parts = [self._split.take(x, m) for x in whole]
+                self._there[key] = Activations(*parts)
+            else:
+                maker, i = self._pipeline.maker[value]
+                made = self._made[maker.index, m].each()[i]
+                self._there[key] = made.with_parts(
+                    self._sent(x, maker.device, device) for x in made.parts()
+                )
+        return self._there[key]
+
+    def _parts_of(self, values: Iterable[Value]) -> list[_Part]:
+        return [
+            (value, i)
+            for value in values
+            for i in range(self._num_parts[value])
+        ]
+
+    def _sent(self, x: Any, sender: str, receiver: str) -> Any:
+        """Returns a tensor that goes from device to device, or `None`."""
+        dtype = self._pipeline.boundary_dtype
+        if (
+            dtype is None
+            or sender == receiver
+            or x is None
+            or not x.dtype.is_floating
+            or x.dtype.size <= tf.as_dtype(dtype).size
+        ):
+            return x
+        with tf.device(sender):
+            narrow = tf.cast(x, dtype)
+        with tf.device(receiver):
+            return tf.cast(narrow, x.dtype)
+
+
+def total(gradients: Iterable) -> Any:
+    """Returns the sum of gradients, `None` if there are none."""
+    return functools.reduce(add, gradients, None)

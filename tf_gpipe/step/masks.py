@@ -1,0 +1,82 @@
+"""Keras masks of outputs, known before the outputs are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_gpipe.stage.function import StageFunction
+from tf_gpipe.stage.function_call import filled
+from tf_gpipe.stage.function_call import tensors
+from tf_gpipe.stage.pipeline import Pipeline
+from tf_gpipe.stage.stage import join
+from tf_gpipe.stage.traced_function import TracedFunction
+from tf_gpipe.step.exchange import Exchange
+from tf_gpipe.step.state import StateVersions
+
+
+def masks_ahead(
+    pipeline: Pipeline,
+    functions: Sequence[StageFunction],
+    exchange: Exchange,
+    versions: StateVersions,
+    num_micro_batches: int,
+) -> list[Any]:
+    """Returns the masks of the outputs of each micro-batch, as structures.
+
+    What they follow from, as a rule inputs alone, is computed once more. The
+    numbers that layers draw by `keras.random` are those of the forward tasks.
+
+    Args:
+        pipeline: The pipeline.
+        functions: The functions of its stages.
+        exchange: Of the mini-batch, which has the inputs.
+        versions: The state of its micro-batches.
+        num_micro_batches: Integer, how many there are.
+
+    Raises:
+        ValueError: If masks follow from other random numbers.
+    """
+    stages = pipeline.stages
+    device = stages[0].device
+    states = {id(v): v for f in functions for v in f.carried}
+
+    def given(m: int) -> tuple:
+        return (
+            [exchange.value(x, device, m) for x in pipeline.graph.inputs],
+            [versions.start(v, m, device) for v in states.values()],
+        )
+
+    def masks(inputs: list, values: list) -> Any:
+        made = dict(zip(pipeline.graph.inputs, inputs, strict=True))
+        state = dict(zip(states, values, strict=True))
+        for stage, function in zip(stages, functions, strict=True):
+            result = function(
+                join([made[x] for x in stage.inputs]),
+                [state[id(v)] for v in function.carried],
+            )
+            made.update(zip(stage.outputs, result.outputs.each(), strict=True))
+            state.update(
+                zip(map(id, function.updated), result.updates, strict=True)
+            )
+        return pipeline.packed(result.outputs).masks
+
+    of_each = [given(m) for m in range(num_micro_batches)]
+    concrete = tf.function(masks, autograph=False).get_concrete_function(
+        *of_each[0]
+    )
+    feeds = concrete.inputs[: len(tensors(of_each[0]))]
+    traced = TracedFunction(concrete, feeds)
+    for op in traced.draws(traced.makers(concrete.outputs)):
+        raise ValueError(
+            "A Keras mask of the model's outputs is drawn at random (by "
+            f"operation '{op.name}' of type {op.type}), so that it is not "
+            "known what a loss divides by before all forward passes are "
+            "done. Draw with `keras.random` and a "
+            "`keras.random.SeedGenerator`, or use schedule='gpipe'."
+        )
+    part = traced.part(feeds, concrete.outputs)
+    return [
+        filled(concrete.structured_outputs, part(tensors(each)))
+        for each in of_each
+    ]

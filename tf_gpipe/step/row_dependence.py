@@ -1,0 +1,327 @@
+"""How what layers make of a batch depends on its rows, found by trying it.
+
+What a micro-batch yields is a part of the mini-batch's result in one of three
+ways: some rows of it, a share of a mean over rows, or a part of a sum. Nobody
+says which, so it is tried. With batches A of n rows, B of m, and AB that has
+the rows of both, a value F is
+
+    a mean, if  (n + m) * F(AB) = n * F(A) + m * F(B)
+    a sum, if             F(AB) =     F(A) +     F(B)
+
+A constant is a mean. Anything else, such as a product of two means, cannot be
+had from the parts of a batch.
+"""
+
+import functools
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import Node
+from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.stage import in_mode
+from tf_gpipe.step import trials
+from tf_gpipe.step.state import batch_norms
+from tf_gpipe.step.trials import Trials
+
+# Stands for sizes that are not known, such as lengths of sequences.
+_SIZE = 16
+
+
+class Dependence(NamedTuple):
+    """How a value without a batch axis depends on the rows of a batch.
+
+    Attributes:
+        kind: "mean" or "sum": what comes nearest.
+        exact: Whether that is exact.
+        constant: Whether it is the same whatever the rows are.
+    """
+
+    kind: str
+    exact: bool
+    constant: bool = False
+
+
+class RowDependence:
+    """How the values of a model depend on the rows of its inputs.
+
+    Args:
+        graph: Of the model.
+        inputs: List of the contents of each of its inputs.
+        training: `None` for Keras's default.
+    """
+
+    def __init__(
+        self, graph: Graph, inputs: Sequence[Any], training: bool | None
+    ):
+        self._graph = graph
+        self._training = training
+        self._given = {
+            value: _specs(Activations.of(x), _of_input)
+            for value, x in zip(graph.inputs, inputs, strict=True)
+        }
+        self._maker = {x: node for node in graph.nodes for x in node.made}
+
+    def axes(self, value: Value) -> list[list[int]] | None:
+        """Returns which axes of each flat tensor grow with the rows.
+
+        `None` if it cannot be told.
+        """
+        if self._like is None:
+            return None
+        tensors = keras.tree.flatten(self._like[value].tensors)
+        return [trials.row_axes(x) for x in tensors]
+
+    def first_across(self) -> keras.Operation | None:
+        """Returns the first layer whose result has rows in another axis."""
+        for node in self._graph.nodes:
+            for value in node.made:
+                if any(max(x, default=0) > 0 for x in self.axes(value) or ()):
+                    return node.layer
+        return None
+
+    def of_losses(self, node: Node) -> list[Dependence | None]:
+        """Returns the dependence of each loss that a call of a layer adds.
+
+        `None` of what cannot be told; an empty list if nothing can.
+        """
+        return self._tried(
+            node, lambda values, losses: [tf.reduce_sum(x) for x in losses]
+        )
+
+    def of_output(self, value: Value, i: int) -> Dependence | None:
+        """Returns the dependence of the i-th flat tensor of a value.
+
+        `None` if it cannot be told.
+        """
+        found = self._tried(
+            self.maker(value),
+            lambda values, losses: [keras.tree.flatten(values[value])[i]],
+        )
+        return found[0] if found else None
+
+    def maker(self, value: Value) -> Node:
+        """Returns the call of a layer that makes a value."""
+        return self._maker[value]
+
+    def grows_otherwise(self, value: Value, i: int) -> bool:
+        """Returns whether the shape of the i-th flat tensor of a value grows.
+
+        That of one which has no axis in proportion to the rows.
+        """
+        other = self._traced(2 * trials.ROWS + 1)
+        if self._like is None or other is None:
+            return False
+        shapes = [
+            keras.tree.flatten(x[value].tensors)[i].shape
+            for x in (self._like, other)
+        ]
+        return shapes[0] != shapes[1]
+
+    @functools.cached_property
+    def _like(self) -> dict[Value, Activations] | None:
+        """What all values are like if there are `trials.ROWS` rows."""
+        return self._traced(trials.ROWS)
+
+    def _traced(self, rows: int) -> dict[Value, Activations] | None:
+        """Returns what all values are like, for a number of rows.
+
+        From a trace that is never run. `None` if it fails, as where a layer
+        relies on one size of the batch.
+        """
+        found: dict[Value, Activations] = {}
+
+        def run() -> None:
+            weights = [
+                (v, tf.zeros(v.shape, v.dtype))
+                for v in trials.variables(self._graph.nodes)
+            ]
+            values = {
+                value: _filled(x, [_placeholder(s, rows) for s in _flat(x)])
+                for value, x in self._given.items()
+            }
+            with keras.StatelessScope(weights):
+                for node in self._graph.nodes:
+                    node.run(values, self._in_mode(self._training))
+            for value, x in values.items():
+                found[value] = _specs(Activations.of(x), _of_tensor)
+
+        try:
+            with (
+                tf.init_scope(),
+                upstream.losses_kept(x.layer for x in self._graph.nodes),
+            ):
+                tf.function(run, autograph=False).get_concrete_function()
+        except Exception:
+            return None
+        return found
+
+    @staticmethod
+    def _in_mode(training: bool | None) -> Callable:
+        return functools.partial(in_mode, training=training)
+
+    def _tried(self, node: Node, fetch: Callable) -> list[Dependence | None]:
+        if self._like is None:
+            return []
+        nodes, given = self._since_rows(node)
+        found = self._try(nodes, given, fetch, self._training)
+        normalized = self._training is not False and batch_norms(
+            x.layer for x in nodes if isinstance(x.layer, keras.Layer)
+        )
+        if not normalized or all(x is None or x.exact for x in found):
+            return found
+        # Batch normalisation is known to be that of a micro-batch.
+        others = self._try(nodes, given, fetch, training=False)
+        if len(others) != len(found):
+            return found
+        return [
+            other if other and other.exact else x
+            for x, other in zip(found, others, strict=True)
+        ]
+
+    def _since_rows(self, last: Node) -> tuple[list[Node], list[Value]]:
+        """Returns the calls up to the last one since there was a batch axis.
+
+        And the values with a batch axis that they start from.
+        """
+        needed = {last}
+        given: dict[Value, None] = {}
+        rest = [last]
+        while rest:
+            for value in rest.pop().inputs:
+                maker = self._maker.get(value)
+                if maker is None or all(self.axes(value) or [[]]):
+                    given[value] = None
+                elif maker not in needed:
+                    needed.add(maker)
+                    rest.append(maker)
+        return [x for x in self._graph.nodes if x in needed], list(given)
+
+    def _try(
+        self,
+        nodes: list[Node],
+        given: list[Value],
+        fetch: Callable,
+        training: bool | None,
+    ) -> list[Dependence | None]:
+        assert self._like is not None
+        like = [self._like[value] for value in given]
+        flat = [x for values in like for x in _flat(values)]
+        if any(len(trials.row_axes(x)) > 1 for x in flat):
+            return []
+
+        def function(scope: Any, *args: tf.Tensor) -> list[tf.Tensor]:
+            rest = iter(args)
+            values = {
+                value: _filled(x, [next(rest) for _ in _flat(x)])
+                for value, x in zip(given, like, strict=True)
+            }
+            for node in nodes:
+                scope.losses.clear()
+                node.run(values, self._in_mode(training))
+            return fetch(values, scope.losses)
+
+        try:
+            with upstream.losses_kept(x.layer for x in nodes):
+                tried = Trials(function, flat, nodes)
+            by_kind = [tried.run(kind) for kind in range(trials.KINDS)]
+        except Exception:
+            # Whatever a layer may have against numbers that are made up.
+            return []
+        return [
+            _dependence([x[i] for x in by_kind], tried.tolerance)
+            if varies
+            else Dependence("mean", True, constant=True)
+            for i, varies in enumerate(tried.varying)
+        ]
+
+
+def _dependence(
+    found: Sequence[tuple[np.ndarray, ...]], tolerance: float
+) -> Dependence | None:
+    """Returns how a value depends on rows, from all that was tried.
+
+    `found` has what it is for batches A, B, AB and AA, for several A and B.
+    """
+    n, m = trials.A, trials.B
+    seen = False
+    kinds, growths = {"mean", "sum"}, {"mean", "sum"}
+    constant = True
+    for values in found:
+        if not np.issubdtype(values[0].dtype, np.number):
+            a, b, ab, _ = values
+            seen = True
+            if not (np.array_equal(a, b) and np.array_equal(a, ab)):
+                constant = False
+                kinds.clear()
+            continue
+        a, b, ab, aa = (np.asarray(x, "float64") for x in values)
+        if not all(np.isfinite(x).all() for x in (a, b, ab, aa)):
+            continue
+        seen = True
+        allowed = tolerance * max(np.abs(x).max() for x in (a, b, ab, aa))
+
+        def same(x, y, allowed=allowed):
+            return bool((np.abs(x - y) <= allowed).all())
+
+        constant &= same(a, b) and same(a, ab)
+        if not same(ab, (n * a + m * b) / (n + m)):
+            kinds.discard("mean")
+        if not same(ab, a + b):
+            kinds.discard("sum")
+        if not same(aa, a):
+            growths.discard("mean")
+        if not same(aa, 2 * a):
+            growths.discard("sum")
+    if not seen:
+        return None
+    if kinds:
+        return Dependence("mean" if "mean" in kinds else "sum", True, constant)
+    return Dependence("sum" if growths == {"sum"} else "mean", False)
+
+
+def _flat(values: Activations) -> list:
+    """Returns the leaves that are there, tensors before masks."""
+    return [
+        x
+        for x in keras.tree.flatten([values.tensors, values.masks])
+        if x is not None
+    ]
+
+
+def _filled(like: Activations, flat: Sequence[tf.Tensor]) -> Any:
+    """Returns tensors with their masks, given those of `_flat`."""
+    rest = iter(flat)
+    tensors, masks = keras.tree.map_structure(
+        lambda x: None if x is None else next(rest), [like.tensors, like.masks]
+    )
+    return Activations.of(tensors)._replace(masks=masks).unpack()
+
+
+def _specs(values: Activations, spec: Callable) -> Activations:
+    tensors, masks = keras.tree.map_structure(
+        lambda x: None if x is None else spec(x), [values.tensors, values.masks]
+    )
+    return Activations.of(tensors)._replace(masks=masks)
+
+
+def _of_input(x: Any) -> tf.TensorSpec:
+    sizes = [size or _SIZE for size in x.shape[1:]]
+    return tf.TensorSpec([trials.ROWS, *sizes], x.dtype)
+
+
+def _of_tensor(x: Any) -> tf.TensorSpec:
+    x = tf.convert_to_tensor(x)
+    return tf.TensorSpec(x.shape, x.dtype)
+
+
+def _placeholder(x: tf.TensorSpec, rows: int) -> tf.Tensor:
+    return tf.compat.v1.placeholder(x.dtype, [rows, *x.shape[1:]])

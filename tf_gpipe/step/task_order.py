@@ -1,0 +1,98 @@
+"""Puts what tasks do on their devices, one task after another."""
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tf_gpipe.schedule.tasks import Task
+from tf_gpipe.stage.function_call import tensors
+from tf_gpipe.stage.pipeline import Pipeline
+from tf_gpipe.step.clock import Clock
+
+
+class TaskOrder:
+    """The order of tasks in a graph, and when they ran.
+
+    TensorFlow runs an operation as soon as its inputs are there. A device
+    runs its tasks in the order of the schedule because the operations of one
+    wait for the last ones of the one before:
+
+        device 0    F0.0 -> done -> F0.1 -> done -> B0.0 -> ...
+                      |               |               ^
+        device 1      '----> F1.0 ----|---------------'
+
+    A clock takes the time of each task.
+    """
+
+    def __init__(self, pipeline: Pipeline, clock: Clock | None):
+        self._pipeline = pipeline
+        self._clock = clock
+        self._done: dict[str, tf.Operation] = {}
+        # When each task started and ended.
+        self._times: dict[Task, list[tf.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def task(
+        self, task: Task, needs: Any = ()
+    ) -> Iterator[Callable[..., None]]:
+        """Puts what is emitted inside on the task's device, in its turn.
+
+        Yields a function to call with a nested structure of the results. The
+        task takes its time from when `needs`, what other devices send for it,
+        are there.
+        """
+        device = self._pipeline.stages[task.stage].device
+        before: list = [self._done[device]] if device in self._done else []
+
+        def finish(results: Any) -> None:
+            if tf.executing_eagerly():
+                return
+            after = tensors(results)
+            if self._clock is not None:
+                after = [self._clock.stamp(after)]
+                self._times[task] += after
+            with tf.control_dependencies(after):
+                self._done[device] = tf.no_op(name="done")
+
+        with tf.device(device), tf.name_scope(str(task)):
+            if self._clock is not None:
+                if task not in self._times:
+                    after = [*before, *tensors(needs)]
+                    self._times[task] = [self._clock.stamp(after)]
+                before = self._times[task][:1]
+            with tf.control_dependencies(before):
+                try:
+                    yield finish
+                except Exception as error:
+                    if not getattr(error, "__notes__", ()):
+                        error.add_note(
+                            f"Raised in task {task} of stage {task.stage} on "
+                            f"{device}."
+                        )
+                    raise
+
+    def times(self) -> tf.Tensor | None:
+        """Returns when tasks ran, or `None` if that was not asked for.
+
+        Float64 tensor of shape `(tasks, 2)`, a row for each of
+        `Schedule.steps`: its start and its end, in seconds, by the clock of
+        the host of its stage.
+        """
+        if not self._times:
+            return None
+        order = self._pipeline.schedule.steps(self._pipeline.remat)
+        rows: list[int] = []
+        parts = []
+        for stage in self._pipeline.stages:
+            own = [i for i, t in enumerate(order) if t.stage == stage.index]
+            # Together, since each tensor from another host is a message.
+            with tf.device(stage.device):
+                parts.append(
+                    tf.stack([x for i in own for x in self._times[order[i]]])
+                )
+            rows += own
+        times = tf.reshape(tf.concat(parts, axis=0), (-1, 2))
+        return tf.gather(times, tf.argsort(rows))

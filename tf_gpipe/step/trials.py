@@ -1,0 +1,242 @@
+"""Runs layers on made-up batches, and leaves nothing behind."""
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_gpipe.stage.graph import Node
+from tf_gpipe.stage.traced_function import TracedFunction
+
+# Stands for the number of rows in specs; no size that is about.
+ROWS = 1009
+# Of batches A and B, which AB has one after the other. AA has A twice.
+A, B = 2, 3
+# What the numbers that layers draw are replaced by. Dropout keeps all then.
+_DRAWN = 0.9
+# Of weights made up: of larger ones the results of wide layers are too small.
+_MOST_INPUTS = 256
+
+
+class Trials:
+    """What layers make of batches A, B, AB and AA, of made-up numbers.
+
+    Weights are made up too, and so are `tf.Variable`s: at first many are zero.
+    Whatever layers draw is one number, so that it is the same for all rows.
+    Their results alone are computed, from a trace: no state changes.
+
+    Args:
+        function: Function that calls layers. It gets the `StatelessScope` in
+            which it runs, then flat tensors, and returns a list of tensors.
+        specs: List of the `tf.TensorSpec`s of its arguments. Axes of `ROWS`
+            times k are k for each row.
+        nodes: The calls of layers that the function makes.
+
+    Attributes:
+        varying: For each result, whether it follows from the arguments.
+        tolerance: How far, of 1, numbers that should be equal may be apart.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        specs: Sequence[tf.TensorSpec],
+        nodes: Sequence[Node],
+    ):
+        self._specs = specs
+        self._variables = variables(nodes)
+        self._function = function
+        self._device = "CPU:0"
+        # By the number of rows; `None` of any.
+        self._traced: dict[int | None, Callable] = {}
+        self.varying: list[bool] = []
+        self.tolerance = _tolerance(node.layer for node in nodes)
+        # Out of what is being traced.
+        with tf.init_scope(), tf.device(self._device):
+            try:
+                self._traced[None] = self._trace(None)
+            except Exception:
+                # A layer may need to know the size of its batch.
+                for rows in (A, B, A + B, 2 * A):
+                    self._traced[rows] = self._trace(rows)
+
+    def run(self, kind: int) -> list[tuple[np.ndarray, ...]]:
+        """Returns, for each result, what it is for A, B, AB and AA."""
+        draw = np.random.default_rng(kind)
+        a, b = (
+            [made_up(x, rows, kind, draw, sign) for x in self._specs]
+            for rows, sign in ((A, 1), (B, -1))
+        )
+        batches = [a, b, self._joined(a, b), self._joined(a, a)]
+        with tf.init_scope(), tf.device(self._device):
+            found = []
+            for batch, rows in zip(batches, (A, B, A + B, 2 * A), strict=True):
+                function = self._traced.get(None) or self._traced[rows]
+                values = [
+                    tf.constant(x, spec.dtype)
+                    for x, spec in zip(batch, self._specs, strict=True)
+                ]
+                found.append([x.numpy() for x in function(*values)])
+        return list(zip(*found, strict=True))
+
+    def _joined(self, a: list, b: list) -> list:
+        return [
+            np.concatenate([x, y], axis=axes[0]) if axes else x
+            for x, y, axes in zip(a, b, map(row_axes, self._specs), strict=True)
+        ]
+
+    def _trace(self, rows: int | None) -> Callable:
+        own: set[tf.Operation] = set()
+
+        def call(*args: tf.Tensor) -> list[tf.Tensor]:
+            values = [
+                (v, _weight(v.shape, v.dtype, i))
+                for i, v in enumerate(self._variables)
+            ]
+            own.update(tf.compat.v1.get_default_graph().get_operations())
+            with keras.StatelessScope(values, collect_losses=True) as scope:
+                return [tf.identity(x) for x in self._function(scope, *args)]
+
+        specs = [
+            tf.TensorSpec(_sized(x.shape, rows), x.dtype) for x in self._specs
+        ]
+        concrete = tf.function(call, autograph=False).get_concrete_function(
+            *specs
+        )
+        traced = TracedFunction(concrete, [])
+        given = concrete.inputs[: len(specs)]
+        varying = traced.users(given)
+        results = concrete.outputs
+        self.varying = [x.op in varying for x in results]
+        others = [x for x in concrete.graph.get_operations() if x not in own]
+        # Of variables that are no weights of the layers.
+        read = [
+            x.outputs[0]
+            for x in others
+            if x.type == "ReadVariableOp"
+            and x.outputs[0].dtype.is_floating
+            and x.outputs[0].shape.is_fully_defined()
+        ]
+        drawn = [x for x in others if _draws(x)]
+
+        def run(*args: tf.Tensor) -> list[tf.Tensor]:
+            made = [
+                _weight(x.shape, x.dtype, len(self._variables) + i)
+                for i, x in enumerate(read)
+            ]
+            feeds, values = [*given, *read], [*args, *made]
+            shapes = traced.part(feeds, [x.inputs[0] for x in drawn])(values)
+            values += [
+                tf.fill(shape, tf.constant(_DRAWN, x.outputs[0].dtype))
+                for x, shape in zip(drawn, shapes, strict=True)
+            ]
+            feeds += [x.outputs[0] for x in drawn]
+            return traced.part(feeds, results)(values)
+
+        return tf.function(run, autograph=False, input_signature=specs)
+
+
+def variables(nodes: Sequence[Node]) -> list[keras.Variable]:
+    """Returns the variables that calls of layers use, each once."""
+    found = [
+        x
+        for node in nodes
+        for x in (
+            *getattr(node.layer, "variables", ()),
+            *keras.tree.flatten((node.args, node.kwargs)),
+        )
+        if isinstance(x, keras.Variable)
+    ]
+    return list({id(v): v for v in found}.values())
+
+
+def row_axes(x: tf.TensorSpec) -> list[int]:
+    """Returns the axes of a tensor of `ROWS` rows that grow with them."""
+    return [
+        i
+        for i, size in enumerate(x.shape)
+        # Unknown where it depends on values, as that of a selection of rows.
+        if (i == 0 if size is None else size and size % ROWS == 0)
+    ]
+
+
+def made_up(
+    x: tf.TensorSpec,
+    rows: int,
+    kind: int,
+    draw: np.random.Generator,
+    sign: int,
+) -> np.ndarray:
+    """Returns numbers for a tensor, of one of several kinds.
+
+    They are normally distributed; between 0 and 1, as probabilities are; with
+    zeros in places of padding; large, so as to be past any margin; or all of
+    one sign, and all integers the same.
+    """
+    shape = _sized(x.shape, rows)
+    if x.dtype == tf.bool or x.dtype.is_integer:
+        if kind == 4:
+            return np.full(shape, sign > 0)
+        return draw.integers(0, 2, shape)
+    if not x.dtype.is_floating:
+        return np.full(shape, "a" if sign > 0 else "b")
+    if kind in (1, 4):
+        return draw.uniform(0.1, 0.9, shape) * (sign if kind == 4 else 1)
+    values = draw.normal(size=shape)
+    if kind == 2 and shape:
+        values *= draw.integers(0, 2, (*shape[:-1], 1))
+    return values * 30.0 if kind == 3 else values
+
+
+KINDS = 5
+
+
+def _sized(shape: tf.TensorShape, rows: int | None) -> list:
+    return [
+        size
+        if not size or size % ROWS
+        else None
+        if rows is None
+        else size // ROWS * rows
+        for size in shape
+    ]
+
+
+def _weight(shape: Any, dtype: Any, seed: int) -> tf.Tensor:
+    """Returns values for a weight, different from one another."""
+    dtype = tf.as_dtype(dtype)
+    if not dtype.is_floating:
+        return tf.ones(shape, dtype)
+    if len(shape) < 2:
+        # It may be a variance.
+        values = tf.random.stateless_uniform(shape, [seed, 0], 0.5, 1.5)
+    else:
+        size = min(math.prod(shape[:-1]), _MOST_INPUTS)
+        values = tf.random.stateless_normal(
+            shape, [seed, 0], stddev=max(size, 1) ** -0.5
+        )
+    return tf.cast(values, dtype)
+
+
+def _draws(op: tf.Operation) -> bool:
+    """Returns whether an operation draws floating-point numbers of a shape."""
+    return ("Random" in op.type or "TruncatedNormal" in op.type) and (
+        op.op_def.input_arg[0].name == "shape"
+        and len(op.outputs) == 1
+        and op.outputs[0].dtype.is_floating
+    )
+
+
+def _tolerance(layers: Any) -> float:
+    types = {
+        layer.compute_dtype
+        for layer in layers
+        if isinstance(layer, keras.Layer)
+    }
+    if "bfloat16" in types:
+        return 3e-2
+    return 4e-3 if "float16" in types else 1e-4

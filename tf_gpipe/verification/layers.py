@@ -1,0 +1,380 @@
+"""Which layers of a pipeline differ from what they are in the plain model."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.schedule import schedules
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import Node
+from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.pipeline import Pipeline
+from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.stage import Stage
+from tf_gpipe.stage.stage import in_mode
+from tf_gpipe.step import state
+from tf_gpipe.step.engine import MiniBatch
+from tf_gpipe.verification.report import differences
+from tf_gpipe.verification.report import largest
+from tf_gpipe.verification.steps import Variables
+from tf_gpipe.verification.steps import is_seed
+from tf_gpipe.verification.steps import tensorflow_variables
+
+# The forward pass of layers, and their gradients, are compared by themselves,
+# so that what is small beside the rest of the model is not overlooked.
+_SEED = 31
+
+
+class Layers:
+    """The layers of a built pipeline, and a mini-batch that they are given.
+
+    Args:
+        model: The pipeline.
+        variables: `Variables` of the model.
+        x: Inputs of the model.
+        tolerance: Float, how far numbers may be apart.
+    """
+
+    def __init__(
+        self, model: Any, variables: Variables, x: Any, tolerance: float
+    ):
+        self._model = model
+        self._variables = variables
+        self._pipeline, self._inputs = model._pipeline_for(x)
+        self._tolerance = tolerance
+        self.names = list(
+            dict.fromkeys(node.layer.name for node in self._graph.nodes)
+        )
+        self.notes: list[str] = []
+
+    @property
+    def _graph(self) -> Graph:
+        return self._pipeline.graph
+
+    def with_batch_norms(self) -> list[str]:
+        """Returns the layers that normalise over the rows of a batch."""
+        found = [
+            node.layer.name
+            for node in self._graph.nodes
+            if isinstance(node.layer, keras.Layer)
+            and any(x.trainable for x in state.batch_norms([node.layer]))
+        ]
+        return list(dict.fromkeys(found))
+
+    def of(self, name: str) -> str | None:
+        """Returns the first layer that has the variable of this name."""
+        variable = self._variables.find(name)
+        for node in self._graph.nodes:
+            if any(v is variable for v in _state_of(node)):
+                return node.layer.name
+        return None
+
+    def alone(self, training: bool) -> list[str]:
+        """Returns the layers that differ when each is run by itself.
+
+        Each is given what it gets in the plain model: as a whole in plain
+        Keras, and in micro-batches in a pipeline of this layer only. What is
+        compared is what it makes, what it adds to the loss, its state, and
+        in training the gradients of its weights and its inputs.
+        """
+        self._variables.restore()
+        found: list[str] = []
+        values = dict(zip(self._graph.inputs, self._inputs, strict=True))
+        m = self._pipeline.schedule.num_micro_batches
+        for node in self._graph.nodes:
+            name = node.layer.name
+            # Before it runs, as every one of the calls that follow.
+            inputs = [values[x] for x in node.inputs]
+            whole, drawn, repeats = self._whole(node, values, training)
+            norms = training and bool(_trained_norms(node))
+            depends = m > 1 and (drawn or norms)
+            if name in found or depends or not repeats:
+                continue
+            try:
+                parts = self._parts(node, inputs, training)
+            except Exception as e:
+                self.notes.append(
+                    f"Layer '{name}' could not be run by itself: "
+                    f"{type(e).__name__}: {_first_line(e)}"
+                )
+                continue
+            if self._differ(whole, parts):
+                found.append(name)
+        self._variables.restore()
+        return found
+
+    def through(self, training: bool) -> str | None:
+        """Returns the first layer whose output the stages do not carry.
+
+        All outputs of layers are taken out of the pipeline as it runs.
+        """
+        self._variables.restore()
+        values = dict(zip(self._graph.inputs, self._inputs, strict=True))
+        for node in self._graph.nodes:
+            node.run(values, functools.partial(in_mode, training=training))
+        self._variables.restore()
+        made = [value for node in self._graph.nodes for value in node.made]
+        pipeline = _returning(self._pipeline, made)
+
+        def forward():
+            run = self._model._mini_batch(pipeline, self._inputs, training)
+            run.forward(tape=False)
+            return run.outputs().unpack()
+
+        if not self._model.run_eagerly:
+            forward = tf.function(forward, autograph=False)
+        received = dict(zip(made, forward(), strict=True))
+        for node in self._graph.nodes:
+            for value in node.made:
+                a, b = _flat(values[value]), _flat(received[value])
+                floor = 1e-3 * largest(a.values())
+                found = differences(a, b, self._tolerance, floor=floor)
+                if not all(x.ok for x in found):
+                    return node.layer.name
+        return None
+
+    def _whole(
+        self, node: Node, values: dict[Value, Any], training: bool
+    ) -> tuple[dict[str, dict[str, np.ndarray]], bool, bool]:
+        """Runs a layer in plain Keras, and adds what it makes to `values`.
+
+        Returns:
+            Tuple of what is compared, by kind; whether it drew random numbers
+            of Keras; and whether it makes the same again.
+        """
+        layer = node.layer
+        state_of = _state_of(node)
+        before = [_numbers(v) for v in state_of]
+        seeds = [v for v in self._variables if is_seed(v)]
+        drawn_before = [_numbers(v) for v in seeds]
+        floats = _floats([values[x] for x in node.inputs])
+        weights = getattr(layer, "trainable_variables", [])
+        call = functools.partial(in_mode, training=training)
+        with tf.GradientTape() as tape:
+            tape.watch(floats)
+            node.run(values, call)
+            made = [values[x] for x in node.made]
+            losses = [tf.reduce_sum(x) for x in _added(layer)]
+            targets = [*_floats(made), *losses]
+        drawn = any(
+            not np.array_equal(x, _numbers(v))
+            for x, v in zip(drawn_before, seeds, strict=True)
+        )
+        by_input: list = [None] * len(floats) * training
+        by_weight: list = [None] * len(weights) * training
+        if training and targets:
+            by_input, by_weight = tape.gradient(
+                targets,
+                (floats, [v.value for v in weights]),
+                output_gradients=[
+                    *_upstream(_floats(made)),
+                    *map(tf.ones_like, losses),
+                ],
+            )
+        found = _compared(
+            made, losses, floats, by_input, weights, by_weight, state_of
+        )
+        self._assign([*state_of, *seeds], [*before, *drawn_before])
+        again = dict(values)
+        node.run(again, call)
+        repeated = _flat([again[x] for x in node.made])
+        repeats = all(
+            x.ok
+            for x in differences(found["output"], repeated, self._tolerance)
+        )
+        self._assign(state_of, before)
+        return found, drawn, repeats
+
+    def _parts(
+        self, node: Node, inputs: list, training: bool
+    ) -> dict[str, dict[str, np.ndarray]]:
+        """Runs a layer in micro-batches, as `_whole` does all at once."""
+        m = self._pipeline.schedule.num_micro_batches
+        # By itself: what it makes is all that there is.
+        graph = Graph([node], node.inputs, node.made)
+        device = next(
+            stage.devices
+            for stage in self._pipeline.stages
+            if node in stage.nodes
+        )
+        stage = Stage(0, device, graph, [])
+        pipeline = Pipeline(
+            graph, (stage,), schedules.get("gpipe", 1, m), "always", None
+        )
+        state_of = _state_of(node)
+        before = [_numbers(v) for v in state_of]
+        floats = _floats(inputs)
+        weights = getattr(node.layer, "trainable_variables", [])
+        by_input: list = []
+        by_weight: list = []
+        try:
+            run = MiniBatch(pipeline, tuple(inputs), training, apart=False)
+            run.forward(tape=training)
+            outputs, losses = run.outputs(), run.losses()
+            made = outputs.tensors
+            if training:
+                upstream = iter(_upstream(_floats(made)))
+                run.backward(
+                    [
+                        next(upstream)
+                        if i == 0 and x.dtype.is_floating
+                        else None
+                        for parts in outputs.by_tensor()
+                        for i, x in enumerate(parts)
+                    ],
+                    [tf.ones_like(x) for x in losses],
+                )
+                given = Activations.of(inputs).by_tensor()
+                by_input = [
+                    gradient
+                    for (i, x), gradient in zip(
+                        [pair for parts in given for pair in enumerate(parts)],
+                        run.input_gradients(),
+                        strict=True,
+                    )
+                    if i == 0 and x.dtype.is_floating
+                ]
+                by_id = run.gradients()
+                by_weight = [by_id.get(id(v)) for v in weights]
+            run.commit_state()
+            return _compared(
+                made, losses, floats, by_input, weights, by_weight, state_of
+            )
+        finally:
+            self._assign(state_of, before)
+
+    def _differ(self, whole: dict, parts: dict) -> bool:
+        gradients = {**whole["input"], **whole["weight"]}
+        outputs = 1e-3 * largest(whole["output"].values())
+        floors = {
+            "output": outputs,
+            "input": 1e-2 * largest(gradients.values()),
+            "weight": 1e-2 * largest(gradients.values()),
+            "loss": 1e-6,
+            # A mean of numbers that cancel is zero but for their rounding.
+            "state": max(1e-6, outputs),
+        }
+        return not all(
+            x.ok
+            for kind in whole
+            for x in differences(
+                whole[kind], parts[kind], self._tolerance, floor=floors[kind]
+            )
+        )
+
+    def _assign(self, variables: list, values: list) -> None:
+        for v, value in zip(variables, values, strict=True):
+            v.assign(value)
+
+
+def _returning(pipeline: Pipeline, made: list[Value]) -> Pipeline:
+    """Returns a pipeline with the same stages that returns other values."""
+    graph = dataclasses.replace(pipeline.graph, outputs=made)
+    parts = graph.parts([len(stage.nodes) for stage in pipeline.stages])
+    stages: list[Stage] = []
+    for k, part in enumerate(parts):
+        stages.append(Stage(k, pipeline.stages[k].devices, part, stages))
+    return Pipeline(
+        graph,
+        tuple(stages),
+        pipeline.schedule,
+        pipeline.remat,
+        pipeline.boundary_dtype,
+    )
+
+
+def _state_of(node: Node) -> list:
+    """Returns all variables of a layer, weights too."""
+    if not isinstance(node.layer, keras.Layer):
+        return []
+    found = [
+        *node.layer.variables,
+        *(
+            v
+            for x in upstream.layers_within(node.layer)
+            for v in tensorflow_variables(x)
+        ),
+    ]
+    return list({id(v): v for v in found}.values())
+
+
+def _trained_norms(node: Node) -> list:
+    if not isinstance(node.layer, keras.Layer):
+        return []
+    return [x for x in state.batch_norms([node.layer]) if x.trainable]
+
+
+def _added(layer: Any) -> list[tf.Tensor]:
+    """Returns what a layer has added to the loss in its last call."""
+    if not isinstance(layer, keras.Layer):
+        return []
+    return [
+        loss
+        for x in upstream.layers_within(layer)
+        for loss in upstream.own_losses(x)
+    ]
+
+
+def _compared(
+    made: Any,
+    losses: list[tf.Tensor],
+    inputs: list[tf.Tensor],
+    by_input: list,
+    weights: list[keras.Variable],
+    by_weight: list,
+    state_of: list,
+) -> dict[str, dict[str, np.ndarray]]:
+    """Returns all that two runs of a layer are compared by."""
+    return {
+        "output": _flat(made),
+        "loss": _flat([tf.add_n(losses)] if losses else []),
+        "input": _gradients(inputs, by_input),
+        "weight": _gradients([v.value for v in weights], by_weight),
+        "state": {
+            str(i): _numbers(v)
+            for i, v in enumerate(state_of)
+            if not is_seed(v)
+        },
+    }
+
+
+def _floats(x: Any) -> list[tf.Tensor]:
+    return [t for t in keras.tree.flatten(x) if t.dtype.is_floating]
+
+
+def _upstream(tensors: list[tf.Tensor]) -> Iterator[tf.Tensor]:
+    """Returns gradients of tensors that come from nowhere, always the same."""
+    numbers = np.random.default_rng(_SEED)
+    for x in tensors:
+        drawn = numbers.standard_normal(tuple(x.shape))
+        yield tf.cast(tf.constant(drawn, tf.float64), x.dtype)
+
+
+def _gradients(sources: list, gradients: list) -> dict[str, np.ndarray]:
+    """Returns gradients as arrays; where there is none it is zero."""
+    return {
+        str(i): np.zeros(tuple(source.shape), source.dtype.as_numpy_dtype)
+        if gradient is None
+        else np.asarray(tf.convert_to_tensor(gradient))
+        for i, (source, gradient) in enumerate(
+            zip(sources, gradients, strict=False)
+        )
+    }
+
+
+def _flat(x: Any) -> dict[str, np.ndarray]:
+    return {str(i): np.asarray(t) for i, t in enumerate(keras.tree.flatten(x))}
+
+
+def _numbers(v: Any) -> np.ndarray:
+    return np.array(v.numpy())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -1,0 +1,65 @@
+"""Whether one device has room for the plain model, from shapes alone."""
+
+import math
+import os
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.devices import slots
+
+
+def too_large(model: Any, x: Any) -> str | None:
+    """Tells if one device has no room for the plain model."""
+    there = _device_memory()
+    needed = _needed_bytes(model, x)
+    if there is None or needed <= there:
+        return None
+    return (
+        f"Model '{model.name}' is too large for one device, where the plain "
+        f"model would run: its weights, gradients, slots and activations need "
+        f"{needed / 1e9:.1f} GB, the device has {there / 1e9:.1f} GB. Give "
+        "fewer rows, or make a smaller model of the same layers."
+    )
+
+
+def _needed_bytes(model: Any, x: Any) -> int:
+    """Returns what the plain model needs at least, from shapes alone."""
+    optimizer, trained = model.optimizer, model.trainable_variables
+    kept = [*model.variables, *trained]
+    if optimizer.built:
+        kept += optimizer.variables
+    else:
+        kept += [v for each in slots.planned(optimizer, trained) for v in each]
+    flat = keras.tree.flatten(x)
+    shape = getattr(flat[0], "shape", None) if flat else None
+    rows = shape[0] if shape else 1
+    graph = model._pipeline.graph
+    # What a tape keeps: what layers make.
+    made = [
+        spec
+        for node in graph.nodes
+        for value in node.made
+        for spec in keras.tree.flatten(value.spec)
+        if isinstance(spec, keras.KerasTensor)
+    ]
+    sizes = [_bytes(v.shape, v.dtype) for v in kept]
+    sizes += [_bytes((rows, *x.shape[1:]), x.dtype) for x in made]
+    return sum(sizes)
+
+
+def _bytes(shape: Any, dtype: Any) -> int:
+    return math.prod(n or 1 for n in shape) * tf.as_dtype(dtype).size
+
+
+def _device_memory() -> int | None:
+    """Returns the bytes of the device where the plain model would run."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if not tf.config.list_logical_devices("GPU"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts = tf.config.get_logical_device_configuration(gpus[0])
+    if parts and parts[0].memory_limit:
+        return int(parts[0].memory_limit * 2**20)
+    return upstream.gpu_memory()

@@ -1,0 +1,391 @@
+"""Steps of one model, as a pipeline and as the plain Keras model.
+
+The plain model has the same layers, variables, losses, metrics and optimizer,
+and no assumption is made of their configurations: it is the same object. While
+it is plain, a class stands between its own and the pipeline's, with Keras's
+methods in place of those that the pipeline overrides. So what a subclass has
+overridden still runs, and nothing of the pipeline does.
+"""
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from typing import Any
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.devices import slots
+from tf_gpipe.models.functional import PipelinedModel
+from tf_gpipe.models.sequential import PipelinedSequential
+from tf_gpipe.stage import seeds
+
+_NOT_KERAS = {
+    "__dict__",
+    "__doc__",
+    "__init__",
+    "__module__",
+    "__new__",
+    "__weakref__",
+    # XLA, which Keras would choose by itself, draws other random numbers.
+    "jit_compile",
+    "supports_jit",
+}
+
+
+class Step(NamedTuple):
+    """What a step has returned, and left.
+
+    All are dictionaries of arrays by name; `variables` by number.
+    """
+
+    logs: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+    outputs: dict[str, np.ndarray]
+    variables: dict[int, np.ndarray]
+
+
+@contextlib.contextmanager
+def plain(model: keras.Model) -> Iterator[None]:
+    """A scope in which a pipeline is the plain Keras model."""
+    pipelined: Any = type(model)
+    optimizers = slots.with_inner(model.optimizer) if model.optimizer else []
+    replaced = [
+        (vars(x), name, vars(x).pop(name))
+        for x in optimizers
+        for name in list(vars(x))
+        # Methods that a pipeline has replaced.
+        if callable(getattr(type(x), name, None))
+    ]
+    object.__setattr__(model, "__class__", _plain_class(pipelined))
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "__class__", pipelined)
+        for attributes, name, method in replaced:
+            attributes[name] = method
+
+
+@functools.cache
+def _plain_class(cls: Any) -> Any:
+    ours: Any = PipelinedModel
+    theirs: Any = upstream.Functional
+    if issubclass(cls, PipelinedSequential):
+        ours, theirs = PipelinedSequential, keras.Sequential
+    methods = _keras_methods(ours, theirs)
+    return methods if cls is ours else type(cls.__name__, (cls, methods), {})
+
+
+@functools.cache
+def _keras_methods(ours: Any, theirs: Any) -> Any:
+    """Returns a class with Keras's methods for all that pipelines override."""
+    package = __name__.partition(".")[0]
+    methods: dict[str, Any] = {
+        name: _inherited(theirs, name)
+        for x in ours.__mro__
+        if x.__module__.partition(".")[0] == package
+        for name in vars(x)
+        if hasattr(theirs, name) and name not in _NOT_KERAS
+    }
+    methods["loss_and_gradients"] = _loss_and_gradients
+    return type(f"Plain{ours.__name__}", (ours,), methods)
+
+
+def _inherited(cls: type, name: str) -> Any:
+    """Returns an attribute of a class as it is, such as a static method."""
+    return next(vars(x)[name] for x in cls.__mro__ if name in vars(x))
+
+
+def _loss_and_gradients(self, x, y=None, sample_weight=None):
+    """In plain Keras, for a `train_step` that is written for a pipeline."""
+    with tf.GradientTape() as tape:
+        y_pred = self(x, training=True)
+        loss = self._compute_loss(x, y, y_pred, sample_weight, training=True)
+        scaled = loss
+        if self.optimizer is not None:
+            scaled = self.optimizer.scale_loss(loss)
+    return loss, tape.gradient(scaled, self.trainable_variables), y_pred
+
+
+class Variables:
+    """All variables of a model, with their values and where they belong.
+
+    Attributes:
+        names: List of names.
+        kinds: List of "variable", "slot", "statistic" or "metric".
+        values: What they were when this was made: arrays by number.
+    """
+
+    def __init__(self, model: keras.Model):
+        self.names: list[str] = []
+        self.kinds: list[str] = []
+        self._variables: list[Any] = []
+        self._seen: set[int] = set()
+        self._add("variable", model.trainable_variables)
+        self._add("statistic", model.variables)
+        self._add("statistic", seeds.global_seed())
+        for layer in upstream.layers_within(model):
+            self._add("statistic", tensorflow_variables(layer))
+            self._add("metric", layer.metrics_variables)
+        if model.optimizer is not None:
+            self._add("slot", model.optimizer.variables)
+        self._add("metric", model.metrics_variables)
+        self.values = self.read()
+
+    def _add(self, kind: str, variables: Iterable[Any]) -> None:
+        for v in variables:
+            inner = v.value if isinstance(v, keras.Variable) else v
+            if id(v) in self._seen or id(inner) in self._seen:
+                continue
+            self._seen |= {id(v), id(inner)}
+            name = str(getattr(v, "path", v.name))
+            if name in self.names:
+                name = f"{name} ({len(self.names)})"
+            self._variables.append(v)
+            self.kinds.append(kind)
+            self.names.append(name)
+
+    def named(
+        self, kind: str, prefix: str = ""
+    ) -> Callable[[dict[int, np.ndarray]], dict[str, np.ndarray]]:
+        """Returns a function from values by number to those of a kind."""
+        names = {
+            i: prefix + name
+            for i, (name, x) in enumerate(
+                zip(self.names, self.kinds, strict=True)
+            )
+            if x == kind
+        }
+        return lambda values: {name: values[i] for i, name in names.items()}
+
+    def find(self, name: str) -> Any:
+        """Returns the variable of this name, or `None`."""
+        if name not in self.names:
+            return None
+        return self._variables[self.names.index(name)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._variables)
+
+    def read(self) -> dict[int, np.ndarray]:
+        return {i: np.array(_array(v)) for i, v in enumerate(self._variables)}
+
+    def restore(self) -> None:
+        for i, v in enumerate(self._variables):
+            v.assign(self.values[i])
+
+    def drawn(self, after: dict[int, np.ndarray]) -> bool:
+        """Returns whether a seed has changed."""
+        return any(
+            is_seed(v) and not np.array_equal(self.values[i], after[i])
+            for i, v in enumerate(self._variables)
+        )
+
+
+def is_seed(variable: Any) -> bool:
+    return variable.name == "seed_generator_state"
+
+
+def tensorflow_variables(layer: keras.Layer) -> list[tf.Variable]:
+    """Returns the `tf.Variable`s that a layer has as attributes."""
+    found: dict[int, tf.Variable] = {}
+
+    def look(x: Any) -> None:
+        if isinstance(x, tf.Variable):
+            found[id(x)] = x
+        elif isinstance(x, (list, tuple, set)):
+            for each in x:
+                look(each)
+        elif isinstance(x, dict):
+            look(list(x.values()))
+        elif isinstance(x, tf.Module):
+            look(list(x.variables))
+
+    look(list(vars(layer).values()))
+    return list(found.values())
+
+
+class Attributes:
+    """Python's attributes of a model, to be put back as they were.
+
+    A step builds optimizers, losses and metrics, and leaves functions, losses
+    that layers have added, and what layers count by themselves.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._contents: list[tuple[Any, Any]] = []
+        self._random = random.getstate(), np.random.get_state()
+        seen: set[int] = set()
+        found: list[Any] = upstream.layers_within(model)
+        found += upstream.compiled_parts(model)
+        found += [*getattr(model, "metrics", ())]
+        if model.optimizer is not None:
+            found += slots.with_inner(model.optimizer)
+        for x in found:
+            if x is not None:
+                self._keep(x, seen)
+
+    def _keep(self, x: Any, seen: set[int]) -> None:
+        if id(x) in seen:
+            return
+        seen.add(id(x))
+        # Those in which TensorFlow wraps lists and dictionaries.
+        for name in ("_storage", "__wrapped__"):
+            if isinstance(x, tf.__internal__.tracking.Trackable):
+                self._keep(getattr(x, name, None), seen)
+        # Not what only says that it is a list, as a wrapper does.
+        if issubclass(type(x), list):
+            content = list.__getitem__(x, slice(None))
+            self._contents.append((x, content))
+            inner: Iterable[Any] = list(x)
+        elif issubclass(type(x), dict):
+            self._contents.append((x, dict(x)))
+            inner = list(x.values())
+        elif issubclass(type(x), set):
+            self._contents.append((x, set(x)))
+            inner = ()
+        elif isinstance(x, (keras.Layer, keras.Metric, upstream.Tracker)) or (
+            isinstance(x, (keras.Loss, keras.optimizers.Optimizer))
+        ):
+            self._keep(vars(x), seen)
+            return
+        else:
+            return
+        for each in inner:
+            self._keep(each, seen)
+
+    def restore(self) -> None:
+        # Keras's lists track what they get, or refuse it.
+        for x, content in self._contents:
+            if isinstance(x, list):
+                list.__setitem__(x, slice(None), content)
+            elif isinstance(x, dict):
+                dict.clear(x)
+                dict.update(x, content)
+            else:
+                set.clear(x)
+                set.update(x, content)
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+
+
+def train(
+    model: keras.Model,
+    variables: Variables,
+    data: tuple,
+    gradients: dict[str, np.ndarray] | None = None,
+    times: int = 1,
+) -> Step:
+    """Returns a step of `fit`, from the values in `variables`.
+
+    Args:
+        model: The model.
+        variables: All its variables, which are changed.
+        data: Tuple of what `fit` takes, one mini-batch.
+        gradients: What the optimizer gets instead of the step's own.
+        times: Integer, the how manieth such step of the same function it is.
+            TensorFlow's random numbers are others each time.
+    """
+    train_step = model.train_step
+    paths = {
+        id(v): name for v, name in zip(variables, variables.names, strict=True)
+    }
+
+    def step(data):
+        recorded: dict[str, tf.Tensor] = {}
+        attributes = vars(model.optimizer)
+        method = model.optimizer.apply
+
+        def apply(grads, trainable_variables=None):
+            weights = trainable_variables
+            if weights is None:
+                weights = upstream.weights_of(model.optimizer)
+            given = []
+            for gradient, weight in zip(grads, weights, strict=True):
+                name = paths.get(id(weight), str(weight.path))
+                if name in recorded:
+                    name = f"{name} (applied once more)"
+                value = tf.zeros(weight.shape, weight.dtype)
+                if gradient is not None:
+                    value = tf.convert_to_tensor(gradient)
+                recorded[name] = value
+                if gradients and gradient is not None and name in gradients:
+                    gradient = tf.constant(gradients[name], value.dtype)
+                given.append(gradient)
+            return method(given, trainable_variables)
+
+        replaced = attributes.get("apply")
+        attributes["apply"] = apply
+        try:
+            logs = train_step(data)
+        finally:
+            del attributes["apply"]
+            if replaced is not None:
+                attributes["apply"] = replaced
+        return logs, recorded
+
+    vars(model)["train_step"] = step
+    try:
+        model.make_train_function(force=True)
+        for _ in range(times):
+            _start(model, variables)
+            logs, recorded = model.train_function(iter([data]))
+    finally:
+        del vars(model)["train_step"]
+        model.train_function = None
+    return Step(_arrays(logs), _arrays(recorded), {}, variables.read())
+
+
+def evaluate(
+    model: keras.Model, variables: Variables, data: tuple, times: int = 1
+) -> Step:
+    """Returns a step of `evaluate` and one of `predict`, as `train` does."""
+    model.make_test_function(force=True)
+    model.make_predict_function(force=True)
+    try:
+        for _ in range(times):
+            _start(model, variables)
+            logs = model.test_function(iter([data]))
+            outputs = model.predict_function([(data[0],)])
+    finally:
+        model.test_function = None
+        model.predict_function = None
+    return Step(_arrays(logs), {}, _by_path(outputs), variables.read())
+
+
+def _start(model: keras.Model, variables: Variables) -> None:
+    variables.restore()
+    # Also those that are made by a first step.
+    model.reset_metrics()
+
+
+def _by_path(x: Any) -> dict[str, np.ndarray]:
+    """Returns the tensors of a nested structure, by where they are in it."""
+    flat = keras.tree.flatten_with_path(x)
+    return {
+        "output " + "/".join(map(str, path)) if path else "output": _array(t)
+        for path, t in flat
+        if t is not None
+    }
+
+
+def _arrays(x: Any) -> dict[str, np.ndarray]:
+    if not isinstance(x, dict):
+        return {"loss": _array(x)}
+    return {
+        "/".join(map(str, path)): _array(t)
+        for path, t in keras.tree.flatten_with_path(x)
+    }
+
+
+def _array(x: Any) -> np.ndarray:
+    x = x.value if isinstance(x, keras.Variable) else x
+    if isinstance(x, tf.sparse.SparseTensor):
+        x = tf.sparse.to_dense(x)
+    return np.asarray(x.numpy() if hasattr(x, "numpy") else x)

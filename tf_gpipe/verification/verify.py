@@ -1,0 +1,398 @@
+"""`verify`: whether a pipeline has the plain Keras model's numbers."""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.models.pipelined import Pipelined
+from tf_gpipe.schedule import schedules
+from tf_gpipe.stage.pipeline import Pipeline
+from tf_gpipe.verification import memory
+from tf_gpipe.verification import steps
+from tf_gpipe.verification.layers import Layers
+from tf_gpipe.verification.report import KINDS
+from tf_gpipe.verification.report import TOLERANCES
+from tf_gpipe.verification.report import Comparison
+from tf_gpipe.verification.report import Report
+from tf_gpipe.verification.steps import Step
+from tf_gpipe.verification.steps import Variables
+
+# Below it a loss, a metric or the change of a statistic counts as zero.
+_SMALL = 1e-2
+# Of what a step of evaluation is called.
+_EVALUATE = "evaluate: "
+
+
+def verify(
+    model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
+) -> Report:
+    """Compares a pipeline with the plain Keras model, on one mini-batch.
+
+    The same layers with the same weights take a step of `fit`, of `evaluate`
+    and of `predict`, as the pipeline and as plain Keras would, on one device.
+    The model is left as it was: weights, slots, other state, seeds, metrics
+    and what `compile` has made.
+
+    Numbers differ if they are further apart than 1e-4 in float32 (1e-9 in
+    float64, 1e-2 in float16, 5e-2 in bfloat16: the widest of those that the
+    layers compute in), relative to the largest entry of their tensor, or to a
+    hundredth of the largest entry of all tensors of their kind. Weights, slots
+    and statistics are measured by their change. Where gradients agree, but an
+    optimizer makes much of their rounding, as Adam of those of a bias before a
+    normalisation, the plain optimizer is given the pipeline's gradients.
+
+    A model may magnify rounding beyond that. If it is made and verified after
+    `keras.config.set_floatx("float64")`, what differs is no rounding.
+
+    Args:
+        model: A compiled and built `PipelinedSequential` or `PipelinedModel`.
+        x: Inputs of one mini-batch, as for `fit`.
+        y: Labels, as for `fit`.
+        sample_weight: Sample weights, as for `fit`, or `None`.
+
+    Returns:
+        A `Report`: `ok`, `worst`, `first_layer`, and as a string a page.
+        Nothing is raised: what goes wrong is in the report.
+
+    Example:
+
+    ```python
+    report = tf_gpipe.verify(model, x[:64], y[:64])
+    assert report.ok, report
+    ```
+    """
+    try:
+        problem = _unfit(model, x)
+        if problem is None:
+            return _Verification(model).run(x, y, sample_weight)
+    except Exception as e:
+        problem = f"The model could not be looked at: {e!r}"
+    return Report(False, {}, None, [], [problem], [])
+
+
+class _Verification:
+    """One comparison of a model with itself."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        self._pipeline = model._pipeline
+        self._all = Comparison(_tolerance(model))
+        self._problems: list[str] = []
+        self._notes: list[str] = []
+        if self._pipeline.boundary_dtype:
+            self._notes.append(
+                "What travels between devices is rounded, by the argument "
+                f"boundary_dtype={self._pipeline.boundary_dtype!r}."
+            )
+
+    def run(self, x: Any, y: Any, sample_weight: Any) -> Report:
+        model = self._model
+        first: str | None = None
+        alone: list[str] = []
+        attributes = steps.Attributes(model)
+        variables = None
+        with _exact_products():
+            try:
+                data = tuple(
+                    keras.tree.map_structure(_as_tensor, each)
+                    for each in (x, y, sample_weight)
+                )
+                # As a first step does. Then slots have values to start from.
+                model._build_optimizer()
+                variables = Variables(model)
+                # The report says which layers differ.
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)
+                    first, alone = self._compare(variables, data)
+            except Exception as e:
+                self._tell("The comparison", e)
+            finally:
+                if variables is not None:
+                    variables.restore()
+                attributes.restore()
+        return Report(
+            not (self._all.failed() or alone or self._problems),
+            self._all.worst(),
+            first,
+            alone,
+            self._problems,
+            self._notes,
+        )
+
+    def _compare(
+        self, variables: Variables, data: tuple
+    ) -> tuple[str | None, list[str]]:
+        """Returns the first layer that differs, and those that do alone."""
+        layers = Layers(self._model, variables, data[0], self._all.tolerance)
+        modes = [
+            training
+            for training in (True, False)
+            if self._compare_steps(layers, variables, data, training)
+        ]
+        if not self._all.failed() and len(modes) == 2:
+            return None, []
+        alone = [x for mode in (True, False) for x in layers.alone(mode)]
+        self._notes += dict.fromkeys(layers.notes)
+        found = list(alone)
+        for training in modes:
+            # It may fail as the pipeline did, which has been told.
+            with contextlib.suppress(Exception):
+                found += filter(None, [layers.through(training)])
+        found += self._owners(layers, "statistic")
+        if not found and not self._all.failed("loss"):
+            # It is the backward pass, which goes wrong in a layer and in all
+            # before it.
+            owners = self._owners(layers, "gradient")
+            found = [x for x in layers.names if x in owners][-1:]
+        if not found and not self._all.failed("gradient"):
+            # The same gradients, but an optimizer makes something else of
+            # them, such as of several slices of one embedding.
+            found = self._owners(layers, "variable")
+        if not found and self._all.failed():
+            self._notes.append(
+                "No layer differs by itself. Look at the loss, the metrics, "
+                "the optimizer, and what the model overrides."
+            )
+        in_order = [x for x in layers.names if x in found]
+        first = in_order[0] if in_order else None
+        return first, [x for x in layers.names if x in alone]
+
+    def _owners(self, layers: Layers, kind: str) -> list[str]:
+        """Returns the layers of the variables that differ."""
+        names = [x.name.removeprefix(_EVALUATE) for x in self._all.failed(kind)]
+        return [x for x in map(layers.of, names) if x is not None]
+
+    def _compare_steps(
+        self,
+        layers: Layers,
+        variables: Variables,
+        data: tuple,
+        training: bool,
+    ) -> bool:
+        """Compares steps of training, or of evaluation and prediction.
+
+        Returns:
+            Whether the pipeline could be compared as it is.
+        """
+        make = steps.train if training else steps.evaluate
+        what = "training" if training else "evaluation"
+
+        def step(**kwargs: Any) -> Step:
+            return make(self._model, variables, data, **kwargs)
+
+        def plain_step(**kwargs: Any) -> Step:
+            with steps.plain(self._model):
+                return step(**kwargs)
+
+        expected = self._try("The plain model", what, plain_step)
+        if expected is None:
+            self._try("The pipeline", what, step)
+            return False
+        drawn = variables.drawn(expected.variables)
+        if drawn and getattr(self._model, "_stage_jit_compile", False):
+            self._notes.append(
+                f"In {what} layers draw random numbers. XLA, which compiles "
+                "the stages, draws others."
+            )
+            return False
+        reasons = self._reasons(layers, drawn, training)
+        scope: Any = contextlib.nullcontext()
+        if reasons:
+            self._notes.append(
+                f"In {what} {' and '.join(reasons)}. So the pipeline was "
+                f"compared in {what} with num_micro_batches=1, and each of "
+                "the other layers by itself in micro-batches."
+            )
+            scope = self._one_micro_batch()
+        with scope:
+            received = self._try("The pipeline", what, step)
+        if received is None:
+            return False
+        comparison = Comparison(self._all.tolerance)
+        prefix = "" if training else _EVALUATE
+        _compare_logs(comparison, expected, received, prefix)
+        comparison.add("gradient", expected.gradients, received.gradients)
+        comparison.add("prediction", expected.outputs, received.outputs)
+        # A mean of numbers that cancel is zero but for their rounding.
+        floors = {"statistic": _SMALL}
+        for kind in ("variable", "slot", "statistic"):
+            of_kind = variables.named(kind, prefix)
+            comparison.add(
+                kind,
+                of_kind(expected.variables),
+                of_kind(received.variables),
+                of_kind(variables.values),
+                floors.get(kind, 0.0),
+            )
+        if comparison.failed():
+            again = plain_step(times=2)
+            if _differ(expected, again, self._all.tolerance):
+                self._notes.append(
+                    f"In {what} the plain model does not repeat its own "
+                    "numbers: it draws random numbers that are not of "
+                    "`keras.random`. It was not compared."
+                )
+                return False
+        if comparison.failed() and not comparison.failed("gradient"):
+            # The optimizer makes much of the rounding of gradients.
+            if expected.gradients:
+                expected = plain_step(gradients=received.gradients)
+            for kind in ("variable", "slot", "statistic"):
+                of_kind = variables.named(kind, prefix)
+                comparison.excuse(
+                    kind,
+                    of_kind(expected.variables),
+                    of_kind(received.variables),
+                    of_kind(variables.values),
+                    floors.get(kind, 0.0),
+                )
+        self._all.update(comparison)
+        return not reasons
+
+    def _reasons(
+        self, layers: Layers, drawn: bool, training: bool
+    ) -> list[str]:
+        """Returns why numbers depend on the number of micro-batches."""
+        reasons = []
+        if self._pipeline.schedule.num_micro_batches > 1:
+            if drawn:
+                reasons.append(
+                    "layers draw random numbers (dropout masks, say), which "
+                    "depend on the number of micro-batches"
+                )
+            norms = layers.with_batch_norms() if training else []
+            if norms:
+                several = ", ..." if norms[3:] else ""
+                reasons.append(
+                    "batch normalisation normalises over a micro-batch "
+                    f"({', '.join(norms[:3])}{several})"
+                )
+        return reasons
+
+    @contextlib.contextmanager
+    def _one_micro_batch(self) -> Iterator[None]:
+        pipeline = self._pipeline
+        num_stages = len(pipeline.stages)
+        try:
+            schedule = schedules.get(
+                pipeline.schedule.name,
+                num_stages,
+                1,
+                len(pipeline.schedule.tasks),
+            )
+        except ValueError:
+            # One of the user's own, or one that needs several.
+            schedule = schedules.get("gpipe", num_stages, 1)
+        attributes = vars(self._model)
+        attributes["_pipeline"] = Pipeline(
+            pipeline.graph,
+            pipeline.stages,
+            schedule,
+            pipeline.remat,
+            pipeline.boundary_dtype,
+        )
+        try:
+            yield
+        finally:
+            attributes["_pipeline"] = pipeline
+
+    def _try(self, who: str, what: str, step: Callable) -> Step | None:
+        try:
+            return step()
+        except Exception as e:
+            self._tell(f"{who}, in {what},", e)
+            return None
+
+    def _tell(self, who: str, error: Exception) -> None:
+        lines = str(error).strip().splitlines() or [""]
+        self._problems.append(
+            f"{who} raised {type(error).__name__}: "
+            + " ".join([*lines[:8], *getattr(error, "__notes__", ())])
+        )
+
+
+def _compare_logs(
+    comparison: Comparison, expected: Step, received: Step, prefix: str
+) -> None:
+    def named(logs: dict, losses: bool) -> dict:
+        return {
+            prefix + name: x
+            for name, x in logs.items()
+            if (name == "loss" or name.endswith("_loss")) == losses
+        }
+
+    for kind in ("loss", "metric"):
+        comparison.add(
+            kind,
+            named(expected.logs, kind == "loss"),
+            named(received.logs, kind == "loss"),
+            floor=_SMALL,
+        )
+
+
+def _differ(one: Step, other: Step, tolerance: float) -> bool:
+    """Returns whether two steps of the same model differ."""
+    comparison = Comparison(tolerance)
+    for kind, a, b in zip(KINDS, one[:3], other[:3], strict=False):
+        comparison.add(kind, a, b, floor=_SMALL)
+    return bool(comparison.failed())
+
+
+def _unfit(model: Any, x: Any) -> str | None:
+    """Returns why a model cannot be compared, before anything is allocated."""
+    if not isinstance(model, Pipelined):
+        return (
+            "`model` must be a `PipelinedSequential` or a `PipelinedModel`. "
+            f"Received: {model!r:.60} (of type {type(model).__name__})"
+        )
+    if model._pipeline is None:
+        return (
+            f"Model '{model.name}' has not been built. Give it an `Input` as "
+            "its first layer, or call it on data."
+        )
+    if not model.compiled or model.optimizer is None:
+        return (
+            f"Model '{model.name}' has not been compiled with an optimizer "
+            "and a loss. Call `model.compile(...)`."
+        )
+    if upstream.strategy_of(model) or tf.distribute.has_strategy():
+        return (
+            f"Model '{model.name}' was made under a `tf.distribute` strategy. "
+            "Its replicas cannot be compared with a plain model on one "
+            "device: make the same model without the strategy."
+        )
+    return memory.too_large(model, x)
+
+
+def _tolerance(model: Any) -> float:
+    dtypes = [x.compute_dtype for x in upstream.layers_within(model)]
+    dtypes.append(model._pipeline.boundary_dtype)
+    known = [TOLERANCES[x] for x in dtypes if x in TOLERANCES]
+    return max(known, default=TOLERANCES["float32"])
+
+
+def _as_tensor(x: Any) -> Any:
+    """As `fit` makes them of arrays."""
+    if x is None or tf.is_tensor(x):
+        return x
+    x = np.asarray(x)
+    dtype = keras.config.floatx() if x.dtype == np.float64 else None
+    return tf.convert_to_tensor(x, dtype)
+
+
+@contextlib.contextmanager
+def _exact_products() -> Iterator[None]:
+    """A scope in which GPUs round no factors to TensorFloat-32."""
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(before)
