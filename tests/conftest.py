@@ -78,6 +78,8 @@ def _fresh_keras():
 def pytest_collection_modifyitems(items):
     # A helper of `tf.test.TestCase` that looks like a test.
     items[:] = [x for x in items if x.originalname != "test_session"]
+    # What is fast first, so that a mistake shows early.
+    items.sort(key=lambda x: x.get_closest_marker("slow") is not None)
     if KIND != "GPU":
         skip = pytest.mark.skip(reason="needs TF_GPIPE_TEST_DEVICE=GPU")
         for item in items:

@@ -14,6 +14,8 @@ from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import run_stage
 from tf_gpipe.step import state
 from tf_gpipe.step.engine import MiniBatch
+from tf_gpipe.step.running import Gradients
+from tf_gpipe.step.running import StageMode
 
 # A `keras.Model` supplies the rest, of which no types are known.
 _Mixin: Any = object
@@ -79,8 +81,7 @@ class PipelinedCalls(_Mixin):
                 pipeline,
                 given.with_parts(flat).unpack(),
                 training,
-                pass_weights=True,
-                repeatable=True,
+                Gradients.OF_LAYER,
             )
             run.forward(tape=True)
             outputs = run.outputs()
@@ -135,7 +136,14 @@ class PipelinedCalls(_Mixin):
                 run_stage(stage, values, training)
         return keras.tree.map_structure(values.get, pipeline.graph.outputs)
 
-    def _mini_batch(self, pipeline, inputs, training, **kwargs):
+    def _mini_batch(
+        self,
+        pipeline,
+        inputs,
+        training,
+        gradients=Gradients.OF_ALL,
+        timed=False,
+    ):
         # Replicas cannot meet inside a function.
         meets = replicas.several() and any(
             x.synchronized
@@ -143,26 +151,23 @@ class PipelinedCalls(_Mixin):
             for x in state.batch_norms(stage.layers)
         )
         within_xla = replicas.within_xla()
-        if within_xla and kwargs.get("timed"):
+        if within_xla and timed:
             raise ValueError(
                 "The Timeline callback cannot take times where XLA compiles "
                 "the whole step, as it does on TPUs."
             )
-        jit_compile = getattr(self, "_stage_jit_compile", False)
-        if meets and jit_compile:
-            raise ValueError(
-                "XLA cannot compile a stage with a BatchNormalization of "
-                "synchronized=True for several replicas. Received: "
-                "compile(jit_compile=True)"
-            )
-        return MiniBatch(
-            pipeline,
-            inputs,
-            training,
-            jit_compile=jit_compile,
-            apart=not (meets or within_xla or self.run_eagerly),
-            **kwargs,
-        )
+        stages = StageMode.FUNCTIONS
+        if getattr(self, "_stage_jit_compile", False):
+            stages = StageMode.XLA_FUNCTIONS
+            if meets:
+                raise ValueError(
+                    "XLA cannot compile a stage with a BatchNormalization of "
+                    "synchronized=True for several replicas. Received: "
+                    "compile(jit_compile=True)"
+                )
+        if meets or within_xla or self.run_eagerly:
+            stages = StageMode.INLINE
+        return MiniBatch(pipeline, inputs, training, gradients, stages, timed)
 
     def _finish(self, run: MiniBatch, losses: list) -> None:
         for loss in losses:

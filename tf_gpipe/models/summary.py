@@ -3,7 +3,7 @@
 import shutil
 
 from tf_gpipe import table
-from tf_gpipe.partition import layer_graph
+from tf_gpipe.partition import layer_costs
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.stage.pipeline import Pipeline
 
@@ -16,8 +16,8 @@ def stage_table(pipeline: Pipeline, line_length: int | None = None) -> str:
         names = [node.layer.name for node in stage.nodes]
         if len(names) > 3:
             names = [names[0], "...", names[-1]]
-        sends = layer_graph.sends(
-            stages, stage.index, lambda x: layer_graph.size_in_bytes(x.spec)
+        sends = layer_costs.sends(
+            stages, stage.index, lambda x: layer_costs.size_in_bytes(x.spec)
         )
         rows.append(
             {

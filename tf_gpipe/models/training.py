@@ -21,6 +21,7 @@ from tf_gpipe.stage import seeds
 from tf_gpipe.stage.gradients import add
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.step.loss import MicroBatchLoss
+from tf_gpipe.step.running import Gradients
 
 
 def _traced_once(step: Callable) -> Callable:
@@ -115,7 +116,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             pipeline,
             inputs,
             training=True,
-            stop_inputs=True,
+            gradients=Gradients.OF_STEP,
             timed=self._record_times is not None,
         )
         # Eagerly, nothing overlaps anyway.

@@ -2,7 +2,7 @@
 
 balanced     the cut of a graph into stages that cost nearly the same
 contiguous   the best cut of a sequence of costs, by dynamic programming
-layer_graph  what calls of layers do and keep, found by tracing them
+layer_costs  what calls of layers do and keep, found by tracing them
 flops        floating-point operations of a graph
 config       the arguments of a pipeline, checked
 """

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe.partition import layer_graph
+from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
@@ -72,7 +72,7 @@ def counts(
         _costs(balance, graph, remat, device, weights),
         schedule.num_stages,
         [
-            layer_graph.size_in_bytes([value.spec for value in values])
+            layer_costs.size_in_bytes([value.spec for value in values])
             for values in graph.crossing()
         ],
         factors,
@@ -92,18 +92,18 @@ def _costs(
     if balance == "parameters":
         return [sum(math.prod(w.shape) for w in own) for own in weights]
     if balance in ("flops", "memory"):
-        traces, _ = layer_graph.trace(graph)
+        traces, _ = layer_costs.trace(graph)
         if balance == "flops":
             return [x.forward_flops for x in traces]
         return [
-            2 * layer_graph.size_in_bytes(own)
+            2 * layer_costs.size_in_bytes(own)
             + x.output_bytes
             + (0 if remat == "always" else x.stored_bytes)
             for own, x in zip(weights, traces, strict=True)
         ]
     # Without counting operations: these costs are for layers too whose
     # operations cannot be counted.
-    contents = {x: layer_graph.with_rows(x.spec) for x in graph.inputs}
+    contents = {x: layer_costs.with_rows(x.spec) for x in graph.inputs}
     for node in graph.nodes:
         node.run(contents, lambda layer: layer.compute_output_spec)
     calls = [
@@ -148,11 +148,11 @@ def _seconds(node: Node, contents: list) -> float:
 
     On made-up inputs and weights, so that nothing of the layer changes.
     """
-    run = layer_graph.forward_and_backward(node)
+    run = layer_costs.forward_and_backward(node)
     function = tf.function(lambda *args: run(*args)[1], autograph=False)
-    with layer_graph.naming(node):
+    with layer_costs.naming(node):
         args = keras.tree.map_structure(
-            _made_up, (contents, layer_graph.variables_of(node.layer))
+            _made_up, (contents, layer_costs.variables_of(node.layer))
         )
 
         def pass_and_wait() -> None:

@@ -7,7 +7,7 @@ import keras
 
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
-from tf_gpipe.partition import layer_graph
+from tf_gpipe.partition import layer_costs
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import chain
@@ -99,7 +99,7 @@ def copies(
             for x, original in zip(copy.weights, layer.weights, strict=True):
                 x.trainable = original.trainable
         trained = [x for x in copy.weights if x.trainable]
-        size = layer_graph.size_in_bytes(
+        size = layer_costs.size_in_bytes(
             [copy.weights, trained, slots.planned(optimizer, trained)]
         )
         return (copy, size), outputs
@@ -107,7 +107,7 @@ def copies(
     # Copies draw seeds that they do not need.
     drawn = random.getstate()
     try:
-        return layer_graph.walk(graph, copied)
+        return layer_costs.walk(graph, copied)
     finally:
         keras.config.set_dtype_policy(before)
         random.setstate(drawn)

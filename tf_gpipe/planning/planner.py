@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from tf_gpipe.partition import balanced
-from tf_gpipe.partition import layer_graph
+from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.planning import planned_graph
 from tf_gpipe.planning.plans import Plan
@@ -167,7 +167,7 @@ class _Planner:
         self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
         # What the layers do with micro-batches of so many rows.
         self.trace = functools.cache(
-            functools.partial(layer_graph.trace, self.graph)
+            functools.partial(layer_costs.trace, self.graph)
         )
 
     def plan(
@@ -241,7 +241,7 @@ class _Planner:
         traces, specs = self.trace(
             math.ceil(self.rows / schedule.num_micro_batches)
         )
-        sizes = {x: layer_graph.size_in_bytes(y) for x, y in specs.items()}
+        sizes = {x: layer_costs.size_in_bytes(y) for x, y in specs.items()}
         counts = config.balance
         if not isinstance(counts, list):
             counts = balanced.counts(
@@ -281,7 +281,7 @@ class _Planner:
                     ),
                     flops=sum(x.forward_flops for x in made),
                     backward_flops=sum(x.backward_flops for x in made),
-                    sends=layer_graph.sends(parts, k, sizes.__getitem__),
+                    sends=layer_costs.sends(parts, k, sizes.__getitem__),
                 )
             )
         return stages
@@ -289,7 +289,7 @@ class _Planner:
 
 def _stored(
     part: Graph,
-    traces: Sequence[layer_graph.LayerGraph],
+    traces: Sequence[layer_costs.LayerCosts],
     sizes: dict[Value, int],
 ) -> int:
     """Returns what a stage keeps of a micro-batch beside its inputs."""

@@ -18,7 +18,7 @@ class StagePlan:
         parameters: Integer.
         parameter_bytes: Integer: weights, gradient accumulators and
             optimizer slots.
-        activation_bytes: Integer, the peak of what is there beside them.
+        activation_bytes: Integer, the peak of the activations beside them.
         flops: Integer, floating-point operations of a micro-batch's forward
             pass.
         backward_flops: Integer, those of its backward pass.

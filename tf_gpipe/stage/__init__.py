@@ -10,8 +10,8 @@ rematerialisation):
     graph              a model as calls of layers, which can be cut
     stage, pipeline    the layers of a stage; all stages of a model
     function           the layers as a pure function: state in, state out
-    phases, cuts       its forward, recompute, backward and weights phases,
-                       cut from one trace
+    phases             its forward, recompute, backward and weights phases
+    traced_phases      those phases, cut from one trace of the function
     tape               the same by a gradient tape: eagerly, and within XLA
     traced_function    parts of a trace as functions of their own
     function_call      a function that a graph calls many times

@@ -43,7 +43,7 @@ def create(like: Sequence[Any]) -> tf.Tensor:
 
 
 def add(handle: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Adds tensors to a sum. Returns a tensor that is there when it is done."""
+    """Adds tensors to a sum. Returns a tensor that is ready afterwards."""
     sums = [a + b for a, b in zip(take(handle, tensors), tensors, strict=True)]
     return _put(handle, sums)
 

@@ -52,7 +52,7 @@ class StageFunction:
             `TensorFlowState`s.
         training: `None` for Keras's default.
         stopped: Those of the stage's inputs that need no gradient.
-        elsewhere: Ids of variables of other stages that it must not read.
+        foreign: Ids of variables of other stages that it must not read.
 
     Attributes:
         borrowed: The places in `carried` of weights, not state.
@@ -67,14 +67,14 @@ class StageFunction:
         carried: list[keras.Variable],
         training: bool | None,
         stopped: Sequence[Value],
-        elsewhere: Collection[int],
+        foreign: Collection[int],
     ):
         self.stage = stage
         self.carried = carried
         self.updated: list[keras.Variable] = []
         self.added: list[AddedLoss] = []
         self._training = training
-        self._elsewhere = elsewhere
+        self._foreign = foreign
         self._stopped = [value in stopped for value in stage.inputs]
         ids = {id(v) for v in carried}
         self._weights = [
@@ -125,7 +125,7 @@ class StageFunction:
             tf.device(self.stage.device),
             tf.name_scope(f"stage_{self.stage.index}"),
             holding([v for v, _ in others], [x for _, x in others]),
-            _Recorder(mapping, self._elsewhere) as scope,
+            _Recorder(mapping, self._foreign) as scope,
         ):
             before = _num_operations()
             run_stage(self.stage, values, self._training, take_losses)
@@ -304,13 +304,13 @@ class _Recorder(keras.StatelessScope):
 
     Args:
         state_mapping: As of `keras.StatelessScope`.
-        elsewhere: Ids of variables that must not be read.
+        foreign: Ids of variables that must not be read.
     """
 
-    def __init__(self, state_mapping, elsewhere):
+    def __init__(self, state_mapping, foreign):
         super().__init__(state_mapping, collect_losses=True)
         self.updated: dict[int, keras.Variable] = {}
-        self._elsewhere = elsewhere
+        self._foreign = foreign
         self._stopped = upstream.tapes_are_stopped()
 
     def add_update(self, update):
@@ -325,7 +325,7 @@ class _Recorder(keras.StatelessScope):
         super().add_update((variable, value))
 
     def get_current_value(self, variable):
-        if variable.trainable and id(variable) in self._elsewhere:
+        if variable.trainable and id(variable) in self._foreign:
             raise ValueError(
                 f"Variable '{variable.path}' is no weight of the layers of "
                 "this stage, so that its gradient would be lost. Make it a "

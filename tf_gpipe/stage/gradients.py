@@ -27,7 +27,7 @@ class GradientSum:
         self._sparse: dict[int, list[tf.IndexedSlices]] = {}
         # By the numbers of lookups in their stage.
         self._repeated: dict[int, tuple[int, tf.IndexedSlices]] = {}
-        # The variables, a handle, and what is there when the last one is added.
+        # The variables, a handle, and what is ready once all have been added.
         self._placed: dict[tuple, tuple[Sequence, tf.Tensor, list]] = {}
 
     def place(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
@@ -45,7 +45,7 @@ class GradientSum:
         return [self._placed[key][1]]
 
     def added(self, variables: Sequence[keras.Variable], done: list) -> None:
-        """Takes tensors that are there when a function has added gradients."""
+        """Takes tensors that are ready once a function has added gradients."""
         self._placed[tuple(map(id, variables))][2][:] = done
 
     def add(
@@ -53,7 +53,7 @@ class GradientSum:
     ) -> list[tf.Tensor]:
         """Adds gradients of one micro-batch, dense or sparse, by variable.
 
-        Returns tensors that are there when they have been added.
+        Returns tensors that are ready once all gradients have been added.
         """
         done = []
         for variable, x in gradients:

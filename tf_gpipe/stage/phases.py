@@ -6,14 +6,14 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices.errors import TellingFunction
-from tf_gpipe.stage.cuts import Cut
-from tf_gpipe.stage.cuts import Trace
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.traced_phases import Phases
+from tf_gpipe.stage.traced_phases import Trace
 
 
 class StagePhases:
@@ -53,7 +53,7 @@ class StagePhases:
         self._differentiated = tf.function(self._differentiate, autograph=False)
         # Both by the graph of a trace.
         self._traces: dict[Any, Trace] = {}
-        self._cuts: dict[Any, Cut] = {}
+        self._by_graph: dict[Any, Phases] = {}
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
         """Runs the stage, for no backward pass of the pipeline."""
@@ -71,22 +71,22 @@ class StagePhases:
             remat: Whether `PhasedCall.recompute` will run it again.
         """
         with self.function.on_device():
-            cut = self.cut(inputs, carried)
-            return PhasedCall(cut, tensors((inputs, carried)), remat)
+            phases = self.traced(inputs, carried)
+            return PhasedCall(phases, tensors((inputs, carried)), remat)
 
-    def cut(self, inputs: Activations, carried: list) -> Cut:
+    def traced(self, inputs: Activations, carried: list) -> Phases:
         """Returns the phases, cut from a trace for such arguments."""
         concrete = self._differentiated.get_concrete_function(inputs, carried)
         graph = concrete.graph
-        if graph not in self._cuts:
-            self._cuts[graph] = Cut(
+        if graph not in self._by_graph:
+            self._by_graph[graph] = Phases(
                 f"stage {self.function.stage.index}",
                 concrete,
                 self._traces[graph],
                 self._splits,
                 self._jit_compile,
             )
-        return self._cuts[graph]
+        return self._by_graph[graph]
 
     def _differentiate(self, inputs: Activations, carried: list) -> None:
         # The trace is kept: the function will be called where tapes do record.
@@ -122,18 +122,18 @@ class PhasedCall:
         kept: What is left after `backward` for `weights`, to be waited for.
     """
 
-    def __init__(self, cut: Cut, inputs: list[tf.Tensor], remat: bool):
-        self._cut = cut
+    def __init__(self, phases: Phases, inputs: list[tf.Tensor], remat: bool):
+        self._phases = phases
         self._inputs = inputs
         # Known once the backward phase has run.
         self._backward: Any = None
         self.kept: Any = None
-        self.result, self._drawn = cut.forward(inputs, not remat)
+        self.result, self._drawn = phases.forward(inputs, not remat)
         self._stored = self._drawn
 
     def recompute(self) -> list[tf.Tensor]:
         """Runs the stage again. Returns what the backward phase needs."""
-        self._stored = self._cut.recompute(self._inputs, self._drawn)
+        self._stored = self._phases.recompute(self._inputs, self._drawn)
         return self._stored
 
     def backward(self, upstream: list, sums: GradientSum) -> list:
@@ -151,7 +151,7 @@ class PhasedCall:
             for x, arrived in zip(self.result.targets, upstream, strict=True)
             if x.dtype.is_floating
         ]
-        self._backward = self._cut.backward(
+        self._backward = self._phases.backward(
             tuple(arrived is not None for _, arrived in pairs)
         )
         values = [
@@ -161,19 +161,19 @@ class PhasedCall:
         by_input, self.kept = self._backward.run(
             self._stored,
             values,
-            [] if self._cut.splits else sums.place(self._backward.dense),
+            [] if self._phases.splits else sums.place(self._backward.dense),
         )
         return by_input
 
     def weights(self, sums: GradientSum) -> list[tf.Tensor]:
         """Adds the gradients of weights, after the backward phase.
 
-        Returns what is there when they have been added.
+        Returns tensors that are ready once all gradients have been added.
         """
         variables = self._backward.dense
         place = sums.place(variables)
         made = self.kept
-        if self._cut.splits:
+        if self._phases.splits:
             made = self._backward.weights(made, place)
         dense, sparse = made
         if place:

@@ -49,7 +49,7 @@ class Pipeline:
             for i, value in enumerate(stage.outputs)
         }
 
-    def elsewhere(self, stage: Stage) -> set[int]:
+    def foreign(self, stage: Stage) -> set[int]:
         """Returns the ids of the layers' variables that a stage lacks."""
         there = {id(v) for other in self.stages for v in other.used()}
         return there.difference(map(id, stage.variables))

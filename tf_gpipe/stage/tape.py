@@ -5,7 +5,6 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe.stage import lookups
-from tf_gpipe.stage.cuts import Cut
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.function_call import tensors
@@ -13,6 +12,7 @@ from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.lookups import Lookup
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.traced_phases import Phases
 
 
 class TapedStage:
@@ -27,7 +27,7 @@ class TapedStage:
         self.function = function
         self.repeatable = repeatable
         self._phases = StagePhases(function, splits=False, jit_compile=False)
-        self._lookups: dict[Cut, list[Lookup]] = {}
+        self._lookups: dict[Phases, list[Lookup]] = {}
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
         """Runs the stage, for no backward pass of the pipeline."""
@@ -42,10 +42,10 @@ class TapedStage:
 
     def lookups(self, inputs: Activations, carried: list) -> list[Lookup]:
         """Returns the lookups of a call of the stage, which a trace tells."""
-        cut = self._phases.cut(inputs, carried)
-        if cut not in self._lookups:
-            self._lookups[cut] = cut.lookups(cut.trace.by_variable)
-        return self._lookups[cut]
+        phases = self._phases.traced(inputs, carried)
+        if phases not in self._lookups:
+            self._lookups[phases] = phases.lookups(phases.trace.by_variable)
+        return self._lookups[phases]
 
 
 class TapedCall:

@@ -132,7 +132,7 @@ class TracedFunction:
             if op not in self._constant and op.type not in _READS
         }
 
-    def handed(
+    def live(
         self,
         fetches: Sequence[tf.Tensor],
         done: Collection[tf.Operation],
@@ -246,7 +246,7 @@ def _functions_of(node: Any) -> list[str]:
     ]
 
 
-def result_alone(function: Callable[[], Any]) -> Any:
+def pruned(function: Callable[[], Any]) -> Any:
     """Returns what a function makes, by the operations alone that it needs.
 
     TensorFlow runs all in a graph that may have an effect, whatever it is for:

@@ -7,6 +7,7 @@ and what is left is as if the mini-batch had gone through as a whole:
     split -> tasks in the order of the schedule -> merge
 
     engine          the loop over the tasks
+    running         the stages as they run, functions or inline
     micro_batch     splits, weighs and merges
     exchange        what stages hand to one another
     task_order      one task after another on a device, and their times (clock)
@@ -14,6 +15,6 @@ and what is left is as if the mini-batch had gone through as a whole:
     added_losses    those that layers add
     state           merges what layers update, batch statistics and seeds
     masks           Keras masks of outputs, known before the outputs are
-    returned        how outputs are put together
+    outputs         what the model returns, put together (returned: how)
     row_dependence  how what layers make follows from rows, found by `trials`
 """

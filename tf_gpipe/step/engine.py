@@ -1,6 +1,5 @@
 """Runs a schedule: places its tasks on devices, in order, in one graph."""
 
-import functools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -17,23 +16,20 @@ from tf_gpipe.schedule.tasks import Task
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.gradients import of_devices
-from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.pipeline import Pipeline
-from tf_gpipe.stage.seeds import global_seed
 from tf_gpipe.stage.stage import Activations
-from tf_gpipe.stage.tape import TapedStage
-from tf_gpipe.stage.tensorflow_state import TensorFlowState
-from tf_gpipe.stage.tensorflow_state import find
 from tf_gpipe.step.added_losses import AddedLosses
 from tf_gpipe.step.clock import Clock
 from tf_gpipe.step.exchange import Exchange
 from tf_gpipe.step.exchange import total
 from tf_gpipe.step.loss import MicroBatchLoss
 from tf_gpipe.step.masks import masks_ahead
-from tf_gpipe.step.micro_batch import ROWS
 from tf_gpipe.step.micro_batch import Split
-from tf_gpipe.step.returned import kinds_of_outputs
+from tf_gpipe.step.outputs import Outputs
 from tf_gpipe.step.row_dependence import RowDependence
+from tf_gpipe.step.running import Gradients
+from tf_gpipe.step.running import RunningStages
+from tf_gpipe.step.running import StageMode
 from tf_gpipe.step.state import StateVersions
 from tf_gpipe.step.task_order import TaskOrder
 
@@ -64,15 +60,8 @@ class MiniBatch:
         inputs: Contents of each input of the model: nested structures of the
             mini-batch's tensors.
         training: `None` for Keras's default.
-        jit_compile: Whether XLA compiles the stages' functions.
-        apart: Whether stages run as functions of their own, which they do not
-            when run eagerly.
-        stop_inputs: Whether no gradient by the inputs is needed.
-        pass_weights: Whether stages get weights as tensors, which hides them
-            from tapes outside, at the price of a copy in each recomputation,
-            instead of reading them where they are.
-        repeatable: Whether `backward` may run more than once, as under a
-            persistent tape.
+        gradients: Which gradients are asked for, a `Gradients`.
+        stages: How the stages run, a `StageMode`. Eagerly they run `INLINE`.
         timed: Whether to take the time of each task.
     """
 
@@ -81,11 +70,8 @@ class MiniBatch:
         pipeline: Pipeline,
         inputs: tuple,
         training: bool | None,
-        jit_compile: bool = False,
-        apart: bool = True,
-        stop_inputs: bool = False,
-        pass_weights: bool = False,
-        repeatable: bool = False,
+        gradients: Gradients = Gradients.OF_ALL,
+        stages: StageMode = StageMode.FUNCTIONS,
         timed: bool = False,
     ):
         self.pipeline = pipeline
@@ -102,21 +88,13 @@ class MiniBatch:
         self._sums: list[GradientSum] = []
         self._loss_sum = GradientSum(self.split.num_micro_batches > 1)
         self._loss_weights: list[keras.Variable] = []
-        self._stages: dict[int, Any] = {}
-        self._others: dict[Any, TensorFlowState] = {}
-        # Not that of the time of the build, which the user may have replaced.
-        self._seed = global_seed()
-        # Functions that read it run on when Keras has got another one.
-        pipeline.seeds.update((id(v), v) for v in self._seed)
+        self._stages = RunningStages(pipeline, training, gradients, stages)
+        self._outputs = Outputs(
+            pipeline, self.split, self._exchange, self._dependence
+        )
         self._steps = pipeline.schedule.steps(pipeline.remat)
-        self._apart = apart and not tf.executing_eagerly()
         clock = Clock() if timed and not tf.executing_eagerly() else None
         self._order = TaskOrder(pipeline, clock)
-        self._training = training
-        self._jit_compile = jit_compile
-        self._stop_inputs = stop_inputs
-        self._pass_weights = pass_weights
-        self._repeatable = repeatable
 
     def forward(self, tape: bool) -> None:
         """Runs all forward tasks; with a `tape` if backward ones follow."""
@@ -134,21 +112,7 @@ class MiniBatch:
             loss_gradients: A scalar for each of `losses()`.
         """
         self._sums = self._no_gradients()
-        outputs = [
-            self._exchange.outputs(m).parts()
-            for m in range(self.split.num_micro_batches)
-        ]
-        # By part of the outputs, then by micro-batch.
-        pieces = [
-            [None] * self.split.num_micro_batches
-            if gradient is None
-            else self.split.unmerge(gradient, parts, kind)
-            for kind, gradient, *parts in zip(
-                self._kinds_of_parts, output_gradients, *outputs, strict=True
-            )
-        ]
-        for m in range(self.split.num_micro_batches):
-            self._upstream[m] = [x[m] for x in pieces]
+        self._upstream.update(self._outputs.split_gradients(output_gradients))
         # A tape may ask for it, outside of the call of the model.
         with placement.eagerly_alone():
             for task in self._steps:
@@ -197,24 +161,9 @@ class MiniBatch:
                         for v, x in zip(loss.weights, by_weight, strict=True)
                         if x is not None
                     )
-                    self._check_loss(outputs, self._upstream[m])
+                    self._outputs.check_loss(outputs, self._upstream[m])
             self._after_forward(task, [loss_gradient] * self._added.count(m))
         return [losses[m] for m in range(self.split.num_micro_batches)]
-
-    def outputs(self) -> Activations:
-        """Returns the outputs of the mini-batch."""
-        parts = [
-            self.pipeline.packed(self._exchange.outputs(m))
-            for m in range(self.split.num_micro_batches)
-        ]
-        kinds = keras.tree.pack_sequence_as(parts[0].tensors, self._kinds)
-        with tf.device(self.pipeline.stages[-1].device):
-            return Activations(
-                *(
-                    self.split.merge(list(x), kinds)
-                    for x in zip(*parts, strict=True)
-                )
-            )
 
     def masks(self) -> Any:
         """Returns the Keras masks of the outputs of the mini-batch.
@@ -224,63 +173,23 @@ class MiniBatch:
         stages = range(len(self.pipeline.stages))
         found = masks_ahead(
             self.pipeline,
-            [self._stage(k).function for k in stages],
+            [self._stages[k].function for k in stages],
             self._exchange,
             self._versions,
             self.split.num_micro_batches,
         )
-        kinds = keras.tree.pack_sequence_as(found[0], self._kinds)
-        return self.split.merge(found, kinds)
+        return self._outputs.merged(found)
+
+    def outputs(self) -> Activations:
+        """Returns the outputs of the mini-batch."""
+        return self._outputs.whole()
 
     def like_outputs(self, outputs: Any, m: int) -> Any:
         """Returns tensors like those of the mini-batch.
 
         `outputs` is what the model returns for micro-batch `m`.
         """
-        kinds = keras.tree.pack_sequence_as(outputs, self._kinds)
-        return keras.tree.map_structure(
-            lambda x, kind: self.split.like_whole(x, m, kind), outputs, kinds
-        )
-
-    @functools.cached_property
-    def _kinds(self) -> list[str]:
-        """How each flat tensor that the model returns is put together."""
-        m = self._exchange.done()
-        outputs = self._exchange.outputs(m).tensors
-        if self.split.num_micro_batches == 1:
-            return [ROWS] * len(keras.tree.flatten(outputs))
-        rows = self.split.size(m)
-        return kinds_of_outputs(
-            self.pipeline,
-            self._dependence,
-            outputs,
-            rows if isinstance(rows, int) else tf.get_static_value(rows),
-        )
-
-    @property
-    def _kinds_of_parts(self) -> list[str]:
-        """As `_kinds`, of each part of the outputs."""
-        tensors = self._exchange.outputs(self._exchange.done()).by_tensor()
-        return [
-            kind
-            for kind, parts in zip(self._kinds, tensors, strict=True)
-            for _ in parts
-        ]
-
-    def _check_loss(self, outputs: Activations, gradients: list) -> None:
-        """Refuses losses of what a micro-batch does not have its part of."""
-        parts = outputs.parts()
-        kinds = self._kinds_of_parts
-        for x, kind, gradient in zip(parts, kinds, gradients, strict=True):
-            if kind != ROWS and gradient is not None:
-                raise ValueError(
-                    "The model returns a tensor without a batch axis, of shape "
-                    f"{x.shape}. Its loss cannot be put together from micro-"
-                    "batches, as a schedule that starts backward passes before "
-                    "all forward passes are done needs. Use schedule='gpipe', "
-                    "which computes the loss on the whole mini-batch, or "
-                    "num_micro_batches=1."
-                )
+        return self._outputs.like_whole(outputs, m)
 
     def losses(self) -> list[tf.Tensor]:
         """Returns the losses that layers added, for the whole mini-batch."""
@@ -309,7 +218,7 @@ class MiniBatch:
 
     def _forward(self, task: Task, tape: bool) -> None:
         k, m = task.stage, task.micro_batch
-        stage = self._stage(k)
+        stage = self._stages[k]
         device = self.pipeline.stages[k].device
         function: StageFunction = stage.function
         inputs = self._exchange.inputs(k, m)
@@ -374,10 +283,11 @@ class MiniBatch:
     def _add_gradients(self, task: Task) -> list[tf.Tensor]:
         """Adds the gradients of weights of a micro-batch.
 
-        Returns what is there when they have been added.
+        Returns tensors that are ready once all gradients have been added.
         """
         key = task.stage, task.micro_batch
-        call = self._calls[key] if self._repeatable else self._calls.pop(key)
+        again = self._stages.asked_again
+        call = self._calls[key] if again else self._calls.pop(key)
         return call.weights(self._sums[task.stage])
 
     def _weights_of(self, loss: MicroBatchLoss) -> list[tf.Tensor]:
@@ -394,49 +304,9 @@ class MiniBatch:
             with tf.device(device):
                 return loss(self.pipeline.packed(outputs), *args)
 
-        if not self._apart:
+        if self._stages.inline:
             return on_device
         return tf.function(on_device, autograph=False)
-
-    def _stage(self, k: int) -> Any:
-        """Returns the `StagePhases` or the `TapedStage` of a stage."""
-        if k not in self._stages:
-            stage = self.pipeline.stages[k]
-            # Snapshots: a recomputation must not see what has been assigned
-            # since the forward pass.
-            states = [
-                v
-                for v in stage.owned
-                if self._pass_weights or not v.value.trainable
-            ]
-            several = tf.distribute.has_strategy()
-            others = [] if several else find(stage.layers)
-            for v in others:
-                # Layers of several stages may share it.
-                self._others.setdefault(v.ref(), TensorFlowState(v))
-            function = StageFunction(
-                stage,
-                [
-                    *self._seed,
-                    *states,
-                    *stage.borrowed,
-                    *(self._others[v.ref()] for v in others),
-                ],
-                self._training,
-                self.pipeline.graph.inputs if self._stop_inputs else (),
-                # In inference a tape outside would find them.
-                self.pipeline.elsewhere(stage) if self._training else (),
-            )
-            self._stages[k] = (
-                StagePhases(
-                    function,
-                    self.pipeline.schedule.splits,
-                    self._jit_compile,
-                )
-                if self._apart
-                else TapedStage(function, self._repeatable)
-            )
-        return self._stages[k]
 
     def times(self) -> tf.Tensor | None:
         """Returns when tasks ran; see `TaskOrder.times`."""

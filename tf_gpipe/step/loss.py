@@ -23,7 +23,7 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.traced_function import followed_values
-from tf_gpipe.stage.traced_function import result_alone
+from tf_gpipe.stage.traced_function import pruned
 
 # Stands for the number of rows; no size that is about.
 _ROWS = 1009
@@ -77,7 +77,7 @@ class MicroBatchLoss:
             )
             used.update(scope.read)
             self._needed[i] = needed
-            self._counts[i] = result_alone(
+            self._counts[i] = pruned(
                 lambda: _count(loss, needed, y_true, y_pred, weight)
             )
             return tf.zeros(())

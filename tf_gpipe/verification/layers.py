@@ -20,6 +20,7 @@ from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import in_mode
 from tf_gpipe.step import state
 from tf_gpipe.step.engine import MiniBatch
+from tf_gpipe.step.running import StageMode
 from tf_gpipe.verification.report import differences
 from tf_gpipe.verification.report import largest
 from tf_gpipe.verification.steps import Variables
@@ -214,7 +215,9 @@ class Layers:
         by_input: list = []
         by_weight: list = []
         try:
-            run = MiniBatch(pipeline, tuple(inputs), training, apart=False)
+            run = MiniBatch(
+                pipeline, tuple(inputs), training, stages=StageMode.INLINE
+            )
             run.forward(tape=training)
             outputs, losses = run.outputs(), run.losses()
             made = outputs.tensors

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tf_gpipe.partition import layer_graph
+from tf_gpipe.partition import layer_costs
 from tf_gpipe.stage.graph import chain
 
 LAYERS = keras.layers
@@ -24,7 +24,7 @@ def build(make, shape):
 
 def trace(make, shape, dtype="float32"):
     spec = keras.KerasTensor(shape, dtype)
-    (graph,), _ = layer_graph.trace(chain([build(make, shape)], spec))
+    (graph,), _ = layer_costs.trace(chain([build(make, shape)], spec))
     return graph
 
 
@@ -324,7 +324,7 @@ class TraceTest(parameterized.TestCase, tf.test.TestCase):
             for layer in layers:
                 layer.build(shape)
                 shape = layer.compute_output_shape(shape)
-        graphs, specs = layer_graph.trace(
+        graphs, specs = layer_costs.trace(
             chain(layers, keras.KerasTensor((4, 6, 6, 3), "float32"))
         )
         self.assertEqual(
@@ -344,14 +344,14 @@ class TraceTest(parameterized.TestCase, tf.test.TestCase):
         shape = (2, 10, 16)
         layer = build(make, shape)
         spec = keras.KerasTensor(shape, "float32")
-        layer_graph.trace(chain([layer], spec))
+        layer_costs.trace(chain([layer], spec))
         self.assertNotEmpty(layer.variables)
         for variable in layer.variables:
             self.assertIsNone(variable._value, variable.path)
 
     def test_size_in_bytes(self):
         self.assertEqual(
-            layer_graph.size_in_bytes(
+            layer_costs.size_in_bytes(
                 {
                     "a": keras.KerasTensor((2, 3), "float16"),
                     "b": [keras.KerasTensor((5,), "int64"), None],

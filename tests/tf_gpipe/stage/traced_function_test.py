@@ -41,10 +41,10 @@ class TracedFunctionTest(tf.test.TestCase):
         traced, inputs, (first, second) = self.trace()
         # The tensor itself: the function returns an identity of it.
         early = traced.makers([first])
-        handed = traced.handed([second], early)
-        self.assertEqual([x.name for x in handed], [self.middle.name])
-        before = traced.part(inputs, [first, *handed])
-        after = traced.part(handed, [second])
+        live = traced.live([second], early)
+        self.assertEqual([x.name for x in live], [self.middle.name])
+        before = traced.part(inputs, [first, *live])
+        after = traced.part(live, [second])
 
         @tf.function(autograph=False)
         def run(x):

@@ -33,7 +33,7 @@ _SHAPES = frozenset("Shape ShapeN Size Rank".split())
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerGraph:
+class LayerCosts:
     """What a call of a layer does and keeps for a micro-batch in training."""
 
     forward_flops: int
@@ -48,7 +48,7 @@ class LayerGraph:
 
 
 def trace(graph: Graph, rows: int | None = None) -> tuple[list, Specs]:
-    """Returns the `LayerGraph` of each call, and the specs of all values.
+    """Returns the `LayerCosts` of each call, and the specs of all values.
 
     Nothing is allocated or run: the variables of the layers, which are built,
     need no values. `rows` is the batch size; by default that of the graph's
@@ -170,7 +170,7 @@ def _floating(tensors: Any) -> list:
     return [x for x in keras.tree.flatten(tensors) if x.dtype.is_floating]
 
 
-def _trace(node: Node, specs: Specs) -> tuple[LayerGraph, Any]:
+def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
     """Returns what a call does, and the specs of what the layer returns."""
     with naming(node):
         outputs: Any = None
@@ -207,7 +207,7 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerGraph, Any]:
         ]
         of_outputs = {_root(x).name for x in keras.tree.flatten(outputs)}
         elsewhere = of_outputs.union(names, *of_inputs)
-        found = LayerGraph(
+        found = LayerCosts(
             forward_flops=flops.count(early),
             backward_flops=flops.count(late),
             stored_bytes=sum(

@@ -32,7 +32,7 @@ class Trace(NamedTuple):
     by_variable: list  # pairs of a variable and its gradient
 
 
-class Cut:
+class Phases:
     """The phases of a stage, cut from a trace.
 
     Args:
@@ -78,8 +78,8 @@ class Cut:
         self.late_effects = effects & late
         fetches = tensors((trace.by_input, [x for _, x in trace.by_variable]))
         self.early = self.traced.makers(fetches, self.late_effects) - late
-        # What is there once the stage has run.
-        self.stored = self.traced.handed(fetches, self.early, self.late_effects)
+        # What the gradient needs of the forward pass.
+        self.stored = self.traced.live(fetches, self.early, self.late_effects)
         if jit_compile and any(x.dtype == tf.variant for x in self.stored):
             raise ValueError(
                 f"XLA cannot compile {name}: it keeps lists of tensors for "
@@ -139,7 +139,7 @@ class Backward:
     """The backward phase of a stage, and after it the phase of weights.
 
     Args:
-        cut: The `Cut` that it is of.
+        phases: The `Phases` that it is of.
         alive: The operations that follow from the gradients that arrive.
 
     Attributes:
@@ -151,29 +151,31 @@ class Backward:
             empty one). To the gradients of inputs, and what `weights` takes if
             that is apart, or else returns.
         weights: `FunctionCall` from that, and from where to add gradients, to
-            a list of what is there when dense gradients have been added, or
+            a list of a tensor that is ready once dense ones are added, or
             of a pack of them, and the list of the sparse ones.
     """
 
-    def __init__(self, cut: Cut, alive: set[tf.Operation]):
+    def __init__(self, phases: Phases, alive: set[tf.Operation]):
         def lives(gradient: Any) -> bool:
             return any(x.op in alive for x in tensors(gradient))
 
-        self._cut = cut
-        self._by_input = [x if lives(x) else None for x in cut.trace.by_input]
-        pairs = [p for p in cut.trace.by_variable if lives(p[1])]
+        self._phases = phases
+        self._by_input = [
+            x if lives(x) else None for x in phases.trace.by_input
+        ]
+        pairs = [p for p in phases.trace.by_variable if lives(p[1])]
         dense = [p for p in pairs if not isinstance(p[1], tf.IndexedSlices)]
         self.dense = [v for v, _ in dense]
-        self.sparse = cut.lookups(pairs)
+        self.sparse = phases.lookups(pairs)
         self._slices = [x.slices for x in self.sparse]
         self._gradients = [x for _, x in dense] + tensors(self._slices)
         # What the phase of weights is fed.
         self._kept: list[tf.Tensor] = []
-        if cut.splits:
-            done = {*cut.early, *(x.op for x in cut.upstream)}
+        if phases.splits:
+            done = {*phases.early, *(x.op for x in phases.upstream)}
             made = tensors(self._by_input)
-            done |= cut.traced.makers(made, cut.late_effects)
-            self._kept = cut.traced.handed(self._gradients, done)
+            done |= phases.traced.makers(made, phases.late_effects)
+            self._kept = phases.traced.live(self._gradients, done)
         self.run = FunctionCall(self._run)
         self.weights = FunctionCall(self._weights)
 
@@ -183,21 +185,21 @@ class Backward:
         values: list[tf.Tensor],
         place: list[tf.Tensor],
     ) -> tuple:
-        cut, by_input = self._cut, tensors(self._by_input)
+        phases, by_input = self._phases, tensors(self._by_input)
         size = len(by_input)
 
         def then(found: Sequence[tf.Tensor], place: list[tf.Tensor]) -> tuple:
             rest = found[size:]
-            kept = pack(rest) if cut.splits else self._placed(rest, place)
+            kept = pack(rest) if phases.splits else self._placed(rest, place)
             return found[:size], kept
 
         part = self._ending(
-            cut.stored + cut.upstream,
-            by_input + (self._kept if cut.splits else self._gradients),
+            phases.stored + phases.upstream,
+            by_input + (self._kept if phases.splits else self._gradients),
             then,
-            cut.late_effects,
+            phases.late_effects,
         )
-        made, kept = part([*unpack(packed, cut.stored), *values], place)
+        made, kept = part([*unpack(packed, phases.stored), *values], place)
         return filled(self._by_input, made), kept
 
     def _weights(
@@ -214,8 +216,8 @@ class Backward:
         effects: Iterable[tf.Operation] = (),
     ) -> Callable:
         """Returns a part that ends with `then`, in it if that is possible."""
-        traced = self._cut.traced
-        if not self._cut.jit_compile:
+        traced = self._phases.traced
+        if not self._phases.jit_compile:
             return traced.part(feeds, fetches, effects, then)
         # XLA knows no packs. All gradients are there before any is added.
         part = traced.part(feeds, fetches, effects)
