@@ -51,16 +51,25 @@ hardware are those of trainers.image_classification.
 """
 
 import contextlib
+import dataclasses
 import pathlib
 import sys
 
 from absl import flags
 
+from tf_gpipe.commands.flags import keyword_arguments
 from trainers import command_line
-from trainers import job_flags
+from trainers import job
+from trainers import optimization
 from trainers import sentence_pairs
 from trainers import translation_job
 from trainers.command_line import UserError
+from trainers.command_line import from_flags
+from trainers.command_line import parsed
+from trainers.devices import HardwareConfig
+from trainers.job import JobConfig
+from trainers.job import PipelineConfig
+from trainers.optimization import Optimization
 from trainers.sentence_pairs import SentencePairs
 from trainers.vocabulary import vocabulary_path
 
@@ -149,25 +158,8 @@ _LENGTH_PENALTY = flags.DEFINE_float(
     lower_bound=0.0,
 )
 
-flags.adopt_module_key_flags(job_flags)
-
-
-# Flags of the run in the working directory that other modes do not take over.
-_NOT_OF_THE_MODEL = {
-    "mode",
-    "to",
-    "workdir",
-    "num_stages",
-    "num_micro_batches",
-    "balance",
-    "schedule",
-    "remat",
-    "strategy",
-    "num_replicas",
-    "workers",
-    "worker_timeout",
-    "tpu",
-}
+flags.adopt_module_key_flags(job)
+flags.adopt_module_key_flags(optimization)
 
 
 def _take_flags_of(workdir):
@@ -175,21 +167,29 @@ def _take_flags_of(workdir):
     path = pathlib.Path(workdir) / "flags.txt"
     if not path.exists():
         return
+    # The same model may be cut in another way, and run elsewhere.
+    others = {"mode", "to", "workdir"} | {
+        field.name
+        for config in (PipelineConfig, HardwareConfig)
+        for field in dataclasses.fields(config)
+    }
     for argument in flags.FLAGS.read_flags_from_files([f"--flagfile={path}"]):
         name, equals, value = argument.removeprefix("--").partition("=")
-        if equals and name not in _NOT_OF_THE_MODEL:
+        if equals and name not in others:
             flags.FLAGS.set_default(name, value)
 
 
 def _pairs():
-    dataset, data_dir = job_flags.data()
     languages = _LANGUAGES.value
-    if languages is None and dataset == _DEFAULTS["dataset"]:
+    if languages is None and flags.FLAGS.dataset == _DEFAULTS["dataset"]:
         languages = _SLAVIC
     elif languages == ["all"]:
         languages = None
     return SentencePairs(
-        dataset.split(","), data_dir, _DIRECTIONS.value, languages
+        flags.FLAGS.dataset.split(","),
+        flags.FLAGS.data_dir,
+        _DIRECTIONS.value,
+        languages,
     )
 
 
@@ -207,7 +207,10 @@ def main(texts):
                 f"--mode={mode} needs the --workdir of a training run."
             )
         _take_flags_of(workdir)
-    config, optimization = job_flags.job(), job_flags.optimization()
+    configs = (
+        from_flags(JobConfig, flags=flags.FLAGS.flags_into_string()),
+        from_flags(Optimization),
+    )
     search = {
         "max_length": _MAX_LENGTH.value,
         "beam_size": _BEAM_SIZE.value,
@@ -218,8 +221,7 @@ def main(texts):
         # What is told of the machine is no translation.
         with contextlib.redirect_stdout(sys.stderr):
             found = translation_job.translate(
-                config,
-                optimization,
+                *configs,
                 texts=texts,
                 language=_TO.value,
                 **search,
@@ -230,11 +232,11 @@ def main(texts):
         "pairs": _pairs(),
         "batch_tokens": _BATCH_TOKENS.value,
         "num_test_pairs": _NUM_TEST_PAIRS.value,
-        "label_smoothing": job_flags.label_smoothing(),
+        "label_smoothing": flags.FLAGS.label_smoothing,
         **search,
     }
     if mode == "evaluate":
-        translation_job.evaluate(config, optimization, **common)
+        translation_job.evaluate(*configs, **common)
         return
     vocabulary = _VOCABULARY.value or vocabulary_path(
         common["pairs"].datasets,
@@ -242,11 +244,10 @@ def main(texts):
         common["pairs"].data_dir,
     )
     translation_job.train_and_evaluate(
-        config,
-        optimization,
+        *configs,
         vocabulary=vocabulary,
         steps_per_epoch=_STEPS_PER_EPOCH.value,
-        model_args=job_flags.model_args(),
+        model_args=parsed("model_args", keyword_arguments),
         temperature=_TEMPERATURE.value,
         **common,
     )
