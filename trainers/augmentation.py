@@ -6,6 +6,8 @@ import keras
 import tensorflow as tf
 
 from trainers.command_line import UserError
+from trainers.command_line import define_flags
+from trainers.command_line import setting
 
 CROPS = ("none", "pad", "inception")
 
@@ -18,27 +20,30 @@ _DRAWS = 1024
 class Augmentation:
     """Random changes of the images that a model is trained on.
 
-    All are Keras's layers, but for the crop `"inception"`. What is drawn
-    follows from the seed that is given, so that a resumed run sees the same
-    images as an uninterrupted one.
-
-    Attributes:
-        crop: `"none"`; `"pad"`, a crop of the image's own size after an eighth
-            of it has been added on each side; or `"inception"`, a crop of 8%
-            to 100% of the area, resized, of Szegedy et al., "Going Deeper with
-            Convolutions", 2014, https://arxiv.org/abs/1409.4842, section 6.
-        flip: Boolean, whether half of the images are flipped left to right.
-        rand_augment: Integer, number of operations of
-            `keras.layers.RandAugment`; `0` for none.
-        rand_augment_factor: Float in [0, 1], how strong they are.
-        mixup: Float, alpha of `keras.layers.MixUp`; `0` for none.
+    All are Keras's layers, but for the crop `"inception"`, which is that of
+    Szegedy et al., "Going Deeper with Convolutions", 2014,
+    https://arxiv.org/abs/1409.4842, section 6. What is drawn follows from the
+    seed that is given, so that a resumed run sees the same images as an
+    uninterrupted one. Each field is a flag.
     """
 
-    crop: str = "none"
-    flip: bool = False
-    rand_augment: int = 0
-    rand_augment_factor: float = 0.5
-    mixup: float = 0.0
+    crop: str = setting(
+        "none",
+        "Random crops: none; of the image's size after padding by an eighth; "
+        "or of 8% to 100% of the area.",
+        enum_values=CROPS,
+    )
+    flip: bool = setting(False, "Flip half of the images.")
+    rand_augment: int = setting(
+        0, "Operations of RandAugment an image.", lower_bound=0
+    )
+    rand_augment_factor: float = setting(
+        0.5,
+        "How strong the operations of RandAugment are.",
+        lower_bound=0.0,
+        upper_bound=1.0,
+    )
+    mixup: float = setting(0.0, "Alpha of mixup; 0 for none.", lower_bound=0.0)
 
     def image_function(self, size):
         """Returns a function of a seed and an image that changes the image.
@@ -99,6 +104,9 @@ class Augmentation:
             return mixed["images"], mixed["labels"]
 
         return mix
+
+
+define_flags(Augmentation)
 
 
 def _seeded(layers):

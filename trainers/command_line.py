@@ -1,5 +1,7 @@
-"""Programs whose users see their own mistakes as one line."""
+"""Programs with flags, whose users see their own mistakes as one line."""
 
+import argparse
+import dataclasses
 import sys
 
 from absl import app
@@ -7,6 +9,19 @@ from absl import flags
 from absl import logging
 
 from trainers.interruption import Stopped
+
+# absl's functions by the type of a flag's value.
+_DEFINE = {
+    bool: flags.DEFINE_bool,
+    float: flags.DEFINE_float,
+    int: flags.DEFINE_integer,
+    list: flags.DEFINE_list,
+    str: flags.DEFINE_string,
+}
+
+# Flags that are defined here belong to the modules that ask for them, which
+# `--help` groups them by.
+flags.disclaim_key_flags()
 
 
 class UserError(Exception):
@@ -18,6 +33,85 @@ class UserError(Exception):
 
     def __init__(self, error):
         super().__init__(" ".join(str(error).split()))
+
+
+def setting(default, help, *, kind=None, parse=lambda value: value, **checks):
+    """Returns a field of a dataclass, which the flag of its name sets.
+
+    All there is to say of a setting is said here: `define_flags` makes a flag
+    of the field, whose documentation is the help of the flag.
+
+    Args:
+        default: What the flag is if it is not given.
+        help: String, what `--help` says of the flag.
+        kind: Type of the flag: `bool`, `float`, `int`, `list` or `str`.
+            Defaults to that of `default`.
+        parse: Function of the flag's value that returns the field's. It raises
+            an `argparse.ArgumentTypeError` where it cannot. Defaults to the
+            value itself.
+        **checks: Of absl's `DEFINE_...`: `lower_bound` and `upper_bound` of
+            numbers; or `enum_values`, the strings that are allowed.
+
+    Example:
+
+    ```python
+    @dataclasses.dataclass
+    class Config:
+        num_epochs: int = setting(20, "Epochs in all.", lower_bound=0)
+
+    define_flags(Config)
+    config = from_flags(Config)  # once the flags are parsed
+    ```
+    """
+    define = _DEFINE[kind or type(default)]
+    if "enum_values" in checks:
+        define = flags.DEFINE_enum
+    return dataclasses.field(
+        default_factory=lambda: parse(default),
+        metadata={
+            "define": lambda name: define(name, default, help=help, **checks),
+            "parse": parse,
+        },
+    )
+
+
+def define_flags(cls):
+    """Defines the flags of a dataclass whose fields are made by `setting`."""
+    for field in dataclasses.fields(cls):
+        if field.metadata:
+            field.metadata["define"](field.name)
+
+
+def from_flags(cls, **others):
+    """Returns an instance of a dataclass with the values of its flags.
+
+    Args:
+        cls: Dataclass that `define_flags` was called with.
+        **others: Values of the fields that have no flags.
+
+    Raises:
+        UserError: If the value of a flag cannot be parsed.
+    """
+    for field in dataclasses.fields(cls):
+        if field.metadata:
+            others[field.name] = parsed(field.name, field.metadata["parse"])
+    return cls(**others)
+
+
+def parsed(name, parse):
+    """Returns what a function makes of the value of a flag.
+
+    Args:
+        name: String, the flag's name.
+        parse: As of `setting`.
+
+    Raises:
+        UserError: If the value cannot be parsed.
+    """
+    try:
+        return parse(flags.FLAGS[name].value)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--{name}: {error}") from error
 
 
 def run(main, takes_arguments=False, **defaults):

@@ -9,11 +9,42 @@ from typing import Any
 import tensorflow as tf
 
 import tf_gpipe
-from tf_gpipe.commands import devices
+from tf_gpipe.commands.devices import ensure
 from tf_gpipe.devices import placement
 from trainers.command_line import UserError
+from trainers.command_line import setting
 
-STRATEGIES = ("none", "mirrored", "multi_worker", "tpu")
+
+@dataclasses.dataclass(frozen=True)
+class HardwareConfig:
+    """What to run a trainer on. Each field is a flag."""
+
+    strategy: str = setting(
+        "none",
+        "Replicas of the pipeline: none; several on this host; one on each "
+        "host of TF_CONFIG; or several on a TPU.",
+        enum_values=("none", "mirrored", "multi_worker", "tpu"),
+    )
+    num_replicas: int | None = setting(
+        None,
+        "Replicas with --strategy=mirrored or tpu. Default: as many as there "
+        "are accelerators for; 2 without any.",
+        kind=int,
+        lower_bound=1,
+    )
+    workers: list[str] | None = setting(
+        None, "Worker processes to run stages on: host:port,...", kind=list
+    )
+    worker_timeout: float = setting(
+        30.0,
+        "Seconds to wait for workers that are missing at the start.",
+        lower_bound=0.0,
+    )
+    tpu: str | None = setting(
+        None,
+        "Name or address of the TPU with --strategy=tpu. Default: this host's.",
+        kind=str,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,38 +71,24 @@ class Hardware:
         return float(total) == number * self.num_replicas
 
 
-def start(
-    num_stages,
-    strategy="none",
-    num_replicas=None,
-    workers=None,
-    worker_timeout=30.0,
-    tpu=None,
-):
+def start(num_stages, config):
     """Prepares the hardware. TensorFlow must not have started.
 
     Args:
-        num_stages: Positive integer, stages of a pipeline.
-        strategy: `"none"` for one pipeline; `"mirrored"` for several on this
-            host, each on `num_stages` devices; `"multi_worker"` for one on
-            each of several hosts, which `TF_CONFIG` lists; `"tpu"` for
-            several on a TPU, each on `num_stages` cores.
-        num_replicas: Integer, pipelines on this host or TPU; `None` for as
-            many as there are devices for.
-        workers: List of addresses `"host:port"` of worker processes that run
-            the stages, or `None`.
-        worker_timeout: Float, seconds to wait for workers that are missing.
-        tpu: Name or address of the TPU, with `"tpu"`; `None` for the one of
-            this host.
+        num_stages: Positive integer, stages of a pipeline. Each replica of it
+            has as many devices of its own.
+        config: `HardwareConfig`.
 
     Returns:
         A `Hardware`.
 
     Raises:
-        UserError: If the arguments do not fit one another or the machine.
+        UserError, ValueError: If the arguments do not fit one another or the
+            machine.
         tf.errors.UnavailableError: If a worker cannot be reached.
     """
-    if workers and strategy != "none":
+    strategy, num_replicas = config.strategy, config.num_replicas
+    if config.workers and strategy != "none":
         raise UserError(
             "Stages on worker processes form a single pipeline. Use "
             f"--workers without --strategy. Received: --strategy={strategy}"
@@ -81,33 +98,23 @@ def start(
             "--num_replicas is for --strategy=mirrored and --strategy=tpu. "
             f"Received: --num_replicas={num_replicas}, --strategy={strategy}"
         )
-    if tpu is not None and strategy != "tpu":
+    if config.tpu is not None and strategy != "tpu":
         raise UserError(
-            f"--tpu={tpu} needs --strategy=tpu. Received: --strategy={strategy}"
+            f"--tpu={config.tpu} needs --strategy=tpu. Received: "
+            f"--strategy={strategy}"
         )
     if strategy == "none":
         devices = None
-        if workers:
-            try:
-                devices = tf_gpipe.connect(workers, worker_timeout)
-            except ValueError as error:
-                raise UserError(error) from error
+        if config.workers:
+            devices = tf_gpipe.connect(config.workers, config.worker_timeout)
         else:
             ensure(num_stages)
         return Hardware(tf.distribute.get_strategy(), devices)
     if strategy == "mirrored":
         return _mirrored(num_stages, num_replicas)
     if strategy == "tpu":
-        return _tpu(num_stages, num_replicas, tpu)
+        return _tpu(num_stages, num_replicas, config.tpu)
     return _multi_worker(num_stages)
-
-
-def ensure(num_devices):
-    """As `devices.ensure` of tf_gpipe's commands, whose error is the user's."""
-    try:
-        devices.ensure(num_devices)
-    except ValueError as error:
-        raise UserError(error) from error
 
 
 def share_batches(batches):
@@ -124,10 +131,7 @@ def _mirrored(num_stages, num_replicas):
     if num_replicas is None:
         num_replicas = max(1, num_gpus // num_stages) if num_gpus else 2
     ensure(num_stages * num_replicas)
-    try:
-        rows = placement.assign(None, num_stages, num_replicas)
-    except ValueError as error:
-        raise UserError(error) from error
+    rows = placement.assign(None, num_stages, num_replicas)
     strategy = tf.distribute.MirroredStrategy([row[0] for row in rows])
     return Hardware(strategy, rows, num_replicas)
 

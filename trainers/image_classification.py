@@ -48,14 +48,20 @@ import keras
 from absl import flags
 
 import model_zoo
+from tf_gpipe.commands.flags import keyword_arguments
 from trainers import augmentation
 from trainers import command_line
 from trainers import images
-from trainers import job_flags
+from trainers import job
+from trainers import optimization
 from trainers import transfer
 from trainers.augmentation import Augmentation
 from trainers.command_line import UserError
+from trainers.command_line import from_flags
+from trainers.command_line import parsed
 from trainers.job import Job
+from trainers.job import JobConfig
+from trainers.optimization import Optimization
 
 _MODEL = flags.DEFINE_enum(
     "model", "resnet_small", model_zoo.names(), "Model of model_zoo."
@@ -78,27 +84,6 @@ _NUM_TRAIN_PER_CLASS = flags.DEFINE_integer(
     "Training images of each class, drawn by --seed. Default: all.",
     lower_bound=1,
 )
-_CROP = flags.DEFINE_enum(
-    "crop",
-    "none",
-    augmentation.CROPS,
-    "Random crops: none; of the image's size after padding by an eighth; or "
-    "of 8% to 100% of the area.",
-)
-_FLIP = flags.DEFINE_bool("flip", False, "Flip half of the images.")
-_RAND_AUGMENT = flags.DEFINE_integer(
-    "rand_augment", 0, "Operations of RandAugment an image.", lower_bound=0
-)
-_RAND_AUGMENT_FACTOR = flags.DEFINE_float(
-    "rand_augment_factor",
-    0.5,
-    "How strong the operations of RandAugment are.",
-    lower_bound=0.0,
-    upper_bound=1.0,
-)
-_MIXUP = flags.DEFINE_float(
-    "mixup", 0.0, "Alpha of mixup; 0 for none.", lower_bound=0.0
-)
 _INIT_FROM = flags.DEFINE_string(
     "init_from",
     None,
@@ -106,7 +91,9 @@ _INIT_FROM = flags.DEFINE_string(
     "from but those of the last layer.",
 )
 
-flags.adopt_module_key_flags(job_flags)
+flags.adopt_module_key_flags(augmentation)
+flags.adopt_module_key_flags(job)
+flags.adopt_module_key_flags(optimization)
 
 
 def train_and_evaluate(
@@ -246,26 +233,18 @@ class _TopKAccuracy(keras.metrics.TopKCategoricalAccuracy):
 
 
 def main():
-    config = job_flags.job()
-    dataset, data_dir = job_flags.data()
     train_and_evaluate(
-        config,
-        job_flags.optimization(),
+        from_flags(JobConfig, flags=flags.FLAGS.flags_into_string()),
+        from_flags(Optimization),
         model=_MODEL.value,
-        dataset=dataset,
+        dataset=flags.FLAGS.dataset,
         batch_size=_BATCH_SIZE.value,
-        model_args=job_flags.model_args(),
-        data_dir=data_dir,
+        model_args=parsed("model_args", keyword_arguments),
+        data_dir=flags.FLAGS.data_dir,
         image_size=_IMAGE_SIZE.value,
         num_train_per_class=_NUM_TRAIN_PER_CLASS.value,
-        augmentation=Augmentation(
-            crop=_CROP.value,
-            flip=_FLIP.value,
-            rand_augment=_RAND_AUGMENT.value,
-            rand_augment_factor=_RAND_AUGMENT_FACTOR.value,
-            mixup=_MIXUP.value,
-        ),
-        label_smoothing=job_flags.label_smoothing(),
+        augmentation=from_flags(Augmentation),
+        label_smoothing=flags.FLAGS.label_smoothing,
         init_from=_INIT_FROM.value,
     )
 

@@ -9,14 +9,20 @@ import re
 
 import keras
 import tensorflow as tf
+from absl import flags
 
 import model_zoo
 from tf_gpipe.commands import models
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import REMAT_MODES
 from trainers import devices
 from trainers.checkpoints import Checkpoints
 from trainers.checkpoints import Position
 from trainers.checkpoints import newest
 from trainers.command_line import UserError
+from trainers.command_line import define_flags
+from trainers.command_line import setting
+from trainers.devices import HardwareConfig
 from trainers.interruption import StopOnSignal
 from trainers.interruption import Stopped
 from trainers.loss_log import LossLog
@@ -25,58 +31,102 @@ from trainers.weight_averages import averaged
 from trainers.weight_averages import has_averages
 from trainers.weight_averages import inner_optimizer
 
-DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
-
 # In the working directory.
 _CHECKPOINTS = "checkpoints"
 
 
+def _balance(text):
+    """Returns the counts in a text such as `"5,4"`; other texts as they are."""
+    if re.fullmatch(r"\d+(,\d+)*", text):
+        return [int(count) for count in text.split(",")]
+    return text
+
+
 @dataclasses.dataclass(frozen=True)
-class JobConfig:
+class PipelineConfig:
+    """What `tf_gpipe.PipelinedSequential` is told. Each field is a flag."""
+
+    num_stages: int = setting(
+        2, "Pipeline stages, each on a device.", lower_bound=1
+    )
+    num_micro_batches: int = setting(
+        8, "Micro-batches of a mini-batch.", lower_bound=1
+    )
+    balance: str | list[int] = setting(
+        "parameters",
+        "What the stages get equal shares of, or the number of layers of each "
+        "stage, as in 5,4.",
+        parse=_balance,
+    )
+    schedule: str = setting(
+        "1f1b",
+        "Order of micro-batches.",
+        # A device has one stage here.
+        enum_values=[x for x in schedules.NAMES if x != "interleaved"],
+    )
+    remat: str = setting(
+        "always",
+        "Which micro-batches compute activations again instead of keeping "
+        "them.",
+        enum_values=REMAT_MODES,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class JobConfig(PipelineConfig, HardwareConfig):
     """What can be chosen for any training run.
 
-    Attributes:
-        num_stages: As of `tf_gpipe.PipelinedSequential`, and so are
-            `num_micro_batches`, `balance`, `schedule` and `remat`.
-        num_micro_batches: See `num_stages`.
-        balance: See `num_stages`.
-        schedule: See `num_stages`.
-        remat: See `num_stages`.
-        strategy: As of `devices.start`, and so are `num_replicas`, `workers`,
-            `worker_timeout` and `tpu`.
-        num_replicas: See `strategy`.
-        workers: See `strategy`.
-        worker_timeout: See `strategy`.
-        tpu: See `strategy`.
-        dtype_policy: String, one of `DTYPE_POLICIES`, of all layers.
-        num_epochs: Integer, epochs in all, those of earlier runs included.
-        validate_every: Integer, epochs between two evaluations while
-            training; `0` for none.
-        seed: Integer, of the weights and of the order of the data.
-        workdir: Directory for checkpoints, losses and logs; `None` to keep
-            nothing.
-        verbose: `0`, `1` or `2`, as of `keras.Model.fit`.
-        flags: String, what flags.txt in `workdir` holds once training starts;
-            `None` for no such file.
+    Each field is a flag, those of the pipeline and the hardware included, but
+    for `flags`: what flags.txt in `workdir` holds once training starts, or
+    `None` for no such file.
     """
 
-    num_stages: int = 2
-    num_micro_batches: int = 8
-    balance: str | list[int] = "parameters"
-    schedule: str = "1f1b"
-    remat: str = "always"
-    strategy: str = "none"
-    num_replicas: int | None = None
-    workers: list[str] | None = None
-    worker_timeout: float = 30.0
-    tpu: str | None = None
-    dtype_policy: str = "float32"
-    num_epochs: int = 20
-    validate_every: int = 0
-    seed: int = 0
-    workdir: str | pathlib.Path | None = None
-    verbose: int = 1
+    dtype_policy: str = setting(
+        "float32",
+        "Precision of all layers. The mixed ones keep weights in float32.",
+        enum_values=("float32", "mixed_bfloat16", "mixed_float16"),
+    )
+    num_epochs: int = setting(
+        20, "Epochs in all, those of earlier runs included.", lower_bound=0
+    )
+    validate_every: int = setting(
+        0,
+        "Epochs between two evaluations while training; 0 for none.",
+        lower_bound=0,
+    )
+    seed: int = setting(0, "Seed of all randomness.", lower_bound=0)
+    workdir: str | pathlib.Path | None = setting(
+        None, "Directory to keep results in and to resume from.", kind=str
+    )
+    verbose: int = setting(
+        1,
+        "0: no progress, 1: a progress bar, 2: a line each epoch.",
+        lower_bound=0,
+        upper_bound=2,
+    )
     flags: str | None = None
+
+
+define_flags(JobConfig)
+# Of what a run is about, as each trainer sees it.
+flags.DEFINE_string(
+    "dataset", None, "Dataset by its name in TFDS; see above for which."
+)
+flags.DEFINE_string(
+    "data_dir", None, "Directory of TFDS datasets. Default: that of TFDS."
+)
+flags.DEFINE_string(
+    "model_args",
+    "",
+    "Hyper-parameters of the model, such as num_blocks=8,num_filters=64.",
+)
+flags.DEFINE_float(
+    "label_smoothing",
+    0.0,
+    "Share of a label that is spread over all classes, or all tokens.",
+    lower_bound=0.0,
+    upper_bound=1.0,
+)
 
 
 class Job:
@@ -120,25 +170,18 @@ class Job:
         self._checkpoints = None
         self._position = Position()
         with self._told_in_one_line():
-            self.hardware = devices.start(
-                config.num_stages,
-                config.strategy,
-                config.num_replicas,
-                config.workers,
-                config.worker_timeout,
-                config.tpu,
-            )
+            try:
+                self.hardware = devices.start(config.num_stages, config)
+            except ValueError as error:
+                raise UserError(error) from error
 
     def pipelined(self, name, hyper_parameters):
         """Returns a model of the zoo as the configuration's pipeline."""
+        names = [field.name for field in dataclasses.fields(PipelineConfig)]
         return models.pipelined(
             model_zoo.get(name, **hyper_parameters),
-            num_stages=self.config.num_stages,
-            num_micro_batches=self.config.num_micro_batches,
-            balance=self.config.balance,
-            schedule=self.config.schedule,
-            remat=self.config.remat,
             devices=self.hardware.devices,
+            **{name: getattr(self.config, name) for name in names},
         )
 
     def build(self, make):

@@ -5,8 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+from absl import flags
 
+from tf_gpipe.commands.flags import keyword_arguments
 from trainers.command_line import UserError
+from trainers.command_line import define_flags
+from trainers.command_line import setting
 from trainers.learning_rates import InverseSquareRoot
 from trainers.learning_rates import WarmUp
 
@@ -15,34 +19,46 @@ SCHEDULES = ("constant", "cosine", "exponential", "inverse_sqrt")
 
 @dataclasses.dataclass(frozen=True)
 class Optimization:
-    """How weights follow from gradients.
+    """How weights follow from gradients. Each field is a flag."""
 
-    Attributes:
-        optimizer: String, a Keras optimizer by its name.
-        optimizer_args: Dictionary, its other arguments, such as
-            `weight_decay`.
-        learning_rate: Positive float, the highest learning rate.
-        learning_rate_schedule: `"constant"`; `"cosine"`, which is at 0 after
-            the last step; `"exponential"`; or `"inverse_sqrt"`, which falls
-            with the square root of the number of steps, once warm-up is over.
-        warmup_steps: Integer, steps in which the learning rate rises from 0.
-        decay_rate: Float, with `"exponential"`: what the learning rate is
-            multiplied with. Defaults to `None`, for 0.97.
-        decay_epochs: Float, with `"exponential"`: once in how many epochs.
-            Defaults to `None`, for 2.4.
-        ema: Float, the momentum of an exponential moving average of the
-            weights, which are tested in place of the last ones. Defaults to
-            `None`: no average.
-    """
-
-    optimizer: str = "adamw"
-    optimizer_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    learning_rate: float = 0.001
-    learning_rate_schedule: str = "cosine"
-    warmup_steps: int = 0
-    decay_rate: float | None = None
-    decay_epochs: float | None = None
-    ema: float | None = None
+    optimizer: str = setting("adamw", "A Keras optimizer, by its name.")
+    optimizer_args: Mapping[str, Any] = setting(
+        "",
+        "Other arguments of the optimizer, such as "
+        "weight_decay=0.1,beta_2=0.98.",
+        parse=keyword_arguments,
+    )
+    learning_rate: float = setting(0.001, "The highest learning rate.")
+    learning_rate_schedule: str = setting(
+        "cosine",
+        "How the learning rate falls: not at all; to 0 as a cosine; by "
+        "--decay_rate every --decay_epochs; or with the square root of the "
+        "number of steps.",
+        enum_values=SCHEDULES,
+    )
+    warmup_steps: int = setting(
+        0, "Steps in which the learning rate rises from 0.", lower_bound=0
+    )
+    decay_rate: float | None = setting(
+        None,
+        "Factor of --learning_rate_schedule=exponential. Default: 0.97.",
+        kind=float,
+        lower_bound=0.0,
+    )
+    decay_epochs: float | None = setting(
+        None,
+        "Epochs after which --decay_rate is applied once. Default: 2.4.",
+        kind=float,
+        lower_bound=0.0,
+    )
+    ema: float | None = setting(
+        None,
+        "Momentum of an exponential moving average of the weights, which are "
+        "tested in place of the last ones, such as 0.999.",
+        kind=float,
+        lower_bound=0.0,
+        upper_bound=1.0,
+    )
 
     def make(self, num_steps, steps_per_epoch):
         """Returns the `keras.Optimizer`.
@@ -111,3 +127,11 @@ class Optimization:
                 f"Received: learning_rate_schedule={name!r}"
             )
         return WarmUp(rate, self.warmup_steps) if self.warmup_steps else rate
+
+
+define_flags(Optimization)
+flags.register_validator(
+    "learning_rate",
+    lambda value: 0 < value < float("inf"),
+    message="should be positive",
+)

@@ -33,6 +33,7 @@ from trainers import job
 from trainers.augmentation import Augmentation
 from trainers.command_line import UserError
 from trainers.datasets import digits
+from trainers.devices import HardwareConfig
 from trainers.interruption import Stopped
 from trainers.job import JobConfig
 from trainers.loss_log import LossLog
@@ -652,10 +653,10 @@ class DevicesTest(TestCase):
             ) as assign,
             mock.patch.object(distribute, "TPUStrategy") as strategy,
         ):
-            found = devices.start(num_stages, "tpu", asked)
-            for asked_too_much in ((2, 5), (3, None), (16, None)):
+            found = devices.start(num_stages, HardwareConfig("tpu", asked))
+            for stages, too_many in ((2, 5), (3, None), (16, None)):
                 with self.assertRaisesRegex(UserError, "TPU of 8 cores"):
-                    devices.start(asked_too_much[0], "tpu", asked_too_much[1])
+                    devices.start(stages, HardwareConfig("tpu", too_many))
         resolver.assert_called_with(tpu="local")
         self.assertIs(found.strategy, strategy.return_value)
         self.assertEqual(found.num_replicas, num_replicas)

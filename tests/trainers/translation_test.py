@@ -22,7 +22,6 @@ from tests.devices import KIND
 from tests.trainers import tiny_messages
 from trainers import command_line
 from trainers import translation
-from trainers import translation_job
 from trainers.command_line import UserError
 from trainers.interruption import Stopped
 from trainers.job import JobConfig
@@ -73,7 +72,7 @@ class TestCase(tf.test.TestCase, parameterized.TestCase):
             "model_args": MODEL_ARGS,
         }
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            network, scores = translation_job.train_and_evaluate(
+            network, scores = translation.train_and_evaluate(
                 self.config(**(config or {})),
                 optimization,
                 **{**arguments, **kwargs},
