@@ -476,6 +476,7 @@ def call_operation(
     concrete: Any,
     inputs: Sequence[tf.Tensor],
     stateful: bool,
+    optimized: bool,
     jit_compile: bool,
     gradient: str,
 ) -> tf.Operation:
@@ -489,6 +490,8 @@ def call_operation(
         concrete: The concrete function, which the graph has.
         inputs: Its inputs, those that it captures too.
         stateful: Whether it has side effects.
+        optimized: Whether TensorFlow optimises its graph, as the user has set
+            by `tf.config.optimizer`.
         jit_compile: Whether XLA compiles it.
         gradient: Name of a registered gradient.
     """
@@ -506,11 +509,53 @@ def call_operation(
             "Tin": dtypes(inputs),
             "Tout": dtypes(concrete.outputs),
             "f": value(func=tf.compat.v1.NameAttrList(name=concrete.name)),
+            "config_proto": value(s=_call_config(optimized)),
             "_disable_call_shape_inference": value(b=True),
             "_XlaMustCompile": value(b=jit_compile),
             "_gradient_op_type": value(s=gradient.encode()),
         },
     )
+
+
+def _call_config(optimized: bool) -> bytes:
+    """Returns how TensorFlow is to optimise the graph of a call."""
+    options = context.context().function_call_options
+    config = tf.compat.v1.ConfigProto.FromString(
+        options.config_proto_serialized
+    )
+    rewriter = config.graph_options.rewrite_options
+    if not optimized:
+        rewriter.disable_meta_optimizer = True
+    elif not rewriter.meta_optimizer_iterations:
+        # The second of two finds next to nothing, in as long a time.
+        rewriter.meta_optimizer_iterations = rewriter.ONE
+    return config.SerializeToString(deterministic=True)
+
+
+def search_no_callees(operation: tf.Operation) -> None:
+    """Keeps TensorFlow from searching functions that are called afterwards.
+
+    Before it runs a graph, it searches the body of the function of each call,
+    twice a call, for reference variables as TensorFlow 1 had them; see
+    `GetNodesRelatedToRefVariables` in tensorflow/compiler/jit/
+    xla_cluster_util.cc. Calls that follow from an operation that may have to
+    do with one it need not search. So the operation names, in an attribute, a
+    function with one. It is never run.
+    """
+    function = _with_reference_variable()
+    function.add_to_graph(operation.graph)
+    name = tf.compat.v1.NameAttrList(name=function.name)
+    operation._set_attr("_may_refer", tf.compat.v1.AttrValue(func=name))
+
+
+@functools.cache
+def _with_reference_variable() -> Any:
+    @tf.function(autograph=False)
+    def with_reference_variable() -> None:
+        tf.raw_ops.TemporaryVariable(shape=(), dtype=tf.int32)
+
+    with tf.init_scope():
+        return with_reference_variable.get_concrete_function()
 
 
 def run_in_no_order(operation: tf.Operation) -> None:

@@ -128,12 +128,17 @@ class PhasedCall:
         # Known once the backward phase has run.
         self._backward: Any = None
         self.kept: Any = None
-        self.result, self._drawn = phases.forward(inputs, not remat)
+        self.result, self._drawn = phases.forward(
+            phases.weights(), inputs, not remat
+        )
         self._stored = self._drawn
 
     def recompute(self) -> list[tf.Tensor]:
         """Runs the stage again. Returns what the backward phase needs."""
-        self._stored = self._phases.recompute(self._inputs, self._drawn)
+        phases = self._phases
+        self._stored = phases.recompute(
+            phases.weights(), self._inputs, self._drawn
+        )
         return self._stored
 
     def backward(self, upstream: list, sums: GradientSum) -> list:
@@ -159,6 +164,7 @@ class PhasedCall:
             for x, arrived in pairs
         ]
         by_input, self.kept = self._backward.run(
+            self._phases.weights(),
             self._stored,
             values,
             [] if self._phases.splits else sums.place(self._backward.dense),
@@ -174,7 +180,8 @@ class PhasedCall:
         place = sums.place(variables)
         made = self.kept
         if self._phases.splits:
-            made = self._backward.weights(made, place)
+            weights = self._phases.weights()
+            made = self._backward.weights(weights, made, place)
         dense, sparse = made
         if place:
             sums.added(variables, dense)

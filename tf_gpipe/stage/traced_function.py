@@ -124,6 +124,23 @@ class TracedFunction:
             op for op in operations if self.changes(op) or of_node(op.node_def)
         ]
 
+    def reads(self) -> list[tuple[tf.Tensor, list[tf.Tensor]]]:
+        """Returns the variables that are read as a whole and never written.
+
+        List of pairs: a handle, outside of the trace, and the list of what
+        reads of it return.
+        """
+        found = []
+        for outer, x in self._graph.captures:
+            reads = [
+                op.outputs[0]
+                for op in x.consumers()
+                if op.type == "ReadVariableOp" and not self.changes(op)
+            ]
+            if reads:
+                found.append((outer, reads))
+        return found
+
     def effects(self) -> set[tf.Operation]:
         """Returns the operations that must run whoever uses their results."""
         return {
@@ -216,7 +233,7 @@ class TracedFunction:
                 x.set_shape(traced.shape)
             return results if then is None else then(results, *args)
 
-        return FunctionCall(run, jit_compile=self._jit_compile)
+        return FunctionCall(run, optimized=True, jit_compile=self._jit_compile)
 
     def _definition_of(self, operations: Collection[tf.Operation]) -> Any:
         """Returns the graph of some operations."""
