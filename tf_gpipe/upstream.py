@@ -53,6 +53,42 @@ def own_weights(layer: keras.Layer) -> list[keras.Variable]:
     return list(layer._trainable_variables)
 
 
+# What Keras and TensorFlow note of a layer, and its methods' wrappers.
+_NOTES = {
+    "_auto_config",
+    "_call_signature",
+    "_called",
+    "_inbound_nodes",
+    "_lock",
+    "_loss_ids",
+    "_losses",
+    "_losses_override",
+    "_name",
+    "_outbound_nodes",
+    "_parent_path",
+    "_path",
+    "_saved_model_arg_spec",
+    "_saved_model_inputs_spec",
+    "_tracked",
+    "_tracker",
+    "build",
+    "name",
+    "quantize",
+}
+
+
+def what_a_call_sees(x: Any) -> dict[str, Any]:
+    """Returns the attributes of a layer that its call may depend on.
+
+    Without names, and without what is noted when it is made and called.
+    """
+    return {
+        key: value
+        for key, value in vars(x).items()
+        if key not in _NOTES and not key.startswith("_self_")
+    }
+
+
 def set_trainable_alone(layer: keras.Layer, trainable: bool) -> None:
     """Freezes a layer, or not, and leaves those within it as they are."""
     layer._trainable = trainable

@@ -12,6 +12,8 @@ from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.stage import Instead
+from tf_gpipe.stage.stage import in_line
 from tf_gpipe.stage.traced_phases import Phases
 from tf_gpipe.stage.traced_phases import Trace
 
@@ -38,6 +40,8 @@ class StagePhases:
         function: `StageFunction`.
         splits: Whether the gradients of weights are apart.
         jit_compile: Whether XLA compiles the phases.
+        instead: What runs layers that have phases of their own; see
+            `run_stage`.
     """
 
     def __init__(
@@ -45,8 +49,10 @@ class StagePhases:
         function: StageFunction,
         splits: bool,
         jit_compile: bool,
+        instead: Instead = in_line,
     ):
         self.function = function
+        self._instead = instead
         self._splits = splits
         self._jit_compile = jit_compile
         self._plain = TellingFunction(function, jit_compile)
@@ -91,7 +97,9 @@ class StagePhases:
     def _differentiate(self, inputs: Activations, carried: list) -> None:
         # The trace is kept: the function will be called where tapes do record.
         with self.function.on_device(), upstream.tapes_restarted():
-            result, gradient = self.function.differentiable(inputs, carried)
+            result, gradient = self.function.differentiable(
+                inputs, carried, instead=self._instead
+            )
             graph = tf.compat.v1.get_default_graph()
             num_forward = len(graph.get_operations())
             # Of what arrives later: they are fed to parts of the trace.

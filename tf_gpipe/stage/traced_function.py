@@ -58,6 +58,7 @@ class TracedFunction:
         self._captures = {id(x): outer for outer, x in concrete.graph.captures}
         self._jit_compile = jit_compile
         operations = self._graph.get_operations()
+        self.size = len(operations)
         self._written = written(operations)
         # Those with a state may make another result whenever they run, and so
         # do reads of variables that the graph writes.
@@ -140,6 +141,10 @@ class TracedFunction:
             if reads:
                 found.append((outer, reads))
         return found
+
+    def captured(self) -> set[int]:
+        """Returns the ids of the tensors that are taken from outside."""
+        return {id(outer) for outer, _ in self._graph.captures}
 
     def effects(self) -> set[tf.Operation]:
         """Returns the operations that must run whoever uses their results."""

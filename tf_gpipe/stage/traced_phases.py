@@ -2,7 +2,9 @@
 
 import itertools
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -116,18 +118,45 @@ class Phases:
         """
         graph = tf.compat.v1.get_default_graph()
         if graph not in self._packs:
-            read = [
-                tf.raw_ops.ReadVariableOp(
-                    resource=graph.capture(handle), dtype=reads[0].dtype
-                )
-                for handle, reads in self._reads
-            ]
-            # By a call. Of a pack that it sees being made TensorFlow would
-            # note what it holds, with each operation that takes it.
-            self._packs[graph] = self._pack(read)
+            self._packs[graph] = self._packed(x for x, _ in self._reads)
             for x in self._packs[graph]:
                 upstream.search_no_callees(x.op)
         return self._packs[graph]
+
+    def weights_of(self, others: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
+        """Returns such a pack of other variables.
+
+        `others` has their handles, by the ids of the handles that are read.
+        """
+        return self._packed(others[id(x)] for x, _ in self._reads)
+
+    def _packed(self, handles: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+        graph = tf.compat.v1.get_default_graph()
+        read = [
+            tf.raw_ops.ReadVariableOp(
+                resource=graph.capture(handle), dtype=reads[0].dtype
+            )
+            for handle, (_, reads) in zip(handles, self._reads, strict=True)
+        ]
+        # By a call. Of a pack that it sees being made TensorFlow would note
+        # what it holds, with each operation that takes it.
+        return self._pack(read)
+
+    def is_pure(self, handles: Collection[int]) -> bool:
+        """Returns whether a call has one result, of what it is given alone.
+
+        And of weights that it reads, with the ids of `handles`, by which it
+        has dense gradients.
+        """
+        read = {id(x) for x, _ in self._reads}
+        gradients = [x for _, x in self.trace.by_variable]
+        return (
+            len(self.upstream) == 1
+            and self.traced.captured() <= read <= set(handles)
+            and not self.traced.effects()
+            and not self._drawn
+            and not any(isinstance(x, tf.IndexedSlices) for x in gradients)
+        )
 
     def part(
         self,
