@@ -166,6 +166,11 @@ def has_value(variable: keras.Variable) -> bool:
     return variable._value is not None
 
 
+def casts(variable: keras.Variable) -> bool:
+    """Returns whether a layer casts a variable to its compute dtype."""
+    return variable._autocast
+
+
 def give_value(variable: keras.Variable) -> None:
     """Initialises a variable that was made without a value."""
     variable._deferred_initialize()

@@ -127,7 +127,7 @@ class StageFunction:
 
         with (
             tf.device(self.stage.device),
-            tf.name_scope(f"stage_{self.stage.index}"),
+            tf.name_scope(self.stage.scope),
             holding([v for v, _ in others], [x for _, x in others]),
             _Recorder(mapping, self._foreign) as scope,
         ):

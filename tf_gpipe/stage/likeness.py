@@ -89,7 +89,8 @@ class _Walk:
         self._seen[id(x)] = len(self._seen), x
         if isinstance(x, keras.Variable):
             self.variables.append(x)
-            return "variable", tuple(x.shape), x.dtype, x.trainable
+            kind = tuple(x.shape), x.dtype, x.trainable, upstream.casts(x)
+            return "variable", *kind
         if isinstance(x, (list, tuple)):
             return type(x).__name__, tuple(map(self.form, x))
         if isinstance(x, (set, frozenset)):
@@ -100,7 +101,7 @@ class _Walk:
             return type(x), self.form(x.state)
         if isinstance(x, keras.Initializer):
             return type(x), self.form(x.get_config())
-        if isinstance(x, _OBJECTS) and not _asks_for_its_name(type(x)):
+        if isinstance(x, _OBJECTS) and _is_plain(type(x)):
             return type(x), self._items(upstream.what_a_call_sees(x))
         raise _UnknownKindError
 
@@ -108,13 +109,25 @@ class _Walk:
         return tuple((self.form(k), self.form(v)) for k, v in x.items())
 
 
-def _asks_for_its_name(kind: type) -> bool:
-    """Returns whether methods of a class that run in calls read `name`."""
-    return any(
-        isinstance(method, types.FunctionType)
-        and "name" in method.__code__.co_names
-        and name not in ("__init__", "build", "get_config", "from_config")
+def _is_plain(kind: type) -> bool:
+    """Returns whether methods know no more of a layer than its attributes.
+
+    Not its name, nor what is around the class, where a method might note
+    something as it is called.
+    """
+    return all(
+        _knows_attributes_alone(method)
         for cls in kind.__mro__
         if not cls.__module__.startswith(("keras.", "tensorflow."))
         for name, method in vars(cls).items()
+        if isinstance(method, types.FunctionType)
+        and name not in ("__init__", "build", "get_config", "from_config")
+    )
+
+
+def _knows_attributes_alone(method: types.FunctionType) -> bool:
+    around = [cell.cell_contents for cell in method.__closure__ or ()]
+    return "name" not in method.__code__.co_names and all(
+        isinstance(x, (type, types.FunctionType, types.ModuleType, *_VALUES))
+        for x in around
     )

@@ -110,7 +110,7 @@ class StagePhases:
                 for x in result.targets
             ]
             # By which an error in it is found.
-            with tf.name_scope(f"stage_{self.function.stage.index}/backward"):
+            with tf.name_scope(f"{self.function.stage.scope}/backward"):
                 by_input, by_variable = gradient(arriving)
             self._traces[graph] = Trace(
                 len(tensors(inputs)),

@@ -9,9 +9,11 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.devices.errors import ALIKE
 from tf_gpipe.stage import likeness
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
+from tf_gpipe.stage.function_call import flatten
 from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
@@ -20,7 +22,6 @@ from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
-from tf_gpipe.stage.tensorflow_state import find
 from tf_gpipe.stage.traced_phases import Phases
 
 # A shorter trace is sooner made again than called.
@@ -56,12 +57,15 @@ class SharedLayers:
         for node in nodes:
             alike = _likeness(node)
             if alike is not None:
-                kinds[alike.form].append((node, alike.variables))
+                kinds[alike.form].append((node, alike))
         self._shared: dict[Node, tuple[_Shared, list[keras.Variable]]] = {}
         for kind in kinds.values():
             if len(kind) > 1:
-                shared = _Shared(*kind[0], seeds, training, splits)
-                self._shared.update((x, (shared, own)) for x, own in kind)
+                node, alike = kind[0]
+                shared = _Shared(node, alike, seeds, training, splits)
+                self._shared.update(
+                    (x, (shared, alike.variables)) for x, alike in kind
+                )
 
     def run(
         self, node: Node, values: dict[Value, Any], scope: keras.StatelessScope
@@ -88,25 +92,24 @@ class _Shared:
     def __init__(
         self,
         node: Node,
-        variables: list[keras.Variable],
+        alike: likeness.Likeness,
         seeds: list[keras.Variable],
         training: bool | None,
         splits: bool,
     ):
         self._node = node
-        self._variables = variables
+        self._form, self._variables = alike
         stage = Stage(0, [""], Graph([node], node.inputs, node.made), [])
+        stage.scope = ALIKE
         states = [v for v in stage.owned if not v.value.trainable]
         self._function = StageFunction(
             stage, [*seeds, *states], training, (), ()
         )
         self._phases = StagePhases(self._function, splits, jit_compile=False)
-        known = {id(v) for v in [*seeds, *variables]}
-        self._weights = stage.trainable(variables)
+        known = {id(v) for v in [*seeds, *self._variables]}
+        self._weights = stage.trainable(self._variables)
         self._serves: dict[Phases, bool] = {}
-        self._never = bool(find([node.layer])) or any(
-            id(v) not in known for v in stage.used()
-        )
+        self._never = any(id(v) not in known for v in stage.used())
 
     def run(
         self,
@@ -125,12 +128,17 @@ class _Shared:
         # Those of another stage come as tensors.
         if self._never or any(value(v) is not None for v in self._weights):
             return False
-        inputs = Activations.of(tuple(values[x] for x in node.inputs))
+        given = tuple(values[x] for x in node.inputs)
+        if not all(isinstance(x, tf.Tensor) for x in flatten(given)):
+            return False
+        inputs = Activations.of(given)
         carried = [value(v) for v in self._function.carried]
         phases = self._traced(inputs, carried)
         if phases is None:
             return False
-        result = self._called(phases, handles, inputs, carried)
+        # By which an error in it is found.
+        with tf.name_scope(node.layer.name):
+            result = self._called(phases, handles, inputs, carried)
         for variable, value in zip(
             self._function.updated, result.updates, strict=True
         ):
@@ -148,14 +156,16 @@ class _Shared:
             self._never = True
             return None
         if phases not in self._serves:
-            before = self._variables
             after = _likeness(self._node)
+            weights = set(map(id, self._weights))
             self._serves[phases] = (
                 phases.is_pure([id(_handle(v)) for v in self._variables])
-                and phases.traced.size >= _MIN_OPERATIONS
+                and len(phases.traced.operations) >= _MIN_OPERATIONS
                 and not self._function.added
+                and weights.isdisjoint(map(id, self._function.updated))
+                # It notes nothing of its calls.
                 and after is not None
-                and list(map(id, after.variables)) == list(map(id, before))
+                and after.form == self._form
             )
         return phases if self._serves[phases] else None
 
@@ -177,7 +187,9 @@ class _Shared:
 
         def gradient(arrived: tf.Tensor) -> list:
             backward = phases.backward((True,))
-            by_input, kept = backward.run(weights, stored, [arrived], [])
+            by_input, kept = backward.run(
+                weights, stored, [tf.convert_to_tensor(arrived)], []
+            )
             if phases.splits:
                 kept = backward.weights(weights, kept, [])
             dense = unpack(

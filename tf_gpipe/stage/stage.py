@@ -22,6 +22,7 @@ class Stage:
 
     Attributes:
         index: The stage's place in the pipeline.
+        scope: The scope of names in graphs, by which errors are placed.
         devices: TensorFlow devices, one a replica.
         device: That of the current replica; of the first one outside of
             replicas.
@@ -40,6 +41,7 @@ class Stage:
         earlier: Sequence["Stage"],
     ):
         self.index = index
+        self.scope = f"stage_{index}"
         self.devices = list(devices)
         self.nodes = part.nodes
         self.inputs = part.inputs

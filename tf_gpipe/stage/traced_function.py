@@ -58,7 +58,7 @@ class TracedFunction:
         self._captures = {id(x): outer for outer, x in concrete.graph.captures}
         self._jit_compile = jit_compile
         operations = self._graph.get_operations()
-        self.size = len(operations)
+        self.operations = operations
         self._written = written(operations)
         # Those with a state may make another result whenever they run, and so
         # do reads of variables that the graph writes.

@@ -154,7 +154,7 @@ class Phases:
             len(self.upstream) == 1
             and self.traced.captured() <= read <= set(handles)
             and not self.traced.effects()
-            and not self._drawn
+            and not self.traced.draws(self.traced.operations)
             and not any(isinstance(x, tf.IndexedSlices) for x in gradients)
         )
 
