@@ -386,8 +386,8 @@ def find_weights_again(optimizer: keras.optimizers.Optimizer) -> None:
         if key in places
     }
     optimizer._exclude_from_weight_decay_cache = {}
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        # Which of its optimizers a weight has.
+    if hasattr(optimizer, "_var_to_optimizer_idx"):
+        # A MultiOptimizer: which of its optimizers a weight has.
         optimizer._var_to_optimizer_idx = {
             optimizer._var_key(weight): i
             for i, x in enumerate(optimizer.optimizers)

@@ -1,4 +1,4 @@
-"""The schedules that have names; the README has pictures of most.
+"""The schedules that have names; `docs/how_it_works.md` has pictures of most.
 
 This module imports no TensorFlow.
 """
