@@ -47,7 +47,7 @@ def train(
         optimizer,
         loss,
         loss_weights=loss_weights,
-        weighted_metrics=list(metrics) or None,
+        weighted_metrics=list(metrics),
     )
     if not kwargs:
         # Keras traces a step that makes an optimizer's variables twice.

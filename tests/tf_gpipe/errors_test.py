@@ -9,7 +9,6 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tests.devices import KIND
-from tests.tf_gpipe import keras_features
 
 
 def make_layers(count=3):
@@ -574,10 +573,6 @@ class LossTest(ErrorTest):
 
 
 class BatchNormTest(ErrorTest):
-    def setUp(self):
-        super().setUp()
-        keras_features.need_renorm()
-
     def _layers(self):
         return [
             keras.Input((4,)),

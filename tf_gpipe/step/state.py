@@ -36,8 +36,7 @@ def batch_norms(
 def check(layer: keras.Layer) -> None:
     """Refuses batch normalisation whose statistics micro-batches can't give."""
     for x in batch_norms([layer]):
-        # Keras has it from 3.14 on.
-        if getattr(x, "renorm", False):
+        if x.renorm:
             raise ValueError(
                 f"Layer '{x.name}' is a BatchNormalization with renorm=True, "
                 "whose statistics cannot be put together from micro-batches. "
