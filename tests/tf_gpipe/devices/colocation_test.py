@@ -6,7 +6,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
-from tests.tf_gpipe import keras_features
 from tests.tf_gpipe.step.executed_graph import executed_graph
 
 LAYERS = keras.layers
@@ -24,7 +23,6 @@ def adamw():
 
 
 def several():
-    keras_features.need_multi_optimizer()
     return OPTIMIZERS.MultiOptimizer(OPTIMIZERS.OptimizerMap(OPTIMIZERS.Adam()))
 
 

@@ -9,7 +9,6 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
-from tests.tf_gpipe import keras_features
 from tf_gpipe.devices import slots
 
 LAYERS = keras.layers
@@ -408,8 +407,6 @@ class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(adam.iterations, 2)
 
     def test_multi_optimizer(self):
-        keras_features.need_multi_optimizer()
-
         # Layer 0 has one of its own.
         def make():
             return keras.optimizers.MultiOptimizer(

@@ -9,7 +9,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
-from tests.tf_gpipe import keras_features
 from tf_gpipe.devices import slots
 from tf_gpipe.planning.planner import plan
 from tools.benchmark.workloads import FeedForward
@@ -55,7 +54,6 @@ def total_bytes(variables):
 
 
 def several():
-    keras_features.need_multi_optimizer()
     return keras.optimizers.MultiOptimizer(
         keras.optimizers.OptimizerMap(
             keras.optimizers.Adam(), {".*/kernel": keras.optimizers.SGD()}
