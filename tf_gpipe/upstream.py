@@ -415,26 +415,20 @@ def sum_gradients_by(
 def find_weights_again(optimizer: keras.optimizers.Optimizer) -> None:
     """Tells a built optimizer that its weights have other variables in them.
 
-    It finds the slots of a weight by the TensorFlow variable in it, and also
-    knows by it which weights do not decay.
+    It knows a weight by the TensorFlow variable in it: which slots the weight
+    has, whether it decays, which optimizer of a `MultiOptimizer` is its own.
     """
-    keys = [optimizer._var_key(x) for x in optimizer._trainable_variables]
-    places = optimizer._trainable_variables_indices
-    optimizer._trainable_variables_indices = {k: i for i, k in enumerate(keys)}
-    optimizer._exclude_from_weight_decay = {
-        keys[places[key]]
-        for key in getattr(optimizer, "_exclude_from_weight_decay", ())
-        if key in places
+    weights = optimizer._trainable_variables
+    keys = {
+        key: optimizer._var_key(weights[i])
+        for key, i in optimizer._trainable_variables_indices.items()
     }
-    optimizer._exclude_from_weight_decay_cache = {}
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        # Which of its optimizers a weight has.
-        optimizer._var_to_optimizer_idx = {
-            optimizer._var_key(weight): i
-            for i, x in enumerate(optimizer.optimizers)
-            if x.built
-            for weight in weights_of(x)
-        }
+    for name, known in list(vars(optimizer).items()):
+        if isinstance(known, dict) and not keys.keys().isdisjoint(known):
+            found = {keys.get(key, key): x for key, x in known.items()}
+            setattr(optimizer, name, found)
+        elif isinstance(known, set) and not keys.keys().isdisjoint(known):
+            setattr(optimizer, name, {keys.get(key, key) for key in known})
 
 
 # === Gradient tapes ===

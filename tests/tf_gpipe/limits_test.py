@@ -1,4 +1,4 @@
-"""README's limits that no other test pins: where one falls, README is wrong."""
+"""Limits that no other test pins: where one falls, docs/limits.md is wrong."""
 
 import keras
 import numpy as np

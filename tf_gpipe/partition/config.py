@@ -21,7 +21,8 @@ from tf_gpipe.schedule.tasks import check_remat
 class PipelineConfig:
     """The arguments that pipelined models share; see `PipelinedSequential`.
 
-    What is `None` depends on the layers and on the machine; see `resolve`.
+    An argument that is `None` depends on the layers and the machine; see
+    `resolve`.
 
     Raises:
         ValueError: If an argument is out of range or unknown.
@@ -96,7 +97,7 @@ class PipelineConfig:
             )
 
     def schedule_of(self, num_layers: int, num_devices: int) -> Schedule:
-        """Returns the schedule, with numbers that are open decided.
+        """Returns the schedule, after deciding the numbers that were left open.
 
         Raises:
             ValueError: If the layers are too few, or the balance is not
@@ -134,7 +135,7 @@ class PipelineConfig:
     ) -> tuple[Schedule, list[list[str]]]:
         """Returns the schedule, and the devices of each stage, one a replica.
 
-        `num_layers` is how often layers are called.
+        `num_layers` is the number of calls of layers.
 
         Raises:
             ValueError: If the layers or the devices are too few.
