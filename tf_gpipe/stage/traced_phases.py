@@ -155,6 +155,7 @@ class Phases:
             and self.traced.captured() <= read <= set(handles)
             and not self.traced.effects()
             and not self.traced.draws(self.traced.operations)
+            and not self.traced.calls_python()
             and not any(isinstance(x, tf.IndexedSlices) for x in gradients)
         )
 
