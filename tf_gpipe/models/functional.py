@@ -12,7 +12,7 @@ from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
-from tf_gpipe.stage.graph import functional
+from tf_gpipe.stage.opening import functional
 
 
 @keras.saving.register_keras_serializable(package="tf_gpipe")

@@ -22,6 +22,7 @@ from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.opening import num_calls
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.step import state
@@ -205,7 +206,9 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
     def _place(self, graph: Graph) -> None:
         """Forms the stages and puts the weights on their devices."""
         config = self._config
-        schedule, devices = self._resolve([x.layer for x in graph.nodes])
+        schedule, devices = self._resolve(
+            [x.layer for x in graph.nodes], len(graph.nodes)
+        )
         counts: Any = config.balance
         if not isinstance(counts, list):
             counts = balanced.counts(
@@ -264,14 +267,20 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
             slots.find_again(optimizer)
 
     def _resolve(
-        self, layers: Sequence[keras.Operation]
+        self, layers: Sequence[keras.Operation], calls: int | None = None
     ) -> tuple[Schedule, list[list[str]]]:
-        """Returns as `PipelineConfig.resolve`, given the layers as called."""
+        """Returns as `PipelineConfig.resolve`, given the layers as called.
+
+        `calls` is how many calls that are, of layers in a row if it is left
+        out.
+        """
         if not layers:
             raise ValueError(
                 f"Model '{self.name}' has no layers. Call `model.add(layer)`."
             )
-        resolved = self._config.resolve(len(layers), self._distribute_strategy)
+        resolved = self._config.resolve(
+            calls or num_calls(layers), self._distribute_strategy
+        )
         for layer in layers:
             if isinstance(layer, keras.Layer):
                 _check_layer(layer)

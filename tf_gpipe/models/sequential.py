@@ -12,9 +12,8 @@ from tf_gpipe.models import user_class
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
-from tf_gpipe.stage.graph import chain
-from tf_gpipe.stage.graph import functional
-from tf_gpipe.stage.graph import without_masks
+from tf_gpipe.stage.opening import chain
+from tf_gpipe.stage.opening import functional
 from tf_gpipe.stage.stage import name_layer
 
 
@@ -179,7 +178,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         if self._functional is not None:
             # As Keras runs it: of a layer that returns more than its spec
             # tells, the next one gets what is told.
-            self._place(without_masks(functional(self._functional)))
+            self._place(functional(self))
             scope.assign()
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
