@@ -285,6 +285,14 @@ _CALL = (
 )
 
 
+def only_checks(owner: type, name: str) -> bool:
+    """Returns whether a method that a class has goes on to Keras's own.
+
+    KerasHub's tasks look for strings in what they are called on.
+    """
+    return (owner.__module__.split(".")[0], name) == ("keras_hub", "__call__")
+
+
 def runs_its_graph(layer: Any) -> bool:
     """Returns whether a layer is a model that Keras runs by its graph alone.
 
@@ -305,10 +313,18 @@ def runs_its_graph(layer: Any) -> bool:
         and layer.quantization_mode is None
         and not any(
             name in vars(layer)
-            or getattr(type(layer), name, None) is not getattr(base, name, None)
+            or _method(type(layer), name) != _method(base, name)
             for name in _CALL
         )
     )
+
+
+def _method(cls: type, name: str) -> Any:
+    """Returns a method that does more than a check, or `None`."""
+    for owner in cls.__mro__:
+        if name in vars(owner) and not only_checks(owner, name):
+            return vars(owner)[name]
+    return None
 
 
 def with_training(layer: Any, kwargs: dict, training: bool | None) -> dict:

@@ -44,7 +44,7 @@ def overrides(model: keras.Model, name: str) -> bool:
         return True
     for owner in type(model).__mro__:
         if name in vars(owner):
-            return not _is_library(owner)
+            return not (_is_library(owner) or upstream.only_checks(owner, name))
     return False
 
 
