@@ -270,21 +270,6 @@ def graph_of(model: keras.Model) -> Any:
     return model._functional if isinstance(model, keras.Sequential) else model
 
 
-# What Keras does in a call of a model, beside what its graph says.
-_CALL = (
-    "__call__",
-    "_adjust_input_rank",
-    "_convert_inputs_to_tensors",
-    "_run_through_graph",
-    "_standardize_inputs",
-    "call",
-    "compute_mask",
-    "compute_output_spec",
-    "quantized_call",
-    "rematerialized_call",
-)
-
-
 def only_checks(owner: type, name: str) -> bool:
     """Returns whether a method that a class has goes on to Keras's own.
 
@@ -300,6 +285,24 @@ def runs_its_graph(layer: Any) -> bool:
     whose class has a `call` of its own, say, or which adds a loss, or changes
     a mask.
     """
+    # What Keras does in a call, beside what the graph says.
+    methods = (
+        "__call__",
+        "_adjust_input_rank",
+        "_convert_inputs_to_tensors",
+        "_run_through_graph",
+        "_standardize_inputs",
+        "call",
+        "compute_mask",
+        "compute_output_spec",
+        "quantized_call",
+        "rematerialized_call",
+    )
+
+    def method(cls: type, name: str) -> Any:
+        owners = (x for x in cls.__mro__ if not only_checks(x, name))
+        return next((vars(x)[name] for x in owners if name in vars(x)), None)
+
     base: Any = keras.Sequential
     if not isinstance(layer, keras.Sequential):
         base = Functional
@@ -313,18 +316,10 @@ def runs_its_graph(layer: Any) -> bool:
         and layer.quantization_mode is None
         and not any(
             name in vars(layer)
-            or _method(type(layer), name) != _method(base, name)
-            for name in _CALL
+            or method(type(layer), name) != method(base, name)
+            for name in methods
         )
     )
-
-
-def _method(cls: type, name: str) -> Any:
-    """Returns a method that does more than a check, or `None`."""
-    for owner in cls.__mro__:
-        if name in vars(owner) and not only_checks(owner, name):
-            return vars(owner)[name]
-    return None
 
 
 def with_training(layer: Any, kwargs: dict, training: bool | None) -> dict:
@@ -393,9 +388,14 @@ def taken(model: keras.Model, place: int, x: Any, mask: Any) -> Any:
     Args:
         model: The model.
         place: Which of its inputs the tensor is.
-        x: The tensor, or a `KerasTensor`.
+        x: The tensor, or a `KerasTensor`; or what the call is given for all
+            inputs, in a nested structure.
         mask: The mask that the call is given for it, or `None`.
     """
+    if keras.tree.is_nested(x):
+        call = arguments_of_call(model, (x,), {})
+        assert call is not None
+        x = call[0][place]
     expected = graph_of(model).inputs[place]
     if isinstance(x, keras.KerasTensor):
         shape = list(x.shape)

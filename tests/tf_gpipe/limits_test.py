@@ -176,8 +176,13 @@ class LimitsTest(tf.test.TestCase, parameterized.TestCase):
 
         self.assertTrue(run(tf.constant(tokens), tf.constant(Y)))
 
-    def test_model_within_a_model_is_one_layer(self):
-        inner = keras.Sequential([keras.Input((4,)), L.Dense(4), L.Dense(4)])
+    def test_model_with_a_call_of_its_own_is_one_layer(self):
+        class Doubled(keras.Model):
+            def call(self, x, **kwargs):
+                return 2.0 * super().call(x, **kwargs)
+
+        x = keras.Input((4,))
+        inner = Doubled(x, L.Dense(4)(L.Dense(4)(x)))
         inputs = keras.Input((4,))
         model = tf_gpipe.PipelinedModel.from_model(
             keras.Model(inputs, L.Dense(1)(inner(inputs))), **TWO

@@ -67,9 +67,11 @@ class Taken:
         """The value, if its content is what the layers of the model get."""
         before = self.value
         value = before if isinstance(before, Value) else before.unchanged
-        same = self.mask is None and (
-            (before.spec.dtype, before.spec.ndim)
-            == (self.spec.dtype, self.spec.ndim)
+        same = (
+            self.mask is None
+            and isinstance(before.spec, keras.KerasTensor)
+            and before.spec.dtype == self.spec.dtype
+            and before.spec.ndim == self.spec.ndim
         )
         return value if same else None
 

@@ -26,12 +26,9 @@ def chain(layers: Iterable[keras.Layer], inputs: Any) -> Graph:
     nested structure. Of these values no spec is known. `inputs` is what the
     first layer is called on, a nested structure of `KerasTensor`s.
     """
-    value = first = Value(inputs)
-    nodes = []
-    for layer in layers:
-        before, value = value, Value()
-        nodes.append(Node(layer, (before,), {}, value))
-    return Graph(nodes, [first], value)
+    first = Value(inputs)
+    nodes, returned = _in_a_row(layers, first)
+    return Graph(nodes, [first], returned)
 
 
 def functional(model: keras.Model) -> Graph:
@@ -77,6 +74,54 @@ def _num_calls(layer: keras.Layer) -> int:
     graph = upstream.graph_of(layer)
     nodes = _opened(layer, [Value(x) for x in graph.inputs], [], None)
     return 1 if nodes is None else len(nodes[0])
+
+
+def _in_a_row(
+    layers: Iterable[keras.Layer], given: Any
+) -> tuple[list[Node], Any]:
+    """Returns the calls of layers one after another, and what they return.
+
+    `given` is what the first of them is called on: a `Value` or a nested
+    structure of them, as is what is returned.
+    """
+    nodes: list[Node] = []
+    for layer in layers:
+        found = _within(layer, given)
+        if found is None:
+            value = Value()
+            found = [Node(layer, (given,), {}, value)], value
+        nodes += found[0]
+        given = found[1]
+    return nodes, given
+
+
+def _within(layer: keras.Layer, given: Any) -> tuple[list[Node], Any] | None:
+    """Returns the calls in one of the layers of a row, if it can be opened."""
+    if not upstream.runs_its_graph(layer):
+        return None
+    graph = upstream.graph_of(layer)
+    if graph is None:
+        return _in_a_row(layer.layers, given) if layer.layers else None
+    # A value may have tensors for several inputs, each of which takes its own.
+    one = isinstance(given, Value)
+    if one and given.spec is None:
+        if len(graph.inputs) > 1:
+            return None
+        inputs = [given]
+    else:
+        call = upstream.arguments_of_call(
+            layer, (given.spec if one else given,), {}
+        )
+        if call is None:
+            return None
+        inputs = [given] * len(graph.inputs) if one else call[0]
+    found = _opened(layer, inputs, [], None)
+    if found is None:
+        return None
+    nodes, made = found
+    return nodes, upstream.unpack_singleton(
+        keras.tree.pack_sequence_as(upstream.outputs_of(graph), made)
+    )
 
 
 def _read(

@@ -615,6 +615,72 @@ class SequentialTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "num_stages=8, 7 layers"):
             tf_gpipe.PipelinedSequential(self.make_layers(True), num_stages=8)
 
+    def test_inputs_in_a_structure(self):
+        """Its layers are called one after another, without a graph."""
+        a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
+        h = L.Dense(4)(L.Add()([L.Dense(4)(a), b]))
+        layers = [
+            keras.Model({"a": a, "b": b}, [h, L.Dense(3)(h)]),
+            L.Concatenate(),
+            stack(L.Dense(4)),
+            block(2),
+        ]
+        x = {"a": numbers(ROWS, 4), "b": numbers(ROWS, 4, seed=1)}
+        plain = keras.Sequential(layers)
+        expected = plain(x)
+        model = tf_gpipe.PipelinedSequential(
+            layers, num_stages=8, devices=["CPU:0"] * 8
+        )
+        self.assertAllClose(model(x), expected)
+        self.assertEqual([len(x.nodes) for x in model.stages], [1] * 8)
+        before = model.get_weights()
+        found = []
+        for each in (plain, model):
+            each.set_weights(before)
+            each.compile(keras.optimizers.SGD(0.1), "mse")
+            logs = each.train_on_batch(x, numbers(ROWS, 2), return_dict=True)
+            found.append((each, [logs]))
+        comparison.assert_same(self, *found)
+
+    @parameterized.parameters(True, False)
+    def test_plan(self, built):
+        """A plan has the layers of the pipeline."""
+        plan = tf_gpipe.plan(self.make_layers(built), (ROWS, 4), num_stages=3)
+        model = tf_gpipe.PipelinedSequential(
+            self.make_layers(built), num_stages=3
+        )
+        model.build((None, 4))
+        self.assertEqual(
+            [len(x.layers) for x in plan.stages],
+            [len(x.nodes) for x in model.stages],
+        )
+        self.assertEqual(
+            [x.parameters for x in plan.stages],
+            [x.count_params() for x in model.stages],
+        )
+
+    @parameterized.parameters("flops", "memory", "time", lambda *_: 1)
+    def test_balance(self, balance):
+        data = [(numbers(ROWS, 4), numbers(ROWS, 2, seed=1))]
+
+        def make():
+            keras.backend.clear_session(free_memory=False)
+            return self.make_layers(True)
+
+        plain = comparison.train(make, data, loss="mse")
+        piped = comparison.train(
+            make, data, loss="mse", num_stages=3, balance=balance
+        )
+        comparison.assert_same(self, plain, piped)
+
+    def test_verify(self):
+        model = tf_gpipe.PipelinedModel.from_model(
+            three_levels(), num_stages=3, devices=["CPU:0"] * 3
+        )
+        model.compile("adam", "mse")
+        report = tf_gpipe.verify(model, numbers(ROWS, 4), numbers(ROWS, 2))
+        self.assertTrue(report.ok, report)
+
 
 class FilesTest(Case):
     """They are those of the plain model, both ways."""

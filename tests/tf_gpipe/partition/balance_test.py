@@ -197,11 +197,12 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
             keras.Sequential([LAYERS.Dense(32), LAYERS.Dense(4)]),
             Doubled(),
         ]
-        # Operations of a row: 36 each, 2 * 4 * 32 * 2 + 36, 2 * 4 * 8 * 2 + 16.
-        # Parameters: 20 each, 292 and 76.
+        # The `Sequential` is two layers. Operations of a row: 36 each,
+        # 2 * 4 * 32 + 32, 2 * 4 * 32 + 4, 2 * 4 * 8 * 2 + 16.
+        # Parameters: 20 each, 160, 132 and 76.
         for balance in ("flops", "parameters"):
             model = pipelined(layers, balance, remat="never")
-            self.assertEqual(counts(model), [4, 1])
+            self.assertEqual(counts(model), [4, 2])
 
     @parameterized.parameters(
         ("1f1b", "always", [3, 5]),
