@@ -38,6 +38,7 @@ def counts(
     remat: str,
     device: str = "",
     weights: Sequence[Sequence[keras.Variable]] | None = None,
+    tell: Callable = lambda *_: None,
 ) -> list[int]:
     """Returns the number of calls of layers in each stage.
 
@@ -55,6 +56,8 @@ def counts(
         device: Where `"time"` measures.
         weights: The weights of each call that no earlier one has. Defaults to
             what the layers tell.
+        tell: Function that is told what was balanced, the calls, what each of
+            them costs, and how many each stage has.
 
     Raises:
         ValueError: If a cost is negative or no number, or cannot be found.
@@ -68,8 +71,9 @@ def counts(
             1 + schedule.recomputed_share(stage, remat) / 3
             for stage in range(schedule.num_stages)
         ]
-    return split(
-        _costs(balance, graph, remat, device, weights),
+    costs = _costs(balance, graph, remat, device, weights)
+    found = split(
+        costs,
         schedule.num_stages,
         [
             layer_costs.size_in_bytes([value.spec for value in values])
@@ -77,6 +81,8 @@ def counts(
         ],
         factors,
     )
+    tell(balance, graph.nodes, costs, found)
+    return found
 
 
 def _costs(
