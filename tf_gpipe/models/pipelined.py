@@ -190,7 +190,12 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             seeds.global_seed()
         upstream.forget_waiting(variable for variable, *_ in places)
         self._pipeline = Pipeline(
-            graph, tuple(stages), schedule, config.remat, config.boundary_dtype
+            graph,
+            tuple(stages),
+            schedule,
+            config.remat,
+            config.boundary_dtype,
+            [(x, x.layers) for x in graph.models],
         )
 
     def _follow_changes(self) -> None:
@@ -260,6 +265,13 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
                 f"Model '{self.name}' has no stages yet, because it has not "
                 "been built. Give it an `Input` as its first layer, call "
                 "`model.build(input_shape)`, or call it on data."
+            )
+        changed = self._pipeline.changed()
+        if changed is not None:
+            raise ValueError(
+                f"Model '{changed.name}', whose layers are layers of the "
+                f"pipeline '{self.name}', has got or lost layers since that "
+                "was made. Make the pipeline anew."
             )
         return self._pipeline
 

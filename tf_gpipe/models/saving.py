@@ -45,10 +45,10 @@ class Saving(_Mixin):
 
         Example:
 
-        >>> layers = [keras.Input((8,)), *(keras.layers.Dense(8),) * 1]
+        >>> layers = [keras.Input((8,)), keras.layers.Dense(8)]
         >>> model = tf_gpipe.PipelinedSequential(layers, num_stages=1)
-        >>> type(model.to_keras())
-        <class 'keras.src.models.sequential.Sequential'>
+        >>> type(model.to_keras()) is keras.Sequential
+        True
         """
         self._built_pipeline()
         with self._strategy_scope():

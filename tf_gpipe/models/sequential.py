@@ -28,6 +28,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
     what `keras.Sequential` computes. Everything that Keras offers for a model
     works: `compile`, `fit`, `evaluate`, `predict`, callbacks, saving.
 
+    Functional models and `Sequential`s in the list are cut like the rest; one
+    whose class has a `call` of its own is one layer.
+
     It is a layer, too: inside another Keras model, the call is pipelined
     forward, and backward under a gradient tape.
 
@@ -35,7 +38,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         layers: List of Keras layers, or a `keras.Sequential`, whose layers
             and weights are then shared. The model keeps the class of one of a
             subclass, as `PipelinedModel.from_model` says.
-        num_stages: Integer K, at most the number of layers. Defaults to one
+        num_stages: Integer K, at most the number of layers, those of models
+            in the list among them. Defaults to one
             stage a visible accelerator (a CPU where there is none), at most
             one a layer.
         num_micro_batches: Integer M. Batches need not be divisible by it.

@@ -60,8 +60,8 @@ def warn(
         f"'{layer.name}' (of type {type(layer).__name__}) alone has "
         f"{most / total:.0%}. {_why(layer)} Use "
         f"num_stages={max(1, int(total / most))}, or make several layers of "
-        "it; or choose what is balanced, such as balance='flops', or the cut "
-        "itself, with `balance` a list of layer counts.",
+        "it; or give another `balance`, or the cut itself, a list of layer "
+        "counts.",
         stacklevel=2,
     )
 

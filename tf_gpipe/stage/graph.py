@@ -165,6 +165,17 @@ class Graph:
         """The values in `outputs`, in order."""
         return keras.tree.flatten(self.outputs)
 
+    @property
+    def models(self) -> list[keras.Model]:
+        """The models within the model that have been opened."""
+        found = []
+        for node in self.nodes:
+            for x in keras.tree.flatten((node.args, node.kwargs)):
+                while isinstance(x, Taken):
+                    found.append(x.model)
+                    x = x.value
+        return list({id(x): x for x in found}.values())
+
     @functools.cached_property
     def passed_on(self) -> bool:
         """Whether layers take a value that the model returns, too."""

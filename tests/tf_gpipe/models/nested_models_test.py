@@ -4,6 +4,7 @@ import pathlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -219,6 +220,55 @@ def wrapped():
     return keras.Model(x, L.Dense(2)(L.Bidirectional(L.LSTM(3))(y)))
 
 
+def given_a_constant():
+    """What is no tensor of the graph: the model stays one layer."""
+    a, b = keras.Input((4,)), keras.Input((4,))
+    inner = keras.Model([a, b], L.Dense(4)(L.Add()([a, b])))
+    x = keras.Input((4,))
+    return keras.Model(x, L.Dense(2)(inner([x, ops.ones((1, 4))])))
+
+
+def optional_input():
+    class Either(L.Layer):
+        def call(self, x, other=None):
+            return x if other is None else x + other
+
+    a, b = keras.Input((4,)), keras.Input((4,), optional=True)
+    inner = keras.Model([a, b], L.Dense(4)(Either()(a, other=b)))
+    x = keras.Input((4,))
+    return keras.Model(x, L.Dense(2)(inner([x, None]) + inner([x, -x])))
+
+
+def tied():
+    """A weight of a layer within, used outside, too."""
+    a = keras.Input((4,))
+    table = L.Dense(5, use_bias=False)
+    inner = keras.Model(a, L.Dense(5, activation="tanh")(table(a)))
+    x = keras.Input((4,))
+    h = L.LayerNormalization()(inner(x))
+    return keras.Model(x, ops.matmul(h, ops.transpose(table.kernel)))
+
+
+def of_tensors_in_between():
+    """A model made of tensors of another one."""
+    a = keras.Input((4,))
+    h = L.Dense(4, activation="relu")(a)
+    z = L.Dense(4)(L.Dense(4)(h))
+    inner = keras.Model(h, z)
+    x = keras.Input((4,))
+    return keras.Model(x, L.Dense(2)(inner(keras.Model(a, [h, z])(x)[0])))
+
+
+def part_that_is_not_used():
+    """It is computed, and adds its losses, as in Keras."""
+    a = keras.Input((4,))
+    h = L.Dense(4)(a)
+    other = L.Dense(3, activity_regularizer="l2")(h)
+    inner = keras.Model(a, {"h": h, "other": other})
+    x = keras.Input((4,))
+    return keras.Model(x, L.Dense(2)(inner(x)["h"]))
+
+
 MODELS = {
     functional: 3,
     sequential: 3,
@@ -241,6 +291,11 @@ MODELS = {
     own_call: 3,
     own_class: 3,
     wrapped: 3,
+    given_a_constant: 2,
+    optional_input: 6,
+    tied: 5,
+    of_tensors_in_between: 6,
+    part_that_is_not_used: 3,
 }
 
 
@@ -452,6 +507,76 @@ class TrainingTest(Case):
             x = numbers(ROWS, 4)
             found.append([model(x, training=t) for t in (None, False, True)])
         self.assertAllClose(*found)
+
+    def test_draws_of_a_tower_that_is_called_twice(self):
+        """In the order of Keras, also where one call is the deeper one."""
+
+        def make():
+            tower = stack(L.Dense(4), L.Dropout(0.5), L.BatchNormalization())
+            deeper = stack(L.Dense(4), tower, L.Dropout(0.5), L.Dense(4))
+            x = keras.Input((4,))
+            made = [tower(x), deeper(tower(x)), tower(L.Dense(4)(x))]
+            return keras.Model(x, L.Dense(2)(L.Concatenate()(made)))
+
+        self.assertNoModels(self.compare(make, 8, num_micro_batches=1))
+
+    def test_lora_later(self):
+        """Layers get weights after the pipeline was made."""
+        found = []
+        x, y = numbers(ROWS, 4), numbers(ROWS, 2, seed=1)
+        for pipelined in (False, True):
+            keras.utils.set_random_seed(1)
+            model = sequential()
+            inner = model.layers[1]
+            if pipelined:
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model, num_stages=3, devices=["CPU:0"] * 3
+                )
+            for layer in inner.layers:
+                layer.enable_lora(2)
+            model.compile("adam", "mse")
+            model.optimizer.build(model.trainable_variables)
+            logs = [model.train_on_batch(x, y, return_dict=True)]
+            found.append((model, logs))
+        comparison.assert_same(self, *found)
+
+    @parameterized.parameters(
+        lambda model: model.add(L.Dense(4)), lambda model: model.pop()
+    )
+    def test_other_layers_later(self, change):
+        model = sequential()
+        inner = model.layers[1]
+        model = tf_gpipe.PipelinedModel.from_model(
+            model, num_stages=2, devices=["CPU:0"] * 2
+        )
+        model.compile("sgd", "mse")
+        x = numbers(ROWS, 4)
+        model.predict(x, verbose=0)
+        change(inner)
+        for use in (model, model.evaluate, lambda x: model.fit(x, x)):
+            with self.assertRaisesRegex(
+                ValueError, f"'{inner.name}', .* got or lost layers"
+            ):
+                use(x)
+
+    @pytest.mark.slow
+    def test_base_of_keras_applications(self):
+        def make():
+            base = keras.applications.MobileNetV2(
+                weights=None,
+                include_top=False,
+                pooling="avg",
+                input_shape=(32, 32, 3),
+                alpha=0.35,
+            )
+            base.trainable = False
+            x = keras.Input((32, 32, 3))
+            h = L.Rescaling(2.0, -1.0)(x)
+            return keras.Model(x, L.Dense(2)(base(h, training=False)))
+
+        model = self.compare(make, 4, num_micro_batches=2)
+        sizes = [stage.count_params() for stage in model.stages]
+        self.assertLess(max(sizes), 0.4 * sum(sizes))
 
     @parameterized.parameters(
         (normalized, {}), (normalized, {"training": False}), (frozen, {})
