@@ -14,6 +14,7 @@ from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.opening import chain
 from tf_gpipe.stage.opening import functional
+from tf_gpipe.stage.opening import num_calls
 from tf_gpipe.stage.stage import name_layer
 
 
@@ -284,10 +285,15 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         stages = ["a stage not yet known"] * len(self.layers)
         if isinstance(self._config.balance, list):
             _, devices = self._resolve(self.layers)
-            stages = [
+            of_calls = [
                 f"stage {k} on {', '.join(devices[k])}"
                 for k, count in enumerate(self._config.balance)
                 for _ in range(count)
+            ]
+            # Of a model in the list it is that of its first layer.
+            stages = [
+                of_calls[num_calls(self.layers[:i])]
+                for i in range(len(self.layers))
             ]
         for layer, stage in zip(self.layers, stages, strict=True):
             inputs = x

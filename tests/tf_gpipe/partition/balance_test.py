@@ -4,6 +4,7 @@ import os
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -130,6 +131,7 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
         model = pipelined(layers, "memory", remat=remat)
         self.assertEqual(counts(model), expected)
 
+    @pytest.mark.filterwarnings("ignore:Stage 1 of model")
     def test_time(self):
         # The third one takes many times as long as all others together, so
         # that it is alone, whatever they take.
