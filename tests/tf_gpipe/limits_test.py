@@ -191,3 +191,15 @@ class LimitsTest(tf.test.TestCase, parameterized.TestCase):
             [[x.name for x in stage.layers] for stage in model.stages],
             [[inner.name], [model.layers[-1].name]],
         )
+
+    def test_operation_on_a_weight_in_mixed_precision(self):
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        try:
+            inputs, dense = keras.Input((4,)), L.Dense(4)
+            outputs = keras.ops.add(dense(inputs), dense.bias)
+            model = keras.Model(inputs, outputs)
+        finally:
+            keras.config.set_dtype_policy("float32")
+        pipeline = tf_gpipe.PipelinedModel.from_model(model, **TWO)
+        self.assertEqual(model(X).dtype, "bfloat16")
+        self.assertEqual(pipeline(X).dtype, "float32")
