@@ -38,6 +38,7 @@ def counts(
     remat: str,
     device: str = "",
     weights: Sequence[Sequence[keras.Variable]] | None = None,
+    tell: Callable = lambda *_: None,
 ) -> list[int]:
     """Returns the number of calls of layers in each stage.
 
@@ -55,6 +56,8 @@ def counts(
         device: The device on which `"time"` measures.
         weights: For each call, the weights that no earlier call uses. Defaults
             to those of the layers.
+        tell: Function that is told what was balanced, the calls, what each of
+            them costs, and how many each stage has.
 
     Raises:
         ValueError: If a cost is negative or no number, or cannot be found.
@@ -69,8 +72,9 @@ def counts(
             1 + schedule.recomputed_share(stage, remat) / 3
             for stage in range(schedule.num_stages)
         ]
-    return split(
-        _costs(balance, graph, remat, device, weights),
+    costs = _costs(balance, graph, remat, device, weights)
+    found = split(
+        costs,
         schedule.num_stages,
         [
             layer_costs.size_in_bytes([value.spec for value in values])
@@ -78,6 +82,8 @@ def counts(
         ],
         factors,
     )
+    tell(balance, graph.nodes, costs, found)
+    return found
 
 
 def _costs(

@@ -16,6 +16,7 @@ from tf_gpipe import upstream
 from tf_gpipe.partition import flops
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
+from tf_gpipe.stage.graph import Taken
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import in_mode
@@ -290,21 +291,23 @@ def _key(node: Node, specs: Specs) -> str:
         # What has a name alone is a dtype policy.
         object_hook=lambda x: x if {*x} == {"name"} else {**x, "name": None},
     )
-    inputs = {
-        value: (
-            f"input {i}",
+    numbers = {value: i for i, value in enumerate(node.inputs)}
+
+    def described(x: Value | Taken) -> tuple:
+        return (
+            *(f"input {numbers[value]}" for value in x.values),
             keras.tree.map_structure(
-                lambda x: f"{x.dtype}{tuple(x.shape)}", specs[value]
+                lambda x: f"{x.dtype}{tuple(x.shape)}",
+                [x.content(specs), *(specs[value] for value in x.values)],
             ),
         )
-        for i, value in enumerate(node.inputs)
-    }
+
     layer = node.layer
     parts = (
         upstream.layers_within(layer) if isinstance(layer, keras.Layer) else []
     )
     trained = [x.trainable for x in (*parts, *variables_of(layer))]
     return json.dumps(
-        [id(type(node.layer)), nameless, trained, node.arguments(inputs)],
+        [id(type(node.layer)), nameless, trained, node.filled(described)],
         default=str,
     )

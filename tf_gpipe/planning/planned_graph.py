@@ -10,8 +10,8 @@ from tf_gpipe.devices import slots
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.graph import Graph
-from tf_gpipe.stage.graph import chain
-from tf_gpipe.stage.graph import functional
+from tf_gpipe.stage.opening import chain
+from tf_gpipe.stage.opening import functional
 
 
 def of(model: Any, input_spec: Any) -> Graph:
