@@ -136,6 +136,24 @@ class VariablesTest(tf.test.TestCase):
         self.assertEqual(variable.path, "a/b")
 
 
+    def test_what_a_call_sees(self):
+        """Layers that are alike but for names and weights share a trace."""
+        one, other = (L.Dense(3, name=name) for name in ("a", "b"))
+        for layer in (one, other):
+            layer.build((None, 2))
+        found = upstream.what_a_call_sees(one)
+        self.assertIn("units", found)
+        self.assertIn("_trainable", found)
+        self.assertNotIn("name", found)
+        self.assertEqual(set(found), set(upstream.what_a_call_sees(other)))
+
+    def test_casts(self):
+        """Layers whose weights are cast differently share no trace."""
+        for value in (True, False):
+            variable = keras.Variable([1.0], autocast=value)
+            self.assertEqual(upstream.casts(variable), value)
+
+
 class StateOfKerasTest(tf.test.TestCase):
     def test_seed_generator(self):
         """Masks do not depend on stages, and a run repeats from its seed."""

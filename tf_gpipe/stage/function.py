@@ -113,7 +113,11 @@ class StageFunction:
         ]
         mapping = [x for x in pairs if not isinstance(x[0], TensorFlowState)]
         others = [x for x in pairs if isinstance(x[0], TensorFlowState)]
-        mapping += [(v, tf.stop_gradient(v.value)) for v in self._frozen]
+        # Not what a scope around this one has for them.
+        mapping += [
+            (v, tf.stop_gradient(upstream.tensorflow_variable(v)))
+            for v in self._frozen
+        ]
         losses: list[tf.Tensor] = []
         added: list[AddedLoss] = []
 
