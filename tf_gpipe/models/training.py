@@ -8,9 +8,9 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.devices import cluster
 from tf_gpipe.devices import placement
 from tf_gpipe.devices import slots
+from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.colocation import colocate
 from tf_gpipe.devices.colocation import following_inputs
 from tf_gpipe.devices.replicas import SeveralHosts
@@ -56,11 +56,11 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     # Given by `callbacks.Timeline`: a function of the tasks' times.
     _record_times: Any = None
 
-    evaluate = cluster.naming_failures(keras.Model.evaluate)
-    predict = cluster.naming_failures(keras.Model.predict)
-    train_on_batch = cluster.naming_failures(keras.Model.train_on_batch)
-    test_on_batch = cluster.naming_failures(keras.Model.test_on_batch)
-    predict_on_batch = cluster.naming_failures(keras.Model.predict_on_batch)
+    evaluate = worker_lost.naming_failures(keras.Model.evaluate)
+    predict = worker_lost.naming_failures(keras.Model.predict)
+    train_on_batch = worker_lost.naming_failures(keras.Model.train_on_batch)
+    test_on_batch = worker_lost.naming_failures(keras.Model.test_on_batch)
+    predict_on_batch = worker_lost.naming_failures(keras.Model.predict_on_batch)
 
     @tf.autograph.experimental.do_not_convert
     def loss_and_gradients(self, x, y=None, sample_weight=None):
@@ -156,7 +156,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         with following_inputs():
             return super().test_step(data)
 
-    @cluster.naming_failures
+    @worker_lost.naming_failures
     @functools.wraps(keras.Model.fit)
     def fit(self, *args, **kwargs):
         try:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.devices import worker_lost
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.schedule import schedules
 from tf_gpipe.stage.pipeline import Pipeline
@@ -30,6 +31,7 @@ _SMALL = 1e-2
 _EVALUATE = "evaluate: "
 
 
+@worker_lost.naming_failures
 def verify(
     model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
 ) -> Report:
