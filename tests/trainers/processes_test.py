@@ -18,6 +18,7 @@ from absl.testing import parameterized
 
 from tests.tf_gpipe.devices.cluster_test import unused_address
 from tf_gpipe.commands import workers
+from tools import child_process
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -37,6 +38,7 @@ def trainer(workdir, *flags, **environment):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
+        preexec_fn=child_process.end_with_parent,
     )
 
 

@@ -23,7 +23,7 @@ from tf_gpipe.commands import flags
 
 
 class Worker:
-    """A worker process on this host.
+    """A worker process on this host, which ends with this process at latest.
 
     Args:
         core: Integer, the only CPU core that it may use, or `None`.
@@ -47,7 +47,12 @@ class Worker:
             # Before TensorFlow starts its threads, which inherit it.
             confine = lambda: os.sched_setaffinity(0, {core})  # noqa: E731
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tf_gpipe", "worker", f"--port={port}"],
+            [
+                *(sys.executable, "-m", "tf_gpipe", "worker"),
+                *(f"--port={port}", "--with_stdin"),
+            ],
+            # Whose other end the system closes when this process ends.
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **(environment or {})},
@@ -63,8 +68,12 @@ class Worker:
             raise RuntimeError("A worker process failed to start.")
 
     def kill(self) -> None:
+        """Ends the process, and waits until it has."""
         self.process.kill()
         self.process.wait()
+        for end in (self.process.stdin, self.process.stdout):
+            if end is not None:
+                end.close()
 
 
 @contextlib.contextmanager
@@ -94,14 +103,14 @@ def started(
                 "A core for each worker is needed. Received: "
                 f"{num_workers} workers, {len(cores)} cores"
             )
-    workers = [Worker(core, environment=environment) for core in cores]
-    try:
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for core in cores:
+            workers.append(Worker(core, environment=environment))
+            stack.callback(workers[-1].kill)
         for worker in workers:
             worker.wait_until_ready()
         yield workers
-    finally:
-        for worker in workers:
-            worker.kill()
 
 
 @contextlib.contextmanager

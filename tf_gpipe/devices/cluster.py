@@ -1,6 +1,7 @@
 """Connecting to worker processes."""
 
 import contextlib
+import numbers
 import queue
 import socket
 import threading
@@ -91,6 +92,8 @@ def connect(
             "A process can connect to workers only once. Connected to: "
             f"{', '.join(connected)}. Received: {', '.join(addresses)}"
         )
+    elif watcher.current is not None:
+        watcher.current.allow(heartbeat)
     return [
         device
         for task in range(len(addresses))
@@ -167,11 +170,11 @@ def _checked(addresses: Any) -> list[str]:
 
 
 def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"`{name}` must be a number of seconds. Received: {name}={value!r}"
         )
-    if not 0 <= value < float("inf"):
+    if not 0 <= float(value) < float("inf"):
         raise ValueError(
             f"`{name}` must be a number of seconds, of 0 or more. Received: "
             f"{name}={value!r}"

@@ -11,7 +11,8 @@ do not, while its host goes on accepting connections.
 This file is the program, and needs nothing but Python. `watcher` starts it.
 The two exchange lines of JSON:
 
-    client     {"watch": {NAME: [HOST, PORT]}, "seconds": SECONDS or null}
+    client     {"watch": {NAME: [HOST, PORT], ...}}
+    client     {"seconds": SECONDS or null}: how long they may be silent
     client     {"sockets": [NAME, ...]}, with a copy of each socket
     heartbeat  {"lost": NAME, "why": DEAD or SILENT}
 
@@ -75,15 +76,20 @@ def ask(host: str, port: int, seconds: float) -> str | None:
 class _Worker:
     """A worker, asked again and again by a thread."""
 
-    def __init__(self, name: str, host: str, port: int, seconds: float | None):
+    def __init__(self, name: str, host: str, port: int):
         self.name = name
         self._address = (host, port)
-        self._seconds = seconds
+        self._seconds: float | None = None
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
         self._lost = False
 
+    def allow(self, seconds: float | None) -> None:
+        """Sets how long it may be silent."""
+        self._seconds = seconds
+
     def hurry(self) -> None:
+        """Lets it be silent for a moment only."""
         self._seconds = min(self._seconds or _HURRY_SECONDS, _HURRY_SECONDS)
 
     def hold(self, sockets: list[socket.socket]) -> None:
@@ -172,10 +178,13 @@ def _serve(client: socket.socket, signals: socket.socket) -> None:
         for line in lines:
             message: dict[str, Any] = json.loads(line)
             for name, (host, port) in message.get("watch", {}).items():
-                workers[name] = _Worker(name, host, port, message["seconds"])
+                workers[name] = _Worker(name, host, port)
                 threading.Thread(
                     target=watch, args=(workers[name],), daemon=True
                 ).start()
+            if "seconds" in message:
+                for worker in workers.values():
+                    worker.allow(message["seconds"])
             if "sockets" in message:
                 held: dict[str, list] = {name: [] for name in workers}
                 for name in message["sockets"]:

@@ -5,12 +5,15 @@ that lead to it.
 """
 
 import contextlib
+import contextvars
 import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 
 import tensorflow as tf
@@ -37,18 +40,14 @@ class Watcher:
             call ends within the time given.
         lost: Dict from the names of workers that are lost to why they are:
             `heartbeat.DEAD` or `heartbeat.SILENT`.
+        pid: Integer, the number of the process.
     """
 
     def __init__(
         self, workers: Mapping[str, tuple[str, int]], seconds: float | None
     ):
-        self.lost: dict[str, str] = {}
         self.seconds: float | None = None
-        if seconds is not None:
-            # What asks meanwhile waits until TensorFlow has tried once more.
-            self.seconds = max(
-                seconds - upstream.RECONNECT_SECONDS, seconds / 2
-            )
+        self.lost: dict[str, str] = {}
         self._names = {address: name for name, address in workers.items()}
         self._told: set = set()
         self._sending = threading.Lock()
@@ -71,15 +70,27 @@ class Watcher:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._send({"watch": dict(workers), "seconds": self.seconds})
+        self.pid = self._process.pid
+        self._send({"watch": dict(workers)})
+        self.allow(seconds)
         threading.Thread(
             target=self._run, name="tf_gpipe-watcher", daemon=True
         ).start()
 
-    def wait(self, names: set[str], seconds: float) -> None:
-        """Waits until one of these workers is lost, for at most this time."""
+    def allow(self, seconds: float | None) -> None:
+        """Sets how long a worker may be silent, as `seconds` says."""
+        self.seconds = seconds
+        if seconds is not None:
+            # What asks meanwhile waits until TensorFlow has tried once more.
+            self.seconds = max(
+                seconds - upstream.RECONNECT_SECONDS, seconds / 2
+            )
+        self._send({"seconds": self.seconds})
+
+    def wait(self, seconds: float) -> None:
+        """Waits until a worker is lost, for at most this time."""
         with self._changed:
-            self._changed.wait_for(lambda: names & self.lost.keys(), seconds)
+            self._changed.wait_for(lambda: bool(self.lost), seconds)
 
     def look(self) -> None:
         """Tells the process of the sockets that there are now."""
@@ -139,11 +150,27 @@ def _hear_interrupts(wake: socket.socket) -> bool:
 
 # Of the workers that this process is connected to.
 current: Watcher | None = None
+_needed: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
+    "needed", default=frozenset()
+)
+
+
+@contextlib.contextmanager
+def needing(names: Iterable[str]) -> Iterator[None]:
+    """A scope in which `check` is about these workers."""
+    token = _needed.set(frozenset(names))
+    try:
+        yield
+    finally:
+        _needed.reset(token)
 
 
 def check() -> None:
-    """Raises `tf.errors.UnavailableError` if a worker is lost."""
-    if current is not None and current.lost:
+    """Raises `tf.errors.UnavailableError` if a worker in need is lost."""
+    if current is None:
+        return
+    lost = _needed.get() & current.lost.keys()
+    if lost:
         raise tf.errors.UnavailableError(
-            None, None, f"Lost workers: {', '.join(current.lost)}"
+            None, None, f"Lost workers: {', '.join(lost)}"
         )

@@ -80,7 +80,6 @@ def naming_failures(method: Callable) -> Callable:
     `tf.errors.UnavailableError`s, if the worker of a stage no longer answers
     or has forgotten the model. Once a worker is lost, nothing is asked of it.
     """
-
     name = method.__name__
 
     @functools.wraps(method)
@@ -89,7 +88,8 @@ def naming_failures(method: Callable) -> Callable:
             return method(self, *args, **kwargs)
         _refuse(self)
         try:
-            result = method(self, *args, **kwargs)
+            with watcher.needing(addresses() if _stages(self) else ()):
+                result = method(self, *args, **kwargs)
             if name in _WITH_CHECKPOINTS:
                 path = args[0] if args else kwargs.get("filepath")
                 vars(self)["_newest_checkpoint"] = str(path)
@@ -137,22 +137,24 @@ def note_devices(model: Any, devices: list[list[str]]) -> None:
 
 
 def _refuse(model: Any) -> None:
-    """Raises an error if a worker of a model is known to be lost."""
+    """Raises an error if a worker is known to be lost.
+
+    Also if it is another model's: TensorFlow goes on with none of them.
+    """
     watch = watcher.current
-    if watch is None or not watch.lost:
-        return
-    gone = {x: watch.lost[x] for x in _stages(model) if x in watch.lost}
-    if gone:
-        raise WorkerLostError(None, None, _message(model, gone))
+    if watch is not None and watch.lost and _stages(model):
+        raise WorkerLostError(None, None, _message(model, watch.lost))
 
 
 def _stages(model: Any) -> dict[str, list[str]]:
     """Returns the numbers of a model's stages, by their workers' addresses."""
+    if watcher.current is None:
+        return {}
     connected = addresses()
     found: dict[str, list[str]] = collections.defaultdict(list)
-    for index, names in enumerate(vars(model).get("_stage_devices") or ()):
+    for index, names in enumerate(getattr(model, "_stage_devices", ())):
         for device in map(tf.DeviceSpec.from_string, names):
-            if connected and device.job == JOB:
+            if device.job == JOB:
                 found[connected[device.task]].append(str(index))
     return dict(found)
 
@@ -160,30 +162,28 @@ def _stages(model: Any) -> dict[str, list[str]]:
 def _diagnosis(model: Any, error: Exception) -> str | None:
     """Returns which worker an error comes from, or `None` if from none."""
     stages = _stages(model)
-    if not stages:
+    watch = watcher.current
+    if not stages or watch is None:
         return None
     told = isinstance(error, tf.errors.OpError)
     text = str(error)
     again = _STRANGER in text
     broken = isinstance(error, tf.errors.UnavailableError) and not again
-    watch = watcher.current
-    if watch is not None:
-        if broken:
-            watch.wait(set(stages), _CLOSING_SECONDS)
-        gone = {x: watch.lost[x] for x in stages if x in watch.lost}
-        if gone:
-            return _message(model, gone)
-    if not told:
-        return None
-    gone = dict.fromkeys(unreachable(stages, broken), heartbeat.DEAD)
-    if gone:
-        return _message(model, gone)
-    if again or broken:
+    if broken:
+        watch.wait(_CLOSING_SECONDS)
+    gone = dict(watch.lost)
+    if not gone and told:
+        # One that is silent may be slow: the watcher knows better.
+        places = {x: _place(x) for x in addresses()}
+        gone = {
+            address: heartbeat.DEAD
+            for address, state in states(places, broken).items()
+            if state != heartbeat.SILENT
+        }
+    if not gone and (again or broken):
         targets = {addresses()[int(task)] for task in _TARGET.findall(text)}
-        named = dict.fromkeys(sorted(targets & set(stages)), heartbeat.OTHER)
-        if again or named:
-            return _message(model, named)
-    return None
+        gone = dict.fromkeys(targets, heartbeat.OTHER)
+    return _message(model, gone) if gone or again else None
 
 
 def _message(model: Any, gone: Mapping[str, str]) -> str:
@@ -198,16 +198,20 @@ def _message(model: Any, gone: Mapping[str, str]) -> str:
         "broken, and it no longer has the stage",
     }
     lines = [
-        f"Stage {', '.join(stages[address])} has failed: its worker at "
-        f"{address} {what[why]}."
+        (
+            f"Stage {', '.join(stages[address])} has failed: its"
+            if address in stages
+            else "The"
+        )
+        + f" worker at {address} {what[why]}."
         for address, why in gone.items()
     ] or ["A worker has been started again and no longer has its stage."]
-    newest = vars(model).get("_newest_checkpoint")
+    newest = getattr(model, "_newest_checkpoint", None)
     where = f", {newest}" if newest and os.path.exists(newest) else ""
     return "\n".join(
         [
             *lines,
-            "The weights of its stage are lost. Start it again, with `python "
+            "The weights of its stages are lost. Start it again, with `python "
             "-m tf_gpipe worker --port=PORT`, then this program, and resume "
             f"from the newest checkpoint{where}.",
         ]
