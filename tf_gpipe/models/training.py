@@ -262,6 +262,13 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             ),
             added_scale,
         )
+        if self._compile_loss is None and not (
+            run.losses() or self._get_regularization_losses()
+        ):
+            # As Keras does, which there is nothing to ask here.
+            raise ValueError(
+                "No loss to compute. Provide a `loss` argument in `compile()`."
+            )
         # One message a loss where that stage is on another host.
         with tf.device(run.pipeline.stages[-1].device):
             total, *of_each = [

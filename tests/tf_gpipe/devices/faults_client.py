@@ -136,16 +136,55 @@ def outcome(call):
     }
 
 
+def busy(devices):
+    """Trains with a layer that computes for longer than the heartbeat."""
+
+    class Busy(L.Layer):
+        def call(self, x):
+            end = tf.timestamp() + 2 * float(sys.argv[3])
+            (product,) = tf.while_loop(
+                lambda y: tf.timestamp() < end,
+                lambda y: (tf.tanh(y @ y),),
+                (tf.ones((256, 256)),),
+            )
+            return x + 0.0 * tf.reduce_sum(product)
+
+    model = make(devices, Busy())
+    return np.isfinite(fit(model, steps_per_epoch=1).history["loss"]).all()
+
+
+def interrupted(devices, hurt):
+    """Trains until Ctrl-C, after a worker has gone silent."""
+    model = make(devices)
+    fit(model)
+    hurt()
+    print("stopped", flush=True)
+    try:
+        fit(model)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
 def main(moment, how, heartbeat):
     with (
         workers.started(2) as processes,
         tempfile.TemporaryDirectory() as directory,
     ):
         devices = tf_gpipe.connect(
-            [x.address for x in processes], heartbeat=float(heartbeat)
+            [x.address for x in processes],
+            heartbeat=None if heartbeat == "None" else float(heartbeat),
         )
         number = getattr(signal, f"SIG{how}")
         hurt = functools.partial(processes[1].process.send_signal, number)
+        if moment in ("busy", "interrupted"):
+            done = (
+                busy(devices)
+                if moment == "busy"
+                else interrupted(devices, hurt)
+            )
+            print(json.dumps({"done": bool(done)}), flush=True)
+            return
         model, call = whose_worker_is_hurt(moment, devices, hurt, directory)
         told = {
             "address": processes[1].address,

@@ -1,6 +1,7 @@
 """Nothing waits for ever: a worker is killed or stopped at any moment."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -35,6 +36,7 @@ MOMENTS = (
 )
 # Those in which a checkpoint has been written before.
 WITH_CHECKPOINT = ("between_epochs", *MOMENTS[MOMENTS.index("in_fit") :])
+CLIENT = (sys.executable, "-m", "tests.tf_gpipe.devices.faults_client")
 HEARTBEAT = 4
 # Limits of the contract, far above what it takes.
 LIMITS = {"KILL": 15, "STOP": 15 + HEARTBEAT}
@@ -43,7 +45,7 @@ LIMITS = {"KILL": 15, "STOP": 15 + HEARTBEAT}
 def run(*args):
     """Runs `faults_client`, and returns what it tells."""
     result = subprocess.run(
-        [sys.executable, "-m", "tests.tf_gpipe.devices.faults_client", *args],
+        [*CLIENT, *args],
         capture_output=True,
         text=True,
         timeout=150,
@@ -80,6 +82,21 @@ class FaultsTest(parameterized.TestCase):
     @parameterized.parameters(("while_traced", "STOP"), ("in_step", "KILL"))
     def test_some_moments(self, moment, how):
         self.check(moment, how)
+
+    def test_long_work_is_no_silence(self):
+        self.assertTrue(run("busy", "", str(HEARTBEAT))["done"])
+
+    def test_interrupt_where_silence_has_no_limit(self):
+        process = subprocess.Popen(
+            [*CLIENT, "interrupted", "STOP", "None"],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=child_process.end_with_parent,
+        )
+        self.assertEqual(process.stdout.readline(), "stopped\n")
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        self.assertTrue(json.loads(output.splitlines()[-1])["done"])
 
     @parameterized.product(moment=MOMENTS, how=("KILL", "STOP"))
     @pytest.mark.slow
