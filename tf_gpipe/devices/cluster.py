@@ -22,6 +22,8 @@ from tf_gpipe.devices import worker_lost
 # What TensorFlow calls the job of a process that has none.
 _CLIENT = "localhost"
 _AGAIN_SECONDS = 0.2
+# Time for the watcher to hear what an error has come from.
+_CLOSING_SECONDS = 2.0
 _SCHEME = "grpc://"
 _NO_WORKER = {
     heartbeats.DEAD: "nothing listens there",
@@ -120,7 +122,8 @@ def _open(found: dict[str, tuple[str, int]], heartbeat: float | None) -> None:
         # The server starts with the first use of any device.
         tf.config.list_logical_devices()
     except tf.errors.OpError as error:
-        lost = worker_lost.states(found, broken=True)
+        watcher.current.wait(_CLOSING_SECONDS)
+        lost = watcher.current.lost or worker_lost.states(found)
         at = "; ".join(f"{x} ({_NO_WORKER[lost[x]]})" for x in lost)
         raise worker_lost.WorkerLostError(
             None,
@@ -216,11 +219,11 @@ def _wait_for(
             else:
                 state = heartbeats.ask(host, int(port), max(seconds, 0.05))
                 if state is None:
-                    answers.put((address, (host, int(port))))
+                    answers.put({address: (host, int(port))})
                     return
                 states[address] = _NO_WORKER[state]
             if time.monotonic() > deadline:
-                answers.put(None)
+                answers.put({})
                 return
             time.sleep(_AGAIN_SECONDS)
 
@@ -231,7 +234,7 @@ def _wait_for(
     end = deadline + 2 * _AGAIN_SECONDS
     with contextlib.suppress(queue.Empty):
         for _ in addresses:
-            found.update([answers.get(timeout=max(end - time.monotonic(), 0))])
+            found.update(answers.get(timeout=max(end - time.monotonic(), 0)))
     missing = [x for x in addresses if x not in found]
     if missing:
         stages = [str(addresses.index(each)) for each in missing]

@@ -30,7 +30,7 @@ from tf_gpipe.step.micro_batch import not_dense
 
 
 @worker_lost.naming_failures_of(
-    *("__call__", "_place", "rebalance", "loss_and_gradients", "export"),
+    *("__call__", "_place", "rebalance", "export"),
     *("save", "save_weights", "load_weights", "get_weights", "set_weights"),
 )
 class Pipelined(Arguments, StepFunctions, PipelinedTraining):

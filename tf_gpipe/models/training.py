@@ -63,6 +63,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     predict_on_batch = worker_lost.naming_failures(keras.Model.predict_on_batch)
 
     @tf.autograph.experimental.do_not_convert
+    @worker_lost.naming_failures
     def loss_and_gradients(self, x, y=None, sample_weight=None):
         """Runs a mini-batch forward and backward without applying gradients.
 

@@ -155,6 +155,8 @@ def busy(devices):
 
 def interrupted(devices, hurt):
     """Trains until Ctrl-C, after a worker has gone silent."""
+    # Which a shell ignores in what it runs in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     model = make(devices)
     fit(model)
     hurt()

@@ -84,7 +84,7 @@ class FaultsTest(parameterized.TestCase):
         self.check(moment, how)
 
     def test_long_work_is_no_silence(self):
-        self.assertTrue(run("busy", "", str(HEARTBEAT))["done"])
+        self.assertTrue(run("busy", "STOP", str(HEARTBEAT))["done"])
 
     def test_interrupt_where_silence_has_no_limit(self):
         process = subprocess.Popen(
