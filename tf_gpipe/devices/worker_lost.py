@@ -87,12 +87,18 @@ def naming_failures(method: Callable) -> Callable:
         if not tf.executing_eagerly():
             return method(self, *args, **kwargs)
         _refuse(self)
+        path = ""
+        if name in _WITH_CHECKPOINTS:
+            path = str(args[0] if args else kwargs.get("filepath"))
+            newest = getattr(self, "_newest_checkpoint", None)
+            if path == newest and name != "load_weights":
+                # What is written over it may be cut short.
+                vars(self)["_newest_checkpoint"] = None
         try:
             with watcher.needing(addresses() if _stages(self) else ()):
                 result = method(self, *args, **kwargs)
-            if name in _WITH_CHECKPOINTS:
-                path = args[0] if args else kwargs.get("filepath")
-                vars(self)["_newest_checkpoint"] = str(path)
+            if path:
+                vars(self)["_newest_checkpoint"] = path
             return result
         except WorkerLostError:
             raise

@@ -110,6 +110,7 @@ def whose_worker_is_hurt(moment, devices, hurt, directory):
         "in_save_weights": lambda: model.save_weights(
             os.path.join(directory, "other.weights.h5")
         ),
+        "in_save_weights_again": lambda: model.save_weights(path),
         "in_save": lambda: model.save(os.path.join(directory, "model.keras")),
         "in_load_weights": lambda: model.load_weights(path),
         "in_call": lambda: model(X),

@@ -26,6 +26,7 @@ MOMENTS = (
     "in_get_weights",
     "in_set_weights",
     "in_save_weights",
+    "in_save_weights_again",
     "in_save",
     "in_load_weights",
     "in_call",
@@ -73,7 +74,10 @@ class FaultsTest(parameterized.TestCase):
                 rf"(Stage 1 has failed: its|The) worker at {told['address']} "
                 rf"{what}",
             )
-            if moment in WITH_CHECKPOINT and each is not told["other"]:
+            if moment == "in_save_weights_again":
+                # It is no longer whole.
+                self.assertNotIn(told["checkpoint"], each["message"])
+            elif moment in WITH_CHECKPOINT and each is not told["other"]:
                 self.assertIn(
                     f"the newest checkpoint, {told['checkpoint']}.",
                     each["message"],
