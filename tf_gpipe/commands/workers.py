@@ -9,10 +9,12 @@ workers when it has ended. The exit status is the command's.
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -20,6 +22,10 @@ from typing import Any
 
 import tf_gpipe
 from tf_gpipe.commands import flags
+
+# Of Linux, <linux/prctl.h>.
+_SET_PARENT_DEATH_SIGNAL = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Worker:
@@ -42,10 +48,17 @@ class Worker:
         port: int = 0,
         environment: Mapping[str, str] | None = None,
     ):
-        confine = None
-        if core is not None:
-            # Before TensorFlow starts its threads, which inherit it.
-            confine = lambda: os.sched_setaffinity(0, {core})  # noqa: E731
+        # The system would end it with the thread that has started it.
+        main = threading.current_thread() is threading.main_thread()
+
+        def prepare() -> None:
+            if main and _libc is not None:
+                # Also if it is stopped, and cannot see its input end.
+                _libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+            if core is not None:
+                # Before TensorFlow starts its threads, which inherit it.
+                os.sched_setaffinity(0, {core})
+
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "tf_gpipe", "worker"),
@@ -56,7 +69,7 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **(environment or {})},
-            preexec_fn=confine,
+            preexec_fn=prepare,
         )
         self.address = self.device = ""
 

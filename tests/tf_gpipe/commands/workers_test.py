@@ -37,7 +37,9 @@ import os, signal, sys
 
 from tf_gpipe.commands import workers
 
-with workers.started(2):
+with workers.started(2) as processes:
+    if "stop" in sys.argv:
+        processes[1].process.send_signal(signal.SIGSTOP)
     if "fork" in sys.argv and not os.fork():
         # Has what its parent has open, but its output.
         os.close(1)
@@ -72,6 +74,7 @@ class WorkersTest(parameterized.TestCase):
         (signal.SIGKILL,),
         (signal.SIGTERM,),
         (signal.SIGKILL, "fork"),
+        (signal.SIGKILL, "stop"),
         (None, "raise"),
     )
     def test_workers_end_with_what_has_started_them(self, number, *args):
