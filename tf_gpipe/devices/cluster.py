@@ -243,7 +243,7 @@ def _wait_for(
             None,
             None,
             f"No worker answers at {', '.join(missing)} within "
-            f"{timeout:g} seconds ({reasons}). With a device a worker, stage "
+            f"{timeout:g} seconds. ({reasons}.) With a device a worker, stage "
             f"{', '.join(stages)} would run there. Start one with "
             "`python -m tf_gpipe worker --port=PORT`, and see that "
             "its `--bind` address is the one given here.",
