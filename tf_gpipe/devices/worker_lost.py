@@ -28,6 +28,7 @@ _TARGET = re.compile(rf"remote target /job:{JOB}/replica:0/task:(\d+)")
 _STRANGER = "Unable to find a context_id"
 
 
+_BROKEN = re.compile("GRPC error|failed to connect|Socket closed")
 # Methods whose first argument is a file with all weights.
 _WITH_CHECKPOINTS = ("save", "save_weights", "load_weights")
 
@@ -171,14 +172,17 @@ def _diagnosis(model: Any, error: Exception) -> str | None:
     watch = watcher.current
     if not stages or watch is None:
         return None
-    told = isinstance(error, tf.errors.OpError)
     text = str(error)
     again = _STRANGER in text
-    broken = isinstance(error, tf.errors.UnavailableError) and not again
+    # Keras makes errors of its own of those that a file's weights meet.
+    broken = not again and (
+        isinstance(error, tf.errors.UnavailableError)
+        or _BROKEN.search(text) is not None
+    )
     if broken:
         watch.wait(_CLOSING_SECONDS)
     gone = dict(watch.lost)
-    if not gone and told:
+    if not gone:
         # One that is silent may be slow: the watcher knows better.
         places = {x: _place(x) for x in addresses()}
         gone = {

@@ -74,6 +74,8 @@ def verify(
         problem = _unfit(model, x)
         if problem is None:
             return _Verification(model).run(x, y, sample_weight)
+    except tf.errors.UnavailableError:
+        raise  # A worker is lost.
     except Exception as e:
         problem = f"The model could not be looked at: {e!r}"
     return Report(False, {}, None, [], [problem], [])
@@ -113,6 +115,8 @@ class _Verification:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)
                     first, alone = self._compare(variables, data)
+            except tf.errors.UnavailableError:
+                raise  # A worker is lost.
             except Exception as e:
                 self._tell("The comparison", e)
             finally:
@@ -308,6 +312,8 @@ class _Verification:
     def _try(self, who: str, what: str, step: Callable) -> Step | None:
         try:
             return step()
+        except tf.errors.UnavailableError:
+            raise  # A worker is lost.
         except Exception as e:
             self._tell(f"{who}, in {what},", e)
             return None

@@ -115,7 +115,9 @@ def whose_worker_is_hurt(moment, devices, hurt, directory):
         "in_load_weights": lambda: model.load_weights(path),
         "in_call": lambda: model(X),
         "in_loss_and_gradients": lambda: model.loss_and_gradients(X, X),
-        "in_rebalance": lambda: model.rebalance("parameters"),
+        "in_rebalance": lambda: model.rebalance(
+            [len(stage.layers) for stage in model.stages][::-1]
+        ),
         "in_verify": lambda: tf_gpipe.verify(model, X, X),
         "in_optimizer": lambda: [x.numpy() for x in model.optimizer.variables],
     }
