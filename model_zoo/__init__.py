@@ -5,6 +5,9 @@ begins with a `keras.layers.InputLayer`, for `keras.Sequential` or
 `tf_gpipe.PipelinedSequential`; or to a functional `keras.Model`, for
 `tf_gpipe.PipelinedModel.from_model`. Nothing here imports `tf_gpipe`: a model
 does not know how it is going to be run.
+
+The models need Keras alone. `model_zoo.decoding`, which searches for
+translations in one compiled loop, needs TensorFlow and NumPy, too.
 """
 
 import inspect

@@ -1,12 +1,15 @@
-"""The examples in docstrings and in README run, and print what they say."""
+"""The examples in docstrings, README and docs run, and print what they say."""
 
 import contextlib
 import doctest
 import importlib
 import io
+import os
 import pathlib
 import pkgutil
 import re
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -16,7 +19,12 @@ from absl.testing import parameterized
 import model_zoo
 import tf_gpipe
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# A block below this line cannot run by itself.
+NO_RUN = "<!-- no-run -->"
+# A process does so once, before TensorFlow starts.
+DIVIDES = "set_logical_device_configuration"
 NAMES = {"keras": keras, "np": np, "tf": tf, "tf_gpipe": tf_gpipe}
 
 
@@ -43,14 +51,18 @@ def examples():
 
 
 def blocks():
-    """Returns README's blocks of Python that can be run, by their line."""
-    text = README.read_text()
-    return {
-        text[: match.start()].count("\n") + 1: match["code"]
+    """Returns the pages' blocks of Python that can be run, by their place."""
+    found = {}
+    for page in PAGES:
+        text = page.read_text()
         for match in re.finditer(
-            r"^```python\n(?P<code>.*?)^```$", text, re.DOTALL | re.MULTILINE
-        )
-    }
+            rf"(?<!{NO_RUN}\n)^```python\n(?P<code>.*?)^```$",
+            text,
+            re.DOTALL | re.MULTILINE,
+        ):
+            line = text[: match.start()].count("\n") + 1
+            found[f"{page.relative_to(ROOT)}:{line}"] = match["code"]
+    return found
 
 
 EXAMPLES = examples()
@@ -68,17 +80,38 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
         doctest.DocTestRunner().run(EXAMPLES[name], out=printed.write)
         self.assertEmpty(printed.getvalue())
 
-    @parameterized.parameters(*BLOCKS)
-    def test_readme(self, line):
-        code = compile(BLOCKS[line], f"{README.name}:{line}", "exec")
+    @parameterized.parameters(
+        *((x,) for x in BLOCKS if DIVIDES not in BLOCKS[x])
+    )
+    def test_block(self, place):
+        code = compile(BLOCKS[place], place, "exec")
         with contextlib.redirect_stdout(io.StringIO()):
             exec(code, {})
+
+    @parameterized.parameters(*((x,) for x in BLOCKS if DIVIDES in BLOCKS[x]))
+    def test_block_that_divides_the_cpu(self, place):
+        printed = subprocess.run(
+            [sys.executable, "-c", BLOCKS[place]],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout
+        # Tasks of both stages ran, each on a device of its own.
+        for device in ("CPU:0", "CPU:1"):
+            self.assertRegex(printed, rf"{device} .*F\d.*B")
 
     def test_there_are_examples(self):
         self.assertIn(
             "tf_gpipe.models.sequential.PipelinedSequential", EXAMPLES
         )
-        self.assertGreaterEqual(len(BLOCKS), 4)
+        pages = {place.split(":")[0] for place in BLOCKS}
+        self.assertContainsSubset(
+            {"README.md", "docs/guides/pipeline.md", "docs/guides/verify.md"},
+            pages,
+        )
+        first = next(iter(BLOCKS.values()))
+        self.assertIn(DIVIDES, first)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ from tf_gpipe.schedule.tasks import WEIGHTS
 class Timeline(keras.callbacks.Callback):
     """Records when each task of a training step ran, on each device.
 
-    Adds `bubble` to the logs of an epoch: the share of the time that devices
-    were idle, the mean of the epoch's recorded steps. The time of a task is
-    taken on its device, by its host's clock, so that clocks of several hosts
-    must agree. Where XLA compiles the stages, recomputation is a part of the
-    backward pass. Of several replicas it records the first.
+    It adds `bubble` to the logs of an epoch: the share of the time that devices
+    were idle, as the mean over the recorded steps of the epoch. The time of a
+    task is read on its device, from the clock of its host, so that the clocks
+    of several hosts must agree. Where XLA compiles the stages, recomputation is
+    part of the backward pass. Of several replicas the first one is recorded.
 
     Args:
         steps: Collection of the numbers of the steps to record, from 0, the
@@ -39,9 +39,9 @@ class Timeline(keras.callbacks.Callback):
             the last step of each execution can be recorded.
         trace: Path of a Chrome trace (JSON, for Perfetto) of the last
             recorded step, written when training ends.
-        picture: Path of an image of it (png or svg; needs matplotlib), below
-            the same step simulated with the mean times of each stage.
-        chart: Boolean, whether to print it as text when training ends.
+        picture: Path of an image of that step (png or svg; needs matplotlib),
+            below a simulation of it from the mean times of each stage.
+        chart: Boolean, whether to print that step as text when training ends.
 
     Raises:
         TypeError, ValueError: If an argument is not valid, or a path cannot
@@ -91,10 +91,11 @@ class Timeline(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.model._record_times = self._record
-        # What has been traced takes no times.
+        # A step that was traced before does not read the clock.
         self.model.make_train_function(force=True)
         self.spans = []
-        # Of the first step of the epoch, and of the step after the last one.
+        # The numbers of the first step of the epoch, and of the step after the
+        # last one.
         self._first = self._next = 0
         with tf.device("CPU:0"):
             # How many tasks there are is known when the model is built.
@@ -108,7 +109,7 @@ class Timeline(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         step = self._first + batch
-        # By default all but the first one.
+        # By default all steps but the first one.
         chosen = self._next > 0 if self._steps is None else step in self._steps
         self._next = step + 1
         if chosen:

@@ -262,9 +262,167 @@ def unpack_singleton(x: Any) -> Any:
     return functional.unpack_singleton(x)
 
 
-def graph_of(model: keras.Sequential) -> Any:
-    """Returns the functional model that a built `Sequential` runs."""
-    return model._functional
+def graph_of(model: keras.Model) -> Any:
+    """Returns the functional model that a model runs.
+
+    That is a functional one itself; of a `Sequential` that is not built, or
+    has inputs in a nested structure, it is `None`.
+    """
+    return model._functional if isinstance(model, keras.Sequential) else model
+
+
+def only_checks(owner: type, name: str) -> bool:
+    """Returns whether a method that a class has goes on to Keras's own.
+
+    KerasHub's tasks look for strings in what they are called on.
+    """
+    return (owner.__module__.split(".")[0], name) == ("keras_hub", "__call__")
+
+
+def runs_its_graph(layer: Any) -> bool:
+    """Returns whether a layer is a model that Keras runs by its graph alone.
+
+    A `Sequential`, also one that is not built, or a functional model. Not one
+    whose class has a `call` of its own, say, or which adds a loss, or changes
+    a mask.
+    """
+    # What Keras does in a call, beside what the graph says.
+    methods = (
+        "__call__",
+        "_adjust_input_rank",
+        "_convert_inputs_to_tensors",
+        "_run_through_graph",
+        "_standardize_inputs",
+        "call",
+        "compute_mask",
+        "compute_output_spec",
+        "quantized_call",
+        "rematerialized_call",
+    )
+
+    def method(cls: type, name: str) -> Any:
+        owners = (x for x in cls.__mro__ if not only_checks(x, name))
+        return next((vars(x)[name] for x in owners if name in vars(x)), None)
+
+    base: Any = keras.Sequential
+    if not isinstance(layer, keras.Sequential):
+        base = Functional
+        if not isinstance(layer, Functional):
+            return False
+        if any(x.sparse or getattr(x, "ragged", False) for x in layer.inputs):
+            return False
+    return (
+        layer.activity_regularizer is None
+        and not layer.supports_masking
+        and layer.quantization_mode is None
+        and not any(
+            name in vars(layer)
+            or method(type(layer), name) != method(base, name)
+            for name in methods
+        )
+    )
+
+
+def with_training(layer: Any, kwargs: dict, training: bool | None) -> dict:
+    """Returns the arguments of a call in a model that is called in a mode."""
+    if training is None or not hasattr(layer, "_call_context_args"):
+        return kwargs
+    return {**kwargs, "training": training}
+
+
+def without_masks(kwargs: dict) -> dict:
+    """Returns the keyword arguments of a call without Keras masks."""
+    return {
+        name: x
+        for name, x in kwargs.items()
+        if name != "mask" and not name.endswith("_mask")
+    }
+
+
+def arguments_of_call(
+    model: keras.Model, args: Sequence, kwargs: dict
+) -> tuple[list, list, bool | None] | None:
+    """Returns what a call of a model that runs its graph is given.
+
+    Args:
+        model: The model.
+        args: List of arguments. Where they have tensors, anything may stand.
+        kwargs: Dictionary of keyword arguments, likewise.
+
+    Returns:
+        Tuple of what each input is, the masks of the first of them, and
+        `training`, which goes on to all layers; `None` if there are arguments
+        that do not reach the layers as those of their calls.
+    """
+    names = ("inputs", "training", "mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    inputs, training, mask = (given.pop(name, None) for name in names)
+    if given or not (training is None or isinstance(training, bool)):
+        return None
+    expected = graph_of(model)._inputs_struct
+    if isinstance(inputs, dict) and not isinstance(expected, dict):
+        # By the names of the inputs.
+        one = isinstance(expected, keras.KerasTensor)
+        each = [expected] if one else expected
+        if not all(
+            isinstance(x, keras.KerasTensor) and x.name in inputs for x in each
+        ):
+            return None
+        inputs = [inputs[x.name] for x in each]
+        expected = list(each)
+    if isinstance(expected, (list, tuple)) and len(expected) == 1:
+        expected = expected[0]
+    inputs = unpack_singleton(inputs)
+    structures = [
+        keras.tree.map_structure(lambda x: 0, keras.tree.lists_to_tuples(x))
+        for x in (inputs, expected)
+    ]
+    if structures[0] != structures[1]:
+        return None
+    masks = [] if mask is None else keras.tree.flatten(mask)
+    return keras.tree.flatten(inputs), masks, training
+
+
+def taken(model: keras.Model, place: int, x: Any, mask: Any) -> Any:
+    """Returns a tensor as a call of a model hands it on to its layers.
+
+    Args:
+        model: The model.
+        place: Which of its inputs the tensor is.
+        x: The tensor, or a `KerasTensor`; or what the call is given for all
+            inputs, in a nested structure.
+        mask: The mask that the call is given for it, or `None`.
+    """
+    if keras.tree.is_nested(x):
+        call = arguments_of_call(model, (x,), {})
+        assert call is not None
+        x = call[0][place]
+    expected = graph_of(model).inputs[place]
+    if isinstance(x, keras.KerasTensor):
+        shape = list(x.shape)
+        if len(shape) == expected.ndim + 1 and shape[-1] == 1:
+            shape.pop()
+        elif len(shape) == expected.ndim - 1 and expected.shape[-1] == 1:
+            shape.append(1)
+        return keras.KerasTensor(shape, expected.dtype)
+    made = x
+    if model._convert_input_args:
+        made = model.dtype_policy.convert_input(
+            made, model.autocast, model.input_dtype
+        )
+    made = keras.ops.convert_to_tensor(made, dtype=expected.dtype)
+    if len(made.shape) == expected.ndim + 1 and made.shape[-1] == 1:
+        made = keras.ops.squeeze(made, axis=-1)
+    elif len(made.shape) == expected.ndim - 1 and expected.shape[-1] == 1:
+        made = keras.ops.expand_dims(made, axis=-1)
+    if mask is None:
+        mask = getattr(x, "_keras_mask", None)
+    elif made is x:
+        # Others take it without this mask.
+        made = tf.identity(made)
+    if mask is not None and made is not x:
+        made._keras_mask = mask
+    return made
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
@@ -375,26 +533,20 @@ def sum_gradients_by(
 def find_weights_again(optimizer: keras.optimizers.Optimizer) -> None:
     """Tells a built optimizer that its weights have other variables in them.
 
-    It finds the slots of a weight by the TensorFlow variable in it, and also
-    knows by it which weights do not decay.
+    It knows a weight by the TensorFlow variable in it: which slots the weight
+    has, whether it decays, which optimizer of a `MultiOptimizer` is its own.
     """
-    keys = [optimizer._var_key(x) for x in optimizer._trainable_variables]
-    places = optimizer._trainable_variables_indices
-    optimizer._trainable_variables_indices = {k: i for i, k in enumerate(keys)}
-    optimizer._exclude_from_weight_decay = {
-        keys[places[key]]
-        for key in getattr(optimizer, "_exclude_from_weight_decay", ())
-        if key in places
+    weights = optimizer._trainable_variables
+    keys = {
+        key: optimizer._var_key(weights[i])
+        for key, i in optimizer._trainable_variables_indices.items()
     }
-    optimizer._exclude_from_weight_decay_cache = {}
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        # Which of its optimizers a weight has.
-        optimizer._var_to_optimizer_idx = {
-            optimizer._var_key(weight): i
-            for i, x in enumerate(optimizer.optimizers)
-            if x.built
-            for weight in weights_of(x)
-        }
+    for name, known in list(vars(optimizer).items()):
+        if isinstance(known, dict) and not keys.keys().isdisjoint(known):
+            found = {keys.get(key, key): x for key, x in known.items()}
+            setattr(optimizer, name, found)
+        elif isinstance(known, set) and not keys.keys().isdisjoint(known):
+            setattr(optimizer, name, {keys.get(key, key) for key in known})
 
 
 # === Gradient tapes ===

@@ -61,6 +61,8 @@ class Kinds:
     loss_weights: bool = True
     # Outputs without a loss, of booleans, scalars and weights.
     odd_outputs: bool = True
+    # Layers in models within the model.
+    models_within: bool = True
 
     @classmethod
     def none(cls) -> "Kinds":
@@ -203,6 +205,7 @@ class Drawing:
         self.kinds = kinds or Kinds()
         # Of the kinds, so that what else is drawn does not depend on them.
         more = random.Random(seed + 5)
+        self._within = random.Random()
         self._drawn = {
             x.name: more.random() < 0.3 and getattr(self.kinds, x.name)
             for x in dataclasses.fields(Kinds)
@@ -216,6 +219,7 @@ class Drawing:
         """Returns a functional model."""
         draw = random.Random(self.seed)
         more = random.Random(self.seed + 6)
+        self._within.seed(self.seed + 7)
         inputs, tensors = [], []
         for i in range(draw.choice([1, 1, 2, 3])):
             kind = draw.choice(list(INPUTS))
@@ -242,11 +246,11 @@ class Drawing:
                 other = pooled(draw.choice(tensors))
                 tensors.append(L.Concatenate()([pooled(x), other]))
             elif kind < 0.4:
-                y = self.layer(draw, x)(x)
+                y = self.within(x, self.layer(draw, x))(x)
                 join = draw.choice([L.Add(), L.Multiply(), L.Maximum()])
                 tensors.append(join([x, y]) if x.shape == y.shape else y)
             else:
-                tensors[i] = self.layer(draw, x)(x)
+                tensors[i] = self.within(x, self.layer(draw, x))(x)
         i = more.randrange(len(tensors))
         if self._drawn["tensorflow_state"]:
             tensors[i] = Track()(tensors[i])
@@ -291,6 +295,20 @@ class Drawing:
         elif draw.random() < 0.5:
             outputs = list(outputs.values())
         return keras.Model(inputs, outputs)
+
+    def within(self, x: Any, layer: keras.Layer) -> keras.Layer:
+        """Returns a layer for a tensor, or one that has it in a model."""
+        if not self._drawn["models_within"]:
+            return layer
+        draw = self._within
+        for _ in range(draw.choice([0, 1, 1, 2])):
+            if draw.random() < 0.5:
+                inputs = keras.Input(x.shape[1:])
+                layer = keras.Model(inputs, layer(inputs))
+            else:
+                more = [L.LayerNormalization()] * draw.randrange(2)
+                layer = keras.Sequential([layer, *more])
+        return layer
 
     def layer(self, draw: random.Random, x: Any) -> keras.Layer:
         """Returns a layer for a tensor."""

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=.venv
-extras=trainers,tools,tests
+extras=trainers,tools,tests,docs
 others=()
 kind=
 case "${1:-}" in

@@ -2,7 +2,7 @@
 # Lint, types and tests.
 # Usage: bash tools/test.sh [--with REQUIREMENT ...] [--slow] [pytest's own]
 #   --with  the tests alone, with other versions, such as 'tensorflow==2.20.*'
-#           'keras==3.13.*', up to the next argument that begins with -
+#           'keras==3.15.*', up to the next argument that begins with -
 #   --slow  the slow tests too
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,4 +1,4 @@
-"""README's limits that no other test pins: where one falls, README is wrong."""
+"""Limits that no other test pins: where one falls, docs/limits.md is wrong."""
 
 import keras
 import numpy as np
@@ -176,8 +176,13 @@ class LimitsTest(tf.test.TestCase, parameterized.TestCase):
 
         self.assertTrue(run(tf.constant(tokens), tf.constant(Y)))
 
-    def test_model_within_a_model_is_one_layer(self):
-        inner = keras.Sequential([keras.Input((4,)), L.Dense(4), L.Dense(4)])
+    def test_model_with_a_call_of_its_own_is_one_layer(self):
+        class Doubled(keras.Model):
+            def call(self, x, **kwargs):
+                return 2.0 * super().call(x, **kwargs)
+
+        x = keras.Input((4,))
+        inner = Doubled(x, L.Dense(4)(L.Dense(4)(x)))
         inputs = keras.Input((4,))
         model = tf_gpipe.PipelinedModel.from_model(
             keras.Model(inputs, L.Dense(1)(inner(inputs))), **TWO
@@ -186,3 +191,15 @@ class LimitsTest(tf.test.TestCase, parameterized.TestCase):
             [[x.name for x in stage.layers] for stage in model.stages],
             [[inner.name], [model.layers[-1].name]],
         )
+
+    def test_operation_on_a_weight_in_mixed_precision(self):
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        try:
+            inputs, dense = keras.Input((4,)), L.Dense(4)
+            outputs = keras.ops.add(dense(inputs), dense.bias)
+            model = keras.Model(inputs, outputs)
+        finally:
+            keras.config.set_dtype_policy("float32")
+        pipeline = tf_gpipe.PipelinedModel.from_model(model, **TWO)
+        self.assertEqual(model(X).dtype, "bfloat16")
+        self.assertEqual(pipeline(X).dtype, "float32")

@@ -207,6 +207,124 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         model.build((None, 2))
         self.assertIsInstance(upstream.graph_of(model), upstream.Functional)
 
+    def test_runs_its_graph(self):
+        """Models within a model are opened if nothing is lost by it."""
+
+        class Own(keras.Model):
+            def call(self, x):
+                return super().call(x)
+
+        class Masking(keras.Sequential):
+            def compute_mask(self, inputs, previous_mask):
+                return previous_mask
+
+        x = keras.Input((2,))
+        for cls, runs in ((keras.Model, True), (Own, False)):
+            self.assertEqual(upstream.runs_its_graph(cls(x, -x)), runs)
+        for model, runs in (
+            (keras.Sequential(), True),
+            (keras.Sequential([x, L.Dense(2)]), True),
+            (Masking([x, L.Dense(2)]), False),
+            (L.Dense(2), False),
+            (L.TimeDistributed(L.Dense(2)), False),
+        ):
+            self.assertEqual(upstream.runs_its_graph(model), runs)
+        model = keras.Sequential([x, L.Dense(2)])
+        model.activity_regularizer = keras.regularizers.L2()
+        self.assertFalse(upstream.runs_its_graph(model))
+        model = keras.Model(x, -x)
+        model.call = lambda x: x
+        self.assertFalse(upstream.runs_its_graph(model))
+
+    def test_only_checks(self):
+        """Tasks of KerasHub are pipelines."""
+        task = type("Task", (keras.Model,), {"__call__": lambda self: None})
+        self.assertFalse(upstream.only_checks(task, "__call__"))
+        task.__module__ = "keras_hub.src.models.task"
+        self.assertTrue(upstream.only_checks(task, "__call__"))
+        self.assertFalse(upstream.only_checks(task, "call"))
+
+    def test_training_of_a_call_within(self):
+        """The mode of a model's call is that of its layers."""
+        x = keras.Input((2,))
+        inner = keras.Model(x, L.Dropout(0.5)(x, training=True))
+        (node,) = upstream.calls(keras.Model(x, inner(x, training=False)))
+        _, _, training = upstream.arguments_of_call(
+            inner, node.arguments.args, node.arguments.kwargs
+        )
+        self.assertIs(training, False)
+        (node,) = upstream.calls(inner)
+        kwargs = node.arguments.kwargs
+        self.assertIs(kwargs["training"], True)
+        for mode, expected in ((None, True), (False, False)):
+            found = upstream.with_training(node.operation, kwargs, mode)
+            self.assertIs(found["training"], expected)
+        self.assertEqual(upstream.with_training(keras.ops, {}, True), {})
+        # As Keras has it.
+        self.assertAllEqual(
+            inner(np.ones((2, 2)), training=False), np.ones((2, 2))
+        )
+
+    def test_arguments_of_a_call(self):
+        """Models within a model may have inputs of any structure."""
+        a, b = keras.Input((2,), name="a"), keras.Input((2,), name="b")
+        by_list = keras.Model([b, a], a - b)
+        by_name = keras.Model({"b": b, "a": a}, a - b)
+        call = upstream.arguments_of_call
+        for model, given, expected in (
+            (by_list, ([1, 2],), [1, 2]),
+            (by_list, ((1, 2),), [1, 2]),
+            (by_list, ({"a": 1, "b": 2, "c": 3},), [2, 1]),
+            (by_name, ({"b": 2, "a": 1},), [1, 2]),
+            (keras.Model(a, -a), (1,), [1]),
+            (keras.Model([a], -a), (1,), [1]),
+            (keras.Model(a, -a), ([1],), [1]),
+            (keras.Model(a, -a), ({"a": 1},), [1]),
+        ):
+            self.assertEqual(call(model, given, {})[0], expected)
+        self.assertEqual(
+            call(by_list, ([1, 2], True), {"mask": [3, None]}),
+            ([1, 2], [3, None], True),
+        )
+        for given, kwargs in (
+            (([1, 2, 3],), {}),
+            (({"a": 1},), {}),
+            (([1, 2],), {"scale": 3}),
+            (([1, 2],), {"training": tf.constant(True)}),
+        ):
+            self.assertIsNone(call(by_list, given, kwargs))
+        self.assertEqual(
+            upstream.without_masks({"mask": 1, "key_mask": 2, "scale": 3}),
+            {"scale": 3},
+        )
+
+    @parameterized.product(
+        given=((4,), (4, 1), (4, 1, 1)), sequential=(True, False)
+    )
+    def test_taken(self, given, sequential):
+        """A model's inputs have the dtypes and the rank that it asks for."""
+        x = keras.Input((4, 1), dtype="bfloat16", name="x")
+        model = keras.Model(x, L.Identity()(x))
+        if sequential:
+            model = keras.Sequential([x, L.Rescaling(1.0)])
+        value = tf.reshape(tf.range(4.0) + 257.0, (1, *given))
+        mask = tf.ones((1, 4), "bool")
+        upstream.set_mask(value, mask)
+        (expected,) = upstream.graph_of(model)._standardize_inputs(value)
+        for like in (value, {"x": value}):
+            found = upstream.taken(model, 0, like, None)
+            self.assertAllEqual(found, expected)
+            self.assertEqual(found.dtype, expected.dtype)
+            self.assertIs(upstream.mask(found), mask)
+        other = tf.zeros((1, 4), "bool")
+        found = upstream.taken(model, 0, value, other)
+        self.assertIs(upstream.mask(found), other)
+        self.assertIs(upstream.mask(value), mask)
+        spec = keras.KerasTensor((None, *given), "float32")
+        found = upstream.taken(model, 0, spec, None)
+        self.assertEqual(found.shape, (None, *expected.shape[1:]))
+        self.assertEqual(found.dtype, "bfloat16")
+
     def test_configs(self):
         """Saved pipelines are loaded without a copy on one device."""
         model = self.make()
@@ -252,11 +370,12 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         metric = keras.metrics.Mean()
         with upstream.untracked():
             model.unseen = metric
+        model.head = L.Dense(2)
         self.assertEmpty(upstream.tracked(model)["metrics"])
         upstream.track(model, "metrics", metric)
         upstream.track(model, "metrics", metric)
         self.assertLen(upstream.tracked(model)["metrics"], 1)
-        self.assertLen(upstream.tracked(model)["layers"], 3)
+        self.assertIs(upstream.tracked(model)["layers"][-1], model.head)
         self.assertIsInstance(model._tracker, upstream.Tracker)
 
     @parameterized.parameters(

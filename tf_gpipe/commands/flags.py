@@ -30,7 +30,7 @@ def make_parser(
     Args:
         name: String, the name of the command.
         description: String, the docstring of its module.
-        **defaults: Of these flags.
+        **defaults: Defaults of these flags, by name.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m tf_gpipe {name}",
@@ -112,7 +112,7 @@ def parse(
 def in_effect(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> Iterator[None]:
-    """A scope with the dtype policy, whose errors are the user's, in a line."""
+    """A scope with the dtype policy, which ends with errors in one line."""
     before = keras.config.dtype_policy()
     try:
         keras.config.set_dtype_policy(args.dtype_policy)
@@ -133,7 +133,7 @@ def positive(text: str) -> int:
 
 
 def keyword_arguments(text: str) -> dict[str, Any]:
-    """Returns what stands between the brackets of a call, as a dict.
+    """Returns the keyword arguments in a text, as a dictionary.
 
     Args:
         text: String, such as `"num_blocks=3,input_shape=(32,32,3)"`.

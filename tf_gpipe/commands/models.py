@@ -1,4 +1,4 @@
-"""Models that commands are told of, and random data for them."""
+"""Models that are named on the command line, and random data for them."""
 
 import importlib
 import inspect
@@ -12,7 +12,7 @@ import model_zoo
 import tf_gpipe
 from tf_gpipe import upstream
 
-# Of axes of inputs and outputs whose size is left open.
+# The size of axes of inputs and outputs whose size is left open.
 _LENGTH = 8
 
 
@@ -70,7 +70,7 @@ def inputs(model: Any) -> Any:
 
 
 def pipelined(model: Any, **kwargs: Any) -> Any:
-    """Returns what `get` returns as a pipeline.
+    """Returns a pipeline of what `get` returns.
 
     Args:
         model: `keras.Model`, or list of layers.
@@ -85,7 +85,7 @@ def pipelined(model: Any, **kwargs: Any) -> Any:
 def random_data(model: Any, num_rows: int, seed: int = 0) -> tuple[Any, Any]:
     """Returns random inputs and labels of a pipeline.
 
-    Integers are taken for tokens that are there in each of its vocabularies.
+    Integers are tokens that each of the model's vocabularies has.
     """
     generator = np.random.default_rng(seed)
     # 0 may be padding.

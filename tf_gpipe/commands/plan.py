@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _plan(args, changed, device_memory):
-    # Without values for the weights.
+    # The model is made without values for its weights.
     with keras.StatelessScope(initialize_variables=False):
         model = models.get(args.model, {**args.model_args, **changed})
     spec = keras.tree.map_structure(

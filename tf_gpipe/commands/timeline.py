@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if getattr(args, name) != parser.get_default(name) and args.model:
             parser.error(f"--{name} is for a step on paper, without --model")
     if args.num_steps < 3:
-        # The first is traced, and times are from step to step.
+        # The first step is traced, and times are taken from step to step.
         parser.error(f"--num_steps must be at least 3, not {args.num_steps}")
     with flags.in_effect(parser, args):
         steps, ratio = measured(args) if args.model else (simulated(args), None)
@@ -137,7 +137,7 @@ def simulated(args: argparse.Namespace) -> dict[str, Execution]:
 
 
 def measured(args: argparse.Namespace) -> tuple[dict[str, Execution], float]:
-    """Returns as `simulated`, of a real step, and what recording costs."""
+    """Returns the same for a real step, and what recording it costs."""
     num_devices = args.num_devices or args.num_stages
     if not args.workers:
         devices.ensure(num_devices)
@@ -191,7 +191,7 @@ class _Clock(keras.callbacks.Callback):
         self.times.append(time.perf_counter())
 
     def seconds(self):
-        # Without the first step, which is traced.
+        # Without the first step, in which TensorFlow traces.
         times = self.times[1:]
         return statistics.median(
             b - a for a, b in zip(times, times[1:], strict=False)

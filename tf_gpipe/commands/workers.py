@@ -34,7 +34,7 @@ class Worker:
     Args:
         core: Integer, the only CPU core that it may use, or `None`.
         port: Integer, or 0 for a free one.
-        environment: Dict of what its environment has more than ours.
+        environment: Dict of variables that are added to its environment.
 
     Attributes:
         process: The `subprocess.Popen`.
@@ -99,7 +99,7 @@ def started(
 
     Args:
         num_workers: Integer.
-        environment: Dict of what their environment has more than ours.
+        environment: Dict of variables that are added to their environment.
         one_core: Boolean, whether each is confined to a core of its own.
 
     Yields:
@@ -128,7 +128,7 @@ def started(
 
 @contextlib.contextmanager
 def connected(num_workers: int, **kwargs: Any) -> Iterator[list[Worker]]:
-    """As `started`, and connects this process to them."""
+    """Starts workers as `started` does, and connects this process to them."""
     with started(num_workers, **kwargs) as workers:
         devices = tf_gpipe.connect([worker.address for worker in workers])
         for worker, device in zip(workers, devices, strict=True):
@@ -137,7 +137,7 @@ def connected(num_workers: int, **kwargs: Any) -> Iterator[list[Worker]]:
 
 
 def run_in_foreground(command: Sequence[str], **kwargs: Any) -> int:
-    """Runs a command as a shell does: it knows what to do when it is to stop.
+    """Runs a command as a shell does, which hands on the signals to stop.
 
     Ctrl-C reaches it as it reaches this process, SIGTERM is handed on: a
     trainer saves a checkpoint before it ends.

@@ -1,4 +1,4 @@
-"""Operations outside the pipeline, where what they work on is."""
+"""Puts operations outside the pipeline where what they work on is."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
 from tf_gpipe.devices import slots
 
-# Their branches are graphs of their own.
+# Operations whose branches are graphs of their own.
 _CONTROL_FLOW = ("If", "StatelessIf", "While", "StatelessWhile")
 
 
@@ -66,7 +66,7 @@ def _reading_once(
     Each read is a tensor of its own, and a message of its own to a weight on
     another host.
     """
-    # A replica reads its own, near by.
+    # A replica reads its own copy, on its own device.
     if tf.executing_eagerly() or tf.distribute.has_strategy():
         return method(*args)
     scalars = [
@@ -84,7 +84,7 @@ def _reading_once(
 
 
 class _Follower:
-    """From an operation to the device of its largest input."""
+    """Maps an operation to the device of its largest input."""
 
     def __init__(self) -> None:
         self._outer: dict[int, tf.Tensor] = {}
@@ -96,11 +96,11 @@ class _Follower:
         return next(filter(None, map(self._device, largest_first)), "")
 
     def _device(self, tensor: tf.Tensor) -> str:
-        """Returns where a tensor is, or an empty string if nobody knows."""
+        """Returns the device of a tensor; an empty string if it is unknown."""
         if tensor.device:
             return tensor.device
         if tensor.op.type == "ReadVariableOp":
-            # TensorFlow keeps scopes from it, and runs it there.
+            # TensorFlow lets no scope place it, and runs it there.
             return self._device(tensor.op.inputs[0])
         if tensor.op.type != "Placeholder":
             return ""

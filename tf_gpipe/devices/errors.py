@@ -1,4 +1,4 @@
-"""Errors of operations of a stage: that they are told, and where they were.
+"""Errors of a stage's operations: that they reach the caller, and say where.
 
 The function of a task runs within the step's function, of which each device
 runs a part. When an operation of it fails, TensorFlow
@@ -43,7 +43,7 @@ class TellingFunction:
         self._python_function = function
         self._jit_compile = jit_compile
         self._function = self._made(tells=True)
-        # Traces of which it is known whether they leave their host.
+        # The traces of which it is known whether they leave their host.
         self._seen: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
@@ -59,7 +59,7 @@ class TellingFunction:
             return concrete
         shares = upstream.shares_rendezvous(self._function)
         if shares and _leaves_host(concrete):
-            # Where its parts on two hosts would not find each other.
+            # On two hosts its parts would not find each other.
             self._function = self._made(tells=False)
             concrete = self._function.get_concrete_function(*args)
         self._seen.add(concrete)
@@ -103,7 +103,7 @@ def _host(device: str) -> tuple[str, int]:
 
 
 def add_place(error: tf.errors.OpError, pipeline: Any) -> None:
-    """Adds a note to an error of a step: of which layer and stage it is."""
+    """Adds a note to an error of a step: in which layer and stage it arose."""
     if getattr(error, "__notes__", ()):
         return
     found = [
@@ -119,7 +119,7 @@ def add_place(error: tf.errors.OpError, pipeline: Any) -> None:
     by = "an operation"
     for each, scope in found:
         layers = {x.layer.name: x.layer for x in each.nodes}
-        # TensorFlow numbers scopes of one name.
+        # TensorFlow appends numbers to scopes of the same name.
         layer = layers.get(scope) or layers.get(re.sub(r"_\d+$", "", scope))
         if layer is not None:
             stage = each

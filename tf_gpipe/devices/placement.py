@@ -1,4 +1,4 @@
-"""Which device each stage is on, and the variables on their devices."""
+"""Which device each stage is on; variables are put on the same devices."""
 
 import contextlib
 import threading
@@ -151,7 +151,7 @@ def _too_few(names: list[str], grid: list[list[str]]) -> str:
 def find(device: str) -> str:
     """Returns the full name of a device string such as `"GPU:0"`.
 
-    What the string leaves open is that of the first match.
+    What the string leaves open is taken from the first device that matches.
 
     Raises:
         ValueError: If no such device is visible.
@@ -173,7 +173,7 @@ def find(device: str) -> str:
 def place(
     variable: keras.Variable, devices: Sequence[str], trainable: bool = False
 ) -> None:
-    """Gives a variable its place, with the value that it has.
+    """Puts a variable on its devices, with the value that it has.
 
     A variable that has no value yet is initialised there, so that a model too
     large for one device is never on one.
@@ -206,6 +206,6 @@ def place(
 
 
 def _full(name: str) -> tf.DeviceSpec:
-    """Adds what TensorFlow leaves out of the names of a process's devices."""
+    """Completes the name of a device, of which TensorFlow leaves out parts."""
     local = tf.DeviceSpec(job="localhost", replica=0, task=0)
     return local.make_merged_spec(tf.DeviceSpec.from_string(name))

@@ -22,7 +22,7 @@ from tf_gpipe import upstream
 
 # A `keras.Model` supplies the rest, of which no types are known.
 _Mixin: Any = object
-# Of gradients that hosts exchange at once.
+# The bytes of gradients that hosts exchange at once.
 _BYTES_PER_PACK = 32 * 2**20
 
 
@@ -56,7 +56,7 @@ def on_tpu(strategy: tf.distribute.Strategy | None) -> bool:
 
 
 def fed(inputs: Any) -> Any:
-    """Returns inputs of a replica where the first stage reads them."""
+    """Returns a replica's inputs on the device of the first stage."""
     strategy = tf.distribute.get_strategy()
     if not on_tpu(strategy):
         return inputs
@@ -68,7 +68,7 @@ def fed(inputs: Any) -> Any:
 def within_xla() -> bool:
     """Returns whether XLA compiles what is being traced as a whole.
 
-    As it does for TPUs, and in a `tf.function` with `jit_compile=True`.
+    XLA does so for TPUs, and in a `tf.function` with `jit_compile=True`.
     """
     return upstream.within_xla()
 
@@ -132,7 +132,7 @@ def variables_on(
         return strategy.extended.experimental_logical_device(logical)
 
     def create(next_creator, **kwargs):
-        # All that strategies ask of a variable to go with.
+        # What strategies need of a variable beside which others are put.
         kwargs["colocate_with"] = upstream.placed_on(devices)
         return next_creator(**kwargs)
 
@@ -183,7 +183,7 @@ def reduced(op: tf.distribute.ReduceOp, pairs: Sequence[tuple]) -> list:
             bytes_per_pack=_BYTES_PER_PACK
         )
         return context.all_reduce(op, values, options)
-    # Tensors that are summed at once are packed, which needs one dtype.
+    # Tensors that are summed at once are packed, and so have one dtype.
     by_devices: dict[tuple, list[int]] = {}
     for i, (value, variable) in enumerate(pairs):
         key = tuple(devices_of(variable)), value.dtype
@@ -236,7 +236,7 @@ class SeveralHosts(_Mixin):
             return super()._make_function(step_function)
 
         def with_axis(data):
-            # Along which Keras takes means over replicas on several hosts.
+            # Keras takes means over replicas on several hosts along an axis.
             return keras.tree.map_structure(
                 lambda x: tf.reshape(x, (1,)) if x.shape.rank == 0 else x,
                 step_function(data),

@@ -19,7 +19,7 @@ def of_optimizer(
     """
     found: dict[int, list[keras.Variable]] = {id(w): [] for w in weights}
     for x in with_inner(optimizer):
-        # One in a MultiOptimizer may have none, and is not built then.
+        # An optimizer in a MultiOptimizer may have no weights: it is not built.
         own = upstream.weights_of(x)
         for attribute in upstream.lists_of(x):
             if len(attribute) == len(own):
@@ -35,7 +35,7 @@ def place(optimizer: keras.optimizers.Optimizer) -> None:
     Keras makes most of them there, but not those of another shape, such as
     Adafactor's.
     """
-    # Those too that have been frozen since it was built.
+    # Weights that have been frozen since the optimizer was built, too.
     weights = upstream.weights_of(optimizer)
     for weight, own in zip(
         weights, of_optimizer(optimizer, weights), strict=True
@@ -54,7 +54,7 @@ def find_again(optimizer: keras.optimizers.Optimizer) -> None:
 def with_inner(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:
-    """Returns an optimizer, and those in it.
+    """Returns an optimizer, and the optimizers in it.
 
     A LossScaleOptimizer has another one in it, a MultiOptimizer several.
     """
@@ -79,7 +79,7 @@ def planned(
             for w in weights
         ]
         for variable, weight in zip(own, weights, strict=True):
-            # By which a MultiOptimizer tells them apart.
+            # The path by which a MultiOptimizer tells weights apart.
             upstream.set_path(variable, weight.path)
         optimizer.build(own)
     return of_optimizer(optimizer, own)

@@ -2,7 +2,7 @@
 
 sequential  functional   PipelinedSequential, PipelinedModel
      '----------'
-      pipelined          the model is cut, moved to its devices, saved
+      pipelined          the model is cut, moved to its devices
           |
       training           `fit`, `train_step`, the optimizer
           |
@@ -11,5 +11,6 @@ sequential  functional   PipelinedSequential, PipelinedModel
 step_functions  what callbacks change while a model runs
 user_class      a user's own class, kept when a pipeline is made of it
 arguments       the arguments of a pipeline, as attributes
+saving          what is written into files; the way back to plain Keras
 summary         the table of stages of `summary()`
 """

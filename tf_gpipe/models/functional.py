@@ -12,7 +12,7 @@ from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
-from tf_gpipe.stage.graph import functional
+from tf_gpipe.stage.opening import functional
 
 
 @keras.saving.register_keras_serializable(package="tf_gpipe")
@@ -23,8 +23,11 @@ class PipelinedModel(Pipelined, upstream.Functional):
     shared layers and skip connections: what it computes is what `keras.Model`
     computes. The calls of layers are cut into stages in the order of
     `keras.Model.layers`, in which a layer comes as late as those that need it
-    allow; a model within the model is one layer. Among cuts that balance
-    equally well, those with less to send are preferred.
+    allow. Functional models and `Sequential`s within the model, such as a
+    backbone of `keras.applications` or KerasHub, are cut like the rest, while
+    names, files and `summary` stay those of the model. One whose class has a
+    `call` of its own is one layer. Among cuts that balance equally well, those
+    with less to send are preferred.
 
     A tensor goes straight from the stage that makes it to every stage that
     uses it, once a device, and its gradients return the same way. The
@@ -39,7 +42,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
             its weights get their first values where their stage is.
         name: String.
         num_stages: As of `PipelinedSequential`, at most the number of calls
-            of layers.
+            of layers, also in models within the model.
         num_micro_batches: As of `PipelinedSequential`.
         balance: As of `PipelinedSequential`; a list has the number of calls
             of layers in each stage.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,16 +14,18 @@ from tf_gpipe.devices import placement
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.models.arguments import Arguments
+from tf_gpipe.models.saving import Saving
 from tf_gpipe.models.step_functions import StepFunctions
 from tf_gpipe.models.step_functions import while_running
 from tf_gpipe.models.summary import stage_table
 from tf_gpipe.models.training import PipelinedTraining
 from tf_gpipe.partition import balanced
+from tf_gpipe.partition import lopsided
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.schedule.tasks import Schedule
-from tf_gpipe.stage import abstract
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.opening import num_calls
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.step import state
@@ -33,7 +36,7 @@ from tf_gpipe.step.micro_batch import not_dense
     *("__call__", "_place", "rebalance", "export"),
     *("save", "save_weights", "load_weights", "get_weights", "set_weights"),
 )
-class Pipelined(Arguments, StepFunctions, PipelinedTraining):
+class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     """A Keras model that is cut into stages.
 
     Mixed into a `keras.Model` that calls `_configure`, and gives `_place` its
@@ -145,34 +148,6 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
             "for gradients."
         )
 
-    def get_config(self):
-        config = super().get_config()
-        return config if self._keeps_class else {**config, **self._arguments()}
-
-    def _arguments(self) -> dict[str, Any]:
-        """Returns the arguments that a plain model does not have."""
-        config = dict(vars(self._config))
-        if isinstance(config["schedule"], Schedule):
-            config["schedule"] = config["schedule"].get_config()
-        if callable(config["balance"]):
-            # A function need not be there when the model is loaded.
-            config["balance"] = (
-                [len(stage.nodes) for stage in self._pipeline.stages]
-                if self._pipeline is not None
-                else "parameters"
-            )
-        return config
-
-    def _trackable_children(self, save_type="checkpoint", **kwargs):
-        children = super()._trackable_children(save_type, **kwargs)
-        if save_type == "savedmodel" and self._pipeline is not None:
-            # Which its functions read, and no layer has.
-            states = [*seeds.global_seed(), *self._pipeline.seeds.values()]
-            children |= {
-                f"_global_seed_{i}": v.value for i, v in enumerate(states)
-            }
-        return children
-
     @staticmethod
     def _as_tensors(x: Any) -> Any:
         """Returns a nested structure of tensors and arrays as tensors.
@@ -189,40 +164,22 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
 
         return keras.tree.map_structure(as_tensor, x)
 
-    @staticmethod
-    def _revived(config: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of what `get_config` returned, with a `Schedule`."""
-        if not isinstance(config, dict) or "schedule" not in config:
-            raise ValueError(
-                "`config` must be a dictionary that `get_config` of a pipeline "
-                f"has returned. Received: config={config!r:.200}"
-            )
-        config = dict(config)
-        if isinstance(config["schedule"], dict):
-            config["schedule"] = Schedule(**config["schedule"])
-        return config
-
-    @staticmethod
-    def _plain(config: dict[str, Any], custom_objects: Any) -> tuple:
-        """Returns the plain model of a class that is kept, without values.
-
-        And the scope in which it was made.
-        """
-        with abstract.NoValues() as scope:
-            model = keras.saving.deserialize_keras_object(
-                config, custom_objects=custom_objects
-            )
-        return model, scope
-
     def _place(self, graph: Graph) -> None:
         """Forms the stages and puts the weights on their devices."""
         config = self._config
-        schedule, devices = self._resolve([x.layer for x in graph.nodes])
+        schedule, devices = self._resolve(
+            [x.layer for x in graph.nodes], len(graph.nodes)
+        )
         worker_lost.note_devices(self, devices)
         counts: Any = config.balance
         if not isinstance(counts, list):
             counts = balanced.counts(
-                counts, graph, schedule, config.remat, devices[0][0]
+                counts,
+                graph,
+                schedule,
+                config.remat,
+                devices[0][0],
+                tell=functools.partial(lopsided.warn, self.name),
             )
         stages: list[Stage] = []
         for k, part in enumerate(graph.parts(counts)):
@@ -241,7 +198,12 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
             seeds.global_seed()
         upstream.forget_waiting(variable for variable, *_ in places)
         self._pipeline = Pipeline(
-            graph, tuple(stages), schedule, config.remat, config.boundary_dtype
+            graph,
+            tuple(stages),
+            schedule,
+            config.remat,
+            config.boundary_dtype,
+            [(x, x.layers) for x in graph.models],
         )
 
     def _follow_changes(self) -> None:
@@ -277,14 +239,20 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
             slots.find_again(optimizer)
 
     def _resolve(
-        self, layers: Sequence[keras.Operation]
+        self, layers: Sequence[keras.Operation], calls: int | None = None
     ) -> tuple[Schedule, list[list[str]]]:
-        """Returns as `PipelineConfig.resolve`, given the layers as called."""
+        """Returns as `PipelineConfig.resolve`, given the layers as called.
+
+        `calls` is how many calls that are, of layers in a row if it is left
+        out.
+        """
         if not layers:
             raise ValueError(
                 f"Model '{self.name}' has no layers. Call `model.add(layer)`."
             )
-        resolved = self._config.resolve(len(layers), self._distribute_strategy)
+        resolved = self._config.resolve(
+            calls or num_calls(layers), self._distribute_strategy, layers
+        )
         for layer in layers:
             if isinstance(layer, keras.Layer):
                 _check_layer(layer)
@@ -305,6 +273,13 @@ class Pipelined(Arguments, StepFunctions, PipelinedTraining):
                 f"Model '{self.name}' has no stages yet, because it has not "
                 "been built. Give it an `Input` as its first layer, call "
                 "`model.build(input_shape)`, or call it on data."
+            )
+        changed = self._pipeline.changed()
+        if changed is not None:
+            raise ValueError(
+                f"Model '{changed.name}', whose layers are layers of the "
+                f"pipeline '{self.name}', has got or lost layers since that "
+                "was made. Make the pipeline anew."
             )
         return self._pipeline
 

@@ -12,9 +12,9 @@ from tf_gpipe.models import user_class
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
-from tf_gpipe.stage.graph import chain
-from tf_gpipe.stage.graph import functional
-from tf_gpipe.stage.graph import without_masks
+from tf_gpipe.stage.opening import chain
+from tf_gpipe.stage.opening import functional
+from tf_gpipe.stage.opening import num_calls
 from tf_gpipe.stage.stage import name_layer
 
 
@@ -29,6 +29,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
     what `keras.Sequential` computes. Everything that Keras offers for a model
     works: `compile`, `fit`, `evaluate`, `predict`, callbacks, saving.
 
+    Functional models and `Sequential`s in the list are cut like the rest; one
+    whose class has a `call` of its own is one layer.
+
     It is a layer, too: inside another Keras model, the call is pipelined
     forward, and backward under a gradient tape.
 
@@ -36,7 +39,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         layers: List of Keras layers, or a `keras.Sequential`, whose layers
             and weights are then shared. The model keeps the class of one of a
             subclass, as `PipelinedModel.from_model` says.
-        num_stages: Integer K, at most the number of layers. Defaults to one
+        num_stages: Integer K, at most the number of layers, those of models
+            in the list among them. Defaults to one
             stage a visible accelerator (a CPU where there is none), at most
             one a layer.
         num_micro_batches: Integer M. Batches need not be divisible by it.
@@ -179,7 +183,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         if self._functional is not None:
             # As Keras runs it: of a layer that returns more than its spec
             # tells, the next one gets what is told.
-            self._place(without_masks(functional(self._functional)))
+            self._place(functional(self))
             scope.assign()
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
@@ -281,10 +285,15 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         stages = ["a stage not yet known"] * len(self.layers)
         if isinstance(self._config.balance, list):
             _, devices = self._resolve(self.layers)
-            stages = [
+            of_calls = [
                 f"stage {k} on {', '.join(devices[k])}"
                 for k, count in enumerate(self._config.balance)
                 for _ in range(count)
+            ]
+            # Of a model in the list it is that of its first layer.
+            stages = [
+                of_calls[num_calls(self.layers[:i])]
+                for i in range(len(self.layers))
             ]
         for layer, stage in zip(self.layers, stages, strict=True):
             inputs = x

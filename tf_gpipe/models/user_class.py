@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections.abc import Collection
 from typing import Any
 
 import keras
@@ -35,6 +36,17 @@ _NOT_CARRIED = (
 )
 
 
+# What a pipeline has beside what its model has.
+OF_PIPELINES = (
+    "_config",
+    "_pipeline",
+    "_record_times",
+    "_stage_jit_compile",
+    "_traced_with",
+    "supports_jit",
+)
+
+
 def overrides(model: keras.Model, name: str) -> bool:
     """Returns whether a method or property is not Keras's, nor a pipeline's.
 
@@ -44,7 +56,7 @@ def overrides(model: keras.Model, name: str) -> bool:
         return True
     for owner in type(model).__mro__:
         if name in vars(owner):
-            return not _is_library(owner)
+            return not (_is_library(owner) or upstream.only_checks(owner, name))
     return False
 
 
@@ -99,14 +111,25 @@ def register_for_hdf5(cls: type) -> None:
     keras.saving.get_custom_objects()[cls.__name__] = cls
 
 
-def carry(model: keras.Model, made: keras.Model) -> None:
+def without_pipeline(cls: type) -> type:
+    """Returns the class that a pipeline keeps, or else Keras's."""
+    return next(
+        x
+        for x in cls.__mro__
+        if issubclass(x, keras.Model) and not _is_pipeline(x)
+    )
+
+
+def carry(
+    model: keras.Model, made: keras.Model, without: Collection[str] = ()
+) -> None:
     """Gives a pipeline what a model has beside the graph of its layers.
 
     Metrics, hyper-parameters, weights and layers that only a loss uses: all
     attributes that were set on it, and all that it tracks, in its order. Not
     what it has been compiled with.
     """
-    given = vars(made)
+    given = {*vars(made), *without}
     sequential = isinstance(model, keras.Sequential)
     for name, value in list(vars(model).items()):
         if name in given or name in _NOT_CARRIED or name.startswith("_self_"):

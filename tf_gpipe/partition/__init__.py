@@ -4,5 +4,6 @@ balanced     the cut of a graph into stages that cost nearly the same
 contiguous   the best cut of a sequence of costs, by dynamic programming
 layer_costs  what calls of layers do and keep, found by tracing them
 flops        floating-point operations of a graph
+lopsided     what is said of layers that make a cut uneven
 config       the arguments of a pipeline, checked
 """

@@ -38,6 +38,7 @@ def counts(
     remat: str,
     device: str = "",
     weights: Sequence[Sequence[keras.Variable]] | None = None,
+    tell: Callable = lambda *_: None,
 ) -> list[int]:
     """Returns the number of calls of layers in each stage.
 
@@ -47,29 +48,33 @@ def counts(
             a backward pass; `"memory"`, the bytes of a layer's weights and
             their gradients and of what it keeps for the backward pass; or a
             function `cost(layer, input_shape)` that returns a number.
-        graph: `Graph` of built layers; their variables need no values. Where
-            the batch size of its inputs is unknown, it is taken for 1.
+        graph: `Graph` of built layers; their variables need no values. An
+            unknown batch size of its inputs counts as 1.
         schedule: The `Schedule`, which tells what stages recompute.
-        remat: The remat mode. What is recomputed is not kept for long, so
-            with rematerialisation `"memory"` counts a layer's output alone.
-        device: Where `"time"` measures.
-        weights: The weights of each call that no earlier one has. Defaults to
-            what the layers tell.
+        remat: The remat mode. Activations that are recomputed are kept only
+            briefly, so that `"memory"` then counts a layer's output alone.
+        device: The device on which `"time"` measures.
+        weights: For each call, the weights that no earlier call uses. Defaults
+            to those of the layers.
+        tell: Function that is told what was balanced, the calls, what each of
+            them costs, and how many each stage has.
 
     Raises:
         ValueError: If a cost is negative or no number, or cannot be found.
     """
-    # A stage that recomputes takes a third more time, so one that never does,
-    # such as the last one of `1f1b`, gets more layers. What a function given
-    # as `balance` measures is not known, and nothing is added to it.
+    # A stage that recomputes takes a third more time, so that a stage that
+    # never does, such as the last one of `1f1b`, gets more layers. What a
+    # function given as `balance` measures is unknown: its costs stay as they
+    # are.
     factors = None
     if balance in ("flops", "time"):
         factors = [
             1 + schedule.recomputed_share(stage, remat) / 3
             for stage in range(schedule.num_stages)
         ]
-    return split(
-        _costs(balance, graph, remat, device, weights),
+    costs = _costs(balance, graph, remat, device, weights)
+    found = split(
+        costs,
         schedule.num_stages,
         [
             layer_costs.size_in_bytes([value.spec for value in values])
@@ -77,6 +82,8 @@ def counts(
         ],
         factors,
     )
+    tell(balance, graph.nodes, costs, found)
+    return found
 
 
 def _costs(
@@ -101,8 +108,8 @@ def _costs(
             + (0 if remat == "always" else x.stored_bytes)
             for own, x in zip(weights, traces, strict=True)
         ]
-    # Without counting operations: these costs are for layers too whose
-    # operations cannot be counted.
+    # Operations are not counted here: layers whose operations cannot be
+    # counted have these costs, too.
     contents = {x: layer_costs.with_rows(x.spec) for x in graph.inputs}
     for node in graph.nodes:
         node.run(contents, lambda layer: layer.compute_output_spec)
@@ -117,7 +124,7 @@ def _costs(
 
 
 def _own_weights(graph: Graph) -> list[list[keras.Variable]]:
-    """Returns the weights of each call of a layer that no earlier one has."""
+    """Returns, for each call, the weights that no earlier call uses."""
     seen: set[int] = set()
     found = []
     for node in graph.nodes:
@@ -129,7 +136,7 @@ def _own_weights(graph: Graph) -> list[list[keras.Variable]]:
 
 
 def _asked(balance: Callable, node: Node, contents: list) -> float:
-    """Returns what a function given as `balance` says."""
+    """Returns the costs that a function given as `balance` returns."""
     shapes = [
         keras.tree.map_structure(lambda t: tuple(t.shape), x) for x in contents
     ]
@@ -146,7 +153,7 @@ def _asked(balance: Callable, node: Node, contents: list) -> float:
 def _seconds(node: Node, contents: list) -> float:
     """Returns the seconds of a forward and a backward pass.
 
-    On made-up inputs and weights, so that nothing of the layer changes.
+    Inputs and weights are made up, so that nothing of the layer changes.
     """
     run = layer_costs.forward_and_backward(node)
     function = tf.function(lambda *args: run(*args)[1], autograph=False)
@@ -161,7 +168,7 @@ def _seconds(node: Node, contents: list) -> float:
                     tf.convert_to_tensor(x).numpy()
 
         pass_and_wait()  # traces
-        # Whatever else the machine does only adds to it.
+        # The least: whatever else the machine does only adds to the time.
         return min(timeit.repeat(pass_and_wait, number=1, repeat=_NUM_TIMINGS))
 
 

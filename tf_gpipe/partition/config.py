@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
+from tf_gpipe.devices import sharing
 from tf_gpipe.partition import balanced
+from tf_gpipe.partition import lopsided
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.schedule.tasks import check_remat
@@ -24,7 +26,8 @@ _MOST_MICRO_BATCHES = 4096
 class PipelineConfig:
     """The arguments that pipelined models share; see `PipelinedSequential`.
 
-    What is `None` depends on the layers and on the machine; see `resolve`.
+    An argument that is `None` depends on the layers and the machine; see
+    `resolve`.
 
     Raises:
         ValueError: If an argument is out of range or unknown.
@@ -101,8 +104,12 @@ class PipelineConfig:
                 f"{self.num_stages} stages. Received: balance={self.balance}"
             )
 
-    def schedule_of(self, num_layers: int, num_devices: int) -> Schedule:
-        """Returns the schedule, with numbers that are open decided.
+    def schedule_of(
+        self, num_layers: int, num_devices: int, layers: Sequence = ()
+    ) -> Schedule:
+        """Returns the schedule, after deciding the numbers that were left open.
+
+        The error names `layers` where they are too few.
 
         Raises:
             ValueError: If the layers are too few, or the balance is not
@@ -115,7 +122,8 @@ class PipelineConfig:
         if num_stages > num_layers:
             raise ValueError(
                 f"`num_stages` must be at most the number of layers. "
-                f"Received: num_stages={num_stages}, {num_layers} layers"
+                f"Received: num_stages={num_stages}, {num_layers} layers."
+                f"{lopsided.uncut(layers)}"
             )
         balance = self.balance
         if isinstance(balance, list) and sum(balance) != num_layers:
@@ -135,12 +143,46 @@ class PipelineConfig:
             num_devices,
         )
 
+    def devices_here(
+        self,
+        name: str,
+        devices: Any,
+        strategy: tf.distribute.Strategy | None,
+    ) -> Any:
+        """Returns devices for the stages of a saved model on this machine.
+
+        Args:
+            name: Of the model, for a warning where it had others.
+            devices: What it was given.
+            strategy: What it is loaded under.
+        """
+        num_replicas = replicas.count(strategy)
+        if self.num_stages is None or replicas.on_tpu(strategy):
+            return devices
+        num_devices = self.num_stages
+        if isinstance(self.schedule, Schedule):
+            num_devices = len(self.schedule.tasks)
+        elif self.schedule == "interleaved":
+            here = len(placement.accelerators()) // num_replicas
+            num_devices = max(
+                d
+                for d in range(1, self.num_stages + 1)
+                if d == 1 or (d <= here and self.num_stages % d == 0)
+            )
+            if not devices and num_devices < min(here, self.num_stages):
+                return placement.accelerators()[: num_devices * num_replicas]
+        return sharing.devices_here(name, devices, num_devices, num_replicas)
+
     def resolve(
-        self, num_layers: int, strategy: tf.distribute.Strategy | None = None
+        self,
+        num_layers: int,
+        strategy: tf.distribute.Strategy | None = None,
+        layers: Sequence = (),
     ) -> tuple[Schedule, list[list[str]]]:
         """Returns the schedule, and the devices of each stage, one a replica.
 
-        `num_layers` is how often layers are called.
+        `num_layers` is the number of calls of layers, and `layers` are those
+        that are called.
 
         Raises:
             ValueError: If the layers or the devices are too few.
@@ -159,7 +201,7 @@ class PipelineConfig:
             num_devices = len(self.devices)
         else:
             num_devices = len(placement.accelerators()) // num_replicas
-        schedule = self.schedule_of(num_layers, num_devices)
+        schedule = self.schedule_of(num_layers, num_devices, layers)
         num_devices = len(schedule.tasks)
         if on_tpu:
             cores = [tf.compat.v1.tpu.core(i) for i in range(num_devices)]

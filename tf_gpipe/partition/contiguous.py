@@ -16,19 +16,19 @@ def split(
 ) -> list[int]:
     """Cuts a sequence into contiguous parts of nearly equal cost.
 
-    Of all cuts into non-empty parts, one whose largest part is smallest and,
-    among those, whose parts vary least (the sum of squares is smallest, which
-    is the paper's smallest variance, since the mean is fixed); and of those
-    that are equal in both, one whose cuts cost least. Bisection finds the
-    largest part, a dynamic programme over prefixes the rest.
+    Of all cuts into non-empty parts it takes those whose largest part is
+    smallest; among them those whose parts vary least (whose sum of squares is
+    smallest, which is the paper's smallest variance, since the mean is fixed);
+    and among them one whose cuts cost least. Bisection finds the size of the
+    largest part, dynamic programming over prefixes finds the cuts.
 
     Args:
         costs: n non-negative numbers.
         num_parts: Integer K, at most n.
-        cuts: n - 1 numbers, what it costs to cut between two items. Defaults
-            to nothing.
-        factors: K positive numbers: in part k, items cost so many times as
-            much. Defaults to ones.
+        cuts: n - 1 numbers, the costs of a cut between two items. Defaults to
+            zeros.
+        factors: K positive numbers, by which the costs of the items of part k
+            are multiplied. Defaults to ones.
 
     Returns:
         List of K positive integers, the number of items in each part.
@@ -41,7 +41,7 @@ def split(
     factors = [1.0] * num_parts if factors is None else factors
     prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
     n = len(costs)
-    # Rounding in the sums must not forbid the very split that attains it.
+    # Rounding in the sums must not forbid the split that attains the limit.
     limit = _smallest_limit(prefix, factors) * (1 + 1e-9)
     cut = np.zeros(n + 1)
     if cuts is not None:
@@ -71,11 +71,11 @@ def split(
 
 
 def _smallest_limit(prefix: np.ndarray, factors: Sequence[float]) -> float:
-    """Returns the smallest largest part of any split."""
+    """Returns the smallest size that the largest part of a split can have."""
     last = len(prefix) - len(factors)
 
     def suffices(limit: float) -> bool:
-        """Fills each part as `limit` lets, but for an item for each later."""
+        """Fills parts up to `limit`, and leaves one item to each later part."""
         start = 0
         for end, factor in enumerate(factors, start=last):
             full = np.searchsorted(

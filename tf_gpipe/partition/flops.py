@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 
-# What only moves numbers, or makes them up.
+# Operations that only move numbers, or make them up.
 _FREE = frozenset(
     """
     BatchToSpaceND BroadcastTo Cast ConcatV2 Const DepthToSpace DynamicStitch
@@ -83,7 +83,7 @@ def _count(op: tf.Operation) -> int:
 
 def _einsum(op: tf.Operation) -> int:
     inputs, _, output = op.get_attr("equation").decode().partition("->")
-    # Of each label; "." is what an ellipsis stands for.
+    # The size of each label; "." stands for the axes of an ellipsis.
     sizes: dict[str, int] = {}
     for term, operand in zip(inputs.split(","), op.inputs, strict=True):
         shape = _shape(operand)

@@ -16,6 +16,7 @@ from tf_gpipe import upstream
 from tf_gpipe.partition import flops
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
+from tf_gpipe.stage.graph import Taken
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import in_mode
@@ -23,12 +24,12 @@ from tf_gpipe.stage.traced_function import reached
 
 Specs = dict[Value, Any]
 
-# Whose result shares the memory of their first input.
+# Operations whose result shares the memory of their first input.
 _ALIASES = frozenset(
     """Identity IdentityN Reshape Squeeze ExpandDims StopGradient
     PreventGradient EnsureShape""".split()
 )
-# Which need no more of their inputs.
+# Operations that need no more of their inputs than these shapes.
 _SHAPES = frozenset("Shape ShapeN Size Rank".split())
 
 
@@ -121,7 +122,7 @@ def size_in_bytes(tensors: Any) -> int:
 def sends(parts: Sequence[Graph | Stage], k: int, size: Callable) -> dict:
     """Returns the bytes that part `k` sends to each of the later ones.
 
-    `size` is a function from a `Value` to the bytes of it.
+    `size` is a function that returns the bytes of a `Value`.
     """
     made = set(parts[k].outputs)
     sent = {
@@ -152,7 +153,7 @@ def forward_and_backward(node: Node) -> Callable:
             dict(zip(node.inputs, contents, strict=True))
         )
         sources = _floating(contents)
-        # Not by layer: there may be a trained one in one that is frozen.
+        # Not by layer: within a frozen layer there may be a trained one.
         sources += [x for v, x in mapping if v.trainable]
         with tf.GradientTape() as tape:
             tape.watch(sources)
@@ -237,9 +238,9 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
 
 
 def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
-    """Returns the operations that tensors follow from.
+    """Returns the operations from which tensors are computed.
 
-    Whatever else is in the graph, TensorFlow drops.
+    TensorFlow drops all other operations of the graph.
     """
     return reached(
         [x.op for x in tensors],
@@ -252,12 +253,12 @@ def _root(x: tf.Tensor) -> tf.Tensor:
     op = x.op
     if op.type in _ALIASES:
         return _root(op.inputs[x.value_index if op.type == "IdentityN" else 0])
-    # Functions return what their gradients need, even what they are given.
+    # Functions return whatever their gradients need, their arguments, too.
     if op.type.endswith(("PartitionedCall", "While")):
         (body,) = flops.called_by(op)
         root = _root(body.outputs[x.value_index])
         for i, given in enumerate(body.inputs):
-            # A loop's variable is its start only if no step changes it.
+            # A loop variable keeps its first value if no iteration changes it.
             if root is given and not (
                 op.type.endswith("While") and i != x.value_index
             ):
@@ -280,7 +281,7 @@ def _kept_bytes(x: tf.Tensor) -> int:
 
 
 def _key(node: Node, specs: Specs) -> str:
-    """Returns what decides what a call does: all but names."""
+    """Returns a key that calls share which do the same: all but their names."""
     try:
         config = keras.saving.serialize_keras_object(node.layer)
     except Exception:  # whatever a layer's `get_config` raises
@@ -290,21 +291,23 @@ def _key(node: Node, specs: Specs) -> str:
         # What has a name alone is a dtype policy.
         object_hook=lambda x: x if {*x} == {"name"} else {**x, "name": None},
     )
-    inputs = {
-        value: (
-            f"input {i}",
+    numbers = {value: i for i, value in enumerate(node.inputs)}
+
+    def described(x: Value | Taken) -> tuple:
+        return (
+            *(f"input {numbers[value]}" for value in x.values),
             keras.tree.map_structure(
-                lambda x: f"{x.dtype}{tuple(x.shape)}", specs[value]
+                lambda x: f"{x.dtype}{tuple(x.shape)}",
+                [x.content(specs), *(specs[value] for value in x.values)],
             ),
         )
-        for i, value in enumerate(node.inputs)
-    }
+
     layer = node.layer
     parts = (
         upstream.layers_within(layer) if isinstance(layer, keras.Layer) else []
     )
     trained = [x.trainable for x in (*parts, *variables_of(layer))]
     return json.dumps(
-        [id(type(node.layer)), nameless, trained, node.arguments(inputs)],
+        [id(type(node.layer)), nameless, trained, node.filled(described)],
         default=str,
     )

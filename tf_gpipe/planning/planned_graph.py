@@ -1,4 +1,4 @@
-"""The graph of what a plan is made of: with all sizes, and without values."""
+"""The graph that a plan is made of: with all sizes, and without values."""
 
 import random
 from typing import Any
@@ -10,12 +10,12 @@ from tf_gpipe.devices import slots
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.graph import Graph
-from tf_gpipe.stage.graph import chain
-from tf_gpipe.stage.graph import functional
+from tf_gpipe.stage.opening import chain
+from tf_gpipe.stage.opening import functional
 
 
 def of(model: Any, input_spec: Any) -> Graph:
-    """Returns the graph of what `plan` is given, with the input spec."""
+    """Returns the graph of what `plan` is given, and the spec of the input."""
     spec = keras.tree.map_shape_structure(_with_all_sizes, input_spec)
     if isinstance(model, upstream.Functional):
         graph, flat = functional(model), keras.tree.flatten(spec)
@@ -104,7 +104,7 @@ def copies(
         )
         return (copy, size), outputs
 
-    # Copies draw seeds that they do not need.
+    # Copies of layers draw seeds that they do not need.
     drawn = random.getstate()
     try:
         return layer_costs.walk(graph, copied)

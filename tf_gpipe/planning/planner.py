@@ -41,12 +41,12 @@ def plan(
     bandwidth: float | None = None,
     latency: float = 0.0,
 ) -> Plan:
-    """Returns what each stage of a pipeline will need. Allocates nothing.
+    """Returns what each stage of a pipeline will need, and allocates nothing.
 
     The layers are copied without values for their weights, and traced in
-    their own dtype policies. A stage's peak of activations is what its
-    schedule keeps of several micro-batches, and what the backward pass of one
-    of them needs at a time.
+    their own dtype policies. The activations of a stage at their peak are what
+    the schedule keeps of several micro-batches, and what the backward pass of
+    one micro-batch needs while it runs.
 
     Args:
         layers: List of Keras layers, a `keras.Sequential`, or a functional
@@ -70,7 +70,7 @@ def plan(
             for `Plan.step_seconds`.
         bandwidth: Float, bytes a second from a stage to the next one; needs
             `device_flops`. Defaults to `None`: transfers take no time.
-        latency: Float, seconds that a transfer takes besides.
+        latency: Float, seconds that each transfer takes in addition.
 
     Returns:
         A `Plan`. If it does not fit, `Plan.advice` tells the smallest change
@@ -160,7 +160,7 @@ class _Planner:
         self.bytes: list[int] = []
         nodes, seen = [], set()
         for node, (copy, size) in zip(graph.nodes, copies, strict=True):
-            # A layer that comes again brings no weights of its own.
+            # A layer that is called again brings no weights of its own.
             again = id(node.layer) in seen
             seen.add(id(node.layer))
             self.weights.append([] if again else getattr(copy, "weights", []))
@@ -187,7 +187,7 @@ class _Planner:
             len(self.graph.nodes), num_devices or config.num_stages
         )
         stages = self._stages(config, schedule)
-        # Without a speed, an operation is the unit of time.
+        # Without a speed, one operation is the unit of time.
         forward = [x.flops / (device_flops or 1) for x in stages]
         backward = [x.backward_flops / (device_flops or 1) for x in stages]
         simulated = functools.partial(
@@ -223,7 +223,7 @@ class _Planner:
         )
 
     def changes(self, config, found):
-        """Returns what could make a plan fit, the smallest change first."""
+        """Returns changes that could make a plan fit, the smallest first."""
         changes: list[dict[str, Any]] = []
         named = not isinstance(config.schedule, Schedule)
         m = found.num_micro_batches
@@ -295,7 +295,7 @@ def _stored(
     traces: Sequence[layer_costs.LayerCosts],
     sizes: dict[Value, int],
 ) -> int:
-    """Returns what a stage keeps of a micro-batch beside its inputs."""
+    """Returns the bytes that a stage keeps of a micro-batch, without inputs."""
     kept: set[Value] = set()
     for node, trace in zip(part.nodes, traces, strict=True):
         pairs = zip(node.inputs, trace.kept_inputs, strict=True)

@@ -18,13 +18,13 @@ class StagePlan:
         parameters: Integer.
         parameter_bytes: Integer: weights, gradient accumulators and
             optimizer slots.
-        activation_bytes: Integer, the peak of the activations beside them.
+        activation_bytes: Integer, the activations at their peak.
         flops: Integer, floating-point operations of a micro-batch's forward
             pass.
-        backward_flops: Integer, those of its backward pass.
-        sends: Dictionary from later stages to the bytes that it sends to
-            each for a micro-batch. A stage that is not the next one gets a
-            skip connection, straight from here.
+        backward_flops: Integer, the operations of its backward pass.
+        sends: Dictionary from each later stage to the bytes that this stage
+            sends to it for a micro-batch. What a skip connection needs goes
+            straight to the stage that uses it.
     """
 
     layers: list[str]
@@ -37,7 +37,7 @@ class StagePlan:
 
     @property
     def boundary_bytes(self) -> int:
-        """What it sends to other stages for a micro-batch."""
+        """The bytes that it sends to other stages for a micro-batch."""
         return sum(self.sends.values())
 
     @property
@@ -91,14 +91,14 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every device has memory enough."""
+        """Whether every device has enough memory."""
         return (
             self.device_memory is None
             or max(self.device_bytes) <= self.device_memory
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the plan as JSON can hold it."""
+        """Returns the plan as a dictionary that JSON can hold."""
         return {
             "parameters": sum(stage.parameters for stage in self.stages),
             "fits": self.fits,

@@ -1,4 +1,4 @@
-"""What a stage's activations need at their peak.
+"""The memory that a stage's activations need at their peak.
 
 This module imports no TensorFlow.
 """
@@ -20,22 +20,23 @@ def peak_activations(
     stored: int,
     passing: int,
 ) -> int:
-    """Returns the most bytes that a stage holds beside weights and the like.
+    """Returns the most bytes of activations that a stage holds at a time.
 
-    What is there for the micro-batches 0 and 1 of `1f1b`'s first stage of
-    two, of which remat recomputes all but the last one (1 here):
+    For example, what the first of two stages holds of the micro-batches 0 and
+    1 under `1f1b` with `remat="except_last"`, which recomputes 0 and not 1:
 
         task     F0        F1             B0                       B1
         holds    inputs    + inputs,      + stored 0, passing;     passing;
                            stored 1       then - 0                 then - 1
 
     Args:
-        given: The bytes of a micro-batch that the stage gets from the
-            model's inputs. It holds all micro-batches' throughout.
-        inputs: The bytes of a micro-batch that it gets from other stages.
-        stored: The bytes that the backward pass of a micro-batch needs beside
-            them.
-        passing: The bytes that it needs at a time.
+        given: Bytes of the model's inputs that the stage takes for one
+            micro-batch. It holds those of all micro-batches throughout.
+        inputs: Bytes that the stage receives from other stages for one
+            micro-batch.
+        stored: Bytes that the backward pass of one micro-batch needs beside
+            `inputs`.
+        passing: Bytes that a backward pass needs only while it runs.
     """
     held = most = schedule.num_micro_batches * given
     last = WEIGHTS if schedule.splits else BACKWARD

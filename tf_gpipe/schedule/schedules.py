@@ -1,4 +1,4 @@
-"""The schedules that have names; the README has pictures of most.
+"""The schedules that have names; `docs/how_it_works.md` has pictures of most.
 
 This module imports no TensorFlow.
 """
@@ -44,9 +44,9 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """1F1B with forward passes started earlier (Zhuang et al., 2023).
 
     Under 1F1B a stage waits while an activation is on its way to the next one
-    and the gradient on its way back, once a micro-batch. Here it has another
-    micro-batch to run meanwhile, for each stage behind it: transfers overlap
-    with computation. Stage k holds at most 2(K-k)-1 micro-batches.
+    and the gradient on its way back, once a micro-batch. Here the stage runs
+    another micro-batch meanwhile, one for each stage behind it: transfers
+    overlap with computation. Stage k holds at most 2(K-k)-1 micro-batches.
     """
     passes = [(0, m) for m in range(num_micro_batches)]
     return _alternating("eager_1f1b", num_stages, passes, each=2)
@@ -102,11 +102,12 @@ def interleaved(
 def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     """ZB-H1: 1F1B with split backward passes (Qi et al., 2024).
 
-    A stage waits for the gradients of the next one's inputs alone. Those of
-    weights fill the bubble, of which a third is left where forward and both
-    halves of the backward pass take as long as each other. Stage k computes
-    those of weights k micro-batches late, so that no stage keeps more than K
-    micro-batches, as the first one does under 1F1B.
+    A stage waits only for the gradients of the next stage's inputs. The
+    gradients of weights are computed in what would be the bubble. A third of
+    the bubble is left where the forward pass and the two halves of the backward
+    pass take equally long. Stage k computes the gradients of its weights k
+    micro-batches late, so that no stage keeps more than K micro-batches, the
+    number that the first stage keeps under 1F1B.
     """
     rows = []
     for k, tasks in enumerate(one_f_one_b(num_stages, num_micro_batches).tasks):

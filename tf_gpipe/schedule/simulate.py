@@ -42,7 +42,7 @@ class Execution:
         spans: List of the `Span`s by start.
         devices: List of the names.
         start: Float, when the first task starts.
-        makespan: Float, from there to the last one's end.
+        makespan: Float, the time from `start` to the end of the last task.
         busy: List with the time that each device works.
         bubble: Float, the share of the time that devices are idle.
         peak_micro_batches: List with the largest number of micro-batches of
@@ -76,7 +76,7 @@ class Execution:
             self.busy[device] += max(end - max(start, until[device]), 0.0)
             until[device] = max(end, until[device])
         whole = len(self.busy) * self.makespan
-        # Rounded, so that round shares look it.
+        # Rounded, so that a share such as 0.2 prints as 0.2.
         self.bubble = round(1 - sum(self.busy) / whole, 12) if whole else 0.0
         # A stage keeps something of a micro-batch up to the last task of it.
         splits = any(span.task.kind == WEIGHTS for span in self.spans)
@@ -101,21 +101,21 @@ def simulate(
     """Returns when each task of a schedule runs, given what it costs.
 
     A device runs its tasks in the schedule's order, each as soon as the tasks
-    that it needs are done and their results have arrived. Transfers take
-    time, but nobody's. With equal stages and no transfers the bubble of
-    `gpipe` and `1f1b` is `(K - 1) / (M + K - 1)` (Huang et al., 2019).
+    that it needs are done and their results have arrived. A transfer takes
+    time, and occupies no device. With equal stages and no transfers the bubble
+    of `gpipe` and `1f1b` is `(K - 1) / (M + K - 1)` (Huang et al., 2019).
 
     Args:
         schedule: A `Schedule`.
         forward: Time of a micro-batch's forward pass; one for all stages, or
             a list with one a stage.
         backward: As `forward`, of the backward pass without recomputation.
-        recompute: As `forward`, of the recomputation before a backward pass;
-            none is before one that is in `Schedule.direct`.
+        recompute: As `forward`, of the recomputation before a backward pass.
+            Backward passes that are in `Schedule.direct` need none.
         transfer: Time from a stage to the next one, and back; one for all, or
             a list with one for each of the K - 1 boundaries; or a dictionary
-            from pairs of stages, `(earlier, later)`, where some skip others.
-            None is spent between stages of the same device.
+            from pairs of stages, `(earlier, later)`, where connections skip
+            stages. Between stages of the same device it is zero.
         remat: Which micro-batches are recomputed: `"always"`,
             `"except_last"` or `"never"`.
         weights: As `forward`, the share of `backward` that the gradients of
@@ -185,7 +185,7 @@ def simulate(
 def _transfers(
     value: Costs | Mapping[tuple[int, int], float], num_stages: int
 ) -> dict[tuple[int, int], float]:
-    """Returns the time between each two stages."""
+    """Returns the time of a transfer between each two stages."""
     if not isinstance(value, Mapping):
         times = _costs("transfer", value, num_stages - 1)
         return {(k, k + 1): seconds for k, seconds in enumerate(times)}

@@ -26,7 +26,7 @@ REMAT_MODES = ("always", "except_last", "never")
 
 
 def check_remat(mode: str) -> None:
-    """Raises a ValueError if there is no such mode."""
+    """Raises a ValueError if there is no such remat mode."""
     if mode not in REMAT_MODES:
         raise ValueError(
             f"`remat` must be one of {list(REMAT_MODES)}. Received: "
@@ -115,10 +115,10 @@ class Schedule:
         self.forwards_first = all(
             t.kind == FORWARD for t in last[: self.num_micro_batches]
         )
-        # The backward tasks of the last stage right after their forward task.
-        # What the forward pass has computed is still there: nothing needs to
-        # be recomputed. None, where the loss of the whole mini-batch comes
-        # between.
+        # The backward tasks that come right after their forward task, as those
+        # of the last stage do: what the forward pass has computed is still
+        # there, and nothing needs to be recomputed. There are none where the
+        # loss of the whole mini-batch comes between the two.
         self.direct = frozenset(
             following
             for task, following in itertools.pairwise(self.order)

@@ -21,8 +21,8 @@ KINDS = {
     BACKWARD: "backward",
     WEIGHTS: "weights",
 }
-# Of Okabe and Ito's palette for the colour-blind; also unlike in lightness,
-# and light enough for black digits.
+# From Okabe and Ito's palette for the colour-blind. The colours differ in
+# lightness, too, and all are light enough for black digits.
 _COLOURS = {
     FORWARD: "#56B4E9",
     RECOMPUTE: "#F0E442",
@@ -82,7 +82,7 @@ def chrome_trace(step: Execution) -> dict:
     """
 
     def microseconds(time: float) -> float:
-        # To the picosecond, so that round times look it.
+        # To the picosecond, so that a time such as 0.2 prints as 0.2.
         return round(time * 1e6, 6)
 
     events: list[dict] = [
@@ -216,7 +216,7 @@ def _matplotlib() -> tuple[Any, Any]:
 
 
 def _labels(step: Execution) -> list[str]:
-    """Returns what to call each span: its micro-batch, or stage and that."""
+    """Returns the label of each span: micro-batch, or stage and micro-batch."""
     stages = {(span.device, span.task.stage) for span in step.spans}
     count = collections.Counter(device for device, _ in stages)
     return [

@@ -5,8 +5,9 @@ it takes gradients by the latter and gives gradients by the former. What the
 backward pass needs is kept or recomputed (section 2.3 of the paper,
 rematerialisation):
 
-    graph -> pipeline: stages of layers -> function -> phases | tape
+    opening -> graph -> pipeline: stages -> function -> phases | tape
 
+    opening            the graph of a Keras model, and of models within it
     graph              a model as calls of layers, which can be cut
     stage, pipeline    the layers of a stage; all stages of a model
     function           the layers as a pure function: state in, state out

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -22,6 +21,60 @@ class Value:
     # Nested structure of `KerasTensor`s that it is like; `None` if not known.
     spec: Any = None
 
+    @property
+    def values(self) -> "list[Value]":
+        return [self]
+
+    def content(self, contents: Mapping["Value", Any]) -> Any:
+        return contents[self]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Taken:
+    """A value as a model within the model takes it, an input of that.
+
+    Attributes:
+        value: The `Value`; or `Taken`, by a model around this one.
+        mask: Likewise, the mask that the call was given; `None` without one.
+        model: The Keras model that takes it.
+        place: Which of the model's inputs it is.
+    """
+
+    value: "Value | Taken"
+    mask: "Value | Taken | None"
+    model: keras.Model
+    place: int
+
+    @property
+    def values(self) -> list[Value]:
+        """The values that it follows from."""
+        masks = [] if self.mask is None else self.mask.values
+        return [*self.value.values, *masks]
+
+    def content(self, contents: Mapping[Value, Any]) -> Any:
+        """Returns what the layers of the model get, given all contents."""
+        mask = None if self.mask is None else self.mask.content(contents)
+        x = self.value.content(contents)
+        return upstream.taken(self.model, self.place, x, mask)
+
+    @property
+    def spec(self) -> keras.KerasTensor:
+        """What it is like."""
+        return upstream.graph_of(self.model).inputs[self.place]
+
+    @property
+    def unchanged(self) -> Value | None:
+        """The value, if its content is what the layers of the model get."""
+        before = self.value
+        value = before if isinstance(before, Value) else before.unchanged
+        same = (
+            self.mask is None
+            and isinstance(before.spec, keras.KerasTensor)
+            and before.spec.dtype == self.spec.dtype
+            and before.spec.ndim == self.spec.ndim
+        )
+        return value if same else None
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
@@ -29,8 +82,8 @@ class Node:
 
     Attributes:
         layer: Keras layer, or another Keras operation.
-        args: Tuple of its arguments, nested structures with `Value`s where
-            the call gets tensors.
+        args: Tuple of its arguments, nested structures with `Value`s, or
+            values as `Taken`, where the call gets tensors.
         kwargs: Dictionary of its keyword arguments, likewise.
         outputs: `Value` of all that it returns; or a list with a `Value` for
             each tensor of it, up to the last one that is used.
@@ -45,7 +98,8 @@ class Node:
     def inputs(self) -> list[Value]:
         """The values that it takes, each once."""
         leaves = keras.tree.flatten((self.args, self.kwargs))
-        return list(dict.fromkeys(x for x in leaves if isinstance(x, Value)))
+        found = [x.values for x in leaves if isinstance(x, (Value, Taken))]
+        return list(dict.fromkeys(itertools.chain(*found)))
 
     @property
     def made(self) -> list[Value]:
@@ -54,8 +108,12 @@ class Node:
 
     def arguments(self, values: Mapping[Value, Any]) -> tuple[tuple, dict]:
         """Returns the arguments of the call, given the contents of `inputs`."""
+        return self.filled(lambda x: x.content(values))
+
+    def filled(self, function: Callable) -> tuple[tuple, dict]:
+        """Returns the arguments, with a function of each value or `Taken`."""
         return keras.tree.map_structure(
-            lambda x: values[x] if isinstance(x, Value) else x,
+            lambda x: function(x) if isinstance(x, (Value, Taken)) else x,
             (self.args, self.kwargs),
         )
 
@@ -107,6 +165,17 @@ class Graph:
         """The values in `outputs`, in order."""
         return keras.tree.flatten(self.outputs)
 
+    @property
+    def models(self) -> list[keras.Model]:
+        """The models within the model that have been opened."""
+        found = []
+        for node in self.nodes:
+            for x in keras.tree.flatten((node.args, node.kwargs)):
+                while isinstance(x, Taken):
+                    found.append(x.model)
+                    x = x.value
+        return list({id(x): x for x in found}.values())
+
     @functools.cached_property
     def passed_on(self) -> bool:
         """Whether layers take a value that the model returns, too."""
@@ -157,65 +226,3 @@ class Graph:
         mine = set(made)
         inputs = list(dict.fromkeys(x for x in used if x not in mine))
         return Graph(nodes, inputs, outputs)
-
-
-def chain(layers: Iterable[keras.Layer], inputs: Any) -> Graph:
-    """Returns the graph of layers that are called one after another.
-
-    Between two of them is one value: all that a layer returns, tensors in any
-    nested structure. Of these values no spec is known. `inputs` is what the
-    first layer is called on, a nested structure of `KerasTensor`s.
-    """
-    value = first = Value(inputs)
-    nodes = []
-    for layer in layers:
-        before, value = value, Value()
-        nodes.append(Node(layer, (before,), {}, value))
-    return Graph(nodes, [first], value)
-
-
-def functional(model: keras.Model) -> Graph:
-    """Returns the graph of a functional Keras model.
-
-    A value is one tensor. Nodes are in Keras's order, in which a layer comes
-    as late as those that need it allow.
-    """
-    values: dict[int, Value] = {}
-
-    def value(x):
-        if not isinstance(x, keras.KerasTensor):
-            return x
-        return values.setdefault(id(x), Value(x))
-
-    nodes, made = [], []
-    for call in upstream.calls(model):
-        args, kwargs = call.arguments.convert(value)
-        outputs = [value(x) for x in call.output_tensors]
-        nodes.append(Node(call.operation, args, kwargs, outputs))
-        made.append(outputs)
-    # A list of one output is that output, as Keras has it.
-    returned = upstream.unpack_singleton(
-        keras.tree.map_structure(value, upstream.outputs_of(model))
-    )
-    used = {x for node in nodes for x in node.inputs}
-    used.update(keras.tree.flatten(returned))
-    for outputs in made:
-        # What a layer need not return, although its spec tells it.
-        while outputs and outputs[-1] not in used:
-            outputs.pop()
-    return Graph(nodes, [value(x) for x in model.inputs], returned)
-
-
-def without_masks(graph: Graph) -> Graph:
-    """Returns a chain of layers without what makes their Keras masks.
-
-    For layers that are called on one argument each. The other arguments are
-    masks, which Keras adds, and with them the operations that make them; it
-    adds them again when it calls the layers on tensors that have masks.
-    """
-    nodes = [
-        dataclasses.replace(node, kwargs={})
-        for node in graph.nodes
-        if isinstance(node.layer, keras.Layer)
-    ]
-    return dataclasses.replace(graph, nodes=nodes)

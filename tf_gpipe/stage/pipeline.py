@@ -24,6 +24,10 @@ class Pipeline:
     schedule: Schedule
     remat: str  # one of `REMAT_MODES`
     boundary_dtype: str | None  # of what travels from device to device
+    # The models that have been opened, and their layers then.
+    opened: list[tuple[keras.Model, list]] = dataclasses.field(
+        default_factory=list
+    )
     # States of Keras's global seed generator, by id.
     seeds: dict[int, keras.Variable] = dataclasses.field(default_factory=dict)
 
@@ -48,6 +52,13 @@ class Pipeline:
             for stage in reversed(self.stages)
             for i, value in enumerate(stage.outputs)
         }
+
+    def changed(self) -> keras.Model | None:
+        """Returns a model that was opened, and has other layers since."""
+        for model, layers in self.opened:
+            if [*map(id, model.layers)] != [*map(id, layers)]:
+                return model
+        return None
 
     def foreign(self, stage: Stage) -> set[int]:
         """Returns the ids of the layers' variables that a stage lacks."""

@@ -197,7 +197,7 @@ class Layers:
     ) -> dict[str, dict[str, np.ndarray]]:
         """Runs a layer in micro-batches, as `_whole` does all at once."""
         m = self._pipeline.schedule.num_micro_batches
-        # By itself: what it makes is all that there is.
+        # A pipeline of this layer alone: what the layer makes is its output.
         graph = Graph([node], node.inputs, node.made)
         device = next(
             stage.devices
@@ -333,7 +333,7 @@ def _compared(
     by_weight: list,
     state_of: list,
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Returns all that two runs of a layer are compared by."""
+    """Returns all the values by which two runs of a layer are compared."""
     return {
         "output": _flat(made),
         "loss": _flat([tf.add_n(losses)] if losses else []),
@@ -352,7 +352,7 @@ def _floats(x: Any) -> list[tf.Tensor]:
 
 
 def _upstream(tensors: list[tf.Tensor]) -> Iterator[tf.Tensor]:
-    """Returns gradients of tensors that come from nowhere, always the same."""
+    """Returns made-up gradients of tensors, the same in each call."""
     numbers = np.random.default_rng(_SEED)
     for x in tensors:
         drawn = numbers.standard_normal(tuple(x.shape))

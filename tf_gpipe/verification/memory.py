@@ -12,7 +12,7 @@ from tf_gpipe.devices import slots
 
 
 def too_large(model: Any, x: Any) -> str | None:
-    """Tells if one device has no room for the plain model."""
+    """Returns why one device has no room for the plain model, or `None`."""
     there = _device_memory()
     needed = _needed_bytes(model, x)
     if there is None or needed <= there:
@@ -37,7 +37,7 @@ def _needed_bytes(model: Any, x: Any) -> int:
     shape = getattr(flat[0], "shape", None) if flat else None
     rows = shape[0] if shape else 1
     graph = model._pipeline.graph
-    # What a tape keeps: what layers make.
+    # A tape keeps what layers make.
     made = [
         spec
         for node in graph.nodes

@@ -41,7 +41,7 @@ class Difference(NamedTuple):
         difference: The largest difference of two entries, relative to what
             the tolerance is relative to; infinite where shapes differ, or only
             one of the two is finite.
-        tolerance: What rounding explains.
+        tolerance: The largest difference that rounding explains.
     """
 
     name: str
@@ -60,10 +60,9 @@ class Report:
     Attributes:
         ok: Boolean, whether nothing differs, of all that could be compared,
             and nothing went wrong.
-        worst: Dictionary from the kind of what was compared ("loss",
+        worst: Dictionary from each kind of value that was compared ("loss",
             "metric", "gradient", "variable", "slot", "statistic",
-            "prediction") to the worst `Difference`, which has a name. Without
-            the kinds of which nothing was compared.
+            "prediction") to its worst `Difference`, which has a name.
         first_layer: Name of the first layer, in the order of the model, that
             differs; `None` if none does.
         layers: Names of all layers that differ by themselves, when they are
@@ -80,7 +79,7 @@ class Report:
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what JSON can hold."""
+        """Returns the report as a dictionary that JSON can hold."""
         found = dataclasses.asdict(self)
         found["worst"] = {
             kind: {**x._asdict(), "difference": _finite(x.difference)}
@@ -143,12 +142,12 @@ class Comparison:
 
         Args:
             kind: One of `KINDS`.
-            expected: The plain model's.
-            received: The pipeline's.
+            expected: Arrays of the plain model.
+            received: Arrays of the pipeline.
             before: What they were before a step: then the step's changes are
                 what a difference is relative to, beside the rounding of the
                 value itself.
-            floor: What differences are relative to at least.
+            floor: The least size that differences are relative to.
         """
         found = differences(
             expected, received, self.tolerance, before=before, floor=floor
@@ -163,7 +162,7 @@ class Comparison:
         before: Mapping[str, np.ndarray],
         floor: float,
     ) -> None:
-        """Takes these differences in place of those that are too large."""
+        """Puts these differences in place of those that are too large."""
         again = differences(
             expected, received, self.tolerance, before=before, floor=floor
         )

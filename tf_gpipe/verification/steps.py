@@ -40,7 +40,7 @@ _NOT_KERAS = {
 
 
 class Step(NamedTuple):
-    """What a step has returned, and left.
+    """What a step has returned, and the state that it has left.
 
     All are dictionaries of arrays by name; `variables` by number.
     """
@@ -103,7 +103,7 @@ def _inherited(cls: type, name: str) -> Any:
 
 
 def _loss_and_gradients(self, x, y=None, sample_weight=None):
-    """In plain Keras, for a `train_step` that is written for a pipeline."""
+    """Stands in for the pipeline's method in a `train_step` of the user's."""
     with tf.GradientTape() as tape:
         y_pred = self(x, training=True)
         loss = self._compute_loss(x, y, y_pred, sample_weight, training=True)
@@ -239,7 +239,7 @@ class Attributes:
         for name in ("_storage", "__wrapped__"):
             if isinstance(x, tf.__internal__.tracking.Trackable):
                 self._keep(getattr(x, name, None), seen)
-        # Not what only says that it is a list, as a wrapper does.
+        # Not what merely claims to be a list, as a wrapper does.
         if issubclass(type(x), list):
             content = list.__getitem__(x, slice(None))
             self._contents.append((x, content))
@@ -361,7 +361,7 @@ def evaluate(
 
 def _start(model: keras.Model, variables: Variables) -> None:
     variables.restore()
-    # Also those that are made by a first step.
+    # Variables that a first step makes, too.
     model.reset_metrics()
 
 

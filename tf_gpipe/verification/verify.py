@@ -25,7 +25,7 @@ from tf_gpipe.verification.report import Report
 from tf_gpipe.verification.steps import Step
 from tf_gpipe.verification.steps import Variables
 
-# Below it a loss, a metric or the change of a statistic counts as zero.
+# A loss, a metric or the change of a statistic below this counts as zero.
 _SMALL = 1e-2
 # Of what a step of evaluation is called.
 _EVALUATE = "evaluate: "
@@ -47,11 +47,12 @@ def verify(
     layers compute in), relative to the largest entry of their tensor, or to a
     hundredth of the largest entry of all tensors of their kind. Weights, slots
     and statistics are measured by their change. Where gradients agree, but an
-    optimizer makes much of their rounding, as Adam of those of a bias before a
-    normalisation, the plain optimizer is given the pipeline's gradients.
+    optimizer magnifies their rounding, as Adam does with the gradient of a bias
+    before a normalisation, the plain optimizer is given the pipeline's
+    gradients.
 
-    A model may magnify rounding beyond that. If it is made and verified after
-    `keras.config.set_floatx("float64")`, what differs is no rounding.
+    A model may magnify rounding beyond that. Make and verify it after
+    `keras.config.set_floatx("float64")`: what differs then is not rounding.
 
     Args:
         model: A compiled and built `PipelinedSequential` or `PipelinedModel`.
@@ -60,7 +61,7 @@ def verify(
         sample_weight: Sample weights, as for `fit`, or `None`.
 
     Returns:
-        A `Report`: `ok`, `worst`, `first_layer`, and as a string a page.
+        A `Report`, with `ok`, `worst` and `first_layer`; printed, it is a page.
         Nothing is raised: what goes wrong is in the report.
 
     Example:
@@ -148,7 +149,7 @@ class _Verification:
         self._notes += dict.fromkeys(layers.notes)
         found = list(alone)
         for training in modes:
-            # It may fail as the pipeline did, which has been told.
+            # It may fail as the pipeline did, which the report says already.
             with contextlib.suppress(Exception):
                 found += filter(None, [layers.through(training)])
         found += self._owners(layers, "statistic")
@@ -247,7 +248,7 @@ class _Verification:
                 )
                 return False
         if comparison.failed() and not comparison.failed("gradient"):
-            # The optimizer makes much of the rounding of gradients.
+            # The optimizer magnifies the rounding of gradients.
             if expected.gradients:
                 expected = plain_step(gradients=received.gradients)
             for kind in ("variable", "slot", "statistic"):

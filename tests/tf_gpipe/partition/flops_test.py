@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tf_gpipe.partition import layer_costs
-from tf_gpipe.stage.graph import chain
+from tf_gpipe.stage.opening import chain
 
 LAYERS = keras.layers
 

@@ -11,7 +11,7 @@ from keras import ops
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
-from tf_gpipe.stage.graph import chain
+from tf_gpipe.stage.opening import chain
 from tf_gpipe.step.row_dependence import RowDependence
 
 X = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")

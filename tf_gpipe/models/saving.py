@@ -1,0 +1,142 @@
+"""What of a pipeline is written into files, and what is made of it again."""
+
+import dataclasses
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.models import user_class
+from tf_gpipe.partition.config import PipelineConfig
+from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.stage import abstract
+from tf_gpipe.stage import seeds
+
+# A `keras.Model` supplies the rest, of which no types are known.
+_Mixin: Any = object
+
+
+class Saving(_Mixin):
+    """What a pipeline needs to be saved, and to leave pipelines.
+
+    Mixed into a class with a `PipelineConfig` and a `Pipeline` or `None`.
+    """
+
+    def get_config(self):
+        config = super().get_config()
+        return config if self._keeps_class else {**config, **self._arguments()}
+
+    def to_keras(self) -> keras.Model:
+        """Returns the plain Keras model, with the same layers and weights.
+
+        A `keras.Model`, a `keras.Sequential`, or one of the class that the
+        pipeline keeps; not compiled. For serving, for export, and to go on
+        without a pipeline. Its variables are those of the pipeline and stay
+        on the devices of the stages: what trains one trains the other. For a
+        copy on one device, give it to `keras.models.clone_model`, and the copy
+        its weights.
+
+        Returns:
+            A `keras.Model`.
+
+        Raises:
+            ValueError: If the model has not been built.
+
+        Example:
+
+        >>> layers = [keras.Input((8,)), keras.layers.Dense(8)]
+        >>> model = tf_gpipe.PipelinedSequential(layers, num_stages=1)
+        >>> type(model.to_keras()) is keras.Sequential
+        True
+        """
+        self._built_pipeline()
+        with self._strategy_scope():
+            return _plain_model(self)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Returns the arguments that a plain model does not have."""
+        config = dict(vars(self._config))
+        if isinstance(config["schedule"], Schedule):
+            config["schedule"] = config["schedule"].get_config()
+        if callable(config["balance"]):
+            # A function need not be there when the model is loaded.
+            config["balance"] = (
+                [len(stage.nodes) for stage in self._pipeline.stages]
+                if self._pipeline is not None
+                else "parameters"
+            )
+        return config
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type == "savedmodel" and self._pipeline is not None:
+            # Which its functions read, and no layer has.
+            states = [*seeds.global_seed(), *self._pipeline.seeds.values()]
+            children |= {
+                f"_global_seed_{i}": v.value for i, v in enumerate(states)
+            }
+        return children
+
+    @staticmethod
+    def _revived(config: dict[str, Any]) -> dict[str, Any]:
+        """Returns a copy of what `get_config` returned, with a `Schedule`."""
+        if not isinstance(config, dict) or "schedule" not in config:
+            raise ValueError(
+                "`config` must be a dictionary that `get_config` of a pipeline "
+                f"has returned. Received: config={config!r:.200}"
+            )
+        config = dict(config)
+        if isinstance(config["schedule"], dict):
+            config["schedule"] = Schedule(**config["schedule"])
+        fields: Any = {
+            x.name: config.get(x.name)
+            for x in dataclasses.fields(PipelineConfig)
+            if x.name != "devices"
+        }
+        strategy = None
+        if tf.distribute.has_strategy():
+            strategy = tf.distribute.get_strategy()
+        config["devices"] = PipelineConfig(**fields, devices=None).devices_here(
+            config.get("name", "model"), config.get("devices"), strategy
+        )
+        return config
+
+    @staticmethod
+    def _plain(config: dict[str, Any], custom_objects: Any) -> tuple:
+        """Returns the plain model of a class that is kept, without values.
+
+        And the scope in which it was made.
+        """
+        with abstract.NoValues() as scope:
+            model = keras.saving.deserialize_keras_object(
+                config, custom_objects=custom_objects
+            )
+        return model, scope
+
+
+def _plain_model(model: Any) -> keras.Model:
+    """Returns the plain Keras model with a pipeline's layers and weights.
+
+    It is of the class that the pipeline keeps, or else of Keras's.
+    """
+    sequential = isinstance(model, keras.Sequential)
+    base: Any = keras.Sequential if sequential else upstream.Functional
+    cls: Any = user_class.without_pipeline(type(model))
+    if not issubclass(cls, base):
+        cls = base
+    made = cls.__new__(cls)
+    if sequential:
+        # With the input layer, which `model.layers` leaves out.
+        layers = keras.Model.layers.fget(model)
+        base.__init__(made, layers, name=model.name)
+    else:
+        base.__init__(
+            made,
+            upstream.inputs_of(model),
+            upstream.outputs_of(model),
+            name=model.name,
+        )
+    user_class.carry(model, made, without=user_class.OF_PIPELINES)
+    upstream.set_trainable_alone(made, model.trainable)
+    return made

@@ -1,0 +1,21 @@
+"""Shows the examples in docstrings as code, in the documentation.
+
+To Markdown, a line of Python's prompt (`>>>`) would be a quotation in a
+quotation.
+"""
+
+import re
+
+import griffe
+
+
+class Examples(griffe.Extension):
+    def on_object(self, *, obj, **kwargs):
+        if obj.docstring:
+            # From a prompt to the next empty line.
+            obj.docstring.value = re.sub(
+                r"^>>> .*?(?=\n\n|\Z)",
+                r"```pycon\n\g<0>\n```",
+                obj.docstring.value,
+                flags=re.MULTILINE | re.DOTALL,
+            )
