@@ -2,8 +2,11 @@
 
 import collections
 import json
+import numbers
+import os
 import statistics
 from collections.abc import Collection
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -40,6 +43,11 @@ class Timeline(keras.callbacks.Callback):
             below a simulation of it from the mean times of each stage.
         chart: Boolean, whether to print that step as text when training ends.
 
+    Raises:
+        TypeError, ValueError: If an argument is not valid, or a path cannot
+            be written.
+        ImportError: If a picture is asked for, and matplotlib is missing.
+
     Attributes:
         spans: List of the `Span`s of the last recorded step, in seconds.
         devices: List of the names of the devices.
@@ -59,6 +67,13 @@ class Timeline(keras.callbacks.Callback):
         chart: bool = False,
     ):
         super().__init__()
+        if steps is not None:
+            _check_steps(steps)
+        for name, path in (("trace", trace), ("picture", picture)):
+            if path is not None:
+                _check_path(name, path)
+        if picture is not None:
+            timeline.check_picture(picture)
         self.spans: list[Span] = []
         self.devices: list[str] = []
         self._steps = steps
@@ -174,4 +189,36 @@ class Timeline(keras.callbacks.Callback):
                 pipeline.stages[schedule.devices.index(i)].device
                 for i in range(len(schedule.tasks))
             ],
+        )
+
+
+def _check_steps(steps: Any) -> None:
+    expected = (
+        "`steps` must be a collection of the numbers of steps, from 0, such "
+        f"as [5] or range(10, 20). Received: steps={steps!r}"
+    )
+    if isinstance(steps, str) or not isinstance(steps, Collection):
+        raise TypeError(expected)
+    if not all(isinstance(x, numbers.Integral) and int(x) >= 0 for x in steps):
+        raise ValueError(expected)
+
+
+def _check_path(name: str, path: Any) -> None:
+    """Refuses a path that could not be written, hours later."""
+    try:
+        place = os.path.abspath(os.fspath(path))
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` must be the path of a file. Received: {name}={path!r}"
+        ) from error
+    directory = os.path.dirname(place)
+    existing = place if os.path.exists(place) else directory
+    if (
+        os.path.isdir(place)
+        or not os.path.isdir(directory)
+        or not os.access(existing, os.W_OK)
+    ):
+        raise ValueError(
+            f"`{name}` must be the path of a file that can be written, in a "
+            f"directory that exists. Received: {name}={path!r}"
         )

@@ -18,6 +18,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from tools import child_process
 from tools.command_line import positive
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -76,6 +77,7 @@ def _accuracy(flags):
         cwd=_ROOT,
         capture_output=True,
         text=True,
+        preexec_fn=child_process.end_with_parent,
     )
     if result.returncode:
         sys.exit(result.stderr.strip().splitlines()[-1])

@@ -36,8 +36,14 @@ class HardwareConfig:
         None, "Worker processes to run stages on: host:port,...", kind=list
     )
     worker_timeout: float = setting(
-        30.0,
+        15.0,
         "Seconds to wait for workers that are missing at the start.",
+        lower_bound=0.0,
+    )
+    worker_heartbeat: float = setting(
+        30.0,
+        "Seconds for which a worker may be silent before it is taken for "
+        "dead. 0: as long as it likes.",
         lower_bound=0.0,
     )
     tpu: str | None = setting(
@@ -106,7 +112,11 @@ def start(num_stages, config):
     if strategy == "none":
         devices = None
         if config.workers:
-            devices = tf_gpipe.connect(config.workers, config.worker_timeout)
+            devices = tf_gpipe.connect(
+                config.workers,
+                timeout=config.worker_timeout,
+                heartbeat=config.worker_heartbeat or None,
+            )
         else:
             ensure(num_stages)
         return Hardware(tf.distribute.get_strategy(), devices)

@@ -203,7 +203,7 @@ class Job:
         before = keras.config.dtype_policy()
         keras.config.set_dtype_policy(self.config.dtype_policy)
         try:
-            with self.hardware.strategy.scope():
+            with self._told_in_one_line(), self.hardware.strategy.scope():
                 model = make()
                 if self.workdir:
                     self._restore(model)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from unittest import mock
 
 import keras
 import numpy as np
@@ -145,6 +147,37 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn("B1.3", names)
         self.assertGreater(os.path.getsize(picture), 1000)
         self.assertIsNone(model._record_times)
+
+    @parameterized.parameters(3, "3", 2.5)
+    def test_steps_that_are_no_collection(self, steps):
+        with self.assertRaisesRegex(TypeError, "`steps` must be a collection"):
+            tf_gpipe.callbacks.Timeline(steps)
+
+    @parameterized.parameters([[-1]], [[1.5]], [["a"]])
+    def test_steps_that_are_no_numbers(self, steps):
+        with self.assertRaisesRegex(ValueError, "`steps` must be a collection"):
+            tf_gpipe.callbacks.Timeline(steps)
+
+    @parameterized.product(
+        name=("trace", "picture"), path=("missing/a.png", "", ".")
+    )
+    def test_paths_that_cannot_be_written(self, name, path):
+        path = os.path.join(self.get_temp_dir(), path)
+        with self.assertRaisesRegex(ValueError, f"`{name}` must be the path"):
+            tf_gpipe.callbacks.Timeline(**{name: path})
+        with self.assertRaisesRegex(TypeError, f"`{name}` must be the path"):
+            tf_gpipe.callbacks.Timeline(**{name: 3})
+
+    def test_pictures_that_cannot_be_drawn(self):
+        with self.assertRaisesRegex(ValueError, "png, .*Received: .*a.nope"):
+            tf_gpipe.callbacks.Timeline(
+                picture=os.path.join(self.get_temp_dir(), "a.nope")
+            )
+        with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
+            with self.assertRaisesRegex(ImportError, "needs matplotlib"):
+                tf_gpipe.callbacks.Timeline(
+                    picture=os.path.join(self.get_temp_dir(), "a.png")
+                )
 
     def test_evaluate_does_not_record(self):
         model = make_model()

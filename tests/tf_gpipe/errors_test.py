@@ -174,6 +174,32 @@ class ArgumentTest(ErrorTest):
         ):
             pipelined(devices="CPU:0")
 
+    @parameterized.parameters(
+        (5,), (2.5,), ([0, 1],), ([None],), ([["CPU:0"], 5],), ([b"CPU:0"],)
+    )
+    def test_devices_that_are_no_strings(self, devices):
+        with self.assert_raises(
+            (TypeError, ValueError), "`devices`", "list", f"devices={devices}"
+        ):
+            pipelined(devices=devices)
+
+    @parameterized.parameters(4097, 10**6, 10**30)
+    def test_more_micro_batches_than_can_be_traced(self, number):
+        with self.assert_raises(
+            ValueError, "`num_micro_batches`", 4096, f"={number}"
+        ):
+            pipelined(num_micro_batches=number)
+
+    @parameterized.product(
+        cls=(tf_gpipe.PipelinedSequential, tf_gpipe.PipelinedModel),
+        config=({}, None, {"layers": []}, {"name": "x"}, 5),
+    )
+    def test_config_of_something_else(self, cls, config):
+        with self.assert_raises(
+            ValueError, "`config`", "`get_config`", f"config={config}"
+        ):
+            cls.from_config(config)
+
     @parameterized.parameters("zigzag", None, 3)
     def test_unknown_schedule(self, schedule):
         with self.assert_raises(
@@ -535,6 +561,43 @@ class DataTest(ErrorTest):
 
 
 class LossTest(ErrorTest):
+    @parameterized.product(
+        schedule=("1f1b", "zero_bubble", "gpipe"), eagerly=(False, True)
+    )
+    def test_no_loss(self, schedule, eagerly):
+        plain = keras.Sequential(make_layers())
+        for model in (plain, pipelined(schedule=schedule)):
+            model.compile("sgd", run_eagerly=eagerly)
+            with self.assert_raises(
+                ValueError, "No loss to compute. Provide a `loss` argument"
+            ):
+                model.fit(*make_data(), verbose=0)
+
+    @parameterized.parameters("1f1b", "gpipe")
+    def test_no_loss_but_those_of_layers(self, schedule):
+        layers = [
+            keras.Input((4,)),
+            keras.layers.Dense(4, kernel_regularizer="l2"),
+            keras.layers.Dense(2, activity_regularizer="l2"),
+        ]
+        plain = keras.Sequential(layers)
+        model = pipelined(
+            keras.models.clone_model(plain).layers, schedule=schedule
+        )
+        model.set_weights(plain.get_weights())
+        x = np.ones((6, 4), "float32")
+        losses = []
+        for each in (plain, model):
+            each.compile("sgd")
+            losses.append(each.fit(x, x, verbose=0).history["loss"])
+        self.assertAllClose(*losses, rtol=1e-5)
+
+    @parameterized.parameters("1f1b", "gpipe")
+    def test_gradients_before_compile(self, schedule):
+        x, y = make_data()
+        with self.assert_raises(ValueError, "No loss to compute", "`compile"):
+            pipelined(schedule=schedule).loss_and_gradients(x, y)
+
     @parameterized.parameters(one_number, OneNumber(name="one_number"))
     def test_one_number_with_1f1b(self, loss):
         model = pipelined(schedule="1f1b")

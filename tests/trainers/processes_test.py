@@ -18,6 +18,7 @@ from absl.testing import parameterized
 
 from tests.tf_gpipe.devices.cluster_test import unused_address
 from tf_gpipe.commands import workers
+from tools import child_process
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -37,6 +38,7 @@ def trainer(workdir, *flags, **environment):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
+        preexec_fn=child_process.end_with_parent,
     )
 
 
@@ -144,6 +146,26 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_same_state(
             state(uninterrupted), state(workdir), rtol=1e-3, atol=1e-3
         )
+
+    @parameterized.parameters(signal.SIGKILL, signal.SIGSTOP)
+    def test_worker_lost_at_the_start(self, number):
+        with workers.started(2) as processes:
+            addresses = ",".join(x.address for x in processes)
+            process = trainer(
+                self.make_directory(),
+                f"--workers={addresses}",
+                "--worker_heartbeat=4",
+            )
+            # It has connected, and has no model yet.
+            while "the client listens" not in process.stderr.readline():
+                pass
+            processes[1].process.send_signal(number)
+            _, errors = process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 1)
+        (message,) = re.findall(r"^Error: .*", errors, re.MULTILINE)
+        self.assertIn("Stage 1 has failed", message)
+        self.assertIn(processes[1].address, message)
+        self.assertNotIn("Traceback", errors)
 
     def test_several_hosts(self):
         shared, alone = self.make_directory(), self.make_directory()

@@ -11,7 +11,6 @@ Examples:
 import argparse
 import dataclasses
 import json
-import re
 from collections.abc import Sequence
 
 import keras
@@ -19,6 +18,7 @@ import keras
 from tf_gpipe.commands import flags
 from tf_gpipe.commands import models
 from tf_gpipe.planning import planner
+from tf_gpipe.planning import sizes
 
 # Where `--find_largest` gives up: no memory is used by what grows.
 _LIMIT = 2**24
@@ -149,15 +149,10 @@ def _balance(text: str) -> str | list[int]:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+\.?\d*)(?:([KMGT])(I?))?B?", text.upper())
-    size = 0
-    if match:
-        number, prefix, binary = match.groups()
-        power = "KMGT".index(prefix) + 1 if prefix else 0
-        size = int(float(number) * (1024 if binary else 1000) ** power)
-    if size < 1:
+    try:
+        return sizes.to_bytes(text)
+    except ValueError as error:
         raise argparse.ArgumentTypeError(
             f"not a size such as 8GB, 512MB, 16GiB or a count of bytes: "
             f"{text!r}"
-        )
-    return size
+        ) from error

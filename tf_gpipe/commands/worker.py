@@ -4,7 +4,8 @@
 
 starts a TensorFlow server that accepts connections to one address. Trainers
 find it with `tf_gpipe.connect(["10.0.0.1:2222"])`. It serves one trainer
-after another, until it is killed.
+after another, until it is killed. With --with_stdin it also ends when its
+standard input does, as the end of a pipe does with the process that holds it.
 
 TensorFlow's servers have no authentication: whoever reaches the port can run
 anything here. Keep it on a private network.
@@ -13,10 +14,15 @@ anything here. Keep it on a private network.
 import argparse
 import ipaddress
 import os
+import select
 import sys
+import threading
 from collections.abc import Sequence
 
+from tf_gpipe import upstream
 from tf_gpipe.devices import listening
+
+_LOOK_SECONDS = 1.0
 
 # A process of one core gets one thread for operations, which sends what a
 # task has made only after the next task.
@@ -24,8 +30,8 @@ if sys.platform == "linux" and len(os.sched_getaffinity(0)) == 1:
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
 
 
-def serve(port: int, bind: str) -> None:
-    """Starts a TensorFlow server, and returns when the process is killed.
+def serve(port: int, bind: str, with_stdin: bool = False) -> None:
+    """Starts a TensorFlow server, which runs until the process is ended.
 
     Prints a line with its address once it accepts connections: on stdout, for
     programs that start it. See the help of the command for arguments.
@@ -34,7 +40,13 @@ def serve(port: int, bind: str) -> None:
         OSError: If the port is taken, or `bind` is no address of this host.
     """
     port = listening.unused_port(bind, port)
+    if with_stdin:
+        threading.Thread(
+            target=_end_with_stdin, args=(os.getppid(),), daemon=True
+        ).start()
     import tensorflow as tf
+
+    upstream.fail_fast()
 
     server = tf.distribute.Server(
         {"worker": [f"{bind}:{port}"]}, job_name="worker", task_index=0
@@ -44,6 +56,19 @@ def serve(port: int, bind: str) -> None:
     listening.announce("worker", bind, port)
     print(f"worker at {bind}:{port}", flush=True)
     server.join()
+
+
+def _end_with_stdin(parent: int) -> None:
+    """Ends the process with its input, or with its parent.
+
+    Children of the parent may hold the other end of a pipe after it has ended.
+    """
+    while os.getppid() == parent:
+        ready, _, _ = select.select([0], [], [], _LOOK_SECONDS)
+        if ready and not os.read(0, 4096):
+            break
+    # A TensorFlow server cannot be stopped.
+    os._exit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,6 +86,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="IPv4 address of this host that it can be reached by, 0.0.0.0 "
         "for all of them (default: %(default)s, only from this host)",
     )
+    parser.add_argument(
+        "--with_stdin",
+        action="store_true",
+        help="end when standard input ends",
+    )
     args = parser.parse_args(argv)
     if not 0 <= args.port < 2**16:
         parser.error(f"--port must be from 0 to 65535. Received: {args.port}")
@@ -74,6 +104,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"Use --bind={listening.EVERY_ADDRESS}, behind a firewall."
         )
     try:
-        serve(args.port, args.bind)
+        serve(args.port, args.bind, args.with_stdin)
     except OSError as error:
         parser.error(f"Cannot serve at {args.bind}:{args.port}: {error}")

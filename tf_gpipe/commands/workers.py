@@ -9,10 +9,12 @@ workers when it has ended. The exit status is the command's.
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -21,9 +23,13 @@ from typing import Any
 import tf_gpipe
 from tf_gpipe.commands import flags
 
+# Of Linux, <linux/prctl.h>.
+_SET_PARENT_DEATH_SIGNAL = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
 
 class Worker:
-    """A worker process on this host.
+    """A worker process on this host, which ends with this process at latest.
 
     Args:
         core: Integer, the only CPU core that it may use, or `None`.
@@ -42,16 +48,28 @@ class Worker:
         port: int = 0,
         environment: Mapping[str, str] | None = None,
     ):
-        confine = None
-        if core is not None:
-            # Before TensorFlow starts its threads, which inherit it.
-            confine = lambda: os.sched_setaffinity(0, {core})  # noqa: E731
+        # The system would end it with the thread that has started it.
+        main = threading.current_thread() is threading.main_thread()
+
+        def prepare() -> None:
+            if main and _libc is not None:
+                # Also if it is stopped, and cannot see its input end.
+                _libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+            if core is not None:
+                # Before TensorFlow starts its threads, which inherit it.
+                os.sched_setaffinity(0, {core})
+
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tf_gpipe", "worker", f"--port={port}"],
+            [
+                *(sys.executable, "-m", "tf_gpipe", "worker"),
+                *(f"--port={port}", "--with_stdin"),
+            ],
+            # Whose other end the system closes when this process ends.
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **(environment or {})},
-            preexec_fn=confine,
+            preexec_fn=prepare,
         )
         self.address = self.device = ""
 
@@ -63,8 +81,12 @@ class Worker:
             raise RuntimeError("A worker process failed to start.")
 
     def kill(self) -> None:
+        """Ends the process, and waits until it has."""
         self.process.kill()
         self.process.wait()
+        for end in (self.process.stdin, self.process.stdout):
+            if end is not None:
+                end.close()
 
 
 @contextlib.contextmanager
@@ -94,14 +116,14 @@ def started(
                 "A core for each worker is needed. Received: "
                 f"{num_workers} workers, {len(cores)} cores"
             )
-    workers = [Worker(core, environment=environment) for core in cores]
-    try:
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for core in cores:
+            workers.append(Worker(core, environment=environment))
+            stack.callback(workers[-1].kill)
         for worker in workers:
             worker.wait_until_ready()
         yield workers
-    finally:
-        for worker in workers:
-            worker.kill()
 
 
 @contextlib.contextmanager

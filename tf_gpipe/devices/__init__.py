@@ -5,7 +5,11 @@ sharing     the same for a saved model, where its devices are not
 replicas    several pipelines under a `tf.distribute` strategy
 slots       what an optimizer keeps of a weight, beside the weight
 colocation  what runs outside of the pipeline, where its operands are
-cluster     worker processes: connecting, and telling which one is gone
+cluster     connecting to worker processes
+worker_lost which worker is gone, told by every call that needs it
+watcher     what this process knows of its workers
+heartbeat   the process that asks them, and ends what waits for one
 listening   the one address that a TensorFlow server answers on
+sockets     those of this process, also of TensorFlow
 errors      which stage and layer an error on a device was raised by
 """

@@ -1,10 +1,11 @@
-"""Worker processes: connecting to them, and telling which one is gone."""
+"""Connecting to worker processes."""
 
-import collections
-import functools
+import contextlib
+import numbers
+import queue
 import socket
+import threading
 import time
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
@@ -12,20 +13,30 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.devices import errors
+from tf_gpipe.devices import heartbeat as heartbeats
 from tf_gpipe.devices import listening
 from tf_gpipe.devices import placement
+from tf_gpipe.devices import watcher
+from tf_gpipe.devices import worker_lost
 
-_JOB = "worker"
 # What TensorFlow calls the job of a process that has none.
 _CLIENT = "localhost"
-# Time for a worker to answer at all, once it has been there.
-_PROBE_SECONDS = 2.0
-# Time for the sockets of a process that ends to close.
+_AGAIN_SECONDS = 0.2
+# Time for the watcher to hear what an error has come from.
 _CLOSING_SECONDS = 2.0
+_SCHEME = "grpc://"
+_NO_WORKER = {
+    heartbeats.DEAD: "nothing listens there",
+    heartbeats.SILENT: "there is no answer",
+    heartbeats.OTHER: "what listens there is no worker",
+}
 
 
-def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
+def connect(
+    addresses: Sequence[str],
+    timeout: float = 15.0,
+    heartbeat: float | None = 30.0,
+) -> list[str]:
     """Connects to workers, and returns their devices for `devices=`.
 
     Start the workers first, with `python -m tf_gpipe worker --port=PORT`, and
@@ -34,10 +45,18 @@ def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
     It answers at the address by which workers reach it alone, which is
     loopback if they are there; on systems other than Linux, at every address.
 
+    From then on whatever needs a worker that is gone raises a
+    `tf.errors.UnavailableError`, which names its stages and address: of a
+    process that has ended at once, of one that is silent, such as a host
+    without power, within `heartbeat` seconds. A worker that computes for long
+    is not silent.
+
     Args:
         addresses: List of strings `"host:port"`, one a worker. All workers
             must be able to reach one another by them.
         timeout: Float, seconds to wait for workers that are still starting.
+        heartbeat: Float, seconds for which a worker may be silent before it
+            is taken for dead, or `None` for as long as it likes.
 
     Returns:
         List of TensorFlow device strings in the order of the workers: the
@@ -46,6 +65,7 @@ def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
     Raises:
         ValueError: If an address is not valid, is given twice, or workers
             have been connected to before.
+        TypeError: If an argument is of another type.
         tf.errors.UnavailableError: If a worker cannot be reached.
 
     Example:
@@ -56,36 +76,63 @@ def connect(addresses: Sequence[str], timeout: float = 30.0) -> list[str]:
     ```
     """
     addresses = _checked(addresses)
-    connected = _addresses()
+    _check_seconds("timeout", timeout)
+    if heartbeat is not None:
+        _check_seconds("heartbeat", heartbeat)
+        if not heartbeat:
+            raise ValueError(
+                "`heartbeat` must be a number of seconds above 0, or None for "
+                f"no limit. Received: heartbeat={heartbeat}"
+            )
+    connected = worker_lost.addresses()
     if not connected:
-        _wait_for(addresses, timeout)
-        _open(addresses)
+        found = _wait_for(addresses, timeout)
+        _check_apart(found)
+        _open(found, heartbeat)
     elif connected != addresses:
         raise ValueError(
             "A process can connect to workers only once. Connected to: "
             f"{', '.join(connected)}. Received: {', '.join(addresses)}"
         )
+    elif watcher.current is not None:
+        watcher.current.allow(heartbeat)
     return [
         device
         for task in range(len(addresses))
         for device in placement.accelerators(
-            f"/job:{_JOB}/replica:0/task:{task}/"
+            f"/job:{worker_lost.JOB}/replica:0/task:{task}/"
         )
     ]
 
 
-def _open(addresses: list[str]) -> None:
+def _open(found: dict[str, tuple[str, int]], heartbeat: float | None) -> None:
     """Connects, which opens a server in this process that workers ask."""
-    hosts = [address.rpartition(":")[0] for address in addresses]
-    address = listening.address_towards(hosts)
+    upstream.fail_fast()
+    address = listening.address_towards([host for host, _ in found.values()])
     port = listening.unused_port(address)
-    tf.config.experimental_connect_to_cluster(
-        tf.train.ClusterSpec({_JOB: addresses, _CLIENT: [f"{address}:{port}"]}),
-        job_name=_CLIENT,
-        make_master_device_default=False,
-    )
-    # The server starts with the first use of any device.
-    tf.config.list_logical_devices()
+    watcher.current = watcher.Watcher(found, heartbeat)
+    try:
+        tf.config.experimental_connect_to_cluster(
+            tf.train.ClusterSpec(
+                {worker_lost.JOB: list(found), _CLIENT: [f"{address}:{port}"]}
+            ),
+            job_name=_CLIENT,
+            make_master_device_default=False,
+        )
+        # The server starts with the first use of any device.
+        tf.config.list_logical_devices()
+    except tf.errors.OpError as error:
+        watcher.current.wait(_CLOSING_SECONDS)
+        lost = watcher.current.lost or worker_lost.states(found)
+        at = "; ".join(f"{x} ({_NO_WORKER[lost[x]]})" for x in lost)
+        raise worker_lost.WorkerLostError(
+            None,
+            None,
+            f"Cannot connect to workers at {at or ', '.join(found)}. Start "
+            "them again, and this program. TensorFlow says: "
+            f"{error.message.splitlines()[0] if error.message else error!r}",
+        ) from error
+    watcher.current.look()
     if listening.AVAILABLE:
         listening.accept_only(address, port)
     else:
@@ -94,121 +141,111 @@ def _open(addresses: list[str]) -> None:
     listening.announce("client", address, port)
 
 
-def _checked(addresses: Sequence[str]) -> list[str]:
-    addresses = [addresses] if isinstance(addresses, str) else list(addresses)
-    for each in addresses:
-        host, _, port = str(each).rpartition(":")
+def _checked(addresses: Any) -> list[str]:
+    given = [addresses] if isinstance(addresses, str) else addresses
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            "`addresses` must be a list of strings host:port, one a worker. "
+            f"Received: addresses={addresses!r}"
+        )
+    checked = []
+    for each in given:
+        address = str(each).removeprefix(_SCHEME)
+        host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise ValueError(
                 "Each address of a worker must be of the form host:port. "
                 f"Received: {each!r}"
             )
-    if not addresses or len(set(addresses)) < len(addresses):
+        if ":" in host:
+            raise ValueError(
+                "Workers are reached by IPv4: each address must be of the "
+                "form host:port, where the host is a name or an IPv4 address. "
+                f"Received: {each!r}"
+            )
+        checked.append(address)
+    if not checked or len(set(checked)) < len(checked):
         raise ValueError(
             "`addresses` must name each worker once, and at least one. "
             f"Received: {addresses}"
         )
-    return addresses
+    return checked
 
 
-def _wait_for(addresses: list[str], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    missing = addresses
-    while missing := unreachable(missing):
-        if time.monotonic() > deadline:
-            stages = [str(addresses.index(each)) for each in missing]
-            raise tf.errors.UnavailableError(
-                None,
-                None,
-                f"No worker answers at {', '.join(missing)} within "
-                f"{timeout:g} seconds. With a device a worker, stage "
-                f"{', '.join(stages)} would run there. Start one with "
-                "`python -m tf_gpipe worker --port=PORT`, and see that "
-                "its `--bind` address is the one given here.",
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"`{name}` must be a number of seconds. Received: {name}={value!r}"
+        )
+    if not 0 <= float(value) < float("inf"):
+        raise ValueError(
+            f"`{name}` must be a number of seconds, of 0 or more. Received: "
+            f"{name}={value!r}"
+        )
+
+
+def _check_apart(found: dict[str, tuple[str, int]]) -> None:
+    """Refuses names of the same worker."""
+    by_place: dict[tuple[str, int], str] = {}
+    for name, place in found.items():
+        other = by_place.setdefault(place, name)
+        if other != name:
+            raise ValueError(
+                "`addresses` must name each worker once. "
+                f"'{other}' and '{name}' are the same, {place[0]}:{place[1]}. "
+                f"Received: {list(found)}"
             )
-        time.sleep(0.2)
 
 
-def unreachable(addresses: Iterable[str], broken: bool = False) -> list[str]:
-    """Returns those of `addresses` where nothing answers.
+def _wait_for(
+    addresses: list[str], timeout: float
+) -> dict[str, tuple[str, int]]:
+    """Returns the IP address and port of each worker, once all answer."""
+    deadline = time.monotonic() + timeout
+    states: dict[str, str] = dict.fromkeys(addresses, heartbeats.SILENT)
+    answers: queue.Queue = queue.Queue()
 
-    If a connection has `broken`, they are asked for some time: the sockets of
-    a process that is killed close one after another, so that for a moment it
-    may still answer.
-    """
-    end = time.monotonic() + (_CLOSING_SECONDS if broken else 0.0)
-    while (
-        not (found := [x for x in addresses if not _answers(x)])
-        and time.monotonic() < end
-    ):
-        time.sleep(0.1)
-    return found
+    def find(address: str) -> None:
+        # Names may take any time to look up.
+        name, _, port = address.rpartition(":")
+        while True:
+            seconds = min(
+                deadline - time.monotonic(), worker_lost.PROBE_SECONDS
+            )
+            try:
+                host = socket.gethostbyname(name)
+            except (OSError, UnicodeError):
+                states[address] = "this host is not known"
+            else:
+                state = heartbeats.ask(host, int(port), max(seconds, 0.05))
+                if state is None:
+                    answers.put({address: (host, int(port))})
+                    return
+                states[address] = _NO_WORKER[state]
+            if time.monotonic() > deadline:
+                answers.put({})
+                return
+            time.sleep(_AGAIN_SECONDS)
 
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), _PROBE_SECONDS).close()
-    except OSError:
-        return False
-    return True
-
-
-def _addresses() -> list[str]:
-    """Returns the addresses of the workers that we are connected to."""
-    return upstream.connected_to().get(_JOB, [])
-
-
-def naming_failures(method: Callable) -> Callable:
-    """Returns a method of a pipelined model that names what fails.
-
-    TensorFlow tells of a worker that has been killed or started again by one
-    of several errors, which name a connection or an operation. They become
-    `tf.errors.UnavailableError`s, if the worker of a stage no longer answers
-    or has forgotten the model.
-    """
-
-    @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except tf.errors.OpError as error:
-            message = _diagnosis(self._pipeline, error)
-            if message is None:
-                if self._pipeline is not None:
-                    errors.add_place(error, self._pipeline)
-                raise
-            raise tf.errors.UnavailableError(None, None, message) from error
-
-    return wrapper
-
-
-def _diagnosis(pipeline: Any, error: tf.errors.OpError) -> str | None:
-    """Returns which worker failed, or `None` if none did."""
-    if pipeline is None:
-        return None
-    addresses = _addresses()
-    stages: dict[str, list[str]] = collections.defaultdict(list)
-    for stage in pipeline.stages:
-        for device in map(tf.DeviceSpec.from_string, stage.devices):
-            if addresses and device.job == _JOB:
-                stages[addresses[device.task]].append(str(stage.index))
-    # What a worker that was started again says to a client of the old one.
-    again = "Unable to find a context_id" in error.message
-    broken = isinstance(error, tf.errors.UnavailableError) and not again
-    gone = unreachable(stages, broken)
-    if not gone and not again:
-        return None
-    lines = [
-        f"Stage {', '.join(stages[address])} has failed: its worker at "
-        f"{address} no longer answers."
-        for address in gone
-    ] or ["A worker has been started again and no longer has its stage."]
-    return "\n".join(
-        [
-            *lines,
-            "The weights of its stage are lost. Start it again, with `python "
-            "-m tf_gpipe worker --port=PORT`, then this program, and resume "
-            "from the newest checkpoint.",
-        ]
-    )
+    for address in addresses:
+        threading.Thread(target=find, args=(address,), daemon=True).start()
+    found: dict[str, tuple[str, int]] = {}
+    # A moment more, for threads that ask for the last time.
+    end = deadline + 2 * _AGAIN_SECONDS
+    with contextlib.suppress(queue.Empty):
+        for _ in addresses:
+            found.update(answers.get(timeout=max(end - time.monotonic(), 0)))
+    missing = [x for x in addresses if x not in found]
+    if missing:
+        stages = [str(addresses.index(each)) for each in missing]
+        reasons = "; ".join(f"{x}: {states[x]}" for x in missing)
+        raise tf.errors.UnavailableError(
+            None,
+            None,
+            f"No worker answers at {', '.join(missing)} within "
+            f"{timeout:g} seconds. ({reasons}.) With a device a worker, stage "
+            f"{', '.join(stages)} would run there. Start one with "
+            "`python -m tf_gpipe worker --port=PORT`, and see that "
+            "its `--bind` address is the one given here.",
+        )
+    return {x: found[x] for x in addresses}

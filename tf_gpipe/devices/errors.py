@@ -20,6 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.devices import watcher
 
 _OF_CLIENT = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _PLACE = re.compile(r"\bstage_(\d+)/([^/\s{}]+)")
@@ -54,6 +55,8 @@ class TellingFunction:
 
     def get_concrete_function(self, *args: Any) -> Any:
         """Returns its trace for arguments, on the current device."""
+        # TensorFlow goes on to trace without it, and does not say so.
+        watcher.check()
         concrete = self._function.get_concrete_function(*args)
         if concrete in self._seen:
             return concrete

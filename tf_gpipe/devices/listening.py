@@ -7,11 +7,12 @@ another address.
 
 import ctypes
 import ipaddress
-import os
 import socket
 import struct
 import sys
 from collections.abc import Sequence
+
+from tf_gpipe.devices import sockets
 
 EVERY_ADDRESS = "0.0.0.0"
 # The only system that has the filter.
@@ -76,17 +77,8 @@ def accept_only(address: str, port: int) -> None:
     )
     value = struct.pack("HL", len(program), ctypes.addressof(code))
     found = False
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            copy = os.dup(int(name))
-        except OSError:
-            continue
-        try:
-            each = socket.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            continue
-        with each:
+    with sockets.copies() as copies:
+        for each in copies:
             if each.getsockname()[1:2] == (port,):
                 each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, value)
                 found = True

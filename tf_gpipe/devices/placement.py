@@ -2,8 +2,10 @@
 
 import contextlib
 import threading
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -90,6 +92,33 @@ def assign(
                 f"stages. Received {len(row)}: devices={list(row)}"
             )
     return [[find(device) for device in row[:num_devices]] for row in rows]
+
+
+def check(devices: Any) -> None:
+    """Refuses `devices` that is no list of strings, nor of lists of them.
+
+    Raises:
+        ValueError: If it is a string, or something else is in the list.
+        TypeError: If it is no list.
+    """
+    if devices is None:
+        return
+    expected = (
+        "`devices` must be a list of device strings, one a stage, such as "
+        f"{['GPU:0', 'GPU:1']}, or such a list for each replica. Received: "
+        f"devices={devices!r}"
+    )
+    if isinstance(devices, str):
+        raise ValueError(expected)
+    if not isinstance(devices, Iterable):
+        raise TypeError(expected)
+    rows = list(devices)
+    if not any(isinstance(x, str) for x in rows):
+        if not all(isinstance(x, (list, tuple)) for x in rows):
+            raise ValueError(expected)
+        rows = [x for row in rows for x in row]
+    if not all(isinstance(x, str) for x in rows):
+        raise ValueError(expected)
 
 
 def is_grid(devices: Sequence | None) -> bool:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.devices import placement
 from tf_gpipe.devices import slots
+from tf_gpipe.devices import worker_lost
 from tf_gpipe.models.arguments import Arguments
 from tf_gpipe.models.saving import Saving
 from tf_gpipe.models.step_functions import StepFunctions
@@ -31,6 +32,10 @@ from tf_gpipe.step import state
 from tf_gpipe.step.micro_batch import not_dense
 
 
+@worker_lost.naming_failures_of(
+    *("__call__", "_place", "rebalance", "export"),
+    *("save", "save_weights", "load_weights", "get_weights", "set_weights"),
+)
 class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     """A Keras model that is cut into stages.
 
@@ -40,6 +45,8 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
 
     _config: PipelineConfig
     _pipeline: Pipeline | None
+    # As `_place` gave them to stages, a list of names each.
+    _stage_devices: list[list[str]]
     # Of the variables that functions have been traced with.
     _traced_with: int | None
     # Whether the class is one made of a user's and a pipeline's.
@@ -163,6 +170,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         schedule, devices = self._resolve(
             [x.layer for x in graph.nodes], len(graph.nodes)
         )
+        worker_lost.note_devices(self, devices)
         counts: Any = config.balance
         if not isinstance(counts, list):
             counts = balanced.counts(

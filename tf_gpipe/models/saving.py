@@ -81,6 +81,11 @@ class Saving(_Mixin):
     @staticmethod
     def _revived(config: dict[str, Any]) -> dict[str, Any]:
         """Returns a copy of what `get_config` returned, with a `Schedule`."""
+        if not isinstance(config, dict) or "schedule" not in config:
+            raise ValueError(
+                "`config` must be a dictionary that `get_config` of a pipeline "
+                f"has returned. Received: config={config!r:.200}"
+            )
         config = dict(config)
         if isinstance(config["schedule"], dict):
             config["schedule"] = Schedule(**config["schedule"])

@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.devices import cluster
 from tf_gpipe.devices import placement
 from tf_gpipe.devices import slots
+from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.colocation import colocate
 from tf_gpipe.devices.colocation import following_inputs
 from tf_gpipe.devices.replicas import SeveralHosts
@@ -78,13 +78,14 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     # Given by `callbacks.Timeline`: a function of the tasks' times.
     _record_times: Any = None
 
-    evaluate = cluster.naming_failures(keras.Model.evaluate)
-    predict = cluster.naming_failures(keras.Model.predict)
-    train_on_batch = cluster.naming_failures(keras.Model.train_on_batch)
-    test_on_batch = cluster.naming_failures(keras.Model.test_on_batch)
-    predict_on_batch = cluster.naming_failures(keras.Model.predict_on_batch)
+    evaluate = worker_lost.naming_failures(keras.Model.evaluate)
+    predict = worker_lost.naming_failures(keras.Model.predict)
+    train_on_batch = worker_lost.naming_failures(keras.Model.train_on_batch)
+    test_on_batch = worker_lost.naming_failures(keras.Model.test_on_batch)
+    predict_on_batch = worker_lost.naming_failures(keras.Model.predict_on_batch)
 
     @tf.autograph.experimental.do_not_convert
+    @worker_lost.naming_failures
     def loss_and_gradients(self, x, y=None, sample_weight=None):
         """Runs a mini-batch forward and backward without applying gradients.
 
@@ -178,7 +179,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         with following_inputs():
             return super().test_step(data)
 
-    @cluster.naming_failures
+    @worker_lost.naming_failures
     @functools.wraps(keras.Model.fit)
     def fit(self, *args, **kwargs):
         try:
@@ -284,6 +285,13 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             ),
             added_scale,
         )
+        if self._compile_loss is None and not (
+            run.losses() or self._get_regularization_losses()
+        ):
+            # As Keras does, which there is nothing to ask here.
+            raise ValueError(
+                "No loss to compute. Provide a `loss` argument in `compile()`."
+            )
         # One message a loss where that stage is on another host.
         with tf.device(run.pipeline.stages[-1].device):
             total, *of_each = [

@@ -18,6 +18,9 @@ from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.schedule.tasks import check_remat
 
+# More take hours to trace.
+_MOST_MICRO_BATCHES = 4096
+
 
 @dataclasses.dataclass
 class PipelineConfig:
@@ -49,6 +52,13 @@ class PipelineConfig:
                     f"{name}={value!r}"
                 )
             setattr(self, name, int(value))
+        if (self.num_micro_batches or 0) > _MOST_MICRO_BATCHES:
+            raise ValueError(
+                f"`num_micro_batches` must be at most {_MOST_MICRO_BATCHES}, "
+                "since the tasks of each micro-batch are traced, and at best "
+                "at most the rows of a batch. Received: "
+                f"num_micro_batches={self.num_micro_batches}"
+            )
         check_remat(self.remat)
         if self.boundary_dtype not in (None, "bfloat16", "float16"):
             raise ValueError(
@@ -71,11 +81,7 @@ class PipelineConfig:
             balanced.check(self.balance)
         else:
             self._check_counts(list(self.balance))
-        if isinstance(self.devices, str):
-            raise ValueError(
-                "`devices` must be a list of device strings, one a stage. "
-                f"Received: devices={self.devices!r}"
-            )
+        placement.check(self.devices)
         if self.devices is not None:
             self.devices = list(self.devices)
             rows: list = [self.devices]

@@ -14,6 +14,7 @@ from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.planning import planned_graph
+from tf_gpipe.planning import sizes
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.plans import StagePlan
 from tf_gpipe.schedule.memory import peak_activations
@@ -35,7 +36,7 @@ def plan(
     remat: str = "always",
     optimizer: str | keras.optimizers.Optimizer = "adam",
     dtype_policy: str | keras.DTypePolicy | None = None,
-    device_memory: int | None = None,
+    device_memory: int | str | None = None,
     device_flops: float | None = None,
     bandwidth: float | None = None,
     latency: float = 0.0,
@@ -64,7 +65,7 @@ def plan(
         dtype_policy: Keras dtype policy, or its name, of the layers that have
             the global one. Defaults to the global one.
         device_memory: Integer, the bytes that a device has for weights and
-            activations.
+            activations, or a string such as `"16GB"`.
         device_flops: Float, the operations a second that a device achieves,
             for `Plan.step_seconds`.
         bandwidth: Float, bytes a second from a stage to the next one; needs
@@ -102,6 +103,8 @@ def plan(
         raise ValueError(
             "A plan measures nothing, as balance='time' would. Use 'flops'."
         )
+    if device_memory is not None:
+        device_memory = sizes.to_bytes(device_memory, "device_memory")
     speeds = {"device_flops": device_flops, "bandwidth": bandwidth}
     for name, value in speeds.items():
         if value is not None and not 0 < value < math.inf:

@@ -7,6 +7,7 @@ This module imports no TensorFlow, and matplotlib only to draw an image.
 import collections
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.tasks import BACKWARD
@@ -110,6 +111,24 @@ def chrome_trace(step: Execution) -> dict:
     return {"traceEvents": events}
 
 
+def check_picture(path: str | os.PathLike) -> None:
+    """Refuses a picture that could not be drawn.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If the path's ending is unknown.
+    """
+    figure, _ = _matplotlib()
+    known = figure().canvas.get_supported_filetypes()
+    ending = os.path.splitext(path)[1].removeprefix(".")
+    # matplotlib adds one where there is none.
+    if ending and ending.lower() not in known:
+        raise ValueError(
+            "A picture is of a kind that matplotlib knows by its ending: "
+            f"{', '.join(sorted(known))}. Received: {path}"
+        )
+
+
 def picture(steps: Mapping[str, Execution], path: str | os.PathLike) -> None:
     """Draws steps by their titles, one above another, and saves the image.
 
@@ -134,14 +153,7 @@ def picture(steps: Mapping[str, Execution], path: str | os.PathLike) -> None:
     """
     if not steps:
         raise ValueError(f"There is nothing to draw. Received: steps={steps}")
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as e:
-        raise ImportError(
-            "A picture needs matplotlib. Install it with "
-            "`pip install tf_gpipe[plot]`."
-        ) from e
+    Figure, Patch = _matplotlib()
     heights = [0.8 + 0.4 * len(x.devices) for x in steps.values()]
     # Not `pyplot`, which would keep the figure and choose a window system.
     figure = Figure(figsize=(12, 0.6 + sum(heights)), layout="constrained")
@@ -188,6 +200,19 @@ def picture(steps: Mapping[str, Execution], path: str | os.PathLike) -> None:
         room = bar.get_window_extent().width
         text.set_visible(text.get_window_extent().width < room)
     figure.savefig(path)
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    """Returns its `Figure` and `Patch`."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as e:
+        raise ImportError(
+            "A picture needs matplotlib. Install it with "
+            "`pip install tf_gpipe[plot]`."
+        ) from e
+    return Figure, Patch
 
 
 def _labels(step: Execution) -> list[str]:

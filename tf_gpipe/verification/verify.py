@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.devices import worker_lost
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.schedule import schedules
 from tf_gpipe.stage.pipeline import Pipeline
@@ -30,6 +31,7 @@ _SMALL = 1e-2
 _EVALUATE = "evaluate: "
 
 
+@worker_lost.naming_failures
 def verify(
     model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
 ) -> Report:
@@ -73,6 +75,8 @@ def verify(
         problem = _unfit(model, x)
         if problem is None:
             return _Verification(model).run(x, y, sample_weight)
+    except tf.errors.UnavailableError:
+        raise  # A worker is lost.
     except Exception as e:
         problem = f"The model could not be looked at: {e!r}"
     return Report(False, {}, None, [], [problem], [])
@@ -112,6 +116,8 @@ class _Verification:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)
                     first, alone = self._compare(variables, data)
+            except tf.errors.UnavailableError:
+                raise  # A worker is lost.
             except Exception as e:
                 self._tell("The comparison", e)
             finally:
@@ -307,6 +313,8 @@ class _Verification:
     def _try(self, who: str, what: str, step: Callable) -> Step | None:
         try:
             return step()
+        except tf.errors.UnavailableError:
+            raise  # A worker is lost.
         except Exception as e:
             self._tell(f"{who}, in {what},", e)
             return None

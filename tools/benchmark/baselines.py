@@ -5,6 +5,7 @@ Run as a module, this file is a process of the data-parallel baseline.
 
 import argparse
 import contextlib
+import functools
 import json
 import multiprocessing.connection
 import os
@@ -22,6 +23,7 @@ from tf_gpipe.commands import workers
 from tf_gpipe.devices import listening
 from tf_gpipe.schedule.schedules import NAMES
 from tf_gpipe.schedule.tasks import REMAT_MODES
+from tools import child_process
 from tools import command_line
 from tools.benchmark import pipeline
 from tools.benchmark import timing
@@ -214,9 +216,7 @@ def _data_parallel(args):
                         # As in workers of one core.
                         "TF_NUM_INTEROP_THREADS": "2",
                     },
-                    preexec_fn=lambda core=cores[index]: os.sched_setaffinity(
-                        0, {core}
-                    ),
+                    preexec_fn=functools.partial(_confine, cores[index]),
                 )
             )
         yield _DataParallel(processes, args.num_steps)
@@ -224,6 +224,11 @@ def _data_parallel(args):
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _confine(core):
+    child_process.end_with_parent()
+    os.sched_setaffinity(0, {core})
 
 
 def _replica(workload, batch_size):

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+from tools import child_process
+
 
 def measure(args, **options):
     """Runs a command of the benchmark again, with more options.
@@ -26,5 +28,6 @@ def measure(args, **options):
         stdout=subprocess.PIPE,
         text=True,
         check=True,
+        preexec_fn=child_process.end_with_parent,
     ).stdout
     return json.loads(output.splitlines()[-1])

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 
+from tools import child_process
 from tools import command_line
 from tools.benchmark import pipeline
 from tools.benchmark import timing
@@ -216,6 +217,7 @@ def _running(command, environment):
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
+        preexec_fn=child_process.end_with_parent,
     ) as process:
         try:
             yield _Program(process)

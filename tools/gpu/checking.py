@@ -16,6 +16,8 @@ import tempfile
 import time
 import traceback
 
+from tools import child_process
+
 # The last lines of what a process has printed that a result tells.
 _NUM_LINES = 5
 
@@ -119,6 +121,7 @@ def _context(cpu):
 
 def _work(check, cpu, result, log):
     """Runs a check in this process, and writes what it has found."""
+    child_process.end_with_parent()
     # With all that it starts, so that all of it can be ended.
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_APPEND)

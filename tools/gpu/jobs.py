@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tf_gpipe
+from tools import child_process
 from tools.benchmark import workloads
 from tools.gpu import devices
 from tools.gpu.checking import Failed
@@ -88,5 +89,6 @@ def tests(cpu):
         [sys.executable, "-m", "pytest", "-m", "gpu"],
         env={**os.environ, "TF_GPIPE_TEST_DEVICE": "GPU"},
         check=True,
+        preexec_fn=child_process.end_with_parent,
     )
     return None

@@ -17,6 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tensorflow as tf  # noqa: E402
 
+from tools import child_process  # noqa: E402
 from tools.peers import program  # noqa: E402
 
 
@@ -195,6 +196,7 @@ def _servers():
         [sys.executable, "-m", "tools.peers.lingvo_gpipe", *sys.argv[1:]],
         stdout=sys.stderr,
         env={**os.environ, _PORTS: ",".join(ports)},
+        preexec_fn=child_process.end_with_parent,
     )
     atexit.register(second.kill)
     target = _server(ports, 0).target

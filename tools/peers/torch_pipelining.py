@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 from torch.distributed import pipelining
 
+from tools import child_process
 from tools.peers import program
 from tools.peers import torch_layers
 
@@ -42,6 +43,7 @@ def main():
             + sys.argv[1:],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
+            preexec_fn=child_process.end_with_parent,
         )
     distributed.init_process_group(
         "gloo",

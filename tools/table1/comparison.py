@@ -10,6 +10,7 @@ import rich.box
 import rich.console
 import rich.table
 
+from tools import child_process
 from tools.table1 import notes
 from tools.table1.planned import plan_row
 from tools.table1.published import FAMILIES
@@ -25,7 +26,9 @@ def compare(rows, args):
     num_processes = min(len(rows), len(os.sched_getaffinity(0)))
     if num_processes > 1:
         with concurrent.futures.ProcessPoolExecutor(
-            num_processes, multiprocessing.get_context("spawn")
+            num_processes,
+            multiprocessing.get_context("spawn"),
+            initializer=child_process.end_with_parent,
         ) as pool:
             found = list(pool.map(planned, rows))
     else:

@@ -8,7 +8,8 @@ import sys
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from tf_gpipe.devices import cluster
+from tf_gpipe.devices import worker_lost
+from tools import child_process
 
 # Told to stop, it ends with 5 if its worker is there for a second more.
 STOPPABLE = """
@@ -28,16 +29,76 @@ def stop(*_):
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, stop)
 print("ready", flush=True)
-signal.pause()
+"""
+
+# Starts workers, says so, and ends as it is told.
+STARTING = """
+import os, signal, sys
+
+from tf_gpipe.commands import workers
+
+with workers.started(2) as processes:
+    if "stop" in sys.argv:
+        processes[1].process.send_signal(signal.SIGSTOP)
+    if "fork" in sys.argv and not os.fork():
+        # Has what its parent has open, but its output.
+        os.close(1)
+        os.close(2)
+        os.read(0, 1)
+        os._exit(0)
+    print("ready", flush=True)
+    if "raise" in sys.argv:
+        raise SystemExit(3)
+    signal.pause()
 """
 
 
+def started(*command):
+    """Starts a program, and waits until it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # Which all have that it starts: it ends with the last of them.
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=child_process.end_with_parent,
+    )
+    line = process.stdout.readline()
+    assert line == "ready\n", process.stderr.read()
+    return process
+
+
 class WorkersTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (signal.SIGKILL,),
+        (signal.SIGTERM,),
+        (signal.SIGKILL, "fork"),
+        (signal.SIGKILL, "stop"),
+        (None, "raise"),
+    )
+    def test_workers_end_with_what_has_started_them(self, number, *args):
+        process = started("-c", STARTING, *args)
+        if number is not None:
+            process.send_signal(number)
+        process.stderr.read()
+        process.communicate()
+
+    def test_workers_end_with_the_command_of_theirs(self):
+        process = started(
+            *("-m", "tf_gpipe", "workers", "1", sys.executable, "-c"),
+            # Ends with the connection to its worker.
+            STOPPABLE + "while worker.recv(4096): pass",
+        )
+        process.kill()
+        process.stderr.read()
+        process.communicate()
+
     def test_workers_are_ended_with_the_command(self):
         program = (
-            "import sys; from tf_gpipe.devices import cluster; "
+            "import sys; from tf_gpipe.devices import worker_lost; "
             "a = sys.argv[-1].removeprefix('--workers=').split(','); "
-            "print(*a, len(cluster.unreachable(a))); sys.exit(3)"
+            "print(*a, len(worker_lost.unreachable(a))); sys.exit(3)"
         )
         result = subprocess.run(
             [
@@ -56,7 +117,7 @@ class WorkersTest(parameterized.TestCase):
         self.assertEqual(result.returncode, 3)
         first, second, num_unreachable = result.stdout.split()
         self.assertEqual(num_unreachable, "0")
-        self.assertLen(cluster.unreachable([first, second]), 2)
+        self.assertLen(worker_lost.unreachable([first, second]), 2)
 
     @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
     def test_a_command_with_workers_ends_as_it_wants(self, number):
@@ -69,7 +130,7 @@ class WorkersTest(parameterized.TestCase):
                 "1",
                 sys.executable,
                 "-c",
-                STOPPABLE,
+                STOPPABLE + "signal.pause()",
             ],
             stdout=subprocess.PIPE,
             text=True,

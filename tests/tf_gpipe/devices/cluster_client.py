@@ -21,6 +21,7 @@ from tensorflow.python.eager import context
 import tf_gpipe
 from tests.tf_gpipe import comparison
 from tf_gpipe.commands import workers
+from tf_gpipe.devices import watcher
 from tools import worker_usage
 
 
@@ -191,6 +192,7 @@ def listening(devices):
     (address,) = [x.tasks[0] for x in jobs if x.name == "localhost"]
     assert address.startswith("127.0.0.1:"), address
     print("port", address.rpartition(":")[2], flush=True)
+    print("heartbeat", watcher.current.pid, flush=True)
     signal.pause()
 
 

@@ -1,6 +1,8 @@
 """Pipelines over worker processes, which fail at times."""
 
+import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -14,8 +16,10 @@ from absl.testing import parameterized
 
 from tf_gpipe.commands import workers
 from tf_gpipe.devices import cluster
+from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.listening import accept_only
 from tf_gpipe.devices.listening import address_towards
+from tools import child_process
 
 
 def client(program, addresses, **kwargs):
@@ -30,6 +34,7 @@ def client(program, addresses, **kwargs):
         ],
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=child_process.end_with_parent,
         **kwargs,
     )
 
@@ -124,22 +129,33 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
             closing = threading.Thread(target=close)
             closing.start()
             self.assertEqual(
-                cluster.unreachable([address], broken=True), [address]
+                worker_lost.unreachable([address], broken=True), [address]
             )
             closing.join()
 
     def test_only_the_address_of_bind_is_served(self):
         host, port = self.addresses[0].split(":")
-        self.assertEmpty(cluster.unreachable([self.addresses[0]]))
-        self.assertNotEmpty(cluster.unreachable([f"127.0.0.2:{port}"]))
+        self.assertEmpty(worker_lost.unreachable([self.addresses[0]]))
+        self.assertNotEmpty(worker_lost.unreachable([f"127.0.0.2:{port}"]))
 
     def test_the_client_is_not_served_to_other_addresses(self):
-        process = client("listening", self.addresses[:1])
+        process = client("listening", [f"grpc://{self.addresses[0]}"])
         port = int(process.stdout.readline().removeprefix("port "))
-        self.assertEmpty(cluster.unreachable([f"127.0.0.1:{port}"]))
-        self.assertNotEmpty(cluster.unreachable([f"127.0.0.2:{port}"]))
+        self.assertEmpty(worker_lost.unreachable([f"127.0.0.1:{port}"]))
+        self.assertNotEmpty(worker_lost.unreachable([f"127.0.0.2:{port}"]))
         process.kill()
         process.wait()
+
+    def test_the_heartbeat_ends_with_the_client(self):
+        process = client("listening", self.addresses[:1])
+        process.stdout.readline()
+        pid = int(process.stdout.readline().removeprefix("heartbeat "))
+        heartbeat = os.pidfd_open(pid)
+        process.kill()
+        process.wait()
+        # It can be read once the process has ended.
+        self.assertNotEmpty(select.select([heartbeat], [], [], 30)[0])
+        os.close(heartbeat)
 
     def test_ipv6_is_not_served(self):
         with socket.socket(socket.AF_INET6) as server:
@@ -153,6 +169,11 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
             accept_only("0.0.0.0", port)
             with self.assertRaises(TimeoutError):
                 socket.create_connection(("::1", port), timeout=0.5)
+
+    def test_one_worker_by_two_names(self):
+        port = self.addresses[0].rpartition(":")[2]
+        with self.assertRaisesRegex(ValueError, "are the same, 127.0.0.1:"):
+            cluster.connect([f"127.0.0.1:{port}", f"localhost:{port}"])
 
     def test_port_in_use(self):
         port = self.addresses[0].rpartition(":")[2]
@@ -175,27 +196,97 @@ class ListeningTest(tf.test.TestCase):
         self.assertEqual(address_towards(["localhost", own]), own)
 
 
+@contextlib.contextmanager
+def listening_server(reply):
+    """A server that answers each connection so, and returns its address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(reply)
+
+        # Without a reply, the system accepts and nobody else does.
+        if reply is not None:
+            threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
 class ConnectTest(tf.test.TestCase, parameterized.TestCase):
     def test_missing_worker(self):
         address = unused_address()
         with self.assertRaisesRegex(
             tf.errors.UnavailableError,
-            f"No worker answers at {address} within 0.5 seconds.* stage 0 "
-            "would run there.*--port=PORT",
+            f"No worker answers at {address} within 0.5 seconds.*: nothing "
+            "listens there.* stage 0 would run there.*--port=PORT",
         ):
             cluster.connect([address], timeout=0.5)
 
     @parameterized.parameters(
-        "host", "host:", ":1", "host:x", "host:0", "host:65536", 1
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no worker"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "is no worker"),
+        (b"", "is no worker|nothing listens"),
+        (b"\0", "is no worker|nothing listens"),
+        (None, "no answer"),
+    )
+    def test_other_servers(self, reply, reason):
+        with listening_server(reply) as address:
+            with self.assertRaisesRegex(
+                tf.errors.UnavailableError,
+                f"No worker answers at {address} .*{reason}",
+            ):
+                cluster.connect([address], timeout=0.5)
+
+    @parameterized.parameters("no-such-host.invalid:1", "a" * 80 + ":1")
+    def test_unknown_host(self, address):
+        with self.assertRaisesRegex(
+            tf.errors.UnavailableError, f"{address}: this host is not known"
+        ):
+            cluster.connect(address, timeout=0.5)
+
+    @parameterized.parameters(
+        "host", "host:", ":1", "host:x", "host:0", "host:65536", 1, None
     )
     def test_bad_address(self, address):
         with self.assertRaisesRegex(ValueError, "form host:port"):
             cluster.connect([address])
 
-    @parameterized.parameters([[]], [["a:1", "a:1"]])
+    @parameterized.parameters("[::1]:2222", "::1:2222", "grpc://[fe80::1]:1")
+    def test_ipv6_address(self, address):
+        with self.assertRaisesRegex(ValueError, "reached by IPv4.*host:port"):
+            cluster.connect([address])
+
+    @parameterized.parameters(
+        [[]], [["a:1", "a:1"]], [["a:1", "grpc://a:1"]], [()]
+    )
     def test_addresses_named_once(self, addresses):
         with self.assertRaisesRegex(ValueError, "each worker once"):
             cluster.connect(addresses)
+
+    @parameterized.parameters(None, 5, 2.5)
+    def test_no_list(self, addresses):
+        with self.assertRaisesRegex(TypeError, "list of strings host:port"):
+            cluster.connect(addresses)
+
+    @parameterized.product(
+        name=("timeout", "heartbeat"), value=("5", [1], True, 1j)
+    )
+    def test_no_seconds(self, name, value):
+        with self.assertRaisesRegex(TypeError, f"`{name}` must be a number"):
+            cluster.connect(["a:1"], **{name: value})
+
+    @parameterized.parameters(
+        ("timeout", -1),
+        ("timeout", float("nan")),
+        ("timeout", float("inf")),
+        ("heartbeat", -1.0),
+        ("heartbeat", 0),
+    )
+    def test_seconds_out_of_range(self, name, value):
+        with self.assertRaisesRegex(ValueError, f"`{name}` must be a number"):
+            cluster.connect(["a:1"], **{name: value})
 
 
 if __name__ == "__main__":

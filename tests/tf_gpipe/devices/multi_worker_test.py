@@ -17,6 +17,7 @@ import tf_gpipe
 from tests.tf_gpipe.devices.cluster_test import unused_address
 from tests.tf_gpipe.devices.replicas_test import data
 from tests.tf_gpipe.devices.replicas_test import dense
+from tools import child_process
 
 
 def fit(strategy, **kwargs):
@@ -75,6 +76,7 @@ class MultiWorkerTest(tf.test.TestCase):
                         paths[-1],
                     ],
                     env={**os.environ, "TF_CONFIG": json.dumps(config)},
+                    preexec_fn=child_process.end_with_parent,
                 )
             )
         for process in processes:

@@ -560,6 +560,11 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
         ({"num_stages": 0}, "num_stages"),
         ({"num_micro_batches": 0}, "num_micro_batches"),
         ({"optimizer": "x"}, "optimizer identifier: x"),
+        ({"device_memory": -1}, "`device_memory`.*Received: device_memory=-1"),
+        ({"device_memory": 0}, "`device_memory`.*Received: device_memory=0"),
+        ({"device_memory": "16 apples"}, "'16GB'.*='16 apples'"),
+        ({"device_memory": "-1GB"}, "'16GB'.*='-1GB'"),
+        ({"device_memory": float("nan")}, "`device_memory`.*nan"),
     )
     def test_refuses(self, options, message):
         arguments = {
@@ -570,6 +575,18 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
         }
         with self.assertRaisesRegex(ValueError, message):
             plan(**arguments)
+
+    @parameterized.parameters([[1]], True, 1j)
+    def test_no_size(self, size):
+        with self.assertRaisesRegex(TypeError, "`device_memory`.*'16GB'"):
+            plan(make_dense(), (16, 4), num_stages=2, device_memory=size)
+
+    @parameterized.parameters(
+        ("16GB", 16 * 10**9), ("2 KiB", 2048), ("3b", 3), (5e3, 5000)
+    )
+    def test_sizes(self, size, number):
+        found = plan(make_dense(), (16, 4), num_stages=2, device_memory=size)
+        self.assertEqual(found.device_memory, number)
 
 
 class NothingAllocatedTest(tf.test.TestCase):

@@ -1,0 +1,112 @@
+"""Nothing waits for ever: a worker is killed or stopped at any moment."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tools import child_process
+
+MOMENTS = (
+    "before_model",
+    "while_built",
+    "before_fit",
+    "while_traced",
+    "in_step",
+    "between_epochs",
+    "in_timeline",
+    "in_fit",
+    "in_evaluate",
+    "in_predict",
+    "in_train_on_batch",
+    "in_get_weights",
+    "in_set_weights",
+    "in_save_weights",
+    "in_save_weights_again",
+    "in_save",
+    "in_load_weights",
+    "in_call",
+    "in_loss_and_gradients",
+    "in_rebalance",
+    "in_verify",
+    "in_optimizer",
+)
+# Those in which a checkpoint has been written before.
+WITH_CHECKPOINT = ("between_epochs", *MOMENTS[MOMENTS.index("in_fit") :])
+CLIENT = (sys.executable, "-m", "tests.tf_gpipe.devices.faults_client")
+HEARTBEAT = 4
+# Limits of the contract, far above what it takes.
+LIMITS = {"KILL": 15, "STOP": 15 + HEARTBEAT}
+
+
+def run(*args):
+    """Runs `faults_client`, and returns what it tells."""
+    result = subprocess.run(
+        [*CLIENT, *args],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        preexec_fn=child_process.end_with_parent,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+class FaultsTest(parameterized.TestCase):
+    def check(self, moment, how):
+        told = run(moment, how, str(HEARTBEAT))
+        outcomes = [told["outcome"], *told.get("then", ())]
+        for each in outcomes:
+            self.assertTrue(each["unavailable"], each["message"])
+            self.assertLess(each["seconds"], LIMITS[how])
+        if moment == "in_optimizer":
+            # Of a variable it is not known which model it is of.
+            outcomes = outcomes[1:]
+        outcomes.append(told["other"])
+        what = "no longer answers" if how == "KILL" else "has not answered for"
+        for each in outcomes:
+            self.assertRegex(
+                each["message"],
+                rf"(Stage 1 has failed: its|The) worker at {told['address']} "
+                rf"{what}",
+            )
+            if moment == "in_save_weights_again":
+                # It is no longer whole.
+                self.assertNotIn(told["checkpoint"], each["message"])
+            elif moment in WITH_CHECKPOINT and each is not told["other"]:
+                self.assertIn(
+                    f"the newest checkpoint, {told['checkpoint']}.",
+                    each["message"],
+                )
+
+    @parameterized.parameters(("while_traced", "STOP"), ("in_step", "KILL"))
+    def test_some_moments(self, moment, how):
+        self.check(moment, how)
+
+    def test_long_work_is_no_silence(self):
+        self.assertTrue(run("busy", "STOP", str(HEARTBEAT))["done"])
+
+    def test_interrupt_where_silence_has_no_limit(self):
+        process = subprocess.Popen(
+            [*CLIENT, "interrupted", "STOP", "None"],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=child_process.end_with_parent,
+        )
+        self.assertEqual(process.stdout.readline(), "stopped\n")
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        self.assertTrue(json.loads(output.splitlines()[-1])["done"])
+
+    @parameterized.product(moment=MOMENTS, how=("KILL", "STOP"))
+    @pytest.mark.slow
+    def test_every_moment(self, moment, how):
+        self.check(moment, how)
+
+
+if __name__ == "__main__":
+    absltest.main()

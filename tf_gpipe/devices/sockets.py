@@ -1,0 +1,47 @@
+"""The sockets of this process, also those that TensorFlow has opened."""
+
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Iterator
+
+_DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+
+
+@contextlib.contextmanager
+def copies() -> Iterator[list[socket.socket]]:
+    """A scope with a copy of each socket of this process.
+
+    What is set on a copy, or shut down, is so for the socket.
+    """
+    with contextlib.ExitStack() as stack:
+        found = []
+        for number in os.listdir(_DESCRIPTORS):
+            try:
+                copy = os.dup(int(number))
+            except OSError:
+                continue
+            try:
+                each = socket.socket(fileno=copy)
+            except OSError:
+                os.close(copy)  # It is no socket.
+                continue
+            found.append(stack.enter_context(each))
+        yield found
+
+
+def ends(each: socket.socket) -> tuple[tuple[str, int], tuple[str, int]] | None:
+    """Returns the addresses of both ends of a connection over IP, if it is."""
+    try:
+        return _address(each.getsockname()), _address(each.getpeername())
+    except (OSError, ValueError):
+        return None
+
+
+def _address(name: tuple) -> tuple[str, int]:
+    host, port = name[:2]
+    address = ipaddress.ip_address(host)
+    # As which a socket of IPv6 has an address of IPv4.
+    return str(getattr(address, "ipv4_mapped", None) or address), port

@@ -1,0 +1,176 @@
+"""What this process knows of its workers: which are dead or silent.
+
+A call that waits for a lost worker ends, since `heartbeat` shuts the sockets
+that lead to it.
+"""
+
+import contextlib
+import contextvars
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.devices import heartbeat
+from tf_gpipe.devices import sockets
+
+# Between two looks at the sockets of this process.
+_LOOK_SECONDS = 0.2
+
+
+class Watcher:
+    """Watches workers from a thread, with a process of its own.
+
+    Args:
+        workers: Dict from the name of a worker to `(host, port)`, where the
+            host is an IP address.
+        seconds: Float, how long a worker may be silent, or `None` for as long
+            as it likes.
+
+    Attributes:
+        seconds: Float or `None`, when a silent worker is given up, so that a
+            call ends within the time given.
+        lost: Dict from the names of workers that are lost to why they are:
+            `heartbeat.DEAD` or `heartbeat.SILENT`.
+        pid: Integer, the number of the process.
+    """
+
+    def __init__(
+        self, workers: Mapping[str, tuple[str, int]], seconds: float | None
+    ):
+        self.seconds: float | None = None
+        self.lost: dict[str, str] = {}
+        self._names = {address: name for name, address in workers.items()}
+        self._told: set = set()
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._socket, other = socket.socketpair()
+        self._socket.settimeout(_LOOK_SECONDS)
+        self._wake, signals = socket.socketpair()
+        _hear_interrupts(self._wake)
+        with other, signals:
+            # In a session of its own, so that Ctrl-C does not end it.
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    *("-I", "-S", heartbeat.__file__),
+                    *(str(each.fileno()) for each in (other, signals)),
+                ],
+                pass_fds=[other.fileno(), signals.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._send({"watch": dict(workers)})
+        self.allow(seconds)
+        threading.Thread(
+            target=self._run, name="tf_gpipe-watcher", daemon=True
+        ).start()
+
+    def allow(self, seconds: float | None) -> None:
+        """Sets how long a worker may be silent, as `seconds` says."""
+        self.seconds = seconds
+        if seconds is not None:
+            # What asks meanwhile waits until TensorFlow has tried once more.
+            self.seconds = max(
+                seconds - upstream.RECONNECT_SECONDS, seconds / 2
+            )
+        self._send({"seconds": self.seconds})
+
+    def wait(self, seconds: float) -> None:
+        """Waits until a worker is lost, for at most this time."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self.lost), seconds)
+
+    def look(self) -> None:
+        """Tells the process of the sockets that there are now."""
+        with sockets.copies() as copies:
+            found = {
+                ends: each
+                for each in copies
+                if (ends := sockets.ends(each)) and ends[1] in self._names
+            }
+            if found.keys() != self._told:
+                some = list(found)[: heartbeat.MOST_SOCKETS]
+                self._send(
+                    {"sockets": [self._names[far] for _, far in some]},
+                    [found[x].fileno() for x in some],
+                )
+                self._told = set(found)
+
+    def _send(self, message: dict, descriptors: list[int] | None = None):
+        line = json.dumps(message).encode() + b"\n"
+        with self._sending:
+            socket.send_fds(self._socket, [line], descriptors or [])
+
+    def _run(self) -> None:
+        pending = b""
+        with contextlib.suppress(OSError):
+            while True:
+                self.look()
+                try:
+                    data = self._socket.recv(4096)
+                except TimeoutError:
+                    continue
+                if not data:
+                    return
+                *lines, pending = (pending + data).split(b"\n")
+                for message in map(json.loads, lines):
+                    with self._changed:
+                        self.lost[message["lost"]] = message["why"]
+                        self._changed.notify_all()
+
+
+def _hear_interrupts(wake: socket.socket) -> bool:
+    """Makes each signal known to a socket at once, whatever Python waits for.
+
+    Returns:
+        Whether it is: only the main thread may ask for it, and if nobody else
+        has, such as `asyncio`.
+    """
+    wake.setblocking(False)
+    try:
+        before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    except ValueError:
+        return False
+    if before != -1:
+        signal.set_wakeup_fd(before)
+    return before == -1
+
+
+# Of the workers that this process is connected to.
+current: Watcher | None = None
+_needed: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
+    "needed", default=frozenset()
+)
+
+
+@contextlib.contextmanager
+def needing(names: Iterable[str]) -> Iterator[None]:
+    """A scope in which `check` is about these workers."""
+    token = _needed.set(frozenset(names))
+    try:
+        yield
+    finally:
+        _needed.reset(token)
+
+
+def check() -> None:
+    """Raises `tf.errors.UnavailableError` if a worker in need is lost."""
+    if current is None:
+        return
+    lost = _needed.get() & current.lost.keys()
+    if lost:
+        raise tf.errors.UnavailableError(
+            None, None, f"Lost workers: {', '.join(lost)}"
+        )
