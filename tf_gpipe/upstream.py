@@ -70,6 +70,13 @@ _NOTES = {
     "_path",
     "_saved_model_arg_spec",
     "_saved_model_inputs_spec",
+    "_self_name_based_restores",
+    "_self_saveable_object_factories",
+    "_self_setattr_tracking",
+    "_self_unconditional_checkpoint_dependencies",
+    "_self_unconditional_deferred_dependencies",
+    "_self_unconditional_dependency_names",
+    "_self_update_uid",
     "_tracked",
     "_tracker",
     "build",
@@ -83,11 +90,7 @@ def what_a_call_sees(x: Any) -> dict[str, Any]:
 
     Without names, and without what is noted when it is made and called.
     """
-    return {
-        key: value
-        for key, value in vars(x).items()
-        if key not in _NOTES and not key.startswith("_self_")
-    }
+    return {k: v for k, v in vars(x).items() if k not in _NOTES}
 
 
 def set_trainable_alone(layer: keras.Layer, trainable: bool) -> None:

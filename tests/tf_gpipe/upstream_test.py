@@ -137,7 +137,6 @@ class VariablesTest(tf.test.TestCase):
         upstream.set_path(variable, "a/b")
         self.assertEqual(variable.path, "a/b")
 
-
     def test_what_a_call_sees(self):
         """Layers that are alike but for names and weights share a trace."""
         one, other = (L.Dense(3, name=name) for name in ("a", "b"))

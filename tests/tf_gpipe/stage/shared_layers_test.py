@@ -299,12 +299,13 @@ class LikenessTest(parameterized.TestCase, tf.test.TestCase):
         self.assertNotEqual(one.form, other.form)
 
     def test_set_later(self):
-        layers = [Block() for _ in range(5)]
+        layers = [Block() for _ in range(6)]
+        layers[5]._self_attention_factor = 0.7
         layers[1].factor = 0.7
         layers[2].inner.trainable = False
         layers[3].supports_masking = True
         forms = self.forms(*layers)
-        self.assertLen({x.form for x in forms}, 4)
+        self.assertLen({x.form for x in forms}, 5)
 
     def test_not_known(self):
         around = []
