@@ -54,6 +54,45 @@ def own_weights(layer: keras.Layer) -> list[keras.Variable]:
     return list(layer._trainable_variables)
 
 
+# What Keras and TensorFlow note of a layer, and its methods' wrappers.
+_NOTES = {
+    "_auto_config",
+    "_call_signature",
+    "_called",
+    "_inbound_nodes",
+    "_lock",
+    "_loss_ids",
+    "_losses",
+    "_losses_override",
+    "_name",
+    "_outbound_nodes",
+    "_parent_path",
+    "_path",
+    "_saved_model_arg_spec",
+    "_saved_model_inputs_spec",
+    "_self_name_based_restores",
+    "_self_saveable_object_factories",
+    "_self_setattr_tracking",
+    "_self_unconditional_checkpoint_dependencies",
+    "_self_unconditional_deferred_dependencies",
+    "_self_unconditional_dependency_names",
+    "_self_update_uid",
+    "_tracked",
+    "_tracker",
+    "build",
+    "name",
+    "quantize",
+}
+
+
+def what_a_call_sees(x: Any) -> dict[str, Any]:
+    """Returns the attributes of a layer that its call may depend on.
+
+    Without names, and without what is noted when it is made and called.
+    """
+    return {k: v for k, v in vars(x).items() if k not in _NOTES}
+
+
 def set_trainable_alone(layer: keras.Layer, trainable: bool) -> None:
     """Freezes a layer, or not, and leaves those within it as they are."""
     layer._trainable = trainable
@@ -129,6 +168,11 @@ def is_optional(x: keras.KerasTensor) -> bool:
 def has_value(variable: keras.Variable) -> bool:
     """Returns whether a variable has been initialised."""
     return variable._value is not None
+
+
+def casts(variable: keras.Variable) -> bool:
+    """Returns whether a layer casts a variable to its compute dtype."""
+    return variable._autocast
 
 
 def give_value(variable: keras.Variable) -> None:
@@ -629,6 +673,7 @@ def call_operation(
     concrete: Any,
     inputs: Sequence[tf.Tensor],
     stateful: bool,
+    optimized: bool,
     jit_compile: bool,
     gradient: str,
 ) -> tf.Operation:
@@ -642,6 +687,8 @@ def call_operation(
         concrete: The concrete function, which the graph has.
         inputs: Its inputs, those that it captures too.
         stateful: Whether it has side effects.
+        optimized: Whether TensorFlow optimises its graph, as the user has set
+            by `tf.config.optimizer`.
         jit_compile: Whether XLA compiles it.
         gradient: Name of a registered gradient.
     """
@@ -659,11 +706,53 @@ def call_operation(
             "Tin": dtypes(inputs),
             "Tout": dtypes(concrete.outputs),
             "f": value(func=tf.compat.v1.NameAttrList(name=concrete.name)),
+            "config_proto": value(s=_call_config(optimized)),
             "_disable_call_shape_inference": value(b=True),
             "_XlaMustCompile": value(b=jit_compile),
             "_gradient_op_type": value(s=gradient.encode()),
         },
     )
+
+
+def _call_config(optimized: bool) -> bytes:
+    """Returns how TensorFlow is to optimise the graph of a call."""
+    options = context.context().function_call_options
+    config = tf.compat.v1.ConfigProto.FromString(
+        options.config_proto_serialized
+    )
+    rewriter = config.graph_options.rewrite_options
+    if not optimized:
+        rewriter.disable_meta_optimizer = True
+    elif not rewriter.meta_optimizer_iterations:
+        # The second of two finds next to nothing, in as long a time.
+        rewriter.meta_optimizer_iterations = rewriter.ONE
+    return config.SerializeToString(deterministic=True)
+
+
+def search_no_callees(operation: tf.Operation) -> None:
+    """Keeps TensorFlow from searching functions that are called afterwards.
+
+    Before it runs a graph, it searches the body of the function of each call,
+    twice a call, for reference variables as TensorFlow 1 had them; see
+    `GetNodesRelatedToRefVariables` in tensorflow/compiler/jit/
+    xla_cluster_util.cc. Calls that follow from an operation that may have to
+    do with one it need not search. So the operation names, in an attribute, a
+    function with one. It is never run.
+    """
+    function = _with_reference_variable()
+    function.add_to_graph(operation.graph)
+    name = tf.compat.v1.NameAttrList(name=function.name)
+    operation._set_attr("_may_refer", tf.compat.v1.AttrValue(func=name))
+
+
+@functools.cache
+def _with_reference_variable() -> Any:
+    @tf.function(autograph=False)
+    def with_reference_variable() -> None:
+        tf.raw_ops.TemporaryVariable(shape=(), dtype=tf.int32)
+
+    with tf.init_scope():
+        return with_reference_variable.get_concrete_function()
 
 
 def run_in_no_order(operation: tf.Operation) -> None:

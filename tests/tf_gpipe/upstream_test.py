@@ -17,6 +17,7 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tests.devices import KIND
+from tests.tf_gpipe.step.executed_graph import executed_graph
 from tf_gpipe import upstream
 
 L = keras.layers
@@ -135,6 +136,23 @@ class VariablesTest(tf.test.TestCase):
         variable = keras.Variable([1.0])
         upstream.set_path(variable, "a/b")
         self.assertEqual(variable.path, "a/b")
+
+    def test_what_a_call_sees(self):
+        """Layers that are alike but for names and weights share a trace."""
+        one, other = (L.Dense(3, name=name) for name in ("a", "b"))
+        for layer in (one, other):
+            layer.build((None, 2))
+        found = upstream.what_a_call_sees(one)
+        self.assertIn("units", found)
+        self.assertIn("_trainable", found)
+        self.assertNotIn("name", found)
+        self.assertEqual(set(found), set(upstream.what_a_call_sees(other)))
+
+    def test_casts(self):
+        """Layers whose weights are cast differently share no trace."""
+        for value in (True, False):
+            variable = keras.Variable([1.0], autocast=value)
+            self.assertEqual(upstream.casts(variable), value)
 
 
 class StateOfKerasTest(tf.test.TestCase):
@@ -641,10 +659,11 @@ class GraphsTest(tf.test.TestCase):
                     inner,
                     [x, *inner.captured_inputs],
                     stateful=True,
+                    optimized=optimized,
                     jit_compile=False,
                     gradient="Identity",
                 )
-                for _ in range(2)
+                for optimized in (True, False)
             ]
             for call in calls:
                 upstream.run_in_no_order(call)
@@ -657,6 +676,67 @@ class GraphsTest(tf.test.TestCase):
         self.assertLen(calls, 2)
         for call in calls:
             self.assertEmpty(call.control_inputs)
+
+    def test_options_of_calls(self):
+        """The graphs of tasks are optimised as the user has said."""
+        inner = tf.function(
+            lambda x: x + 1.0, autograph=False
+        ).get_concrete_function(tf.constant(1.0))
+
+        def options(optimized):
+            with tf.Graph().as_default() as graph:
+                inner.add_to_graph(graph)
+                call = upstream.call_operation(
+                    graph,
+                    inner,
+                    [tf.constant(1.0)],
+                    stateful=False,
+                    optimized=optimized,
+                    jit_compile=False,
+                    gradient="Identity",
+                )
+            config = tf.compat.v1.ConfigProto.FromString(
+                call.get_attr("config_proto")
+            )
+            return config.graph_options.rewrite_options
+
+        before = tf.config.optimizer.get_experimental_options()
+        tf.config.optimizer.set_experimental_options({"remapping": False})
+        try:
+            off = options(True)
+        finally:
+            tf.config.optimizer.set_experimental_options(
+                {"remapping": True, **before}
+            )
+        self.assertEqual(off.remapping, off.OFF)
+        self.assertEqual(off.meta_optimizer_iterations, off.ONE)
+        self.assertFalse(off.disable_meta_optimizer)
+        self.assertTrue(options(False).disable_meta_optimizer)
+        self.assertNotEqual(options(True).remapping, off.OFF)
+
+    def test_search_no_callees(self):
+        """The first step is quick however many micro-batches there are."""
+        called = tf.function(
+            lambda x: x + 1.0,
+            autograph=False,
+            experimental_attributes={"_noinline": True},
+        )
+
+        @tf.function(autograph=False)
+        def step(x):
+            first = tf.sin(x)
+            upstream.search_no_callees(first.op)
+            with tf.name_scope("after"):
+                after = called(first)
+            with tf.name_scope("beside"):
+                return after, called(x)
+
+        marked = {
+            node.name.split("/")[0]: node.attr["_XlaHasReferenceVars"].b
+            for node in executed_graph(step, tf.constant(1.0))
+            if "PartitionedCall" in node.op
+        }
+        self.assertEqual(marked, {"after": True, "beside": False})
 
     def test_variables_among_resources(self):
         """Layers that assign `tf.Variable`s are followed, tables are not."""
@@ -779,7 +859,8 @@ class PackageTest(tf.test.TestCase):
         for name, value in vars(upstream).items():
             own = inspect.getmodule(value) in (upstream, None)
             if own and callable(value) or name.isupper():
-                self.assertIn(f"upstream.{name}", tests)
+                if not name.startswith("_"):
+                    self.assertIn(f"upstream.{name}", tests)
 
 
 if __name__ == "__main__":

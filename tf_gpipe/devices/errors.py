@@ -24,6 +24,9 @@ from tf_gpipe.devices import watcher
 
 _OF_CLIENT = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _PLACE = re.compile(r"\bstage_(\d+)/([^/\s{}]+)")
+# Where layers run that share their functions with others.
+ALIKE = "alike"
+_PLACE_ALIKE = re.compile(rf"\b{ALIKE}/([^/\s{{}}]+)")
 _CANCELLED = (
     "If nothing was cancelled on purpose, an operation of a stage has failed, "
     "of which TensorFlow tells only that others were cancelled. Run the batch "
@@ -112,7 +115,10 @@ def add_place(error: tf.errors.OpError, pipeline: Any) -> None:
         if int(index) < len(pipeline.stages)
     ]
     if not found:
-        if isinstance(error, tf.errors.CancelledError):
+        names = _PLACE_ALIKE.findall(error.message)
+        if names:
+            error.add_note(f"Raised by layer '{names[0]}', or one like it.")
+        elif isinstance(error, tf.errors.CancelledError):
             error.add_note(_CANCELLED)
         return
     stage, _ = found[0]

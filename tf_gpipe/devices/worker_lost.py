@@ -174,10 +174,12 @@ def _diagnosis(model: Any, error: Exception) -> str | None:
         return None
     text = str(error)
     again = _STRANGER in text
-    # Keras makes errors of its own of those that a file's weights meet.
+    # Keras makes errors of its own of those that a file's weights meet. What an
+    # operation on a worker raises says "GRPC error", too.
     broken = not again and (
         isinstance(error, tf.errors.UnavailableError)
-        or _BROKEN.search(text) is not None
+        if isinstance(error, tf.errors.OpError)
+        else _BROKEN.search(text) is not None
     )
     if broken:
         watch.wait(_CLOSING_SECONDS)

@@ -1,7 +1,10 @@
 """The Keras training step over a pipeline."""
 
+import contextlib
 import functools
+import gc
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -41,13 +44,32 @@ def _traced_once(step: Callable) -> Callable:
 
     @functools.wraps(step)
     def run(self, data):
-        # Keras creates them before, under a strategy.
-        if tf.distribute.has_strategy():
-            return step(self, data)
-        with tf.variable_creator_scope(create), placement.eagerly_alone():
+        with contextlib.ExitStack() as scopes:
+            scopes.enter_context(_without_garbage_collection())
+            # Keras creates them before, under a strategy.
+            if not tf.distribute.has_strategy():
+                scopes.enter_context(tf.variable_creator_scope(create))
+                scopes.enter_context(placement.eagerly_alone())
             return step(self, data)
 
     return run
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A scope in which Python collects no garbage while a step is traced.
+
+    It would go through all that TensorFlow and Keras hold, again and again,
+    for a tenth of the time.
+    """
+    if tf.executing_eagerly() or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class PipelinedTraining(PipelinedCalls, SeveralHosts):

@@ -39,8 +39,10 @@ _NOT_CARRIED = (
 # What a pipeline has beside what its model has.
 OF_PIPELINES = (
     "_config",
+    "_newest_checkpoint",
     "_pipeline",
     "_record_times",
+    "_stage_devices",
     "_stage_jit_compile",
     "_traced_with",
     "supports_jit",

@@ -13,6 +13,7 @@ rematerialisation):
     function           the layers as a pure function: state in, state out
     phases             its forward, recompute, backward and weights phases
     traced_phases      those phases, cut from one trace of the function
+    shared_layers      one trace for layers that are alike (likeness)
     tape               the same by a gradient tape: eagerly, and within XLA
     traced_function    parts of a trace as functions of their own
     function_call      a function that a graph calls many times

@@ -16,8 +16,10 @@ from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import AddedLoss
+from tf_gpipe.stage.stage import Instead
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import adder
+from tf_gpipe.stage.stage import in_line
 from tf_gpipe.stage.stage import run_stage
 from tf_gpipe.stage.tensorflow_state import TensorFlowState
 from tf_gpipe.stage.tensorflow_state import holding
@@ -93,7 +95,9 @@ class StageFunction:
         """Returns the scope of the stage's device."""
         return tf.device(self.stage.device)
 
-    def __call__(self, inputs: Activations, carried: list) -> Result:
+    def __call__(
+        self, inputs: Activations, carried: list, instead: Instead = in_line
+    ) -> Result:
         given = inputs.with_parts(
             tf.stop_gradient(x) if stop else x
             for x, stop in zip(
@@ -109,7 +113,11 @@ class StageFunction:
         ]
         mapping = [x for x in pairs if not isinstance(x[0], TensorFlowState)]
         others = [x for x in pairs if isinstance(x[0], TensorFlowState)]
-        mapping += [(v, tf.stop_gradient(v.value)) for v in self._frozen]
+        # Not what a scope around this one has for them.
+        mapping += [
+            (v, tf.stop_gradient(upstream.tensorflow_variable(v)))
+            for v in self._frozen
+        ]
         losses: list[tf.Tensor] = []
         added: list[AddedLoss] = []
 
@@ -123,12 +131,18 @@ class StageFunction:
 
         with (
             tf.device(self.stage.device),
-            tf.name_scope(f"stage_{self.stage.index}"),
+            tf.name_scope(self.stage.scope),
             holding([v for v, _ in others], [x for _, x in others]),
             _Recorder(mapping, self._foreign) as scope,
         ):
             before = _num_operations()
-            run_stage(self.stage, values, self._training, take_losses)
+            run_stage(
+                self.stage,
+                values,
+                self._training,
+                take_losses,
+                lambda node: instead(node, values, scope),
+            )
             assigned = self._assigned([v for v, _ in others], before)
             self.updated = [*scope.updated.values(), *assigned]
             self.added = added
@@ -167,6 +181,7 @@ class StageFunction:
         carried: list,
         remat: bool = False,
         repeatable: bool = False,
+        instead: Instead = in_line,
     ) -> tuple[Result, Callable[[list], tuple[list, list]]]:
         """Runs the stage under a tape, which is the store of activations.
 
@@ -176,6 +191,7 @@ class StageFunction:
             remat: Whether the gradient runs the stage once more, instead of
                 keeping activations.
             repeatable: Whether the gradient may be asked for more than once.
+            instead: What runs layers in place of their calls; without remat.
 
         Returns:
             Tuple of the `Result` and its gradient: a function from a tensor or
@@ -201,8 +217,11 @@ class StageFunction:
             persistent=repeatable, watch_accessed_variables=False
         ) as tape:
             tape.watch(sources)
-            run = self._rematerialized if remat else self
-            result = run(inputs, carried)
+            result = (
+                self._rematerialized(inputs, carried)
+                if remat
+                else self(inputs, carried, instead)
+            )
 
         def gradient(gradients: list) -> tuple[list, list]:
             arriving = [

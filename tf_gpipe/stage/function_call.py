@@ -39,6 +39,7 @@ class FunctionCall:
         function: From nested structures of tensors to another one.
         stateless: Whether to say that it has no side effects even if it has
             some: it runs if its result is used.
+        optimized: Whether TensorFlow optimises what is in it.
         jit_compile: Whether XLA compiles it.
     """
 
@@ -46,9 +47,11 @@ class FunctionCall:
         self,
         function: Callable,
         stateless: bool = False,
+        optimized: bool = False,
         jit_compile: bool = False,
     ):
         self._stateless = stateless
+        self._optimized = optimized
         self._jit_compile = jit_compile
         self._function = TellingFunction(function, jit_compile)
 
@@ -61,7 +64,13 @@ class FunctionCall:
             op.op_def.is_stateful for op in concrete.graph.get_operations()
         )
         call = upstream.call_operation(
-            graph, concrete, inputs, stateful, self._jit_compile, _GRADIENT
+            graph,
+            concrete,
+            inputs,
+            stateful,
+            self._optimized,
+            self._jit_compile,
+            _GRADIENT,
         )
         if stateful and all(x.dtype != tf.resource for x in inputs):
             upstream.run_in_no_order(call)

@@ -12,6 +12,8 @@ from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.stage import Instead
+from tf_gpipe.stage.stage import in_line
 from tf_gpipe.stage.traced_phases import Phases
 from tf_gpipe.stage.traced_phases import Trace
 
@@ -38,6 +40,8 @@ class StagePhases:
         function: `StageFunction`.
         splits: Whether the gradients of weights are apart.
         jit_compile: Whether XLA compiles the phases.
+        instead: What runs layers that have phases of their own; see
+            `run_stage`.
     """
 
     def __init__(
@@ -45,8 +49,10 @@ class StagePhases:
         function: StageFunction,
         splits: bool,
         jit_compile: bool,
+        instead: Instead = in_line,
     ):
         self.function = function
+        self._instead = instead
         self._splits = splits
         self._jit_compile = jit_compile
         self._plain = TellingFunction(function, jit_compile)
@@ -91,7 +97,9 @@ class StagePhases:
     def _differentiate(self, inputs: Activations, carried: list) -> None:
         # The trace is kept: the function will be called where tapes do record.
         with self.function.on_device(), upstream.tapes_restarted():
-            result, gradient = self.function.differentiable(inputs, carried)
+            result, gradient = self.function.differentiable(
+                inputs, carried, instead=self._instead
+            )
             graph = tf.compat.v1.get_default_graph()
             num_forward = len(graph.get_operations())
             # Of what arrives later: they are fed to parts of the trace.
@@ -102,7 +110,7 @@ class StagePhases:
                 for x in result.targets
             ]
             # By which an error in it is found.
-            with tf.name_scope(f"stage_{self.function.stage.index}/backward"):
+            with tf.name_scope(f"{self.function.stage.scope}/backward"):
                 by_input, by_variable = gradient(arriving)
             self._traces[graph] = Trace(
                 len(tensors(inputs)),
@@ -128,12 +136,17 @@ class PhasedCall:
         # Known once the backward phase has run.
         self._backward: Any = None
         self.kept: Any = None
-        self.result, self._drawn = phases.forward(inputs, not remat)
+        self.result, self._drawn = phases.forward(
+            phases.weights(), inputs, not remat
+        )
         self._stored = self._drawn
 
     def recompute(self) -> list[tf.Tensor]:
         """Runs the stage again. Returns what the backward phase needs."""
-        self._stored = self._phases.recompute(self._inputs, self._drawn)
+        phases = self._phases
+        self._stored = phases.recompute(
+            phases.weights(), self._inputs, self._drawn
+        )
         return self._stored
 
     def backward(self, upstream: list, sums: GradientSum) -> list:
@@ -159,6 +172,7 @@ class PhasedCall:
             for x, arrived in pairs
         ]
         by_input, self.kept = self._backward.run(
+            self._phases.weights(),
             self._stored,
             values,
             [] if self._phases.splits else sums.place(self._backward.dense),
@@ -174,7 +188,8 @@ class PhasedCall:
         place = sums.place(variables)
         made = self.kept
         if self._phases.splits:
-            made = self._backward.weights(made, place)
+            weights = self._phases.weights()
+            made = self._backward.weights(weights, made, place)
         dense, sparse = made
         if place:
             sums.added(variables, dense)

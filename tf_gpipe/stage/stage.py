@@ -22,6 +22,7 @@ class Stage:
 
     Attributes:
         index: The stage's place in the pipeline.
+        scope: The scope of names in graphs, by which errors are placed.
         devices: TensorFlow devices, one a replica.
         device: That of the current replica; of the first one outside of
             replicas.
@@ -40,6 +41,7 @@ class Stage:
         earlier: Sequence["Stage"],
     ):
         self.index = index
+        self.scope = f"stage_{index}"
         self.devices = list(devices)
         self.nodes = part.nodes
         self.inputs = part.inputs
@@ -223,20 +225,35 @@ class AddedLoss(NamedTuple):
     layer: keras.Layer  # the layer, or one within it
 
 
+# Runs a layer in place of its call, if it can: it is given the call, the
+# contents of its inputs, to which it adds what the layer makes, and the scope
+# that has the layer's state. Returns whether it has.
+Instead = Callable[[Node, dict[Value, Any], keras.StatelessScope], bool]
+
+
+def in_line(node: Node, values: dict, scope: keras.StatelessScope) -> bool:
+    """The `Instead` that runs nothing: layers are called where they are."""
+    del node, values, scope
+    return False
+
+
 def run_stage(
     stage: Stage,
     values: dict[Value, Any],
     training: bool | None,
     after: Callable[[Node], None] = lambda node: None,
+    instead: Callable[[Node], bool] = lambda node: False,
 ) -> None:
     """Calls the layers of a stage, and names one that fails.
 
     What they make is added to `values`, which has the contents of the stage's
-    inputs. `after` is called after each call of a layer, with its node.
+    inputs. `after` is called after each call of a layer, with its node, and
+    `instead` before: the layer is not called if that returns `True`.
     """
     for node in stage.nodes:
         try:
-            node.run(values, functools.partial(in_mode, training=training))
+            if not instead(node):
+                node.run(values, functools.partial(in_mode, training=training))
         except Exception as e:
             where = f"stage {stage.index} on {stage.device}"
             name_layer(e, node.layer, where, *node.arguments(values)[0])

@@ -55,9 +55,13 @@ class TracedFunction:
     ):
         self._graph = concrete.graph
         self._definition = concrete.graph.as_graph_def()
+        self._library = {
+            x.signature.name: x for x in self._definition.library.function
+        }
         self._captures = {id(x): outer for outer, x in concrete.graph.captures}
         self._jit_compile = jit_compile
         operations = self._graph.get_operations()
+        self.operations = operations
         self._written = written(operations)
         # Those with a state may make another result whenever they run, and so
         # do reads of variables that the graph writes.
@@ -103,26 +107,57 @@ class TracedFunction:
         Those that draw random numbers, call Python or read variables that
         the graph writes, and loops and branches with such operations in them.
         """
-        library = {
-            x.signature.name: x for x in self._definition.library.function
-        }
 
-        def of_node(node: Any) -> bool:
+        def draws(node: Any) -> bool:
             return (
                 "seed2" in node.attr
                 or node.op.startswith(_DRAWS)
                 or node.op in _CALLS_PYTHON
-                or any(
-                    of_node(inner)
-                    for name in _functions_of(node)
-                    if name in library
-                    for inner in library[name].node_def
-                )
             )
 
         return [
-            op for op in operations if self.changes(op) or of_node(op.node_def)
+            op
+            for op in operations
+            if self.changes(op) or self._runs(op.node_def, draws)
         ]
+
+    def calls_python(self) -> bool:
+        """Returns whether any operation calls Python, as it runs."""
+
+        def calls(node: Any) -> bool:
+            return node.op in (*_CALLS_PYTHON, "PyFuncStateless")
+
+        return any(self._runs(op.node_def, calls) for op in self.operations)
+
+    def _runs(self, node: Any, is_so: Callable[[Any], bool]) -> bool:
+        """Returns what `is_so` says of an operation, or of any in its loops."""
+        return is_so(node) or any(
+            self._runs(inner, is_so)
+            for name in _functions_of(node)
+            if name in self._library
+            for inner in self._library[name].node_def
+        )
+
+    def reads(self) -> list[tuple[tf.Tensor, list[tf.Tensor]]]:
+        """Returns the variables that are read as a whole and never written.
+
+        List of pairs: a handle, outside of the trace, and the list of what
+        reads of it return.
+        """
+        found = []
+        for outer, x in self._graph.captures:
+            reads = [
+                op.outputs[0]
+                for op in x.consumers()
+                if op.type == "ReadVariableOp" and not self.changes(op)
+            ]
+            if reads:
+                found.append((outer, reads))
+        return found
+
+    def captured(self) -> set[int]:
+        """Returns the ids of the tensors that are taken from outside."""
+        return {id(outer) for outer, _ in self._graph.captures}
 
     def effects(self) -> set[tf.Operation]:
         """Returns the operations that must run whoever uses their results."""
@@ -216,7 +251,7 @@ class TracedFunction:
                 x.set_shape(traced.shape)
             return results if then is None else then(results, *args)
 
-        return FunctionCall(run, jit_compile=self._jit_compile)
+        return FunctionCall(run, optimized=True, jit_compile=self._jit_compile)
 
     def _definition_of(self, operations: Collection[tf.Operation]) -> Any:
         """Returns the graph of some operations."""

@@ -2,13 +2,16 @@
 
 import itertools
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_gpipe import upstream
 from tf_gpipe.stage import accumulator
 from tf_gpipe.stage import lookups
 from tf_gpipe.stage.function import Result
@@ -35,6 +38,14 @@ class Trace(NamedTuple):
 class Phases:
     """The phases of a stage, cut from a trace.
 
+    They take the weights that the stage reads as one tensor, a pack that is
+    made once a step. As inputs of each call their handles would be most of a
+    step's graph, which TensorFlow optimises, places and cuts up edge by edge.
+
+        weights ---> pack ---+----------+----------+----> ...
+                             v          v          v
+                            F0.0       F0.1       B0.0
+
     Args:
         name: Of the stage, for errors.
         concrete: The concrete function that the trace is in.
@@ -43,11 +54,11 @@ class Phases:
         jit_compile: Whether XLA compiles the phases.
 
     Attributes:
-        forward: `FunctionCall` from the stage's inputs, and whether to store
-            what the backward phase needs, to the `Result` and a pack of that;
-            or, if not, of what `recompute` needs.
-        recompute: `FunctionCall` from the stage's inputs and that pack to the
-            pack of what the backward phase needs.
+        forward: `FunctionCall` from the pack of weights, the stage's inputs,
+            and whether to store what the backward phase needs, to the `Result`
+            and a pack of that; or, if not, of what `recompute` needs.
+        recompute: `FunctionCall` from the pack of weights, the stage's inputs
+            and that pack to the pack of what the backward phase needs.
 
     Raises:
         ValueError: If XLA cannot compile the phases.
@@ -92,28 +103,105 @@ class Phases:
             for op in self.traced.draws(self.traced.makers(self.stored))
             for x in op.outputs
         ]
+        # XLA knows no packs: what it compiles reads variables itself.
+        self._reads = [] if jit_compile else self.traced.reads()
+        self._packs: dict[Any, list[tf.Tensor]] = {}
+        self._pack = FunctionCall(pack)
         self._backward: dict[tuple, Backward] = {}
         self.forward = FunctionCall(self._forward)
         self.recompute = FunctionCall(self._recompute)
 
+    def weights(self) -> list[tf.Tensor]:
+        """Returns the pack of the weights that the stage reads.
+
+        A list of a tensor, or an empty one, the same in all of a graph.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        if graph not in self._packs:
+            self._packs[graph] = self._packed(x for x, _ in self._reads)
+            for x in self._packs[graph]:
+                upstream.search_no_callees(x.op)
+        return self._packs[graph]
+
+    def weights_of(self, others: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
+        """Returns such a pack of other variables.
+
+        `others` has their handles, by the ids of the handles that are read.
+        """
+        return self._packed(others[id(x)] for x, _ in self._reads)
+
+    def _packed(self, handles: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+        graph = tf.compat.v1.get_default_graph()
+        read = [
+            tf.raw_ops.ReadVariableOp(
+                resource=graph.capture(handle), dtype=reads[0].dtype
+            )
+            for handle, (_, reads) in zip(handles, self._reads, strict=True)
+        ]
+        # By a call. Of a pack that it sees being made TensorFlow would note
+        # what it holds, with each operation that takes it.
+        return self._pack(read)
+
+    def is_pure(self, handles: Collection[int]) -> bool:
+        """Returns whether a call has one result, of what it is given alone.
+
+        And of weights that it reads, with the ids of `handles`, by which it
+        has dense gradients.
+        """
+        read = {id(x) for x, _ in self._reads}
+        gradients = [x for _, x in self.trace.by_variable]
+        return (
+            len(self.upstream) == 1
+            and self.traced.captured() <= read <= set(handles)
+            and not self.traced.effects()
+            and not self.traced.draws(self.traced.operations)
+            and not self.traced.calls_python()
+            and not any(isinstance(x, tf.IndexedSlices) for x in gradients)
+        )
+
+    def part(
+        self,
+        feeds: list[tf.Tensor],
+        fetches: list[tf.Tensor],
+        effects: Iterable[tf.Operation] = (),
+        then: Callable | None = None,
+    ) -> Callable:
+        """As `TracedFunction.part`, fed the pack of weights first."""
+        like = [reads[0] for _, reads in self._reads]
+        read = [x for _, reads in self._reads for x in reads]
+        part = self.traced.part([*feeds, *read], fetches, effects, then)
+
+        def run(
+            weights: list[tf.Tensor], values: Sequence[tf.Tensor], *args: Any
+        ) -> Any:
+            found = zip(self._reads, unpack(weights, like), strict=True)
+            known = [value for (_, reads), value in found for _ in reads]
+            return part([*values, *known], *args)
+
+        return run
+
     def _forward(
-        self, inputs: list[tf.Tensor], stores: bool
+        self, weights: list[tf.Tensor], inputs: list[tf.Tensor], stores: bool
     ) -> tuple[Result, list[tf.Tensor]]:
         result = tensors(self.trace.result)
-        part = self.traced.part(
+        part = self.part(
             self.inputs,
             result + (self.stored if stores else self._drawn),
             self._early_effects,
         )
-        found = part(inputs)
+        found = part(weights, inputs)
         size = len(result)
         return filled(self.trace.result, found[:size]), pack(found[size:])
 
     def _recompute(
-        self, inputs: list[tf.Tensor], packed: list[tf.Tensor]
+        self,
+        weights: list[tf.Tensor],
+        inputs: list[tf.Tensor],
+        packed: list[tf.Tensor],
     ) -> list[tf.Tensor]:
-        part = self.traced.part(self.inputs + self._drawn, self.stored)
-        return pack(part([*inputs, *unpack(packed, self._drawn)]))
+        part = self.part(self.inputs + self._drawn, self.stored)
+        values = [*inputs, *unpack(packed, self._drawn)]
+        return pack(part(weights, values))
 
     def lookups(self, gradients: Iterable[tuple]) -> list[Lookup]:
         """Returns the lookups among pairs of a variable and a gradient."""
@@ -145,14 +233,14 @@ class Backward:
     Attributes:
         dense: List of the variables whose gradients are dense.
         sparse: List of the `Lookup`s, of gradients that are sparse.
-        run: `FunctionCall` from the pack of what the stage has stored, the
-            values of the gradients that arrive, and where to add gradients (a
-            list with the handle of an accumulator of the dense ones, or an
-            empty one). To the gradients of inputs, and what `weights` takes if
-            that is apart, or else returns.
-        weights: `FunctionCall` from that, and from where to add gradients, to
-            a list of a tensor that is ready once dense ones are added, or
-            of a pack of them, and the list of the sparse ones.
+        run: `FunctionCall` from the pack of weights, that of what the stage
+            has stored, the values of the gradients that arrive, and where to
+            add gradients (a list with the handle of an accumulator of the
+            dense ones, or an empty one). To the gradients of inputs, and what
+            `weights` takes if that is apart, or else returns.
+        weights: `FunctionCall` from the pack of weights, that, and where to
+            add gradients, to a list of a tensor that is ready once dense ones
+            are added, or of a pack of them, and the list of the sparse ones.
     """
 
     def __init__(self, phases: Phases, alive: set[tf.Operation]):
@@ -181,6 +269,7 @@ class Backward:
 
     def _run(
         self,
+        weights: list[tf.Tensor],
         packed: list[tf.Tensor],
         values: list[tf.Tensor],
         place: list[tf.Tensor],
@@ -199,14 +288,19 @@ class Backward:
             then,
             phases.late_effects,
         )
-        made, kept = part([*unpack(packed, phases.stored), *values], place)
+        made, kept = part(
+            weights, [*unpack(packed, phases.stored), *values], place
+        )
         return filled(self._by_input, made), kept
 
     def _weights(
-        self, packed: list[tf.Tensor], place: list[tf.Tensor]
+        self,
+        weights: list[tf.Tensor],
+        packed: list[tf.Tensor],
+        place: list[tf.Tensor],
     ) -> tuple[list, list]:
         part = self._ending(self._kept, self._gradients, self._placed)
-        return part(unpack(packed, self._kept), place)
+        return part(weights, unpack(packed, self._kept), place)
 
     def _ending(
         self,
@@ -216,12 +310,12 @@ class Backward:
         effects: Iterable[tf.Operation] = (),
     ) -> Callable:
         """Returns a part that ends with `then`, in it if that is possible."""
-        traced = self._phases.traced
-        if not self._phases.jit_compile:
-            return traced.part(feeds, fetches, effects, then)
+        phases = self._phases
+        if not phases.jit_compile:
+            return phases.part(feeds, fetches, effects, then)
         # XLA knows no packs. All gradients are there before any is added.
-        part = traced.part(feeds, fetches, effects)
-        return lambda values, place: then(part(values), place)
+        part = phases.part(feeds, fetches, effects)
+        return lambda weights, values, place: then(part(weights, values), place)
 
     def _placed(
         self, found: Sequence[tf.Tensor], place: list[tf.Tensor]

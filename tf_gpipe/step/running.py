@@ -9,6 +9,9 @@ from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.seeds import global_seed
+from tf_gpipe.stage.shared_layers import SharedLayers
+from tf_gpipe.stage.stage import Instead
+from tf_gpipe.stage.stage import in_line
 from tf_gpipe.stage.tape import TapedStage
 from tf_gpipe.stage.tensorflow_state import TensorFlowState
 from tf_gpipe.stage.tensorflow_state import find
@@ -63,12 +66,24 @@ class RunningStages:
         self._gradients = gradients
         self._how = StageMode.INLINE if tf.executing_eagerly() else how
         self._stages: dict[int, Any] = {}
+        self._instead: Instead = in_line
         # Layers of several stages may share it.
         self._others: dict[Any, TensorFlowState] = {}
         # Not that of the time of the build, which the user may have replaced.
         self._seed = global_seed()
         # Functions that read it run on when Keras has got another one.
         pipeline.seeds.update((id(v), v) for v in self._seed)
+        if (
+            self._how is StageMode.FUNCTIONS
+            and gradients is not Gradients.OF_LAYER
+            and not tf.distribute.has_strategy()
+        ):
+            self._instead = SharedLayers(
+                [node for stage in pipeline.stages for node in stage.nodes],
+                self._seed,
+                training,
+                pipeline.schedule.splits,
+            ).run
 
     @property
     def inline(self) -> bool:
@@ -90,6 +105,7 @@ class RunningStages:
                     function,
                     self._pipeline.schedule.splits,
                     jit_compile=self._how is StageMode.XLA_FUNCTIONS,
+                    instead=self._instead,
                 )
             )
         return self._stages[k]

@@ -1,0 +1,326 @@
+"""Layers that are alike share a trace, with the numbers of plain Keras."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_gpipe
+from tests import pairwise
+from tf_gpipe.stage import likeness
+
+L = keras.layers
+_DIM = 8
+
+
+class Block(L.Layer):
+    """A Transformer block with what else layers have."""
+
+    def __init__(self, dropout=0.0, norm="layer", activation="gelu", **kwargs):
+        super().__init__(**kwargs)
+        dtype = self.dtype_policy
+        self.attention = L.MultiHeadAttention(
+            2, 4, dropout=dropout, dtype=dtype
+        )
+        self.norms = [
+            L.BatchNormalization(dtype=dtype)
+            if norm == "batch"
+            else L.LayerNormalization(dtype=dtype)
+            for _ in range(2)
+        ]
+        self.inner = L.Dense(
+            2 * _DIM, activation, kernel_regularizer="l2", dtype=dtype
+        )
+        self.outer = L.Dense(_DIM, dtype=dtype)
+        self.dropout = L.Dropout(dropout, dtype=dtype)
+        self.factor = 0.5
+
+    def build(self, input_shape):
+        self.attention.build(input_shape, input_shape)
+        for norm in self.norms:
+            norm.build(input_shape)
+        self.inner.build(input_shape)
+        self.outer.build((*input_shape[:-1], 2 * _DIM))
+        self.scale = self.add_weight(shape=(_DIM,), initializer="ones")
+
+    def call(self, x, training=None):
+        h = self.norms[0](x, training=training)
+        x = x + self.attention(h, h, training=training)
+        h = self.norms[1](x, training=training)
+        h = self.dropout(self.outer(self.inner(h)), training=training)
+        return x + self.scale * self.factor * h
+
+
+class Noting(Block):
+    """Notes how often it has been called."""
+
+    calls = 0
+
+    def call(self, x, training=None):
+        self.calls += 1
+        return super().call(x, training=training) * (1.0 + self.calls / 10)
+
+
+class Named(Block):
+    """Does what its name says."""
+
+    def call(self, x, training=None):
+        x = super().call(x, training=training)
+        return x * (1.0 + len(self.name) / 10)
+
+
+class Adding(Block):
+    def call(self, x, training=None):
+        x = super().call(x, training=training)
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+class Rectified(Block):
+    """Has an operation of Python, which knows the layer."""
+
+    def call(self, x, training=None):
+        x = super().call(x, training=training)
+        scaled = tf.numpy_function(
+            lambda x: x * np.float32(1 + self.factor), [x], x.dtype, False
+        )
+        return x + tf.stop_gradient(tf.ensure_shape(scaled, x.shape))
+
+
+def _numbered(i):
+    """A class for each number, so that methods differ in what is around."""
+
+    class Numbered(Block):
+        def call(self, x, training=None):
+            return super().call(x, training=training) * (1.0 + i / 10)
+
+    return Numbered
+
+
+def _different(make):
+    """Blocks that differ in what has been set since they were made."""
+    blocks = [make() for _ in range(4)]
+    for i, block in enumerate(blocks):
+        block.factor = 0.2 * i
+    blocks[2].inner.activation = keras.activations.tanh
+    blocks[3].norms[0].epsilon = 0.3
+    return blocks
+
+
+def _frozen():
+    blocks = [Block() for _ in range(6)]
+    for block in blocks[1::2]:
+        block.inner.trainable = False
+    return blocks
+
+
+def _one_thrice():
+    one = Block()
+    return [one, Block(), one, Block(), one]
+
+
+_SHARED = {
+    "plain": lambda: [Block() for _ in range(6)],
+    "dropout": lambda: [Block(0.3) for _ in range(5)],
+    "batch_norm": lambda: [Block(norm="batch") for _ in range(5)],
+    "mixed": lambda: [Block(dtype="mixed_bfloat16") for _ in range(4)],
+    "frozen": _frozen,
+    "recurrent": lambda: [
+        L.LSTM(_DIM, return_sequences=True) for _ in range(4)
+    ],
+    "one_thrice": _one_thrice,
+}
+_ALONE = {
+    "different": lambda: _different(Block),
+    "named": lambda: [Named(name="a" * i) for i in range(1, 5)],
+    "adding": lambda: [Adding() for _ in range(4)],
+    "numbered": lambda: [_numbered(i)() for i in range(4)],
+    "rectified": lambda: _different(Rectified),
+}
+
+
+def _layers(blocks):
+    return [keras.Input((3, _DIM)), *blocks(), L.Dense(1)]
+
+
+def _set_weights(model):
+    random = np.random.default_rng(1)
+    for v in model.trainable_variables:
+        v.assign(v + 0.1 * random.normal(size=v.shape))
+    for layer in model._flatten_layers():
+        for seed in layer._seed_generators:
+            seed.state.assign([7, 0])
+
+
+class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
+    def check(self, blocks, num_micro_batches=2, **kwargs):
+        random = np.random.default_rng(0)
+        x = random.normal(size=(8, 3, _DIM)).astype("float32")
+        y = random.normal(size=(8, 3, 1)).astype("float32")
+        found = []
+        for make in (
+            keras.Sequential,
+            lambda layers: tf_gpipe.PipelinedSequential(
+                layers,
+                balance=[2, len(layers) - 3],
+                num_micro_batches=num_micro_batches,
+                **kwargs,
+            ),
+        ):
+            keras.utils.set_random_seed(3)
+            model = make(_layers(blocks))
+            _set_weights(model)
+            model.compile(keras.optimizers.SGD(1e-3, 0.9), "mse")
+            losses = model.fit(
+                x, y, batch_size=8, epochs=3, shuffle=False, verbose=0
+            ).history["loss"]
+            found.append((losses, model.get_weights()))
+        (losses, plain), (own_losses, own) = found
+        self.assertAllClose(losses, own_losses, rtol=1e-4)
+        for a, b in zip(plain, own, strict=True):
+            self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
+
+    @pairwise.product(
+        blocks=("plain", "frozen", "recurrent", "one_thrice"),
+        schedule=("gpipe", "1f1b", "zero_bubble"),
+        remat=("always", "except_last", "never"),
+        num_micro_batches=(1, 4),
+    )
+    def test_shared(self, blocks, **kwargs):
+        self.check(_SHARED[blocks], **kwargs)
+
+    @parameterized.parameters("dropout", "batch_norm")
+    def test_state(self, blocks):
+        for schedule in ("1f1b", "zero_bubble"):
+            self.check(
+                _SHARED[blocks],
+                num_micro_batches=1,
+                schedule=schedule,
+                remat="always",
+            )
+
+    @pairwise.product(
+        blocks=tuple(_ALONE),
+        schedule=("gpipe", "1f1b", "zero_bubble"),
+        remat=("always", "never"),
+    )
+    def test_alone(self, blocks, **kwargs):
+        self.check(_ALONE[blocks], **kwargs)
+
+    def nodes(self, blocks):
+        model = tf_gpipe.PipelinedSequential(
+            _layers(blocks), num_stages=2, num_micro_batches=2
+        )
+        model.compile("sgd", "mse")
+        x = tf.zeros((4, 3, _DIM))
+        y = tf.zeros((4, 3, 1))
+        model.train_on_batch(x, y)
+        step = tf.function(lambda x, y: model.train_step((x, y)))
+        graph = step.get_concrete_function(x, y).graph.as_graph_def()
+        return sum(len(f.node_def) for f in graph.library.function)
+
+    @parameterized.parameters(
+        "plain", "dropout", "batch_norm", "mixed", "frozen"
+    )
+    def test_traced_once(self, blocks):
+        """More blocks cost a call each, not a trace each."""
+        few = self.nodes(_SHARED[blocks])
+        many = self.nodes(lambda: _SHARED[blocks]() + _SHARED[blocks]())
+        self.assertLess(many, 1.6 * few)
+
+    @parameterized.parameters(Adding, Rectified, Noting, Named)
+    def test_traced_apart(self, block):
+        few = self.nodes(lambda: [block() for _ in range(4)])
+        many = self.nodes(lambda: [block() for _ in range(8)])
+        self.assertGreater(many, 1.7 * few)
+
+    def test_error_while_it_runs(self):
+        """An error names a layer of the kind, and keeps its type."""
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((4, 4)), *[LookingUp() for _ in range(4)]],
+            num_stages=2,
+            num_micro_batches=2,
+        )
+        model.compile("sgd", "mse")
+        x = np.eye(4, dtype="float32")[None].repeat(4, 0)
+        model.train_on_batch(x, x)
+        with self.assertRaisesRegex(
+            tf.errors.InvalidArgumentError, "indices"
+        ) as raised:
+            model.train_on_batch(9 * x, x)
+        notes = "".join(raised.exception.__notes__)
+        self.assertRegex(notes, "layer 'looking_up(_.)?'")
+
+
+class LookingUp(L.Layer):
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=(4, 4), initializer="ones")
+
+    def call(self, x):
+        row = tf.cast(tf.reduce_max(x), tf.int32)
+        for _ in range(9):
+            x = keras.ops.tanh(x * self.scale)
+        return x + tf.gather(self.scale[None] * x, row, axis=1)[:, None]
+
+
+class LikenessTest(parameterized.TestCase, tf.test.TestCase):
+    def forms(self, *layers):
+        for layer in layers:
+            layer.build((None, 3, _DIM))
+        return [likeness.of(layer) for layer in layers]
+
+    @parameterized.parameters(
+        lambda: L.Dense(3, "gelu"),
+        lambda: L.Dropout(0.1),
+        lambda: L.LSTM(3),
+        lambda: L.BatchNormalization(),
+        lambda: L.TimeDistributed(L.Dense(3)),
+        lambda: L.Bidirectional(L.GRU(3)),
+        lambda: L.Conv1D(3, 3, padding="same"),
+        lambda: Block(),
+    )
+    def test_alike(self, make):
+        one, other = self.forms(make(), make())
+        self.assertEqual(one.form, other.form)
+        for a, b in zip(one.variables, other.variables, strict=True):
+            self.assertEqual(a.shape, b.shape)
+            self.assertIsNot(a, b)
+
+    @parameterized.parameters(
+        (lambda: L.Dense(3), lambda: L.Dense(3, "relu")),
+        (lambda: L.Dense(3), lambda: L.Dense(4)),
+        (lambda: L.Dense(3), lambda: L.Dense(3, dtype="mixed_bfloat16")),
+        (lambda: L.Dropout(0.1), lambda: L.Dropout(0.2)),
+        (lambda: Block(), lambda: Block(norm="batch")),
+        (lambda: Block(), lambda: Noting()),
+    )
+    def test_not_alike(self, one, other):
+        one, other = self.forms(one(), other())
+        self.assertNotEqual(one.form, other.form)
+
+    def test_set_later(self):
+        layers = [Block() for _ in range(6)]
+        layers[5]._self_attention_factor = 0.7
+        layers[1].factor = 0.7
+        layers[2].inner.trainable = False
+        layers[3].supports_masking = True
+        forms = self.forms(*layers)
+        self.assertLen({x.form for x in forms}, 5)
+
+    def test_not_known(self):
+        around = []
+
+        class Around(Block):
+            def call(self, x):
+                around.append(x)
+                return super().call(x)
+
+        holding = Block()
+        holding.table = np.zeros(3)
+        self.assertEqual(
+            self.forms(Around(), Named(), holding), [None, None, None]
+        )
+
+
+if __name__ == "__main__":
+    tf.test.main()

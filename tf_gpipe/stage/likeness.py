@@ -1,0 +1,133 @@
+"""Layers that differ in the values of their weights alone."""
+
+import inspect
+import types
+from collections.abc import Hashable
+from collections.abc import Mapping
+from typing import Any
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_gpipe import upstream
+
+# What is compared by its value.
+_VALUES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    type(...),
+    np.dtype,
+    np.generic,
+    tf.DType,
+    tf.TensorShape,
+)
+# Of which the attributes are compared.
+_OBJECTS = (
+    keras.Operation,
+    keras.InputSpec,
+    keras.Regularizer,
+    keras.constraints.Constraint,
+    keras.DTypePolicy,
+)
+
+
+class Likeness(NamedTuple):
+    """A layer but for the values of its weights.
+
+    Two layers with equal forms do the same with their variables, one by one.
+    """
+
+    form: Hashable
+    variables: list[keras.Variable]
+
+
+def of(layer: keras.Layer, arguments: Any = None) -> Likeness | None:
+    """Returns the likeness of a layer, or `None` if it is not known.
+
+    As of one that has an attribute of a kind that may do anything.
+
+    Args:
+        layer: The layer.
+        arguments: What else must be alike, such as arguments of its call.
+    """
+    walk = _Walk()
+    try:
+        return Likeness(walk.form([layer, arguments]), walk.variables)
+    except _UnknownKindError:
+        return None
+
+
+class _UnknownKindError(Exception):
+    pass
+
+
+class _Walk:
+    """A walk through all that a layer holds."""
+
+    def __init__(self) -> None:
+        self.variables: list[keras.Variable] = []
+        # By id: number, and the object, so that no other one gets the id.
+        self._seen: dict[int, tuple[int, Any]] = {}
+
+    def form(self, x: Any) -> Hashable:
+        if isinstance(x, _VALUES):
+            return type(x), repr(x) if isinstance(x, (slice, float)) else x
+        if isinstance(x, type) or inspect.ismodule(x):
+            return "itself", id(x)
+        if isinstance(x, types.FunctionType) and not x.__closure__:
+            return "itself", id(x)
+        if id(x) in self._seen:
+            return "seen", self._seen[id(x)][0]
+        self._seen[id(x)] = len(self._seen), x
+        if isinstance(x, keras.Variable):
+            self.variables.append(x)
+            kind = tuple(x.shape), x.dtype, x.trainable, upstream.casts(x)
+            return "variable", *kind
+        if isinstance(x, (list, tuple)):
+            return type(x).__name__, tuple(map(self.form, x))
+        if isinstance(x, (set, frozenset)):
+            return "set", frozenset(map(self.form, x))
+        if isinstance(x, Mapping):
+            return "mapping", self._items(x)
+        if isinstance(x, keras.random.SeedGenerator):
+            return type(x), self.form(x.state)
+        if isinstance(x, keras.Initializer):
+            return type(x), self.form(x.get_config())
+        if isinstance(x, _OBJECTS) and _is_plain(type(x)):
+            return type(x), self._items(upstream.what_a_call_sees(x))
+        raise _UnknownKindError
+
+    def _items(self, x: Mapping) -> Hashable:
+        return tuple((self.form(k), self.form(v)) for k, v in x.items())
+
+
+def _is_plain(kind: type) -> bool:
+    """Returns whether methods know no more of a layer than its attributes.
+
+    Not its name, nor what is around the class, where a method might note
+    something as it is called.
+    """
+    return all(
+        _knows_attributes_alone(method)
+        for cls in kind.__mro__
+        if not cls.__module__.startswith(("keras.", "tensorflow."))
+        for name, method in vars(cls).items()
+        if isinstance(method, types.FunctionType)
+        and name not in ("__init__", "build", "get_config", "from_config")
+    )
+
+
+def _knows_attributes_alone(method: types.FunctionType) -> bool:
+    around = [cell.cell_contents for cell in method.__closure__ or ()]
+    return "name" not in method.__code__.co_names and all(
+        isinstance(x, (type, types.FunctionType, types.ModuleType, *_VALUES))
+        for x in around
+    )
