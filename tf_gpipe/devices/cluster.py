@@ -22,8 +22,6 @@ from tf_gpipe.devices import worker_lost
 # What TensorFlow calls the job of a process that has none.
 _CLIENT = "localhost"
 _AGAIN_SECONDS = 0.2
-# Time for the watcher to hear what an error has come from.
-_CLOSING_SECONDS = 2.0
 _SCHEME = "grpc://"
 _NO_WORKER = {
     heartbeats.DEAD: "nothing listens there",
@@ -122,7 +120,7 @@ def _open(found: dict[str, tuple[str, int]], heartbeat: float | None) -> None:
         # The server starts with the first use of any device.
         tf.config.list_logical_devices()
     except tf.errors.OpError as error:
-        watcher.current.wait(_CLOSING_SECONDS)
+        watcher.current.wait(worker_lost.CLOSING_SECONDS)
         lost = watcher.current.lost or worker_lost.states(found)
         at = "; ".join(f"{x} ({_NO_WORKER[lost[x]]})" for x in lost)
         raise worker_lost.WorkerLostError(

@@ -22,7 +22,8 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.devices import watcher
 
-_OF_CLIENT = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+# Operations that call Python, in the client.
+CALLS_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _PLACE = re.compile(r"\bstage_(\d+)/([^/\s{}]+)")
 # Where layers run that share their functions with others.
 ALIKE = "alike"
@@ -97,7 +98,7 @@ def _leaves_host(concrete: Any) -> bool:
     library = concrete.graph.as_graph_def().library
     kinds = {op.type for op in operations}
     kinds |= {node.op for f in library.function for node in f.node_def}
-    return len(hosts) > 1 or bool(kinds & _OF_CLIENT)
+    return len(hosts) > 1 or bool(kinds & CALLS_PYTHON)
 
 
 def _host(device: str) -> tuple[str, int]:

@@ -22,12 +22,10 @@ JOB = "worker"
 PROBE_SECONDS = 2.0
 # Time for the sockets of a process that ends to close, and for the watcher to
 # hear of a loss.
-_CLOSING_SECONDS = 2.0
+CLOSING_SECONDS = 2.0
 _TARGET = re.compile(rf"remote target /job:{JOB}/replica:0/task:(\d+)")
 # What a worker that was started again says to a client of the old one.
 _STRANGER = "Unable to find a context_id"
-
-
 _BROKEN = re.compile("GRPC error|failed to connect|Socket closed")
 # Methods whose first argument is a file with all weights.
 _WITH_CHECKPOINTS = ("save", "save_weights", "load_weights")
@@ -42,26 +40,26 @@ def addresses() -> list[str]:
     return upstream.connected_to().get(JOB, [])
 
 
-def unreachable(places: Iterable[str], broken: bool = False) -> list[str]:
-    """Returns those addresses where no worker answers.
-
-    If a connection has `broken`, they are asked for some time: the sockets of
-    a process that is killed close one after another, so that for a moment it
-    may still answer.
-    """
-    return list(states({x: _place(x) for x in places}, broken))
-
-
-def _place(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)
+def places_of(addresses: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Returns the host and the port of each of some addresses."""
+    parts = {x: x.rpartition(":") for x in addresses}
+    return {x: (host, int(port)) for x, (host, _, port) in parts.items()}
 
 
 def states(
     places: Mapping[str, tuple[str, int]], broken: bool = False
 ) -> dict[str, str]:
-    """As `unreachable`, from addresses by names to states by names."""
-    end = time.monotonic() + (_CLOSING_SECONDS if broken else 0.0)
+    """Returns the states of the workers that do not answer, by their names.
+
+    If a connection has `broken`, they are asked for some time: the sockets of
+    a process that is killed close one after another, so that for a moment it
+    may still answer.
+
+    Args:
+        places: Dict from the names of workers to their hosts and ports.
+        broken: Boolean.
+    """
+    end = time.monotonic() + (CLOSING_SECONDS if broken else 0.0)
     while True:
         found = {
             name: state
@@ -182,14 +180,14 @@ def _diagnosis(model: Any, error: Exception) -> str | None:
         else _BROKEN.search(text) is not None
     )
     if broken:
-        watch.wait(_CLOSING_SECONDS)
+        watch.wait(CLOSING_SECONDS)
     gone = dict(watch.lost)
     if not gone:
         # One that is silent may be slow: the watcher knows better.
-        places = {x: _place(x) for x in addresses()}
+        asked = states(places_of(addresses()), broken)
         gone = {
             address: heartbeat.DEAD
-            for address, state in states(places, broken).items()
+            for address, state in asked.items()
             if state != heartbeat.SILENT
         }
     if not gone and (again or broken):

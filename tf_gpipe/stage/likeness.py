@@ -38,6 +38,9 @@ _OBJECTS = (
     keras.DTypePolicy,
 )
 
+# Whose classes keep to what a layer holds.
+_LIBRARIES = ("builtins", "keras", "tensorflow")
+
 
 class Likeness(NamedTuple):
     """A layer but for the values of its weights.
@@ -118,15 +121,23 @@ def _is_plain(kind: type) -> bool:
     return all(
         _knows_attributes_alone(method)
         for cls in kind.__mro__
-        if not cls.__module__.startswith(("keras.", "tensorflow."))
+        if cls.__module__.split(".")[0] not in _LIBRARIES
         for name, method in vars(cls).items()
-        if isinstance(method, types.FunctionType)
-        and name not in ("__init__", "build", "get_config", "from_config")
+        if name not in ("__init__", "build", "get_config", "from_config")
     )
 
 
-def _knows_attributes_alone(method: types.FunctionType) -> bool:
-    around = [cell.cell_contents for cell in method.__closure__ or ()]
+def _knows_attributes_alone(member: Any) -> bool:
+    """Returns whether that is known of a member of a class."""
+    method = getattr(member, "fget", getattr(member, "__func__", member))
+    if not isinstance(method, types.FunctionType):
+        # Such as a `tf.function`, around a method that nobody sees.
+        return isinstance(method, type) or not callable(method)
+    try:
+        around = [cell.cell_contents for cell in method.__closure__ or ()]
+    except ValueError:
+        # What it is around has no value yet.
+        return False
     return "name" not in method.__code__.co_names and all(
         isinstance(x, (type, types.FunctionType, types.ModuleType, *_VALUES))
         for x in around

@@ -139,10 +139,10 @@ class _Shared:
         # By which an error in it is found.
         with tf.name_scope(node.layer.name):
             result = self._called(phases, handles, inputs, carried)
-        for variable, value in zip(
+        for variable, updated in zip(
             self._function.updated, result.updates, strict=True
         ):
-            scope.add_update((own.get(id(variable), variable), value))
+            scope.add_update((own.get(id(variable), variable), updated))
         made = result.outputs.unpack()
         values.update(zip(node.made, made, strict=True))
         return True

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.devices.errors import CALLS_PYTHON
 from tf_gpipe.stage.function_call import FunctionCall
 from tf_gpipe.stage.function_call import filled
 from tf_gpipe.stage.tensorflow_state import written
@@ -18,7 +19,7 @@ _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 # Operations that take no more of a tensor than its shape.
 _SHAPES = ("Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike")
 # Functions in Python that do not say that they make the same of the same.
-_CALLS_PYTHON = ("EagerPyFunc", "PyFunc")
+_MAY_DIFFER = CALLS_PYTHON - {"PyFuncStateless"}
 # How operations begin that draw numbers, beside those with a second seed.
 _DRAWS = (
     "Rng",
@@ -112,7 +113,7 @@ class TracedFunction:
             return (
                 "seed2" in node.attr
                 or node.op.startswith(_DRAWS)
-                or node.op in _CALLS_PYTHON
+                or node.op in _MAY_DIFFER
             )
 
         return [
@@ -125,7 +126,7 @@ class TracedFunction:
         """Returns whether any operation calls Python, as it runs."""
 
         def calls(node: Any) -> bool:
-            return node.op in (*_CALLS_PYTHON, "PyFuncStateless")
+            return node.op in CALLS_PYTHON
 
         return any(self._runs(op.node_def, calls) for op in self.operations)
 

@@ -96,9 +96,9 @@ class WorkersTest(parameterized.TestCase):
 
     def test_workers_are_ended_with_the_command(self):
         program = (
-            "import sys; from tf_gpipe.devices import worker_lost; "
+            "import sys; from tf_gpipe.devices.worker_lost import *; "
             "a = sys.argv[-1].removeprefix('--workers=').split(','); "
-            "print(*a, len(worker_lost.unreachable(a))); sys.exit(3)"
+            "print(*a, len(states(places_of(a)))); sys.exit(3)"
         )
         result = subprocess.run(
             [
@@ -117,7 +117,8 @@ class WorkersTest(parameterized.TestCase):
         self.assertEqual(result.returncode, 3)
         first, second, num_unreachable = result.stdout.split()
         self.assertEqual(num_unreachable, "0")
-        self.assertLen(worker_lost.unreachable([first, second]), 2)
+        places = worker_lost.places_of([first, second])
+        self.assertLen(worker_lost.states(places), 2)
 
     @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
     def test_a_command_with_workers_ends_as_it_wants(self, number):

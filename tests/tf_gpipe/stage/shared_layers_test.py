@@ -315,11 +315,29 @@ class LikenessTest(parameterized.TestCase, tf.test.TestCase):
                 around.append(x)
                 return super().call(x)
 
+        class Compiled(Block):
+            # What it is around is in a function that is not seen.
+            @tf.function
+            def call(self, x):
+                around.append(x)
+                return super().call(x)
+
+        class Asking(Block):
+            @property
+            def factor_by_name(self):
+                return len(self.name)
+
+        class Early(Block):
+            def call(self, x):
+                return later(super().call(x))
+
         holding = Block()
         holding.table = np.zeros(3)
-        self.assertEqual(
-            self.forms(Around(), Named(), holding), [None, None, None]
-        )
+        layers = [Around(), Named(), Compiled(), Asking(), Early(), holding]
+        # Not yet there when layers are compared.
+        found = [likeness.of(layer) for layer in layers]
+        later = keras.ops.abs
+        self.assertEqual(found, [None] * len(layers))
 
 
 if __name__ == "__main__":

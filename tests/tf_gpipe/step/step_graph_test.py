@@ -82,34 +82,32 @@ class StepGraphTest(parameterized.TestCase, tf.test.TestCase):
     def test_weights_that_a_step_assigns(self, schedule, remat):
         """Each mini-batch has the weights that there are when it starts."""
 
-        def assign(model, factor):
-            for v in model.trainable_variables:
-                v.assign(v * factor)
+        def train(model, gradients):
+            """A step with the gradients by three sets of weights."""
+            found = []
+            for factor in (0.5, 3.0, 1.5):
+                for v in model.trainable_variables:
+                    v.assign(v * factor)
+                loss, by_weight = gradients()
+                found.append(by_weight)
+            total = [sum(g) for g in zip(*found, strict=True)]
+            model.optimizer.apply(total, model.trainable_variables)
+            return {"loss": loss}
 
         class Plain(keras.Sequential):
             def train_step(self, data):
                 x, y = data
-                found = []
-                for factor in (0.5, 3.0, 1.5):
-                    assign(self, factor)
+
+                def gradients():
                     with tf.GradientTape() as tape:
                         loss = self.compute_loss(x, y, self(x, training=True))
-                    found.append(tape.gradient(loss, self.trainable_variables))
-                gradients = [sum(g) for g in zip(*found, strict=True)]
-                self.optimizer.apply(gradients, self.trainable_variables)
-                return {"loss": loss}
+                    return loss, tape.gradient(loss, self.trainable_variables)
+
+                return train(self, gradients)
 
         class Piped(tf_gpipe.PipelinedSequential):
             def train_step(self, data):
-                x, y = data
-                found = []
-                for factor in (0.5, 3.0, 1.5):
-                    assign(self, factor)
-                    loss, gradients, _ = self.loss_and_gradients(x, y)
-                    found.append(gradients)
-                gradients = [sum(g) for g in zip(*found, strict=True)]
-                self.optimizer.apply(gradients, self.trainable_variables)
-                return {"loss": loss}
+                return train(self, lambda: self.loss_and_gradients(*data)[:2])
 
         x = _data()
         weights = []
