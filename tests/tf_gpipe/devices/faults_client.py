@@ -163,8 +163,9 @@ def interrupted(devices, hurt):
     model = make(devices)
     fit(model)
     hurt()
-    print("stopped", flush=True)
     try:
+        # Whenever the signal comes from here on, it is caught.
+        print("stopped", flush=True)
         fit(model)
     except KeyboardInterrupt:
         return True
