@@ -177,6 +177,15 @@ class Graph:
         return list({id(x): x for x in found}.values())
 
     @functools.cached_property
+    def last(self) -> dict[Value, int]:
+        """The number of the last node that takes a value.
+
+        Of those that the model returns it is the number of nodes.
+        """
+        last = {x: i for i, node in enumerate(self.nodes) for x in node.inputs}
+        return last | dict.fromkeys(self.returned, len(self.nodes))
+
+    @functools.cached_property
     def passed_on(self) -> bool:
         """Whether layers take a value that the model returns, too."""
         taken = {value for node in self.nodes for value in node.inputs}
@@ -201,11 +210,8 @@ class Graph:
         Those are made before it and needed after it. What the model is given
         does not count: it comes from elsewhere anyway.
         """
-        last: dict[Value, int] = dict.fromkeys(self.returned, len(self.nodes))
-        for i, node in reversed(list(enumerate(self.nodes))):
-            for value in node.inputs:
-                last.setdefault(value, i)
         crossing = []
+        last = self.last
         alive: list[Value] = []
         for i, node in enumerate(self.nodes[:-1]):
             alive = [x for x in [*alive, *node.made] if last.get(x, 0) > i]

@@ -43,27 +43,27 @@ _LIBRARIES = ("builtins", "keras", "tensorflow")
 
 
 class Likeness(NamedTuple):
-    """A layer but for the values of its weights.
+    """Layers but for the values of their weights.
 
-    Two layers with equal forms do the same with their variables, one by one.
+    Those with equal forms do the same with their variables, one by one.
     """
 
     form: Hashable
     variables: list[keras.Variable]
 
 
-def of(layer: keras.Layer, arguments: Any = None) -> Likeness | None:
-    """Returns the likeness of a layer, or `None` if it is not known.
+def of(layers: Any) -> Likeness | None:
+    """Returns the likeness of layers, or `None` if it is not known.
 
     As of one that has an attribute of a kind that may do anything.
 
     Args:
-        layer: The layer.
-        arguments: What else must be alike, such as arguments of its call.
+        layers: A layer, or a nested structure of layers and of what else must
+            be alike, such as arguments of their calls.
     """
     walk = _Walk()
     try:
-        return Likeness(walk.form([layer, arguments]), walk.variables)
+        return Likeness(walk.form(layers), walk.variables)
     except _UnknownKindError:
         return None
 

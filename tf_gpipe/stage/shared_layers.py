@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices.errors import ALIKE
-from tf_gpipe.stage import likeness
+from tf_gpipe.stage.blocks import likeness_of
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.function_call import flatten
@@ -18,6 +18,7 @@ from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.likeness import Likeness
 from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.stage import Activations
@@ -40,7 +41,7 @@ class SharedLayers:
         block 2             forward(weights of block 2, what block 1 made)
 
     Args:
-        nodes: The calls of layers of all stages.
+        blocks: The layers of all stages, in blocks that may be alike.
         seeds: Variables that any layer may draw from.
         training: `None` for Keras's default.
         splits: Whether the gradients of weights are apart.
@@ -48,23 +49,25 @@ class SharedLayers:
 
     def __init__(
         self,
-        nodes: Iterable[Node],
+        blocks: Iterable[Graph],
         seeds: list[keras.Variable],
         training: bool | None,
         splits: bool,
     ):
         kinds: dict[Hashable, list] = collections.defaultdict(list)
-        for node in nodes:
-            alike = _likeness(node)
+        for block in blocks:
+            alike = likeness_of(block)
             if alike is not None:
-                kinds[alike.form].append((node, alike))
-        self._shared: dict[Node, tuple[_Shared, list[keras.Variable]]] = {}
+                kinds[alike.form].append((block, alike))
+        self._block: dict[Node, tuple[_Shared, Graph, list]] = {}
         for kind in kinds.values():
             if len(kind) > 1:
-                node, alike = kind[0]
-                shared = _Shared(node, alike, seeds, training, splits)
-                self._shared.update(
-                    (x, (shared, alike.variables)) for x, alike in kind
+                block, alike = kind[0]
+                shared = _Shared(block, alike, seeds, training, splits)
+                self._block.update(
+                    (node, (shared, x, alike.variables))
+                    for x, alike in kind
+                    for node in x.nodes
                 )
 
     def run(
@@ -72,18 +75,22 @@ class SharedLayers:
     ) -> bool:
         """Calls a layer by the phases that it shares, if it shares any.
 
+        With the first layer of a block all of it is called.
+
         Args:
             node: The call.
-            values: The contents of its inputs. What it makes is added.
+            values: The contents of its inputs. What the block makes is added.
             scope: That in which the stage runs.
 
         Returns:
             Whether it has been called.
         """
-        if node not in self._shared:
+        if node not in self._block:
             return False
-        shared, variables = self._shared[node]
-        return shared.run(node, variables, values, scope)
+        shared, block, variables = self._block[node]
+        if node is block.nodes[0]:
+            return shared.run(block, variables, values, scope)
+        return all(value in values for value in block.outputs)
 
 
 class _Shared:
@@ -91,15 +98,15 @@ class _Shared:
 
     def __init__(
         self,
-        node: Node,
-        alike: likeness.Likeness,
+        block: Graph,
+        alike: Likeness,
         seeds: list[keras.Variable],
         training: bool | None,
         splits: bool,
     ):
-        self._node = node
+        self._block = block
         self._form, self._variables = alike
-        stage = Stage(0, [""], Graph([node], node.inputs, node.made), [])
+        stage = Stage(0, [""], block, [])
         stage.scope = ALIKE
         states = [v for v in stage.owned if not v.value.trainable]
         self._function = StageFunction(
@@ -113,7 +120,7 @@ class _Shared:
 
     def run(
         self,
-        node: Node,
+        block: Graph,
         variables: list[keras.Variable],
         values: dict[Value, Any],
         scope: keras.StatelessScope,
@@ -128,7 +135,7 @@ class _Shared:
         # Those of another stage come as tensors.
         if self._never or any(value(v) is not None for v in self._weights):
             return False
-        given = tuple(values[x] for x in node.inputs)
+        given = tuple(values[x] for x in block.inputs)
         if not all(isinstance(x, tf.Tensor) for x in flatten(given)):
             return False
         inputs = Activations.of(given)
@@ -137,14 +144,14 @@ class _Shared:
         if phases is None:
             return False
         # By which an error in it is found.
-        with tf.name_scope(node.layer.name):
+        with tf.name_scope(block.nodes[0].layer.name):
             result = self._called(phases, handles, inputs, carried)
         for variable, updated in zip(
             self._function.updated, result.updates, strict=True
         ):
             scope.add_update((own.get(id(variable), variable), updated))
         made = result.outputs.unpack()
-        values.update(zip(node.made, made, strict=True))
+        values.update(zip(block.outputs, made, strict=True))
         return True
 
     def _traced(self, inputs: Activations, carried: list) -> Phases | None:
@@ -156,7 +163,7 @@ class _Shared:
             self._never = True
             return None
         if phases not in self._serves:
-            after = _likeness(self._node)
+            after = likeness_of(self._block)
             weights = set(map(id, self._weights))
             self._serves[phases] = (
                 phases.is_pure([id(_handle(v)) for v in self._variables])
@@ -206,18 +213,6 @@ class _Shared:
         sources += [handles[id(_handle(v))] for v in trained]
         upstream.record_gradient([target], sources, gradient)
         return result
-
-
-def _likeness(node: Node) -> likeness.Likeness | None:
-    """Returns the likeness of a call: of its layer, and its arguments."""
-    if not isinstance(node.layer, keras.Layer):
-        return None
-    places = {value: i for i, value in enumerate(node.inputs)}
-    arguments = keras.tree.map_structure(
-        lambda x: ("value", places[x]) if isinstance(x, Value) else x,
-        (node.args, node.kwargs),
-    )
-    return likeness.of(node.layer, (arguments, len(node.made)))
 
 
 def _handle(variable: keras.Variable) -> tf.Tensor:

@@ -103,11 +103,8 @@ class Phases:
             for op in self.traced.draws(self.traced.makers(self.stored))
             for x in op.outputs
         ]
-        # XLA knows no packs: what it compiles reads variables itself. So does a
-        # replica: with packs, replicas on two hosts and in one process came
-        # 2e-3 apart in two epochs of a ResNet, 2e-4 without.
-        alone = not (jit_compile or tf.distribute.has_strategy())
-        self._reads = self.traced.reads() if alone else []
+        # XLA knows no packs: what it compiles reads variables itself.
+        self._reads = [] if jit_compile else self.traced.reads()
         self._packs: dict[Any, list[tf.Tensor]] = {}
         self._pack = FunctionCall(pack)
         self._backward: dict[tuple, Backward] = {}

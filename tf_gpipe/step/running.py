@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe.stage import blocks
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.pipeline import Pipeline
@@ -79,7 +80,9 @@ class RunningStages:
             and not tf.distribute.has_strategy()
         ):
             self._instead = SharedLayers(
-                [node for stage in pipeline.stages for node in stage.nodes],
+                blocks.find(
+                    pipeline.graph, [len(x.nodes) for x in pipeline.stages]
+                ),
                 self._seed,
                 training,
                 pipeline.schedule.splits,

@@ -119,6 +119,19 @@ def _one_thrice():
     return [one, Block(), one, Block(), one]
 
 
+def _small(dropout=0.0, norm=L.LayerNormalization):
+    layers = []
+    for _ in range(8):
+        layers += [L.Dense(_DIM, "tanh"), norm(), L.Dropout(dropout)]
+    layers[4].trainable = False
+    return layers
+
+
+def _residual(x):
+    h = L.BatchNormalization()(L.Dense(_DIM, "gelu")(x))
+    return L.Activation("tanh")(x + 0.5 * h)
+
+
 _SHARED = {
     "plain": lambda: [Block() for _ in range(6)],
     "dropout": lambda: [Block(0.3) for _ in range(5)],
@@ -129,6 +142,9 @@ _SHARED = {
         L.LSTM(_DIM, return_sequences=True) for _ in range(4)
     ],
     "one_thrice": _one_thrice,
+    "small": _small,
+    "small_dropout": lambda: _small(0.3),
+    "small_batch_norm": lambda: _small(norm=L.BatchNormalization),
 }
 _ALONE = {
     "different": lambda: _different(Block),
@@ -181,7 +197,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
 
     @pairwise.product(
-        blocks=("plain", "frozen", "recurrent", "one_thrice"),
+        blocks=("plain", "frozen", "recurrent", "one_thrice", "small"),
         schedule=("gpipe", "1f1b", "zero_bubble"),
         remat=("always", "except_last", "never"),
         num_micro_batches=(1, 4),
@@ -189,7 +205,9 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
     def test_shared(self, blocks, **kwargs):
         self.check(_SHARED[blocks], **kwargs)
 
-    @parameterized.parameters("dropout", "batch_norm")
+    @parameterized.parameters(
+        "dropout", "batch_norm", "small_dropout", "small_batch_norm"
+    )
     def test_state(self, blocks):
         for schedule in ("1f1b", "zero_bubble"):
             self.check(
@@ -198,6 +216,31 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
                 schedule=schedule,
                 remat="always",
             )
+
+    @parameterized.parameters("1f1b", "zero_bubble")
+    def test_several_calls_at_a_time(self, schedule):
+        """Residual blocks of a functional model, which share their calls."""
+        random = np.random.default_rng(0)
+        x = random.normal(size=(8, _DIM)).astype("float32")
+        found = []
+        for kwargs in (None, {"num_micro_batches": 1, "schedule": schedule}):
+            keras.utils.set_random_seed(3)
+            inputs = keras.Input((_DIM,))
+            h = inputs
+            for _ in range(8):
+                h = _residual(h)
+            if kwargs is None:
+                model = keras.Model(inputs, h)
+            else:
+                model = tf_gpipe.PipelinedModel(
+                    inputs, h, balance=[18, 22], **kwargs
+                )
+            _set_weights(model)
+            model.compile(keras.optimizers.SGD(1e-2, 0.9), "mse")
+            model.fit(x, x, batch_size=8, epochs=3, shuffle=False, verbose=0)
+            found.append(model.get_weights())
+        for a, b in zip(*found, strict=True):
+            self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
 
     @pairwise.product(
         blocks=tuple(_ALONE),
@@ -220,7 +263,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
         return sum(len(f.node_def) for f in graph.library.function)
 
     @parameterized.parameters(
-        "plain", "dropout", "batch_norm", "mixed", "frozen"
+        "plain", "dropout", "batch_norm", "mixed", "frozen", "small"
     )
     def test_traced_once(self, blocks):
         """More blocks cost a call each, not a trace each."""
