@@ -76,9 +76,14 @@ def devices_here(num_workers, **kwargs):
 
 class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
     @pytest.mark.slow
-    def test_trace(self):
+    @parameterized.parameters(
+        ("transformer", "sequential"), ("dense", "functional")
+    )
+    def test_trace(self, workload, model):
         found = benchmark_here(
             "trace",
+            f"--workload={workload}",
+            f"--model={model}",
             "--num_stages=2",
             "--num_micro_batches=2",
             "--num_blocks=2",

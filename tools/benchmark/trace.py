@@ -16,13 +16,31 @@ from tools.benchmark import timing
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
 
+_WORKLOADS = {
+    **workloads.WORKLOADS,
+    "dense": workloads.dense,
+    "resnet50": workloads.resnet50,
+}
+
 
 def add_arguments(parser):
+    parser.add_argument("--workload", choices=_WORKLOADS, default="transformer")
+    parser.add_argument(
+        "--model",
+        choices=("sequential", "functional"),
+        default="sequential",
+        help="what the layers are given to",
+    )
     parser.add_argument("--num_stages", type=command_line.positive, default=4)
     parser.add_argument(
         "--num_micro_batches", type=command_line.positive, default=32
     )
-    parser.add_argument("--num_blocks", type=command_line.positive, default=24)
+    parser.add_argument(
+        "--num_blocks",
+        type=command_line.positive,
+        default=24,
+        help="layers, or blocks of them; not of resnet50",
+    )
     parser.add_argument("--batch_size", type=command_line.positive, default=64)
     parser.add_argument("--schedule", choices=schedules.NAMES, default="1f1b")
     parser.add_argument("--remat", choices=REMAT_MODES, default="always")
@@ -48,7 +66,7 @@ def main(args):
     medians = {k: statistics.median(v) for k, v in seconds.items()}
     return Report(
         "Seconds to trace and run the first step: "
-        f"{args.num_blocks} Transformer blocks, "
+        f"{args.workload}, {args.num_blocks} blocks, "
         f"K={args.num_stages}, M={args.num_micro_batches}, {args.schedule}, "
         f"remat {args.remat}",
         [
@@ -63,18 +81,30 @@ def main(args):
 def _first_step(args):
     """Returns the seconds of a model's first step in this process."""
     devices, _ = local_devices.find(args.num_stages)
-    layers = workloads.transformer(args.num_blocks)
+    make = _WORKLOADS[args.workload]
+    layers = make() if args.workload == "resnet50" else make(args.num_blocks)
     x, y = workloads.data(layers, args.batch_size)
-    if args.only == "keras":
-        model = keras.Sequential(layers)
+    pipelined = {
+        "num_stages": args.num_stages,
+        "num_micro_batches": args.num_micro_batches,
+        "schedule": args.schedule,
+        "remat": args.remat,
+        "devices": devices,
+    }
+    if args.model == "functional":
+        outputs = inputs = layers[0]
+        for layer in layers[1:]:
+            outputs = layer(outputs)
+        model = (
+            keras.Model(inputs, outputs)
+            if args.only == "keras"
+            else tf_gpipe.PipelinedModel(inputs, outputs, **pipelined)
+        )
     else:
-        model = tf_gpipe.PipelinedSequential(
-            layers,
-            num_stages=args.num_stages,
-            num_micro_batches=args.num_micro_batches,
-            schedule=args.schedule,
-            remat=args.remat,
-            devices=devices,
+        model = (
+            keras.Sequential(layers)
+            if args.only == "keras"
+            else tf_gpipe.PipelinedSequential(layers, **pipelined)
         )
     model = workloads.compiled(model)
     ends = []

@@ -264,6 +264,23 @@ def convolutional(num_blocks=8, filters=32, size=32):
     ]
 
 
+def dense(num_blocks=400, width=16):
+    """Returns a stack of small equal layers, a list of layers.
+
+    Args:
+        num_blocks: Integer.
+        width: Integer.
+
+    Returns:
+        List of layers from `(B, width)` to `(B, 10)`.
+    """
+    return [
+        keras.Input((width,)),
+        *(L.Dense(width, "relu") for _ in range(num_blocks)),
+        L.Dense(NUM_CLASSES),
+    ]
+
+
 def resnet50(size=64):
     """Returns the model zoo's ResNet-50 for small images, a list of layers.
 
