@@ -184,7 +184,7 @@ def losses_of_kills(run, kinds, kills, numbers):
         lost = {"kind": kind, "kills": count, "seconds": end["steps"] - first}
         if count == 1:
             ends = [first, *(end[x] for x in _PARTS)]
-            for name, a, b in zip(_PARTS, ends, ends[1:], strict=True):
+            for name, a, b in zip(_PARTS, ends[:-1], ends[1:], strict=True):
                 lost[name] = b - a
         series.append(lost)
     return series

@@ -1,12 +1,16 @@
 """A run that died goes on to the bits of one that did not."""
 
+import json
 import os
 import pathlib
 import random
+import subprocess
+import sys
 import tempfile
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -16,6 +20,7 @@ from tf_gpipe.callbacks import Checkpoint
 from tf_gpipe.checkpoints import state
 from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Store
+from tools import child_process
 
 X = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
 EPOCHS = 3
@@ -475,6 +480,39 @@ class DamageTest(TestCase):
         self.damage("part_00000.bin", "bit")
         with self.assertRaisesRegex(ValueError, message):
             self.fit(make(), lambda: {**DATA["arrays"](), **changes})
+
+
+@pytest.mark.slow
+class WorkersTest(TestCase):
+    def run_client(self, what, *before):
+        workdir = self.workdir / what
+        workdir.mkdir()
+        result = subprocess.run(
+            [
+                *(sys.executable, "-m", "tf_gpipe", "workers", "--restart"),
+                *("4" if what == "size" else "2", sys.executable, "-m"),
+                *before,
+                *("tests.tf_gpipe.checkpoint_client", str(workdir), what),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            preexec_fn=child_process.end_with_parent,
+        )
+        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
+        return result.stdout.splitlines()[-1]
+
+    def test_killed_worker(self):
+        """With nothing but a callback, a supervisor and workers' --restart."""
+        supervised = "tf_gpipe", "supervise", sys.executable, "-m"
+        self.assertEqual(
+            self.run_client("whole"), self.run_client("8", *supervised)
+        )
+
+    def test_memory_of_the_client(self):
+        told = json.loads(self.run_client("size"))
+        self.assertGreater(told["of_stage"], 60)
+        self.assertLess(told["more"], 2 * told["of_stage"])
 
 
 def generator():

@@ -128,14 +128,12 @@ def _signal_after(calls):
 
 def _on_full_disk(function, *args, **kwargs):
     """Calls a function that cannot write files of more than 10 kB."""
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
         return function(*args, **kwargs)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def _with_damaged_image(data):

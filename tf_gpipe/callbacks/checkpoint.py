@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import upstream
@@ -15,7 +14,6 @@ from tf_gpipe.callbacks import arguments
 from tf_gpipe.callbacks import monitors
 from tf_gpipe.checkpoints import data
 from tf_gpipe.checkpoints import state
-from tf_gpipe.checkpoints.store import Array
 from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Saved
@@ -160,6 +158,9 @@ class Checkpoint(keras.callbacks.Callback):
         epochs, first = run.epochs, run.initial_epoch
         steps, content = self.params["steps"], saved.content
         position = _position(saved)
+        if position.steps and position.steps == content["steps_per_epoch"]:
+            # It was stopped after the last step.
+            position = Position(position.epochs + 1)
         if position.epochs < first:
             raise CheckpointError(
                 f"The checkpoint {saved.path} has {position}, and `fit` is to "
@@ -183,16 +184,16 @@ class Checkpoint(keras.callbacks.Callback):
                 f"steps_per_execution={epochs.steps_per_execution}."
             )
         _restore(self.model, saved, state.MODEL)
-        if steps and position.steps >= steps:
-            # It was stopped after the last step.
-            position = Position(position.epochs + 1)
         self._total = self._total_saved = content["total"]
         start = position.epochs
         tell(f"Going on from {saved.path}: {position} are done.")
         if content["ended"]:
             tell("A callback has ended this run: it is not trained further.")
             start = self.params["epochs"]
+        self._passed = position.steps
         upstream.start_at_epoch(self.model, start)
+        if start >= self.params["epochs"]:
+            return
         data.pass_epochs(epochs, position.epochs - first)
         if position.steps:
             data.pass_steps(epochs, position.steps, self._last_step)
@@ -219,18 +220,9 @@ class Checkpoint(keras.callbacks.Callback):
         upstream.start_at_epoch(self.model, None)
 
     def _go_on(self, saved: Saved) -> None:
-        by_kind = [x.kind for x in saved.arrays]
-        monitors.restore(
-            self._monitors,
-            saved.content["monitors"],
-            lambda i: [
-                saved.value(k)
-                for k, kind in enumerate(by_kind)
-                if kind == _weights_of_monitor(i)
-            ],
-        )
+        monitors.restore(self._monitors, saved)
         data.set_random_states(saved.content["random"])
-        self._steps = _position(saved).steps
+        self._steps = self._passed
         if not self._steps:
             self._resumed = None
 
@@ -245,6 +237,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._loss = (logs or {}).get("loss", 0.0)
         if self.model.stop_training:
             self._stopped = True
+            if self._steps == self.params["steps"]:
+                self._random = data.random_states()
             # There may be a long validation before the epoch ends.
             self._save(Position(self._epoch, self._steps))
 
@@ -307,13 +301,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._time_saved = time.monotonic()
         if not self._writes:
             return
-        parts.append(
-            [
-                (_describe(i, k, x), x)
-                for i, monitor in enumerate(self._monitors)
-                for k, x in enumerate(monitors.weights(monitor))
-            ]
-        )
+        parts.append(monitors.arrays(self._monitors))
         content = {
             "position": list(position),
             "ended": bool(ended),
@@ -343,12 +331,3 @@ def _restore(model: Any, saved: Saved, kinds: tuple[str, ...]) -> None:
         model._build_optimizer()
     state.restore(model, saved, kinds)
     worker_lost.note_checkpoint(model, saved.path)
-
-
-def _weights_of_monitor(i: int) -> str:
-    return f"best weights of callback {i}"
-
-
-def _describe(i: int, k: int, x: np.ndarray) -> Array:
-    kind = _weights_of_monitor(i)
-    return Array(kind, k, str(k), x.shape, tf.as_dtype(x.dtype).name)

@@ -4,12 +4,15 @@ Those are `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`.
 """
 
 import collections
-from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
+
+from tf_gpipe.checkpoints.store import Array
+from tf_gpipe.checkpoints.store import Saved
 
 # What changes while they watch. All else is how the user has made them.
 _NUMBERS = (
@@ -35,21 +38,24 @@ def states(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict]:
                 for name in _NUMBERS
                 if hasattr(x, name)
             },
-            "weights": len(weights(x)),
         }
         for x in callbacks
     ]
 
 
-def weights(callback: keras.callbacks.Callback) -> list[np.ndarray]:
-    """Returns the best weights that a callback has kept."""
-    return getattr(callback, _WEIGHTS, None) or []
+def arrays(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> list[tuple[Array, np.ndarray]]:
+    """Returns the best weights that callbacks have kept."""
+    return [
+        (Array(_kind(i), k, str(k), x.shape, tf.as_dtype(x.dtype).name), x)
+        for i, callback in enumerate(callbacks)
+        for k, x in enumerate(getattr(callback, _WEIGHTS, None) or [])
+    ]
 
 
 def restore(
-    callbacks: Sequence[keras.callbacks.Callback],
-    saved: Sequence[dict],
-    weights_of: Callable[[int], list[np.ndarray]],
+    callbacks: Sequence[keras.callbacks.Callback], saved: Saved
 ) -> None:
     """Has callbacks remember what others of their classes did.
 
@@ -57,21 +63,29 @@ def restore(
 
     Args:
         callbacks: List of callbacks.
-        saved: What `states` returned.
-        weights_of: Function of a place in that list that returns the weights
-            which that callback had kept.
+        saved: A checkpoint with what `states` and `arrays` returned.
     """
+    states = saved.content["monitors"]
     waiting = collections.defaultdict(list)
-    for i, state in enumerate(saved):
+    for i, state in enumerate(states):
         waiting[state["class"]].append(i)
     for callback in callbacks:
         if not waiting[type(callback).__name__]:
             continue
         i = waiting[type(callback).__name__].pop(0)
-        for name, value in saved[i]["numbers"].items():
+        for name, value in states[i]["numbers"].items():
             setattr(callback, name, value)
-        if saved[i]["weights"]:
-            setattr(callback, _WEIGHTS, weights_of(i))
+        weights = [
+            saved.value(k)
+            for k, array in enumerate(saved.arrays)
+            if array.kind == _kind(i)
+        ]
+        if weights:
+            setattr(callback, _WEIGHTS, weights)
+
+
+def _kind(i: int) -> str:
+    return f"best weights of callback {i}"
 
 
 def _number(value: Any) -> Any:
