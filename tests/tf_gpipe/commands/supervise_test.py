@@ -1,15 +1,18 @@
 """A program that dies starts again, and a worker at the address it had."""
 
-import os
+import contextlib
+import io
 import pathlib
 import signal
 import subprocess
 import sys
 import tempfile
 
+import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tf_gpipe.commands import supervise
 from tools import child_process
 
 # Ends each time in the next way that is given, and tells how often it ran.
@@ -47,40 +50,42 @@ print("there", flush=True)
 """
 
 
-def supervise(*args, **kwargs):
+def started(*args):
     return subprocess.Popen(
         [sys.executable, "-m", "tf_gpipe", "supervise", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=child_process.end_with_parent,
-        **kwargs,
     )
 
 
 class SuperviseTest(parameterized.TestCase):
     @parameterized.parameters(
-        # How it ends, how often it may start again, its end, how often it ran.
-        ("SIGKILL,1,0", 5, 0, 3),
-        ("75,75,75,75", 2, 75, 3),
-        ("SIGSEGV,2", 5, 2, 2),
-        ("SIGTERM,0", 5, 128 + signal.SIGTERM, 1),
-        ("0", 5, 0, 1),
+        # How it ends, how often it may start again, whether after an error;
+        # its end, how often it ran.
+        ("SIGKILL,1,0", 5, True, 0, 3),
+        ("SIGKILL,1,0", 5, False, 1, 2),
+        ("75,75,75,75", 2, False, 75, 3),
+        ("SIGSEGV,2", 5, True, 2, 2),
+        ("SIGTERM,0", 5, True, 128 + signal.SIGTERM, 1),
+        ("0", 5, True, 0, 1),
+        ("1,0", 0, True, 1, 1),
     )
-    def test_restarts(self, ends, restarts, status, times):
-        with tempfile.TemporaryDirectory() as directory:
+    def test_restarts(self, ends, restarts, errors, status, times):
+        printed = io.StringIO()
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            contextlib.redirect_stderr(printed),
+        ):
             path = pathlib.Path(directory) / "runs"
-            process = supervise(
-                f"--restarts={restarts}",
-                *(sys.executable, "-c", PROGRAM, str(path), ends),
-            )
-            _, errors = process.communicate()
-            self.assertEqual(process.returncode, status, errors)
+            command = [sys.executable, "-c", PROGRAM, str(path), ends]
+            self.assertEqual(supervise.run(command, restarts, errors), status)
             self.assertLen(path.read_text(), times)
-        self.assertEqual(errors.count("It starts again"), times - 1)
+        self.assertEqual(printed.getvalue().count("It starts again"), times - 1)
 
     def test_stopped(self):
-        process = supervise(
+        process = started(
             *(sys.executable, "-c"),
             "import signal\nprint('ready', flush=True)\nsignal.pause()",
         )
@@ -91,7 +96,7 @@ class SuperviseTest(parameterized.TestCase):
         self.assertNotIn("again", errors)
 
     def test_the_program_ends_with_it(self):
-        process = supervise(
+        process = started(
             *(sys.executable, "-c"),
             "import signal\nprint('ready', flush=True)\nsignal.pause()",
         )
@@ -102,17 +107,17 @@ class SuperviseTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ((), "a command to run is needed"),
-        (("--restarts=0", "true"), "--restarts"),
         (("/nonsuch",), "cannot run /nonsuch"),
     )
     def test_wrong_arguments(self, args, message):
-        process = supervise(*args)
+        process = started(*args)
         _, errors = process.communicate()
         self.assertEqual(process.returncode, 2)
         self.assertIn(message, errors)
         self.assertNotIn("Traceback", errors)
 
 
+@pytest.mark.slow
 class WorkersTest(absltest.TestCase):
     def test_restart(self):
         result = subprocess.run(
@@ -123,7 +128,6 @@ class WorkersTest(absltest.TestCase):
             stdout=subprocess.PIPE,
             text=True,
             timeout=300,
-            env={**os.environ},
         )
         self.assertEqual((result.returncode, result.stdout), (0, "there\n"))
 
