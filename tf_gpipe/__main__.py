@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "plan": "shows what each stage will need, before it is allocated",
+    "supervise": "runs a program, and starts it again when it dies",
     "timeline": "shows when each device runs what, and what it waits for",
     "verify": "compares a pipeline with the plain Keras model",
     "worker": "runs stages for a program on another host",
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if name in ("-h", "--help"):
         print(__doc__)
         for command, what in COMMANDS.items():
-            print(f"  {command:10}{what}")
+            print(f"  {command:11}{what}")
         print("\npython -m tf_gpipe COMMAND --help lists the flags of one.")
         return 0
     if name not in COMMANDS:

@@ -19,11 +19,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.callbacks import monitor_callback
 from keras.src.legacy.saving import saving_utils
 from keras.src.losses import loss as keras_loss
 from keras.src.models import functional
 from keras.src.random import seed_generator
 from keras.src.saving import object_registration
+from keras.src.trainers import data_adapters
 from keras.src.utils import tracking
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import device_lib
@@ -493,6 +495,131 @@ def track(model: keras.Model, kind: str, x: Any) -> None:
 def untracked() -> contextlib.AbstractContextManager:
     """Returns a scope in which attributes that are set are not tracked."""
     return tracking.DotNotTrackScope()
+
+
+# === Data ===
+
+# The adapters of what `fit` takes, of which a place can be found again.
+ARRAYS, TF_DATA, PY_DATASET = "arrays", "tf.data", "PyDataset"
+_ADAPTERS = {
+    data_adapters.ArrayDataAdapter: ARRAYS,
+    data_adapters.TFDatasetAdapter: TF_DATA,
+    data_adapters.PyDatasetAdapter: PY_DATASET,
+}
+
+
+def kind_of_data(epochs: Any) -> str | None:
+    """Returns what `fit` has been given, of the three kinds, or `None`.
+
+    Args:
+        epochs: Keras's iterator over epochs, that it gives to
+            `_maybe_symbolic_build`.
+    """
+    return _ADAPTERS.get(type(epochs.data_adapter))
+
+
+def shuffles_arrays(epochs: Any) -> bool:
+    """Returns whether arrays are shuffled, by TensorFlow's global seed."""
+    return bool(epochs.data_adapter._shuffle)
+
+
+def dataset_of(epochs: Any) -> Any:
+    """Returns the `tf.data.Dataset` that `fit` has been given."""
+    return epochs.data_adapter._dataset
+
+
+def global_seed() -> int | None:
+    """Returns what `tf.random.set_seed` has been called with."""
+    return context.global_seed()
+
+
+def datasets_within(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns a dataset, and then all that it is made of."""
+    within = (y for x in dataset._inputs() for y in datasets_within(x))
+    return [dataset, *within]
+
+
+def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
+    """Returns the seeds of what a dataset draws, `(0, 0)` for none.
+
+    Of itself, not of those that it is made of.
+    """
+    found = []
+    if hasattr(dataset, "_seed") and hasattr(dataset, "_seed2"):
+        found.append((int(dataset._seed), int(dataset._seed2)))
+    for function in dataset._functions():
+        definition = function.function.graph.as_graph_def()
+        for nodes in (
+            definition.node,
+            *(f.node_def for f in definition.library.function),
+        ):
+            constants = {
+                x.name: x.attr["value"].tensor for x in nodes if x.op == "Const"
+            }
+            found += [
+                seeds
+                for x in nodes
+                if (seeds := _seeds_of_node(x, constants)) is not None
+            ]
+    return found
+
+
+def _seeds_of_node(node: Any, constants: dict) -> tuple[int, int] | None:
+    if "seed" in node.attr and "seed2" in node.attr:
+        return node.attr["seed"].i, node.attr["seed2"].i
+    if node.op not in _SEEDS_AS_INPUTS:
+        return None
+    first = _SEEDS_AS_INPUTS[node.op]
+    names = [x.partition(":")[0] for x in node.input[first : first + 2]]
+    if not all(name in constants for name in names):
+        return None
+    one, two = (int(tf.make_ndarray(constants[name])) for name in names)
+    return one, two
+
+
+# Operations that make datasets, and which inputs the seeds are from.
+_SEEDS_AS_INPUTS = {
+    "ShuffleDataset": 2,
+    "ShuffleDatasetV3": 2,
+    "ShuffleAndRepeatDataset": 2,
+    "ShuffleAndRepeatDatasetV2": 2,
+    "RandomDataset": 0,
+    "RandomDatasetV2": 0,
+}
+
+
+def pass_by(epochs: Any, first: Callable[[Any], Iterator]) -> None:
+    """Has the next epoch of an iterator go through what a function yields.
+
+    Args:
+        epochs: As of `kind_of_data`.
+        first: Function of what Keras would go through, an iterator of tuples
+            of the first step of an execution, the last one, and an iterator of
+            batches. It returns such an iterator.
+    """
+    original = epochs._enumerate_iterator
+
+    def enumerate_once() -> Iterator:
+        del epochs._enumerate_iterator
+        return first(original())
+
+    epochs._enumerate_iterator = enumerate_once
+
+
+def monitors(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """Returns those of the callbacks given to `fit` that watch a metric."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    return [
+        x
+        for x in keras.tree.flatten(callbacks)
+        if isinstance(x, monitor_callback.MonitorCallback)
+    ]
+
+
+def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Has `fit` start at an epoch, when a callback says so as it begins."""
+    model._initial_epoch = epoch
 
 
 # === Losses ===

@@ -2,12 +2,14 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 
 from absl import app
 from absl import flags
 from absl import logging
 
+from tf_gpipe.commands import supervise
 from trainers.interruption import Stopped
 
 # absl's functions by the type of a flag's value.
@@ -33,6 +35,10 @@ class UserError(Exception):
 
     def __init__(self, error):
         super().__init__(" ".join(str(error).split()))
+
+
+class Unavailable(UserError):
+    """A worker is gone: the same program may well succeed later."""
 
 
 def setting(default, help, *, kind=None, parse=lambda value: value, **checks):
@@ -119,8 +125,9 @@ def run(main, takes_arguments=False, **defaults):
 
     A bad flag and a `UserError` end the program with one line on standard
     error and exit status 1, a signal that has stopped a training run with 128
-    and its number. Other exceptions keep their traceback: they are not the
-    user's mistakes.
+    and its number. With --restarts it runs as a process of this one, which
+    starts it again when it dies. Other exceptions keep their traceback: they
+    are not the user's mistakes.
 
     Args:
         main: Function without arguments, or of the list of arguments that
@@ -135,9 +142,16 @@ def run(main, takes_arguments=False, **defaults):
     def guarded_main(argv):
         if len(argv) > 1 and not takes_arguments:
             sys.exit(f"Error: unexpected arguments: {' '.join(argv[1:])}")
+        if flags.FLAGS["restarts"].value and not _is_supervised():
+            command = [sys.executable, *sys.orig_argv[1:]]
+            restarts = flags.FLAGS["restarts"].value
+            sys.exit(supervise.run(command, restarts, errors=False))
         try:
             main(argv[1:]) if takes_arguments else main()
         except UserError as error:
+            if isinstance(error, Unavailable) and _is_supervised():
+                print(f"Error: {error}", file=sys.stderr)
+                sys.exit(supervise.TEMPORARY)
             sys.exit(f"Error: {error}")
         except Stopped as stopped:
             print(stopped)
@@ -145,6 +159,10 @@ def run(main, takes_arguments=False, **defaults):
             sys.exit(128 + stopped.number)
 
     app.run(guarded_main, flags_parser=_parse)
+
+
+def _is_supervised():
+    return supervise.SUPERVISED in os.environ
 
 
 def _parse(argv):

@@ -14,6 +14,9 @@ from tf_gpipe.devices import placement
 from trainers.command_line import UserError
 from trainers.command_line import setting
 
+# For which a worker may be away when a run starts again.
+_AWAY_SECONDS = 120.0
+
 
 @dataclasses.dataclass(frozen=True)
 class HardwareConfig:
@@ -45,6 +48,13 @@ class HardwareConfig:
         "Seconds for which a worker may be silent before it is taken for "
         "dead. 0: as long as it likes.",
         lower_bound=0.0,
+    )
+    restarts: int = setting(
+        0,
+        "How often to start again, and go on from the newest checkpoint, after "
+        "a worker is lost or the trainer is killed. It then waits two minutes "
+        "for workers that are missing.",
+        lower_bound=0,
     )
     tpu: str | None = setting(
         None,
@@ -114,7 +124,10 @@ def start(num_stages, config):
         if config.workers:
             devices = tf_gpipe.connect(
                 config.workers,
-                timeout=config.worker_timeout,
+                timeout=max(
+                    config.worker_timeout,
+                    _AWAY_SECONDS if config.restarts else 0.0,
+                ),
                 heartbeat=config.worker_heartbeat or None,
             )
         else:

@@ -13,9 +13,9 @@ does so for another dataset of TFDS, with four stages, and keeps in the
 working directory:
 
     flags.txt     the flags, to repeat the run with --flagfile
-    checkpoints/  weights and optimizer state after the last whole epoch, or
-                  where Ctrl-C has stopped the run; the same command goes on
-                  from there
+    checkpoints/  the newest two, from which the same command goes on:
+                  of each epoch, each --checkpoint_every_steps, and
+                  where Ctrl-C has stopped the run
     losses.csv    the loss of every step
     logs/         for TensorBoard
 

@@ -12,13 +12,15 @@ import tensorflow as tf
 from absl import flags
 
 import model_zoo
+from tf_gpipe.callbacks import Checkpoint
+from tf_gpipe.checkpoints.store import CheckpointError
+from tf_gpipe.checkpoints.store import Position
+from tf_gpipe.checkpoints.store import Store
 from tf_gpipe.commands import models
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import REMAT_MODES
 from trainers import devices
-from trainers.checkpoints import Checkpoints
-from trainers.checkpoints import Position
-from trainers.checkpoints import newest
+from trainers.command_line import Unavailable
 from trainers.command_line import UserError
 from trainers.command_line import define_flags
 from trainers.command_line import setting
@@ -29,7 +31,6 @@ from trainers.loss_log import LossLog
 from trainers.weight_averages import SwapAverages
 from trainers.weight_averages import averaged
 from trainers.weight_averages import has_averages
-from trainers.weight_averages import inner_optimizer
 
 # In the working directory.
 _CHECKPOINTS = "checkpoints"
@@ -97,6 +98,12 @@ class JobConfig(PipelineConfig, HardwareConfig):
     seed: int = setting(0, "Seed of all randomness.", lower_bound=0)
     workdir: str | pathlib.Path | None = setting(
         None, "Directory to keep results in and to resume from.", kind=str
+    )
+    checkpoint_every_steps: int = setting(
+        0,
+        "Steps between two checkpoints within an epoch; 0 for none but at its "
+        "end.",
+        lower_bound=0,
     )
     verbose: int = setting(
         1,
@@ -167,7 +174,7 @@ class Job:
     def __init__(self, config):
         self.config = config
         self.workdir = config.workdir and pathlib.Path(config.workdir)
-        self._checkpoints = None
+        self._checkpoint = None
         self._position = Position()
         with self._told_in_one_line():
             try:
@@ -215,20 +222,21 @@ class Job:
         return model
 
     def _restore(self, model):
+        directory = self.workdir / _CHECKPOINTS
         try:
-            self._checkpoints = Checkpoints(
-                self.workdir / _CHECKPOINTS, self.hardware.is_chief
-            )
+            directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"Cannot write to --workdir: {error}") from error
-        self._position = self._checkpoints.position()
+        self._checkpoint = Checkpoint(
+            directory, every_steps=self.config.checkpoint_every_steps or None
+        )
+        self._position = self._checkpoint.restore(model)
         if not all(map(self.hardware.agree, self._position)):
             raise UserError(
                 "All hosts must resume from the same checkpoint: --workdir "
                 "must be a directory that they share. Received: "
                 f"workdir={self.workdir}"
             )
-        self._checkpoints.restore(model)
 
     def fit(
         self,
@@ -258,10 +266,9 @@ class Job:
                 full, or the loss is not a number.
         """
         config = self.config
-        first, skipped = self._position
+        first, steps = self._position
         # A run may have been stopped after the last step of an epoch.
-        first += skipped // steps_per_epoch
-        skipped %= steps_per_epoch
+        first += steps // steps_per_epoch
         if self.hardware.is_chief:
             model.summary()
             print(_what_runs_where(model, config, batch))
@@ -278,16 +285,16 @@ class Job:
             _NotANumber(self._newest),
             *([SwapAverages()] if has_averages(model) else []),
             stop,
-            *self._records(steps_per_epoch, Position(first, skipped)),
+            *self._records(steps_per_epoch),
         ]
-
-        def fit(first, last, skipped=0, callbacks=callbacks):
-            batches = make_batches(first, last)
+        with self._told_in_one_line(), stop:
+            if self.workdir and config.flags and self.hardware.is_chief:
+                (self.workdir / "flags.txt").write_text(config.flags)
             model.fit(
-                batches.skip(skipped) if skipped else batches,
+                make_batches(first, config.num_epochs),
                 initial_epoch=first,
-                epochs=last,
-                steps_per_epoch=steps_per_epoch - skipped,
+                epochs=config.num_epochs,
+                steps_per_epoch=steps_per_epoch,
                 callbacks=callbacks,
                 verbose=config.verbose if self.hardware.is_chief else 0,
                 # Keras warns otherwise that it does not shuffle a dataset.
@@ -297,16 +304,6 @@ class Job:
                 else None,
                 validation_freq=config.validate_every or 1,
             )
-
-        with self._told_in_one_line(), stop:
-            if self.workdir and config.flags and self.hardware.is_chief:
-                (self.workdir / "flags.txt").write_text(config.flags)
-            if skipped:
-                with _weights_are_kept(model) as callback:
-                    fit(first, first + 1, skipped, [*callbacks, callback])
-                first += 1
-            if first < config.num_epochs and not stop.signal:
-                fit(first, config.num_epochs)
         if stop.signal:
             kept = "Without --workdir nothing is kept."
             if self.workdir:
@@ -322,22 +319,22 @@ class Job:
             with averaged(model):
                 return model.evaluate(batches, verbose=0, return_dict=True)
 
-    def _records(self, steps_per_epoch, position):
+    def _records(self, steps_per_epoch):
         if not self.workdir:
             return []
         records = []
         if self.hardware.is_chief:
             records = [
-                LossLog(self.workdir / "losses.csv", steps_per_epoch, position),
+                LossLog(self.workdir / "losses.csv", steps_per_epoch),
                 keras.callbacks.TensorBoard(
                     self.workdir / "logs", write_graph=False
                 ),
             ]
         # Last, so that what it saves is also in the other files.
-        return [*records, self._checkpoints]
+        return [*records, self._checkpoint]
 
     def _newest(self):
-        found = self.workdir and newest(self.workdir / _CHECKPOINTS)
+        found = self.workdir and Store(self.workdir / _CHECKPOINTS).newest()
         return found or "none: there is no --workdir, or no epoch is done"
 
     @contextlib.contextmanager
@@ -346,7 +343,7 @@ class Job:
         try:
             yield
         except tf.errors.UnavailableError as error:
-            raise UserError(
+            raise Unavailable(
                 f"{error.message} The newest checkpoint is {self._newest()}."
             ) from error
         except tf.errors.ResourceExhaustedError as error:
@@ -364,6 +361,8 @@ class Job:
                     f"data sets and prepare it again: {e.message}"
                 ) from e
             raise
+        except CheckpointError as error:
+            raise UserError(error) from error
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -371,21 +370,6 @@ class Job:
                 f"Cannot write to {self.workdir}: {error}. The newest "
                 f"checkpoint is {self._newest()}."
             ) from error
-
-
-@contextlib.contextmanager
-def _weights_are_kept(model):
-    """Gives a callback that keeps `fit` from setting weights to averages.
-
-    Keras does that at the end of each `fit`, of which there are two in a run
-    that is resumed within an epoch.
-    """
-    optimizer = inner_optimizer(model)
-    use_ema = optimizer.use_ema
-    yield keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: setattr(optimizer, "use_ema", False)
-    )
-    optimizer.use_ema = use_ema
 
 
 class _NotANumber(keras.callbacks.Callback):

@@ -4,48 +4,56 @@ import pathlib
 
 import keras
 
-from trainers.checkpoints import Position
-
 
 class LossLog(keras.callbacks.Callback):
     """Writes a line `step,loss` for each step, counted from 0 over all epochs.
 
-    Lines are written as their epoch ends. A resumed run goes on after the
-    steps of the epochs before it, and drops later lines.
+    A line is written as its step ends. A run that goes on from a checkpoint
+    drops the lines of steps that it takes again.
 
     Args:
         path: Path of the file.
         steps_per_epoch: Positive integer. Where batches differ in rows, as
             those of equally many tokens do, losses are approximate.
-        position: `Position` that training resumes from. Defaults to the start.
     """
 
-    def __init__(self, path, steps_per_epoch, position=Position()):  # noqa: B008
+    def __init__(self, path, steps_per_epoch):
         super().__init__()
         self.path = pathlib.Path(path)
         self.steps_per_epoch = steps_per_epoch
-        self.position = position
+        self._file = None
 
     def on_epoch_begin(self, epoch, logs=None):
+        self._first = epoch * self.steps_per_epoch
         self._total = 0.0
-        self._losses = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._file is None:
+            self._file = self._opened(self._first + batch)
+            if batch:
+                mean = self.model.get_metrics_result()["loss"]
+                self._total = batch * float(mean)
 
     def on_train_batch_end(self, batch, logs=None):
         # Keras reports the mean over the epoch so far.
         total = (batch + 1) * logs["loss"]
-        self._losses.append(total - self._total)
+        self._file.write(f"{self._first + batch},{total - self._total:.6f}\n")
+        # A process may be killed at any time.
+        self._file.flush()
         self._total = total
 
-    def on_epoch_end(self, epoch, logs=None):
-        first = epoch * self.steps_per_epoch
-        if epoch == self.position.epochs:
-            first += self.position.steps
+    def on_train_end(self, logs=None):
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _opened(self, step):
+        """Returns the file, with the lines before a step in it."""
         lines = ["step,loss\n"]
-        if first and self.path.exists():
+        if step and self.path.exists():
             with self.path.open() as file:
-                lines = file.readlines()[: first + 1]
-        for step, loss in enumerate(self._losses, start=first):
-            lines.append(f"{step},{loss:.6f}\n")
+                lines = file.readlines()[: step + 1]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(lines))
         partial.replace(self.path)
+        return self.path.open("a")

@@ -2,7 +2,10 @@
 
 import pathlib
 
-from trainers.checkpoints import newest
+import keras
+
+from tf_gpipe.checkpoints import state
+from tf_gpipe.checkpoints import store
 from trainers.command_line import UserError
 
 
@@ -15,8 +18,8 @@ def load_all_but_head(model, path):
 
     Args:
         model: A built `keras.Model`.
-        path: Path of a `.weights.h5` file, or of the working directory of a
-            training run, whose newest checkpoint is taken.
+        path: Path of a checkpoint, of a `.weights.h5` file, or of the working
+            directory of a training run, whose newest checkpoint is taken.
 
     Raises:
         UserError: If there is no such checkpoint, or it is not one of such a
@@ -24,19 +27,52 @@ def load_all_but_head(model, path):
     """
     path = pathlib.Path(path)
     found = path
-    if path.is_dir():
-        found = newest(path / "checkpoints") or newest(path)
-    if found is None or not found.is_file():
+    if path.is_dir() and not (path / store.INDEX).is_file():
+        found = (
+            store.Store(path / "checkpoints").newest()
+            or store.Store(path).newest()
+        )
+    if found is None or not found.exists():
         raise UserError(
             "--init_from must be a checkpoint, or the --workdir of a run that "
             f"has one. Received: {path}"
         )
     head = [layer for layer in model.layers if layer.weights][-1]
     try:
-        model.load_weights(found, objects_to_skip=[head])
+        if found.is_dir():
+            _load(model, head, store.read(found))
+        else:
+            model.load_weights(found, objects_to_skip=[head])
     except (KeyError, OSError, ValueError) as error:
         raise UserError(
             f"The checkpoint {found} is damaged or not one of a model whose "
             "layers but the last one are those of this one. Use the model and "
             "the --model_args that it was made with."
         ) from error
+
+
+def _load(model, head, saved):
+    """Gives weights the values of those at the same place, but for some."""
+    kept = {id(v) for v in head.variables}
+    variables = state.variables_of(model)[state.WEIGHTS]
+    values = {
+        array.number: (i, array)
+        for i, array in enumerate(saved.arrays)
+        if array.kind == state.WEIGHTS
+    }
+    if len(values) != len(variables):
+        raise ValueError(f"{len(values)} variables, not {len(variables)}")
+    pairs = []
+    for number, v in enumerate(variables):
+        i, array = values[number]
+        if id(v) in kept or _is_seed(v):
+            continue
+        if array.shape != tuple(v.shape):
+            raise ValueError(f"{array.name} has shape {array.shape}")
+        pairs.append((i, v))
+    for i, v in pairs:
+        v.assign(saved.value(i))
+
+
+def _is_seed(variable):
+    return keras.backend.standardize_dtype(variable.dtype) == "uint32"

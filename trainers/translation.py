@@ -23,9 +23,9 @@ given from the run in the working directory, which has:
     flags.txt         the flags, to repeat the run with --flagfile
     model.json        hyper-parameters, target languages
     vocabulary.model  a copy of the vocabulary
-    checkpoints/      weights and optimizer state after the last whole epoch,
-                      or where Ctrl-C has stopped the run; the same command
-                      goes on from there
+    checkpoints/      the newest two, from which the same command goes on:
+                      of each epoch, each --checkpoint_every_steps, and
+                      where Ctrl-C has stopped the run
     losses.csv        the loss of every step
     logs/             for TensorBoard
     scores.json       the scores of the last evaluation

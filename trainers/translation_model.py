@@ -5,7 +5,7 @@ import json
 import pathlib
 from typing import Any
 
-from trainers.checkpoints import newest
+from tf_gpipe.checkpoints.store import Store
 from trainers.command_line import UserError
 from trainers.sentence_pairs import Direction
 from trainers.vocabulary import Vocabulary
@@ -46,7 +46,7 @@ class TranslationModel:
             UserError: If the directory has a checkpoint of another model.
         """
         workdir = pathlib.Path(workdir)
-        if newest(workdir / "checkpoints"):
+        if Store(workdir / "checkpoints").newest():
             self._check(self.load(workdir), workdir)
             return
         content = json.dumps(
@@ -77,7 +77,7 @@ class TranslationModel:
                 it.
         """
         workdir = pathlib.Path(workdir)
-        if not newest(workdir / "checkpoints"):
+        if not Store(workdir / "checkpoints").newest():
             raise UserError(
                 f"There is no trained model in {workdir}. Train one with: "
                 f"python -m trainers.translation --workdir={workdir}"

@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(tf_gpipe.__file__).parent
 FLOORS = (
     ("__init__", "__main__", "commands", "worker"),
     ("verification", "callbacks"),
-    ("models", "planning"),
+    ("models", "planning", "checkpoints"),
     ("step", "partition"),
     ("stage",),
     ("devices",),

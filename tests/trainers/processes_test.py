@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 
-import h5py
-import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from tests.tf_gpipe.devices.cluster_test import unused_address
+from tf_gpipe.checkpoints import state as state_of
+from tf_gpipe.checkpoints import store
 from tf_gpipe.commands import workers
 from tools import child_process
 
@@ -53,16 +53,12 @@ def wait_for_step(process, count):
 
 def state(workdir):
     """Returns all that is in the last checkpoint, by name."""
-    found = {}
-
-    def visit(name, item):
-        if isinstance(item, h5py.Dataset):
-            found[name] = np.asarray(item)
-
-    (path,) = (workdir / "checkpoints").glob("epoch_00002.weights.h5")
-    with h5py.File(path) as file:
-        file.visititems(visit)
-    return found
+    saved = store.read(workdir / "checkpoints" / "epoch_00002")
+    return {
+        f"{array.kind} {array.number}": saved.value(i)
+        for i, array in enumerate(saved.arrays)
+        if array.kind in state_of.MODEL
+    }
 
 
 @pytest.mark.slow
@@ -104,7 +100,7 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(process.returncode, 128 + signal.SIGINT, errors)
         self.assertNotIn("Traceback", errors)
         (path,) = (parts / "checkpoints").iterdir()
-        self.assertRegex(path.name, r"^epoch_00000_step_\d{6}.weights.h5$")
+        self.assertRegex(path.name, r"^epoch_00000_step_\d{6}$")
         self.assertIn(f"newest checkpoint is {path}", output)
         self.finish(trainer(parts))
         self.assert_same_state(state(whole), state(parts), rtol=0, atol=0)
@@ -123,9 +119,7 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             (message,) = re.findall(r"^Error: .*", errors, re.MULTILINE)
             self.assertIn("Stage 1 has failed", message)
             self.assertIn(processes[1].address, message)
-            self.assertIn(
-                f"{workdir}/checkpoints/epoch_00001.weights.h5", message
-            )
+            self.assertIn(f"{workdir}/checkpoints/epoch_00001", message)
             self.assertNotIn("Traceback", errors)
             # It is missing as well when training starts again.
             process = trainer(workdir, *flags, "--worker_timeout=1")

@@ -4,7 +4,8 @@
 
 starts two workers (`python -m tf_gpipe worker`) on loopback, runs the command
 with one more argument, `--workers=127.0.0.1:PORT,127.0.0.1:PORT`, and ends the
-workers when it has ended. The exit status is the command's.
+workers when it has ended. The exit status is the command's. With --restart, a
+worker that dies is started again, at the same address.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -26,6 +28,18 @@ from tf_gpipe.commands import flags
 # Of Linux, <linux/prctl.h>.
 _SET_PARENT_DEATH_SIGNAL = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+# Between two looks at whether a worker is there.
+_LOOK_SECONDS = 0.1
+
+
+def end_with_parent() -> None:
+    """Has the system end this process with the thread that has started it.
+
+    By SIGKILL, also if it is stopped. On systems other than Linux it does
+    nothing.
+    """
+    if _libc is not None:
+        _libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 class Worker:
@@ -48,18 +62,24 @@ class Worker:
         port: int = 0,
         environment: Mapping[str, str] | None = None,
     ):
+        self._core = core
+        self._environment = {**os.environ, **(environment or {})}
+        self.address = self.device = ""
+        self.process = self._start(port)
+
+    def _start(self, port: int) -> subprocess.Popen:
         # The system would end it with the thread that has started it.
         main = threading.current_thread() is threading.main_thread()
 
         def prepare() -> None:
-            if main and _libc is not None:
+            if main:
                 # Also if it is stopped, and cannot see its input end.
-                _libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-            if core is not None:
+                end_with_parent()
+            if self._core is not None:
                 # Before TensorFlow starts its threads, which inherit it.
-                os.sched_setaffinity(0, {core})
+                os.sched_setaffinity(0, {self._core})
 
-        self.process = subprocess.Popen(
+        return subprocess.Popen(
             [
                 *(sys.executable, "-m", "tf_gpipe", "worker"),
                 *(f"--port={port}", "--with_stdin"),
@@ -68,10 +88,15 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(environment or {})},
+            env=self._environment,
             preexec_fn=prepare,
         )
-        self.address = self.device = ""
+
+    def restart_if_dead(self) -> None:
+        """Starts it again at its address, if it has ended."""
+        if self.process.poll() is not None:
+            self.kill()
+            self.process = self._start(int(self.address.rpartition(":")[2]))
 
     def wait_until_ready(self) -> None:
         """Waits until it accepts connections, and learns its address."""
@@ -136,7 +161,11 @@ def connected(num_workers: int, **kwargs: Any) -> Iterator[list[Worker]]:
         yield workers
 
 
-def run_in_foreground(command: Sequence[str], **kwargs: Any) -> int:
+def run_in_foreground(
+    command: Sequence[str],
+    meanwhile: Callable[[], None] | None = None,
+    **kwargs: Any,
+) -> int:
     """Runs a command as a shell does, which hands on the signals to stop.
 
     Ctrl-C reaches it as it reaches this process, SIGTERM is handed on: a
@@ -144,6 +173,7 @@ def run_in_foreground(command: Sequence[str], **kwargs: Any) -> int:
 
     Args:
         command: List of strings.
+        meanwhile: Function that is called again and again while it runs.
         **kwargs: Arguments of `subprocess.Popen`.
 
     Returns:
@@ -165,6 +195,10 @@ def run_in_foreground(command: Sequence[str], **kwargs: Any) -> int:
             before = signal.signal(number, handler)
             stack.callback(signal.signal, number, before)
         process = subprocess.Popen(command, **kwargs)
+        while meanwhile is not None and process.poll() is None:
+            meanwhile()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_SECONDS)
         status = process.wait()
     return status if status >= 0 else 128 - status
 
@@ -179,6 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "num_workers", type=flags.positive, help="how many to start"
     )
     parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="start a worker again that dies, at the same address",
+    )
+    parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="what to run, with arguments"
     )
     args = parser.parse_args(argv)
@@ -186,4 +225,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("a command to run is needed")
     with started(args.num_workers) as workers:
         addresses = ",".join(worker.address for worker in workers)
-        return run_in_foreground([*args.command, f"--workers={addresses}"])
+
+        def look() -> None:
+            for worker in workers:
+                worker.restart_if_dead()
+
+        return run_in_foreground(
+            [*args.command, f"--workers={addresses}"],
+            meanwhile=look if args.restart else None,
+        )

@@ -141,6 +141,11 @@ def note_devices(model: Any, devices: list[list[str]]) -> None:
     vars(model)["_stage_devices"] = devices
 
 
+def note_checkpoint(model: Any, path: str | os.PathLike) -> None:
+    """Notes the newest checkpoint of a model, which errors name."""
+    vars(model)["_newest_checkpoint"] = os.fspath(path)
+
+
 def _refuse(model: Any) -> None:
     """Raises an error if a worker is known to be lost.
 

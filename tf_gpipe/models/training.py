@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import gc
+import inspect
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -25,6 +27,8 @@ from tf_gpipe.stage.gradients import add
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.step.loss import MicroBatchLoss
 from tf_gpipe.step.running import Gradients
+
+_FIT = inspect.signature(keras.Model.fit)
 
 
 def _traced_once(step: Callable) -> Callable:
@@ -72,11 +76,30 @@ def _without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
+class Run(NamedTuple):
+    """What `fit` was given, for callbacks that Keras does not tell it.
+
+    Attributes:
+        initial_epoch: Integer.
+        callbacks: As given.
+        at_end: List of functions that are called when `fit` has ended or
+            failed.
+        epochs: Keras's iterator over the epochs of the data.
+    """
+
+    initial_epoch: int
+    callbacks: Any
+    at_end: list[Callable[[], None]]
+    epochs: Any = None
+
+
 class PipelinedTraining(PipelinedCalls, SeveralHosts):
     """What a Keras model needs to train through a pipeline, beside calls."""
 
     # Given by `callbacks.Timeline`: a function of the tasks' times.
     _record_times: Any = None
+    # What `callbacks.Checkpoint` needs to know, while `fit` runs.
+    _training_run: Run | None = None
 
     evaluate = worker_lost.naming_failures(keras.Model.evaluate)
     predict = worker_lost.naming_failures(keras.Model.predict)
@@ -182,11 +205,29 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     @worker_lost.naming_failures
     @functools.wraps(keras.Model.fit)
     def fit(self, *args, **kwargs):
+        given = _FIT.bind(self, *args, **kwargs).arguments
+        run = Run(given.get("initial_epoch", 0), given.get("callbacks"), [])
+        self._note_run(run)
         try:
             return super().fit(*args, **kwargs)
         finally:
             # Keras ends no callback of a run that fails.
             self._stop_recording()
+            for end in run.at_end:
+                end()
+            self._note_run(None)
+            upstream.start_at_epoch(self, None)
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        # The first one is that of `fit`, another one that of a validation.
+        if self._training_run is not None and self._training_run.epochs is None:
+            self._note_run(self._training_run._replace(epochs=iterator))
+        super()._maybe_symbolic_build(iterator, data_batch)
+
+    def _note_run(self, run):
+        # Keras would track an attribute that it sees.
+        attributes: Any = vars(self)
+        attributes["_training_run"] = run
 
     def _stop_recording(self):
         if self._record_times is not None:

@@ -34,12 +34,17 @@ class TensorFlowState:
         self.value.assign(value)
 
 
-def find(layers: Iterable[keras.Layer]) -> list[tf.Variable]:
+def find(
+    layers: Iterable[keras.Layer], generators: bool = False
+) -> list[tf.Variable]:
     """Returns the `tf.Variable`s that are attributes of layers.
 
-    Also in lists, dictionaries and `tf.Module`s that are, each once. The
-    states of `tf.random.Generator`s are left out: they go on from micro-batch
-    to micro-batch.
+    Also in lists, dictionaries and `tf.Module`s that are, each once.
+
+    Args:
+        layers: Layers, within which others are looked at, too.
+        generators: Boolean, whether states of `tf.random.Generator`s are among
+            them, which go on from micro-batch to micro-batch.
     """
     found: dict[Any, tf.Variable] = {}
     seen: set[int] = set()
@@ -50,8 +55,10 @@ def find(layers: Iterable[keras.Layer]) -> list[tf.Variable]:
         x = rest.pop()
         if isinstance(x, tf.Variable):
             found[x.ref()] = x
-        elif id(x) in seen or isinstance(x, tf.random.Generator):
+        elif id(x) in seen:
             continue
+        elif isinstance(x, tf.random.Generator):
+            rest += [x.state] if generators else []
         elif isinstance(x, dict):
             rest += list(x.values())[::-1]
         elif isinstance(x, (list, tuple, set)):

@@ -1,4 +1,4 @@
-"""Keras callbacks that show what a pipeline did."""
+"""When each task of a training step ran, on each device."""
 
 import collections
 import json

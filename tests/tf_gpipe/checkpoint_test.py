@@ -1,0 +1,612 @@
+"""A run that died goes on to the bits of one that did not."""
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L
+
+import tf_gpipe
+from tf_gpipe.callbacks import Checkpoint
+from tf_gpipe.checkpoints import state
+from tf_gpipe.checkpoints.store import Position
+from tf_gpipe.checkpoints.store import Store
+from tools import child_process
+
+X = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+EPOCHS = 3
+# Of an epoch.
+STEPS = 5
+
+
+def make(cls=tf_gpipe.PipelinedSequential, optimizer=None, **kwargs):
+    """Returns a pipeline whose steps change all kinds of variables."""
+    keras.utils.set_random_seed(3)
+    kwargs = {"num_stages": 2, "num_micro_batches": 2, **kwargs}
+    layers = [
+        L.Dense(8, "relu"),
+        L.Dropout(0.3),
+        L.BatchNormalization(),
+        L.Dense(8),
+        L.GaussianNoise(0.1, seed=5),
+        L.Dense(4),
+    ]
+    inputs = keras.Input((4,))
+    if cls is tf_gpipe.PipelinedSequential:
+        model = cls([inputs, *layers], **kwargs)
+    else:
+        x = inputs
+        for layer in layers:
+            x = layer(x)
+        model = cls(inputs, x, **kwargs)
+    model.compile(
+        optimizer() if optimizer else keras.optimizers.Adam(0.01),
+        "mse",
+        metrics=["mae", keras.metrics.R2Score()],
+    )
+    return model
+
+
+def values(model):
+    return [
+        v.numpy()
+        for kind, variables in state.variables_of(model).items()
+        if kind != state.METRICS
+        for v in variables
+    ]
+
+
+class Died(Exception):
+    pass
+
+
+class Dying(keras.callbacks.Callback):
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps -= 1
+        if not self.steps:
+            raise Died
+
+
+class Rows(keras.utils.PyDataset):
+    """Shuffles at the end of an epoch, as Keras's guide shows it."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.order = np.arange(len(X))
+        self.numbers = np.random.default_rng(1)
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, i):
+        rows = self.order[8 * i : 8 * i + 8]
+        return X[rows], X[rows]
+
+    def on_epoch_end(self):
+        self.numbers.shuffle(self.order)
+
+
+def dataset():
+    return tf.data.Dataset.from_tensor_slices((X, X)).shuffle(40, seed=2)
+
+
+DATA = {
+    "arrays": lambda: {"x": X, "y": X, "batch_size": 8},
+    "arrays in order": lambda: {
+        "x": X,
+        "y": X,
+        "batch_size": 8,
+        "shuffle": False,
+    },
+    "PyDataset": lambda: {"x": Rows()},
+    "PyDataset by threads": lambda: {"x": Rows(workers=2)},
+    "tf.data": lambda: {"x": dataset().batch(8), "shuffle": False},
+    "tf.data without end": lambda: {
+        "x": dataset().batch(8).repeat(),
+        "steps_per_epoch": STEPS,
+        "shuffle": False,
+    },
+    "tf.data of a generator": lambda: {
+        "x": tf.data.Dataset.from_generator(
+            lambda: ((x, x) for x in X),
+            output_signature=(tf.TensorSpec((4,)), tf.TensorSpec((4,))),
+        )
+        .batch(8)
+        .repeat(),
+        "steps_per_epoch": STEPS,
+        "shuffle": False,
+    },
+}
+
+
+class TestCase(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.workdir = pathlib.Path(tempfile.mkdtemp(dir=self.get_temp_dir()))
+
+    def fit(self, model, data, *callbacks, every_steps=2, epochs=EPOCHS, **how):
+        checkpoint = Checkpoint(self.workdir, every_steps=every_steps, **how)
+        return model.fit(
+            **data(),
+            epochs=epochs,
+            verbose=0,
+            callbacks=[*callbacks, checkpoint],
+        )
+
+    def with_deaths(self, make, data, deaths, callbacks=tuple, **kwargs):
+        """Trains, dying after some steps, and returns model and history."""
+        for steps in deaths:
+            dying = Dying(steps)
+            with self.assertRaises(Died):
+                self.fit(make(), data, *callbacks(), dying, **kwargs)
+        model = make()
+        return model, self.fit(model, data, *callbacks(), **kwargs)
+
+    def assert_same(self, a, b):
+        for x, y in zip(values(a), values(b), strict=True):
+            self.assertAllEqual(x, y)
+
+    def compare(self, make, data, deaths, callbacks=tuple, **kwargs):
+        whole = make()
+        before = whole.fit(
+            **data(), epochs=EPOCHS, verbose=0, callbacks=[*callbacks()]
+        )
+        parts, after = self.with_deaths(
+            make, data, deaths, callbacks=callbacks, **kwargs
+        )
+        self.assert_same(whole, parts)
+        for name, logs in after.history.items():
+            self.assertEqual(logs, before.history[name][-len(logs) :], name)
+        return before, after
+
+
+class ResumptionTest(TestCase):
+    @parameterized.parameters(*DATA)
+    def test_data(self, name):
+        data = DATA[name]
+        # In the first epoch, at an epoch's end, in the second one twice.
+        before, after = self.compare(make, data, (4, 2, 5, 1))
+        self.assertNotEmpty(after.history)
+
+    @parameterized.parameters(
+        ({"cls": tf_gpipe.PipelinedModel},),
+        ({"schedule": "gpipe", "num_stages": 3},),
+        ({"optimizer": lambda: keras.optimizers.SGD(0.1, 0.9, use_ema=True)},),
+        (
+            {
+                "optimizer": lambda: keras.optimizers.LossScaleOptimizer(
+                    keras.optimizers.Adam(0.01), 4.0, dynamic_growth_steps=3
+                )
+            },
+        ),
+    )
+    def test_models(self, arguments):
+        self.compare(lambda: make(**arguments), DATA["arrays"], (4, 5))
+
+    def test_replicas(self):
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:2"])
+
+        def under_strategy():
+            with strategy.scope():
+                return make(devices=[["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]])
+
+        self.compare(under_strategy, DATA["arrays"], (4, 5))
+
+    def test_other_stages(self):
+        """A checkpoint does not depend on how the model is cut."""
+        with self.assertRaises(Died):
+            self.fit(make(), DATA["arrays"], Dying(8))
+        model = make(num_stages=3)
+        self.fit(model, DATA["arrays"])
+        whole = make()
+        self.fit(whole, DATA["arrays"])
+        for x, y in zip(values(model), values(whole), strict=True):
+            self.assertAllClose(x, y, atol=1e-5)
+
+    def test_several_steps_an_execution(self):
+        def several():
+            model = make()
+            model.steps_per_execution = 2
+            return model
+
+        self.compare(several, DATA["tf.data without end"], (2, 3))
+        with self.assertRaises(Died):
+            self.fit(make(), DATA["tf.data"], Dying(4), every_steps=3, epochs=9)
+        with self.assertRaisesRegex(ValueError, "no multiple of steps_per_ex"):
+            self.fit(several(), DATA["tf.data"], epochs=9)
+
+    def test_without_a_seed(self):
+        """What Python shuffles by goes on where it was, too."""
+
+        class Batches(keras.utils.PyDataset):
+            drawn = []
+
+            def __len__(self):
+                return STEPS
+
+            def __getitem__(self, i):
+                self.drawn.append(i)
+                return X[:8], X[:8]
+
+        def order():
+            Batches.drawn = []
+            random.seed()
+            return {"x": Batches(), "shuffle": True}
+
+        with self.assertRaises(Died):
+            self.fit(make(), order, Dying(4))
+        first = Batches.drawn[-STEPS:]
+        self.fit(make(), order, epochs=1)
+        self.assertEqual(Batches.drawn[-STEPS:], first)
+
+    def test_state_that_keras_does_not_know(self):
+        class Counting(L.Layer):
+            def __init__(self):
+                super().__init__()
+                self.count = tf.Variable(0.0, trainable=False)
+                self.numbers = tf.random.Generator.from_seed(4)
+
+            def call(self, x, training=None):
+                if training:
+                    self.count.assign_add(1.0)
+                return x + self.numbers.normal(tf.shape(x)[1:])
+
+        def counting():
+            keras.utils.set_random_seed(0)
+            model = tf_gpipe.PipelinedSequential(
+                [keras.Input((4,)), L.Dense(4), Counting(), L.Dense(4)],
+                num_stages=2,
+                num_micro_batches=1,
+            )
+            model.compile("sgd", "mse")
+            return model
+
+        self.compare(counting, DATA["arrays"], (4,))
+
+    def test_callbacks_that_watch(self):
+        def callbacks():
+            watching = {"monitor": "loss", "min_delta": 10.0, "mode": "min"}
+            return [
+                keras.callbacks.ReduceLROnPlateau(patience=2, **watching),
+                keras.callbacks.EarlyStopping(
+                    patience=4, restore_best_weights=True, **watching
+                ),
+            ]
+
+        def data():
+            return {**DATA["arrays"](), "validation_data": (X, X)}
+
+        global EPOCHS
+        before_epochs, EPOCHS = EPOCHS, 9
+        self.addCleanup(lambda: globals().update(EPOCHS=before_epochs))
+        before, after = self.compare(make, data, (7, 5, 6), callbacks, epochs=9)
+        self.assertLess(len(before.history["loss"]), 9)
+        # The run has been ended.
+        model, again = self.with_deaths(make, data, (), callbacks, epochs=9)
+        self.assertEmpty(again.history)
+
+    def test_stopped_within_an_epoch(self):
+        class Stopping(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.stop_training = batch == 2
+
+        whole = make()
+        whole.fit(**DATA["arrays"](), epochs=EPOCHS, verbose=0)
+        self.fit(make(), DATA["arrays"], Stopping(), every_steps=None)
+        self.assertEqual(Store(self.workdir).positions(), [Position(0, 3)])
+        parts, _ = self.with_deaths(make, DATA["arrays"], ())
+        self.assert_same(whole, parts)
+
+    def test_initial_epoch(self):
+        """Data that begins with the epoch that `fit` is told."""
+        whole = make()
+        whole.fit(**DATA["arrays in order"](), epochs=3, verbose=0)
+        with self.assertRaises(Died):
+            self.fit(make(), DATA["arrays in order"], Dying(13))
+        with self.assertRaisesRegex(ValueError, "begin after 3.*epoch=3"):
+            self.fit(
+                make(),
+                lambda: {**DATA["arrays in order"](), "initial_epoch": 3},
+                epochs=5,
+            )
+        parts = make()
+        self.fit(
+            parts, lambda: {**DATA["arrays in order"](), "initial_epoch": 2}
+        )
+        self.assert_same(whole, parts)
+        # And trained further in the same process.
+        self.fit(parts, DATA["arrays in order"], epochs=4)
+        whole.fit(
+            **DATA["arrays in order"](), initial_epoch=3, epochs=4, verbose=0
+        )
+        self.assert_same(whole, parts)
+
+    def test_restore(self):
+        checkpoint = Checkpoint(self.workdir)
+        self.assertEqual(checkpoint.restore(make()), (0, 0))
+        trained = make()
+        self.fit(trained, DATA["arrays"], epochs=1)
+        other = make()
+        self.assertEqual(checkpoint.restore(other), (1, 0))
+        self.assert_same(trained, other)
+        self.assertEqual(checkpoint.newest(), self.workdir / "epoch_00001")
+
+
+class WritingTest(TestCase):
+    def test_positions(self):
+        self.fit(make(), DATA["arrays"], every_steps=2, keep=3)
+        self.assertEqual(
+            Store(self.workdir).positions(),
+            [Position(2, 2), Position(2, 4), Position(3)],
+        )
+
+    def test_by_time(self):
+        # Each step is later than that.
+        self.fit(
+            make(),
+            DATA["arrays"],
+            every_steps=None,
+            every_seconds=1e-9,
+            epochs=1,
+            keep=9,
+        )
+        self.assertEqual(
+            Store(self.workdir).positions(),
+            [*(Position(0, i) for i in range(1, STEPS)), Position(1)],
+        )
+
+    def test_what_is_not_a_number_is_not_written(self):
+        model = make(optimizer=lambda: keras.optimizers.SGD(1e30))
+        self.fit(model, DATA["arrays"])
+        self.assertEmpty([x for x in Store(self.workdir).positions() if x[0]])
+
+    def test_killed_while_writing(self):
+        (self.workdir / "partial").mkdir()
+        (self.workdir / "partial" / "part_00000.bin").write_bytes(b"1")
+        self.fit(make(), DATA["arrays"], epochs=1, keep=1)
+        self.assertEqual(os.listdir(self.workdir), ["epoch_00001"])
+
+    def test_copies_are_of_one_moment(self):
+        model = make()
+        model.fit(**DATA["arrays"](), verbose=0)
+        before = values(model)
+        parts = state.Copier(model).copy()
+        model.fit(**DATA["arrays"](), verbose=0)
+        copies = {
+            (array.kind, array.number): value
+            for part in parts
+            for array, value in state.values(part)
+        }
+        # As in the checkpoint: stage by stage.
+        self.assertLen(parts, 2)
+        i = 0
+        for kind, variables in state.variables_of(model).items():
+            if kind == state.METRICS:
+                continue
+            for k, _ in enumerate(variables):
+                self.assertAllEqual(copies[kind, k], before[i])
+                i += 1
+        self.assertLen(before, i)
+
+
+class DamageTest(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.model = make()
+        self.fit(self.model, DATA["arrays"], epochs=1)
+        self.newest = self.workdir / "epoch_00001"
+
+    def damage(self, name, how):
+        path = self.newest / name
+        data = bytearray(path.read_bytes())
+        if how == "bit":
+            data[len(data) // 2] ^= 4
+        elif how == "short":
+            del data[-9:]
+        elif how == "long":
+            data.append(0)
+        elif how == "empty":
+            data.clear()
+        path.write_bytes(data)
+        if how == "missing":
+            path.unlink()
+
+    @parameterized.product(
+        name=("part_00000.bin", "part_00001.bin", "index.json", "SHA256SUMS"),
+        how=("bit", "short", "long", "empty", "missing"),
+    )
+    def test_the_one_before_is_taken(self, name, how):
+        self.damage(name, how)
+        checkpoint = Checkpoint(self.workdir)
+        self.assertEqual(checkpoint.restore(make()), (0, 4))
+
+    def test_exactly(self):
+        self.damage("part_00001.bin", "bit")
+        model = make()
+        self.fit(model, DATA["arrays"], epochs=1)
+        self.assert_same(model, self.model)
+        self.assertEqual(Checkpoint(self.workdir).restore(make()), (1, 0))
+
+    def test_all_are_damaged(self):
+        self.damage("part_00000.bin", "bit")
+        self.newest = self.workdir / "epoch_00000_step_000004"
+        self.damage("part_00000.bin", "missing")
+        with self.assertRaisesRegex(
+            ValueError, "epoch_00001 is damaged: part_00000.*none before it"
+        ):
+            self.fit(make(), DATA["arrays"])
+
+    @parameterized.parameters(
+        ({"optimizer": lambda: keras.optimizers.AdamW(0.01)}, "with .'AdamW'"),
+        ({"optimizer": lambda: keras.optimizers.SGD(0.01)}, "with .'SGD'"),
+        (
+            {"optimizer": lambda: keras.optimizers.Adam(0.1, use_ema=True)},
+            "variables of optimizer",
+        ),
+    )
+    def test_another_optimizer(self, arguments, message):
+        with self.assertRaisesRegex(ValueError, message):
+            self.fit(make(**arguments), DATA["arrays"])
+
+    def test_another_model(self):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((4,)), L.Dense(4), L.Dense(4)], num_stages=2
+        )
+        model.compile("adam", "mse")
+        before = model.get_weights()
+        with self.assertRaisesRegex(ValueError, "not one of this model"):
+            self.fit(model, DATA["arrays"])
+        for x, y in zip(before, model.get_weights(), strict=True):
+            self.assertAllEqual(x, y)
+
+    @parameterized.parameters(
+        ({"batch_size": 4}, "another steps of an epoch: 5, and now it is 10"),
+        ({"shuffle": False}, "another seed: 3, and now it is None"),
+    )
+    def test_other_data(self, changes, message):
+        self.damage("part_00000.bin", "bit")
+        with self.assertRaisesRegex(ValueError, message):
+            self.fit(make(), lambda: {**DATA["arrays"](), **changes})
+
+
+@pytest.mark.slow
+class WorkersTest(TestCase):
+    def run_client(self, what, *before):
+        workdir = self.workdir / what
+        workdir.mkdir()
+        result = subprocess.run(
+            [
+                *(sys.executable, "-m", "tf_gpipe", "workers", "--restart"),
+                *("4" if what == "size" else "2", sys.executable, "-m"),
+                *before,
+                *("tests.tf_gpipe.checkpoint_client", str(workdir), what),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            preexec_fn=child_process.end_with_parent,
+        )
+        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
+        return result.stdout.splitlines()[-1]
+
+    def test_killed_worker(self):
+        """With nothing but a callback, a supervisor and workers' --restart."""
+        supervised = "tf_gpipe", "supervise", sys.executable, "-m"
+        self.assertEqual(
+            self.run_client("whole"), self.run_client("8", *supervised)
+        )
+
+    def test_memory_of_the_client(self):
+        told = json.loads(self.run_client("size"))
+        self.assertGreater(told["of_stage"], 60)
+        self.assertLess(told["more"], 2 * told["of_stage"])
+
+
+def generator():
+    while True:
+        yield X[:8], X[:8]
+
+
+class RefusedTest(TestCase):
+    @parameterized.parameters(
+        (lambda: {"x": generator()}, "GeneratorDataAdapter"),
+        (
+            lambda: {
+                "x": tf.data.Dataset.from_tensor_slices((X, X))
+                .map(lambda x, y: (x + tf.random.normal((4,)), y))
+                .batch(8)
+            },
+            "MapDataset.*without a seed|without a seed.*MapDataset",
+        ),
+        (
+            lambda: {
+                "x": tf.data.Dataset.range(2).flat_map(
+                    lambda _: (
+                        tf.data.Dataset.from_tensor_slices((X, X))
+                        .shuffle(9)
+                        .batch(8)
+                    )
+                )
+            },
+            "without a seed .FlatMapDataset",
+        ),
+        (
+            lambda: {
+                "x": tf.data.Dataset.from_tensor_slices((X, X))
+                .shuffle(9)
+                .batch(8)
+                .prefetch(1)
+            },
+            "without a seed .ShuffleDataset",
+        ),
+        (lambda: {"x": X, "y": X}, "no seed has been set"),
+    )
+    def test_data(self, data, message):
+        model = make()
+        self.addCleanup(keras.utils.set_random_seed, 0)
+        tf.compat.v1.set_random_seed(None)
+        with self.assertRaisesRegex(ValueError, message):
+            self.fit(
+                model, lambda: {"steps_per_epoch": 2, "shuffle": True, **data()}
+            )
+        self.assertEmpty(os.listdir(self.workdir))
+
+    def test_order_left_open(self):
+        options = tf.data.Options()
+        options.deterministic = False
+        with self.assertRaisesRegex(ValueError, "deterministic=False"):
+            self.fit(
+                make(),
+                lambda: {"x": dataset().batch(8).with_options(options)},
+            )
+
+    def test_models(self):
+        plain = keras.Sequential([keras.Input((4,)), L.Dense(4)])
+        plain.compile("sgd", "mse")
+        with self.assertRaisesRegex(ValueError, "BackupAndRestore"):
+            self.fit(plain, DATA["arrays"])
+        unbuilt = tf_gpipe.PipelinedSequential(
+            [L.Dense(4), L.Dense(4)], num_stages=2
+        )
+        unbuilt.compile("sgd", "mse")
+        with self.assertRaisesRegex(ValueError, "needs a model that is built"):
+            self.fit(unbuilt, DATA["arrays"])
+
+    @parameterized.parameters(
+        (TypeError, "workdir", 3),
+        (ValueError, "workdir", ""),
+        (TypeError, "every_steps", 1.5),
+        (TypeError, "every_steps", True),
+        (ValueError, "every_steps", 0),
+        (TypeError, "every_seconds", "3"),
+        (ValueError, "every_seconds", float("nan")),
+        (ValueError, "every_seconds", float("inf")),
+        (TypeError, "keep", None),
+        (ValueError, "keep", -1),
+    )
+    def test_arguments(self, kind, name, value):
+        with self.assertRaisesRegex(kind, f"Received: {name}="):
+            Checkpoint(**{"workdir": self.workdir, name: value})
+
+    def test_workdir_is_a_file(self):
+        path = self.workdir / "file"
+        path.touch()
+        with self.assertRaisesRegex(ValueError, "path of a directory"):
+            Checkpoint(path)
+
+
+if __name__ == "__main__":
+    tf.test.main()

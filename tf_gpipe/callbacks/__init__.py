@@ -1,0 +1,11 @@
+"""Keras callbacks of pipelines.
+
+timeline      when each task of a step ran, on each device
+checkpoint    a run that goes on where it was, to the same bits
+monitors      what Keras's callbacks that watch a metric remember
+"""
+
+from tf_gpipe.callbacks.checkpoint import Checkpoint
+from tf_gpipe.callbacks.timeline import Timeline
+
+__all__ = ["Checkpoint", "Timeline"]

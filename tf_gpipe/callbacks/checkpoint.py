@@ -1,0 +1,333 @@
+"""A training run that goes on where it was, to the same bits."""
+
+import math
+import os
+import pathlib
+import time
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.callbacks import arguments
+from tf_gpipe.callbacks import monitors
+from tf_gpipe.checkpoints import data
+from tf_gpipe.checkpoints import state
+from tf_gpipe.checkpoints.store import CheckpointError
+from tf_gpipe.checkpoints.store import Position
+from tf_gpipe.checkpoints.store import Saved
+from tf_gpipe.checkpoints.writer import Writer
+from tf_gpipe.checkpoints.writer import tell
+from tf_gpipe.devices import slots
+from tf_gpipe.devices import worker_lost
+from tf_gpipe.models.training import PipelinedTraining
+from tf_gpipe.models.training import Run
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Writes checkpoints, from which the same program goes on exactly.
+
+    Like `keras.callbacks.BackupAndRestore`, it restores as `fit` begins: run
+    the program again, and it trains from the newest checkpoint to the weights
+    that it would have had without the stop, bit by bit. It writes at the end of
+    each epoch and, if asked to, within it: weights, optimizer, seeds, metrics,
+    what `EarlyStopping` and its like remember, and the place in the data. The
+    last checkpoint stays when training is done: the same `fit` trains no more
+    then.
+
+    It writes in a thread, from a copy, while the next steps run. The copy is
+    in the memory of the host that has the variables; the client has one
+    variable at a time. A checkpoint has its name when all of it is on the
+    disk. Each file has a checksum: one that is damaged is told of, and the one
+    before it is taken. List it after other callbacks.
+
+    The data must be the same each time: arrays, a `keras.utils.PyDataset`, or
+    a `tf.data.Dataset` with seeds. It begins with that of `initial_epoch`: what
+    was done of it is drawn again and passed by.
+
+    Args:
+        workdir: Path of the directory of the checkpoints of this run alone.
+        every_steps: Positive integer, steps between two checkpoints within an
+            epoch. Defaults to `None`: only at its end.
+        every_seconds: Positive float, seconds between two checkpoints within
+            an epoch, instead or in addition.
+        keep: Positive integer, how many checkpoints to keep. Defaults to `2`:
+            if one is damaged, the one before it is there.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid; in `fit`, if the
+            data cannot be taken up again, or the checkpoints are of another
+            model or all damaged.
+        OSError: In `fit`, if a checkpoint cannot be written.
+
+    Example:
+
+    ```python
+    checkpoint = tf_gpipe.callbacks.Checkpoint("/tmp/run", every_steps=100)
+    model.fit(x, y, epochs=10, callbacks=[checkpoint])
+    ```
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        keep: int = 2,
+    ):
+        super().__init__()
+        directory = arguments.directory(workdir)
+        if every_steps is not None:
+            arguments.check_number("every_steps", every_steps, whole=True)
+        if every_seconds is not None:
+            arguments.check_number("every_seconds", every_seconds, whole=False)
+        arguments.check_number("keep", keep, whole=True)
+        self._every_steps = every_steps
+        self._every_seconds = every_seconds
+        self._writer = Writer(directory, keep)
+
+    def newest(self) -> pathlib.Path | None:
+        """Returns the path of the newest checkpoint, or `None`."""
+        return self._writer.newest()
+
+    def restore(self, model: keras.Model) -> Position:
+        """Gives a model the weights and optimizer of the newest checkpoint.
+
+        `fit` does so by itself. It is for a program that only evaluates.
+
+        Args:
+            model: A pipeline that is built. If it is compiled, its optimizer
+                is restored, too.
+
+        Returns:
+            A tuple `(epochs, steps)`: the epochs that were done, and the steps
+            of the next one. It is `(0, 0)` if there is no checkpoint.
+
+        Raises:
+            ValueError: If the newest checkpoint is one of another model or
+                optimizer, or all are damaged.
+        """
+        saved = self._writer.read()
+        if saved is None:
+            return Position()
+        _restore(model, saved, state.MODEL)
+        return _position(saved)
+
+    def set_model(self, model):
+        if not isinstance(model, PipelinedTraining):
+            raise ValueError(
+                "The Checkpoint callback is for models of tf_gpipe, such as "
+                "`PipelinedSequential`. Plain ones have "
+                f"`keras.callbacks.BackupAndRestore`. Received: {model}"
+            )
+        super().set_model(model)
+
+    def on_train_begin(self, logs=None):
+        run = self.model._training_run
+        run.at_end.append(self._writer.settle)
+        data.check(run.epochs)
+        if not self.model.built:
+            raise ValueError(
+                "The Checkpoint callback needs a model that is built. Give it "
+                "an `Input`, or call `model.build(input_shape)` before `fit`."
+            )
+        strategy = upstream.strategy_of(self.model)
+        self._writes = strategy is None or strategy.extended.should_checkpoint
+        if self._every_seconds is not None and isinstance(
+            strategy, tf.distribute.MultiWorkerMirroredStrategy
+        ):
+            raise ValueError(
+                "Several hosts write at the same step. Use `every_steps` in "
+                f"place of every_seconds={self._every_seconds}."
+            )
+        self._monitors = upstream.monitors(run.callbacks)
+        self._copier = state.Copier(self.model)
+        self._seed = data.seed_of(run.epochs)
+        # Of this epoch, of all epochs, and of all at the last checkpoint.
+        self._steps = self._total = self._total_saved = 0
+        self._time_saved = time.monotonic()
+        self._loss = 0.0
+        self._epoch_ended = self._stopped = False
+        self._resumed: Saved | None = self._writer.read()
+        if self._resumed is not None:
+            self._resume(self._resumed, run)
+
+    def _resume(self, saved: Saved, run: Run) -> None:
+        """Has `fit` start where a checkpoint was written."""
+        epochs, first = run.epochs, run.initial_epoch
+        steps, content = self.params["steps"], saved.content
+        position = _position(saved)
+        if position.steps and position.steps == content["steps_per_epoch"]:
+            # It was stopped after the last step.
+            position = Position(position.epochs + 1)
+        if position.epochs < first:
+            raise CheckpointError(
+                f"The checkpoint {saved.path} has {position}, and `fit` is to "
+                f"begin after {first}. Received: initial_epoch={first}"
+            )
+        # What was changed may change what a step gets.
+        for name, before, now in (
+            ("seed", content["seed"], self._seed),
+            ("steps of an epoch", content["steps_per_epoch"], steps),
+        ):
+            if before != now and (position.steps or name == "seed"):
+                raise CheckpointError(
+                    f"The checkpoint {saved.path} was written with another "
+                    f"{name}: {before}, and now it is {now}. Use the data, "
+                    "batch size and seed that it was written with."
+                )
+        if position.steps and position.steps % epochs.steps_per_execution:
+            raise CheckpointError(
+                f"The checkpoint {saved.path} was written after "
+                f"{position.steps} steps of an epoch, which is no multiple of "
+                f"steps_per_execution={epochs.steps_per_execution}."
+            )
+        _restore(self.model, saved, state.MODEL)
+        self._total = self._total_saved = content["total"]
+        start = position.epochs
+        tell(f"Going on from {saved.path}: {position} are done.")
+        if content["ended"]:
+            tell("A callback has ended this run: it is not trained further.")
+            start = self.params["epochs"]
+        self._passed = position.steps
+        upstream.start_at_epoch(self.model, start)
+        if start >= self.params["epochs"]:
+            return
+        data.pass_epochs(epochs, position.epochs - first)
+        if position.steps:
+            data.pass_steps(epochs, position.steps, self._last_step)
+
+    def _last_step(self, batches: Any) -> None:
+        """Takes once more the last step that is done, then puts all back.
+
+        As in any first step, Keras makes what it has not made yet, such as
+        the variables of metrics.
+        """
+        self.model.train_function(batches)
+        _restore(self.model, self._resumed, (*state.MODEL, state.METRICS))
+        self._resumed = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch, self._steps = epoch, 0
+        if self._resumed is not None:
+            # Each of the callbacks has begun.
+            self._go_on(self._resumed)
+        self._random = data.random_states()
+        if self._epoch_ended:
+            self._save(Position(epoch))
+        self._epoch_ended = False
+        upstream.start_at_epoch(self.model, None)
+
+    def _go_on(self, saved: Saved) -> None:
+        monitors.restore(self._monitors, saved)
+        data.set_random_states(saved.content["random"])
+        self._steps = self._passed
+        if not self._steps:
+            self._resumed = None
+
+    def on_train_batch_begin(self, batch, logs=None):
+        # There is a step after it: the epoch's end is another checkpoint.
+        if batch and self._is_due():
+            self._save(Position(self._epoch, batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._total += batch + 1 - self._steps
+        self._steps = batch + 1
+        self._loss = (logs or {}).get("loss", 0.0)
+        if self.model.stop_training:
+            self._stopped = True
+            if self._steps == self.params["steps"]:
+                self._random = data.random_states()
+            # There may be a long validation before the epoch ends.
+            self._save(Position(self._epoch, self._steps))
+
+    def on_epoch_end(self, epoch, logs=None):
+        steps = self.params["steps"]
+        within = self._stopped or bool(steps) and self._steps < steps
+        self._epoch_ended = not (self.model.stop_training and within)
+        self._before_end: list | None = None
+        if self._epoch_ended and self._end_changes_weights():
+            self._before_end = self._copier.copy()
+
+    def on_train_end(self, logs=None):
+        if self._resumed is not None:
+            # Nothing was left to train: the run ends as it did before.
+            self._go_on(self._resumed)
+            for monitor in self._monitors:
+                monitor.on_train_end(logs)
+        if self._epoch_ended:
+            self._random = data.random_states()
+            self._save(
+                Position(self._epoch + 1),
+                self._before_end,
+                ended=self.model.stop_training,
+            )
+        self._writer.wait()
+
+    def _is_due(self) -> bool:
+        if self._every_steps and (
+            self._total // self._every_steps
+            > self._total_saved // self._every_steps
+        ):
+            return True
+        passed = time.monotonic() - self._time_saved
+        return passed >= (self._every_seconds or math.inf)
+
+    def _end_changes_weights(self) -> bool:
+        """Returns whether weights are others once training has ended.
+
+        Averages or the best ones, from which it would not go on.
+        """
+        return any(
+            getattr(x, "use_ema", False)
+            for x in slots.with_inner(self.model.optimizer)
+        ) or any(
+            getattr(x, "restore_best_weights", False) for x in self._monitors
+        )
+
+    def _save(
+        self,
+        position: Position,
+        parts: list | None = None,
+        ended: bool = False,
+    ) -> None:
+        self._total_saved = self._total
+        if not math.isfinite(self._loss):
+            # What there is before it is worth more.
+            return
+        self._writer.wait()
+        parts = parts or self._copier.copy()
+        self._time_saved = time.monotonic()
+        if not self._writes:
+            return
+        parts.append(monitors.arrays(self._monitors))
+        content = {
+            "position": list(position),
+            "ended": bool(ended),
+            "total": self._total,
+            "steps_per_epoch": self.params["steps"],
+            "seed": self._seed,
+            "random": self._random,
+            "monitors": monitors.states(self._monitors),
+            "optimizer": state.optimizer_of(self.model),
+        }
+        model = self.model
+        self._writer.write(
+            position,
+            map(state.values, parts),
+            content,
+            lambda path: worker_lost.note_checkpoint(model, path),
+        )
+
+
+def _position(saved: Saved) -> Position:
+    return Position(*saved.content["position"])
+
+
+@worker_lost.naming_failures
+def _restore(model: Any, saved: Saved, kinds: tuple[str, ...]) -> None:
+    if state.optimizer_of(model) is not None:
+        model._build_optimizer()
+    state.restore(model, saved, kinds)
+    worker_lost.note_checkpoint(model, saved.path)

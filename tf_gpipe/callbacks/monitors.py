@@ -1,0 +1,94 @@
+"""What Keras's callbacks that watch a metric remember of earlier epochs.
+
+Those are `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`.
+"""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_gpipe.checkpoints.store import Array
+from tf_gpipe.checkpoints.store import Saved
+
+# What changes while they watch. All else is how the user has made them.
+_NUMBERS = (
+    "best",
+    "best_epoch",
+    "cooldown_counter",
+    "stopped_epoch",
+    "wait",
+    "_batches_seen_since_last_saving",
+    "_last_batch_seen",
+)
+# Of EarlyStopping(restore_best_weights=True).
+_WEIGHTS = "best_weights"
+
+
+def states(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict]:
+    """Returns what callbacks remember as JSON has it, but for weights."""
+    return [
+        {
+            "class": type(x).__name__,
+            "numbers": {
+                name: _number(getattr(x, name))
+                for name in _NUMBERS
+                if hasattr(x, name)
+            },
+        }
+        for x in callbacks
+    ]
+
+
+def arrays(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> list[tuple[Array, np.ndarray]]:
+    """Returns the best weights that callbacks have kept."""
+    return [
+        (Array(_kind(i), k, str(k), x.shape, tf.as_dtype(x.dtype).name), x)
+        for i, callback in enumerate(callbacks)
+        for k, x in enumerate(getattr(callback, _WEIGHTS, None) or [])
+    ]
+
+
+def restore(
+    callbacks: Sequence[keras.callbacks.Callback], saved: Saved
+) -> None:
+    """Has callbacks remember what others of their classes did.
+
+    Those of a class that there were fewer of are left as they are.
+
+    Args:
+        callbacks: List of callbacks.
+        saved: A checkpoint with what `states` and `arrays` returned.
+    """
+    states = saved.content["monitors"]
+    waiting = collections.defaultdict(list)
+    for i, state in enumerate(states):
+        waiting[state["class"]].append(i)
+    for callback in callbacks:
+        if not waiting[type(callback).__name__]:
+            continue
+        i = waiting[type(callback).__name__].pop(0)
+        for name, value in states[i]["numbers"].items():
+            setattr(callback, name, value)
+        weights = [
+            saved.value(k)
+            for k, array in enumerate(saved.arrays)
+            if array.kind == _kind(i)
+        ]
+        if weights:
+            setattr(callback, _WEIGHTS, weights)
+
+
+def _kind(i: int) -> str:
+    return f"best weights of callback {i}"
+
+
+def _number(value: Any) -> Any:
+    return (
+        value.item() if isinstance(value, (np.generic, np.ndarray)) else value
+    )

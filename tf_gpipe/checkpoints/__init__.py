@@ -1,0 +1,6 @@
+"""Checkpoints of a training run, from which it goes on to the same bits.
+
+store    checkpoints in a directory: written whole, with checksums, or not
+state    all that a step changes, copied where it is and put back
+data     whether data can be taken up again, and how it is
+"""

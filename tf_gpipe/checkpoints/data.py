@@ -1,0 +1,154 @@
+"""Data that can be taken up again, and how it is: drawn once more, passed by.
+
+What an epoch has may depend on those before it, as where a data set shuffles
+anew each time. So the data of the steps that are done is drawn again, in their
+order, without a step.
+"""
+
+import random
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_gpipe import upstream
+
+_ENDED = (
+    "The data has ended before the place where training was: it must have the "
+    "same batches as when the checkpoint was written."
+)
+
+
+def check(epochs: Any) -> None:
+    """Refuses data of which a place could not be found again.
+
+    Args:
+        epochs: Keras's iterator over the epochs of `fit`.
+
+    Raises:
+        ValueError: If the data is given once, as by a generator, or is drawn
+            without a seed.
+    """
+    kind = upstream.kind_of_data(epochs)
+    if kind is None:
+        adapter = type(epochs.data_adapter).__name__
+        raise ValueError(
+            "Training can be taken up again where the data can: arrays, a "
+            "keras.utils.PyDataset, or a tf.data.Dataset. What a generator or "
+            "a loader of another library has given is gone, or comes in "
+            "another order. Make it a PyDataset, or use "
+            f"keras.callbacks.BackupAndRestore. Received: data for a {adapter}"
+        )
+    if kind == upstream.ARRAYS:
+        if upstream.shuffles_arrays(epochs) and upstream.global_seed() is None:
+            raise ValueError(
+                "Arrays are shuffled in an order that nothing tells again: no "
+                "seed has been set. Call `keras.utils.set_random_seed(1)` "
+                "before the model is made, or `fit` with shuffle=False."
+            )
+    elif kind == upstream.TF_DATA:
+        _check_dataset(upstream.dataset_of(epochs))
+
+
+def _check_dataset(dataset: Any) -> None:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(
+            "Training can be taken up again where the data can. Give `fit` the "
+            "tf.data.Dataset itself, which Keras distributes. Received: "
+            f"{type(dataset).__name__}"
+        )
+    if dataset.options().deterministic is False:
+        raise ValueError(
+            "A tf.data.Dataset with the option deterministic=False comes in "
+            "another order each time. Leave the option out."
+        )
+    for x in upstream.datasets_within(dataset):
+        if (0, 0) in upstream.seeds_of(x):
+            raise ValueError(
+                "A tf.data.Dataset draws numbers without a seed "
+                f"({type(x).__name__.strip('_')}), which come out otherwise "
+                "each time. Give `shuffle` and the like a `seed`, or call "
+                "`keras.utils.set_random_seed(1)` before the data set is made."
+            )
+
+
+def seed_of(epochs: Any) -> int | None:
+    """Returns the seed that an order follows from that Keras makes."""
+    shuffles = upstream.kind_of_data(
+        epochs
+    ) == upstream.ARRAYS and upstream.shuffles_arrays(epochs)
+    return upstream.global_seed() if shuffles else None
+
+
+def random_states() -> list:
+    """Returns the states of Python's and NumPy's random numbers, as JSON.
+
+    By the first one Keras shuffles a `PyDataset`.
+    """
+    version, numbers, gauss = random.getstate()
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
+    return [[version, list(numbers), gauss], [name, keys.tolist(), *rest]]
+
+
+def set_random_states(states: list) -> None:
+    """Sets what `random_states` has returned."""
+    (version, numbers, gauss), (name, keys, *rest) = states
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+
+
+def pass_epochs(epochs: Any, count: int) -> None:
+    """Draws the data of whole epochs, as `fit` would.
+
+    Args:
+        epochs: As of `check`.
+        count: Integer, how many.
+    """
+    fresh = epochs.steps_per_epoch is None
+    if fresh and upstream.kind_of_data(epochs) == upstream.ARRAYS:
+        # Each epoch draws by the seed alone.
+        return
+    for _ in range(count):
+        with epochs.catch_stop_iteration():
+            for _, _, batches in epochs:
+                _draw(batches, epochs.steps_per_execution)
+
+
+def pass_steps(epochs: Any, count: int, last: Callable[[Any], None]) -> None:
+    """Has the next epoch start after some steps, whose data is drawn.
+
+    Args:
+        epochs: As of `check`.
+        count: Positive integer, steps.
+        last: Function of an iterator of batches that takes what the last one
+            of these steps took.
+    """
+
+    def rest(executions: Iterator) -> Iterator:
+        for begin, end, batches in executions:
+            if begin >= count:
+                yield begin, end, batches
+                continue
+            try:
+                if end + 1 < count:
+                    _draw(batches, epochs.steps_per_execution)
+                else:
+                    last(batches)
+            except (StopIteration, tf.errors.OutOfRangeError) as error:
+                raise ValueError(_ENDED) from error
+
+    upstream.pass_by(epochs, rest)
+
+
+def _draw(batches: Iterator, count: int) -> None:
+    """Draws what one call of the function of steps would."""
+    for i in range(count):
+        try:
+            next(batches)
+        except StopIteration:
+            if not i:
+                raise
+            return

@@ -1,0 +1,233 @@
+"""All that a training step changes: copied where it is, and put back."""
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.checkpoints.store import Array
+from tf_gpipe.checkpoints.store import CheckpointError
+from tf_gpipe.checkpoints.store import Saved
+from tf_gpipe.devices import slots
+from tf_gpipe.stage import seeds
+from tf_gpipe.stage import tensorflow_state
+
+# Kinds of variables, in the order of a checkpoint.
+WEIGHTS = "weights"
+OTHER_STATE = "other state"
+OPTIMIZER = "optimizer"
+METRICS = "metrics"
+MODEL = (WEIGHTS, OTHER_STATE, OPTIMIZER)
+
+
+def variables_of(model: keras.Model) -> dict[str, list]:
+    """Returns the variables that a step may change, by kind, each once.
+
+    They are in an order that does not depend on how the model is cut, nor on
+    names that Keras gives. Seeds are among the weights and the other state.
+    Those of metrics are there once Keras has built them, in a first step.
+    """
+    layers = upstream.layers_within(model)
+    optimizer = getattr(model, "optimizer", None)
+    found: dict[str, list] = {}
+    seen: set[int] = set()
+    for kind, variables in (
+        (WEIGHTS, model.variables),
+        (
+            OTHER_STATE,
+            [
+                *seeds.global_seed(),
+                *tensorflow_state.find([model], generators=True),
+            ],
+        ),
+        (OPTIMIZER, optimizer.variables if optimizer is not None else []),
+        (
+            METRICS,
+            [
+                *(v for x in layers for v in x.metrics_variables),
+                *model.metrics_variables,
+            ],
+        ),
+    ):
+        found[kind] = []
+        for v in variables:
+            inner = _inner(v)
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                found[kind] += _parts(v)
+    return found
+
+
+class Copier:
+    """Takes copies of a model's variables between two steps.
+
+    A copy stays in the memory of the host whose device has the variable, so
+    that the variables of several hosts are never on one. On a CPU it takes no
+    time: TensorFlow gives a variable that is read other memory when it is
+    written.
+
+    Args:
+        model: A `keras.Model` that is built and compiled.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._key: tuple = ()
+        self._functions: list[tuple] = []
+
+    def copy(self) -> list[list[tuple[Array, tf.Tensor]]]:
+        """Returns copies of the model's variables, a list for each host."""
+        found = [
+            (kind, v)
+            for kind, variables in variables_of(self._model).items()
+            for v in variables
+        ]
+        key = tuple(_inner(v)._unique_id for _, v in found)
+        if key != self._key:
+            self._functions = _functions(found)
+            self._key = key
+        parts = []
+        for host, arrays, function in self._functions:
+            # All of it in a single call, which stays there.
+            with tf.device(host):
+                values = function()
+            parts.append(list(zip(arrays, values, strict=True)))
+        return parts
+
+
+def values(
+    part: list[tuple[Array, tf.Tensor]],
+) -> Iterator[tuple[Array, np.ndarray]]:
+    """Yields the values of copies one by one, and forgets each."""
+    part.reverse()
+    while part:
+        array, value = part.pop()
+        yield array, np.asarray(value)
+
+
+def restore(model: keras.Model, saved: Saved, kinds: tuple[str, ...]) -> None:
+    """Gives a model's variables the values that a checkpoint has of them.
+
+    Args:
+        model: A `keras.Model` that is built. If it is not compiled, it gets
+            no more than weights.
+        saved: `Saved`.
+        kinds: Kinds of variables.
+
+    Raises:
+        CheckpointError: If the checkpoint is one of another model or optimizer.
+            Nothing has been changed then.
+    """
+    optimizer = optimizer_of(model)
+    of_model = variables_of(model)
+    of_saved = collections.defaultdict(list)
+    for i, array in enumerate(saved.arrays):
+        of_saved[array.kind].append((i, array))
+    if optimizer is None:
+        kinds = tuple(x for x in kinds if x != OPTIMIZER)
+    elif OPTIMIZER in kinds and optimizer != saved.content["optimizer"]:
+        raise _other(
+            saved,
+            f"it was written with {saved.content['optimizer']}, and the model "
+            f"is compiled with {optimizer}",
+        )
+    pairs = []
+    for kind in kinds:
+        # Written host by host.
+        ordered = sorted(of_saved[kind], key=lambda x: x[1].number)
+        if len(ordered) != len(of_model[kind]):
+            raise _other(
+                saved,
+                f"it has {len(ordered)} variables of {kind}, the model has "
+                f"{len(of_model[kind])}",
+            )
+        for (i, array), v in zip(ordered, of_model[kind], strict=True):
+            mine = _describe(kind, array.number, v)
+            if (array.shape, array.dtype) != (mine.shape, mine.dtype):
+                raise _other(
+                    saved,
+                    f"{kind} '{array.name}' has shape {array.shape} and dtype "
+                    f"{array.dtype} there; in the model '{mine.name}' has "
+                    f"{mine.shape} and {mine.dtype}",
+                )
+            pairs.append((i, v))
+    for i, v in pairs:
+        v.assign(saved.value(i))
+
+
+def optimizer_of(model: keras.Model) -> list[str] | None:
+    """Returns the names of the classes of a model's optimizers."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return None
+    return [type(x).__name__ for x in slots.with_inner(optimizer)]
+
+
+def _functions(variables: list[tuple[str, Any]]) -> list[tuple]:
+    """Returns hosts, what is there, and functions that copy that."""
+    numbers: dict[str, int] = collections.Counter()
+    by_host: dict[str, list] = collections.defaultdict(list)
+    for kind, v in variables:
+        by_host[_host(v)].append((_describe(kind, numbers[kind], v), v))
+        numbers[kind] += 1
+
+    def copying(host: str, parts: list) -> Any:
+        def copy() -> list[tf.Tensor]:
+            read = [_inner(v).read_value() for _, v in parts]
+            with tf.device(host):
+                return [tf.identity(x) for x in read]
+
+        # Many of them are no sign of a function that is traced in vain.
+        return tf.function(copy, autograph=False).get_concrete_function()
+
+    return [
+        (host, [array for array, _ in parts], copying(host, parts))
+        for host, parts in by_host.items()
+    ]
+
+
+def _describe(kind: str, number: int, v: Any) -> Array:
+    value = _inner(v)
+    name = str(getattr(v, "path", v.name))
+    return Array(kind, number, name, tuple(value.shape), value.dtype.name)
+
+
+def _parts(v: Any) -> list:
+    """Returns what each replica of this process has, where that differs."""
+    value = _inner(v)
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return [v]
+    strategy = value.distribute_strategy
+    if (
+        value.synchronization != tf.VariableSynchronization.ON_READ
+        or not isinstance(strategy, tf.distribute.MirroredStrategy)
+    ):
+        return [v]
+    return list(strategy.experimental_local_results(value))
+
+
+def _inner(v: Any) -> tf.Variable:
+    """Returns the TensorFlow variable, without the scope's casts."""
+    if isinstance(v, keras.Variable):
+        return upstream.tensorflow_variable(v)
+    return v
+
+
+def _host(v: Any) -> str:
+    """Returns the CPU that has a variable, or copies of its device."""
+    device = tf.DeviceSpec.from_string(_inner(v).device)
+    if device.device_type == "CPU":
+        return device.to_string()
+    return device.replace(device_type="CPU", device_index=0).to_string()
+
+
+def _other(saved: Saved, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {saved.path} is not one of this model and its "
+        f"optimizer: {why}. Use the model that it was written with, or another "
+        "directory."
+    )

@@ -1,0 +1,253 @@
+"""Checkpoints in a directory: each is whole, with checksums, or not there."""
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+_PATTERN = re.compile(r"epoch_(\d{5,})(?:_step_(\d+))?")
+_PARTIAL = "partial"
+INDEX = "index.json"
+_CHECKSUMS = "SHA256SUMS"
+_FORMAT = 1
+
+
+class Position(NamedTuple):
+    """Where a training run stands.
+
+    Attributes:
+        epochs: Integer, epochs that are done.
+        steps: Integer, steps that are done of the next epoch.
+    """
+
+    epochs: int = 0
+    steps: int = 0
+
+    def __str__(self) -> str:
+        steps = f" and {self.steps} steps" if self.steps else ""
+        return f"{self.epochs} epochs{steps}"
+
+
+class Array(NamedTuple):
+    """What is known of an array of a checkpoint, but for its values.
+
+    Attributes:
+        kind: String, what it is the value of.
+        number: Integer, which one of that kind.
+        name: String, for messages.
+        shape: Tuple of integers.
+        dtype: String.
+    """
+
+    kind: str
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used, or not for this."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint does not have the bytes that were written."""
+
+
+class Store:
+    """The checkpoints in a directory.
+
+    Each is a directory of its own, `epoch_00003` or `epoch_00003_step_000120`,
+    with a file of bytes for each device, `index.json`, which says what is in
+    them, and `SHA256SUMS`, by which `sha256sum --check` can verify it, too. It
+    gets its name when all of it is on the disk.
+
+    Args:
+        directory: Path. It is made when something is written.
+    """
+
+    def __init__(self, directory: str | os.PathLike):
+        self.directory = pathlib.Path(directory)
+
+    def positions(self) -> list[Position]:
+        """Returns the positions that there are checkpoints of, in order."""
+        if not self.directory.is_dir():
+            return []
+        found = (_PATTERN.fullmatch(p.name) for p in self.directory.iterdir())
+        return sorted(Position(int(m[1]), int(m[2] or 0)) for m in found if m)
+
+    def path(self, position: Position) -> pathlib.Path:
+        """Returns where the checkpoint of a position is, or would be."""
+        steps = f"_step_{position.steps:06d}" if position.steps else ""
+        return self.directory / f"epoch_{position.epochs:05d}{steps}"
+
+    def newest(self) -> pathlib.Path | None:
+        """Returns the path of the last checkpoint, or `None`."""
+        found = self.positions()
+        return self.path(found[-1]) if found else None
+
+    def write(
+        self,
+        position: Position,
+        parts: Iterable[Iterable[tuple[Array, np.ndarray]]],
+        content: Mapping[str, Any],
+        keep: int,
+    ) -> pathlib.Path:
+        """Writes a checkpoint, then deletes others.
+
+        Args:
+            position: `Position`.
+            parts: The arrays of each file, which are asked for one at a time.
+            content: What else is to be told, as JSON has it.
+            keep: Integer, how many checkpoints to keep: this one, and those
+                before it.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            OSError: If it cannot be written. The others are as before.
+        """
+        partial = self.directory / _PARTIAL
+        self.directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            sums, arrays = {}, []
+            for i, part in enumerate(parts):
+                name = f"part_{i:05d}.bin"
+                with _File(partial / name) as file:
+                    for array, values in part:
+                        arrays.append([*array, name, file.size])
+                        file.write(values)
+                sums[name] = file.checksum.hexdigest()
+            index = {**content, "format": _FORMAT, "arrays": arrays}
+            with _File(partial / INDEX) as file:
+                file.write(np.frombuffer(json.dumps(index).encode(), np.uint8))
+            sums[INDEX] = file.checksum.hexdigest()
+            lines = "".join(f"{x}  {name}\n" for name, x in sums.items())
+            with _File(partial / _CHECKSUMS) as file:
+                file.write(np.frombuffer(lines.encode(), np.uint8))
+            _sync(partial)
+            path = self.path(position)
+            shutil.rmtree(path, ignore_errors=True)
+            partial.rename(path)
+            _sync(self.directory)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        before = [x for x in self.positions() if x < position]
+        kept = {position, *before[len(before) - keep + 1 :]}
+        # Later ones are of a run that went another way, or are damaged.
+        for other in self.positions():
+            if other not in kept:
+                shutil.rmtree(self.path(other), ignore_errors=True)
+        return path
+
+
+def read(path: pathlib.Path) -> "Saved":
+    """Returns a checkpoint, all of whose checksums are right.
+
+    Raises:
+        DamagedError: If a file is missing, or has other bytes than were
+            written.
+    """
+    try:
+        return Saved(path)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(
+            f"The checkpoint {path} is damaged: {error}"
+        ) from error
+
+
+class Saved:
+    """A checkpoint that has been read.
+
+    Attributes:
+        path: `pathlib.Path`.
+        content: Dict, what `Store.write` was told.
+        arrays: List of `Array`.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        sums = {}
+        for line in (path / _CHECKSUMS).read_text().splitlines():
+            digest, _, name = line.partition("  ")
+            sums[name] = digest
+        for name in {INDEX, *sums}:
+            if _checksum(path / name) != sums.get(name):
+                raise ValueError(f"{name} has other bytes than were written")
+        self.content = json.loads((path / INDEX).read_bytes())
+        if self.content["format"] != _FORMAT:
+            raise ValueError(f"its format is {self.content['format']}")
+        self.arrays: list[Array] = []
+        self._places: list[tuple[str, int]] = []
+        for row in self.content["arrays"]:
+            kind, number, name, shape, dtype, file, place = row
+            if file not in sums:
+                raise ValueError(f"{_CHECKSUMS} has no line of {file}")
+            shape = tuple(shape)
+            self.arrays.append(Array(kind, number, name, shape, dtype))
+            self._places.append((file, place))
+
+    def value(self, i: int) -> np.ndarray:
+        """Returns the values of `arrays[i]`."""
+        file, place = self._places[i]
+        array = self.arrays[i]
+        dtype = tf.as_dtype(array.dtype).as_numpy_dtype
+        count = int(np.prod(array.shape, dtype=np.int64))
+        flat = np.fromfile(
+            self.path / file,
+            np.uint8,
+            count * np.dtype(dtype).itemsize,
+            offset=place,
+        )
+        return flat.view(dtype).reshape(array.shape)
+
+
+class _File:
+    """A file that is on the disk when it is closed, and its checksum."""
+
+    def __init__(self, path: pathlib.Path):
+        self._file = path.open("wb")
+        self.checksum = hashlib.sha256()
+        self.size = 0
+
+    def __enter__(self) -> "_File":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        with self._file:
+            if exception[0] is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    def write(self, values: np.ndarray) -> None:
+        data: Any = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        self._file.write(data)
+        self.checksum.update(data)
+        self.size += data.nbytes
+
+
+def _checksum(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(directory: pathlib.Path) -> None:
+    """Has the system write what a directory lists to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

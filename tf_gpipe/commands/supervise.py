@@ -1,0 +1,93 @@
+"""Runs a program, and starts it again when it dies.
+
+    python -m tf_gpipe supervise --restarts=20 python train.py
+
+A program whose `fit` has a `tf_gpipe.callbacks.Checkpoint` goes on from the
+newest checkpoint each time. Once a worker is lost, TensorFlow goes on with none
+in the same process: so it is the program that starts again.
+
+It starts again if a signal or an error has ended it, at most --restarts times.
+What it ends with is final if it is 0, 2 (wrong arguments), or if Ctrl-C or
+SIGTERM has ended it, which are handed on. It ends with this process.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from tf_gpipe.commands import flags
+from tf_gpipe.commands import workers
+
+# What a program ends with that may well succeed later, by <sysexits.h>.
+TEMPORARY = 75
+# Of the environment of a program that is started again.
+SUPERVISED = "TF_GPIPE_SUPERVISED"
+_USAGE = 2
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+# Before a program starts again that has ended at once.
+_AT_ONCE_SECONDS, _PAUSE_SECONDS = 10.0, 1.0
+
+
+def run(command: Sequence[str], restarts: int, errors: bool = True) -> int:
+    """Runs a command, and again when it dies.
+
+    Args:
+        command: List of strings.
+        restarts: Integer, how often to start it again.
+        errors: Boolean, whether also if it has ended with an error. If not,
+            only if a signal has ended it, or it has ended with 75.
+
+    Returns:
+        Integer, the last exit status, above 128 if a signal has ended it.
+    """
+    for i in range(restarts + 1):
+        start = time.monotonic()
+        status = workers.run_in_foreground(
+            command,
+            env={**os.environ, SUPERVISED: "1"},
+            preexec_fn=workers.end_with_parent,
+        )
+        if _is_final(status, errors) or i == restarts:
+            break
+        print(
+            f"tf_gpipe: the program has ended with status {status}. It starts "
+            f"again, {i + 1} of {restarts}.",
+            file=sys.stderr,
+            flush=True,
+        )
+        if time.monotonic() - start < _AT_ONCE_SECONDS:
+            time.sleep(_PAUSE_SECONDS)
+    return status
+
+
+def _is_final(status: int, errors: bool) -> bool:
+    if status in (0, _USAGE, *_STOPPED):
+        return True
+    return not (errors or status == TEMPORARY or status > 128)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tf_gpipe supervise",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--restarts",
+        type=flags.positive,
+        default=20,
+        help="how often to start it again at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="what to run, with arguments"
+    )
+    args = parser.parse_args(argv)
+    if not args.command:
+        parser.error("a command to run is needed")
+    try:
+        return run(args.command, args.restarts)
+    except OSError as error:
+        parser.error(f"cannot run {args.command[0]}: {error.strerror}")
