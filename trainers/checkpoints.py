@@ -105,7 +105,10 @@ class Checkpoints(keras.callbacks.Callback):
                 raise ValueError(f"its optimizer is {saved}")
             for variable, seed in zip(_seeds(model), seeds, strict=True):
                 variable.assign(seed)
-        except (KeyError, OSError, UserWarning, ValueError) as error:
+        except tf.errors.OpError:
+            raise  # A worker is lost, or memory.
+        # Whatever Keras and HDF5 raise for a file that is damaged.
+        except Exception as error:
             # Keras lists every variable with its values.
             raise UserError(
                 f"The checkpoint {path} is damaged or not one of this model "

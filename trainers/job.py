@@ -94,7 +94,9 @@ class JobConfig(PipelineConfig, HardwareConfig):
         "Epochs between two evaluations while training; 0 for none.",
         lower_bound=0,
     )
-    seed: int = setting(0, "Seed of all randomness.", lower_bound=0)
+    seed: int = setting(
+        0, "Seed of all randomness.", lower_bound=0, upper_bound=2**32 - 1
+    )
     workdir: str | pathlib.Path | None = setting(
         None, "Directory to keep results in and to resume from.", kind=str
     )

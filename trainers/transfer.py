@@ -34,7 +34,8 @@ def load_all_but_head(model, path):
     head = [layer for layer in model.layers if layer.weights][-1]
     try:
         model.load_weights(found, objects_to_skip=[head])
-    except (KeyError, OSError, ValueError) as error:
+    # Whatever Keras and HDF5 raise for a file that is damaged.
+    except Exception as error:
         raise UserError(
             f"The checkpoint {found} is damaged or not one of a model whose "
             "layers but the last one are those of this one. Use the model and "

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -125,10 +126,12 @@ def in_effect(
 
 
 def positive(text: str) -> int:
-    """Returns a positive integer, as the type of a flag."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+    """Returns a positive integer of 31 bits, as the type of a flag."""
+    value = int(text) if re.fullmatch("[0-9]{1,10}", text) else 0
+    if not 1 <= value < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"not a positive integer below 2**31: {text!r}"
+        )
     return value
 
 
@@ -144,14 +147,21 @@ def keyword_arguments(text: str) -> dict[str, Any]:
     try:
         call = ast.parse(f"_({text})", mode="eval").body
         if isinstance(call, ast.Call) and not call.args:
-            return {
+            found = {
                 str(x.arg): ast.literal_eval(x.value) for x in call.keywords
             }
-    except (SyntaxError, ValueError):
+            if all(map(math.isfinite, _floats(found))) and "None" not in found:
+                return found
+    except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
         pass
     raise argparse.ArgumentTypeError(
-        f"not of the form name=value,name=value: {text!r}"
+        "not of the form name=value,name=value, with values of Python and "
+        f"finite numbers: {text!r}"
     )
+
+
+def _floats(value: Any) -> list[float]:
+    return [x for x in keras.tree.flatten(value) if isinstance(x, float)]
 
 
 def _model(text: str) -> str:

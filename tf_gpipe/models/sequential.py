@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.models import user_class
 from tf_gpipe.models.pipelined import Pipelined
+from tf_gpipe.models.saving import not_a_config
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.opening import chain
@@ -204,8 +205,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         # Layers that have been built begin with an input layer.
         config.pop("build_input_shape", None)
         config.pop("dtype", None)
+        layers = config.get("layers")
+        if not isinstance(layers, (list, tuple)) or not all(
+            isinstance(x, dict) for x in layers
+        ):
+            raise not_a_config(config)
         config["layers"] = [
-            _revived_layer(layer, custom_objects) for layer in config["layers"]
+            _revived_layer(layer, custom_objects) for layer in layers
         ]
         return cls(**config)
 
@@ -309,7 +315,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             self._build_for(x)
         if self._functional is not None:
             mask = upstream.mask(x)
-            x = self._functional._standardize_inputs(x)[0]
+            given = self._functional._standardize_inputs(x)
+            if len(given) != 1:
+                raise ValueError(
+                    f"Model '{self.name}' takes one input. Received "
+                    f"{len(given)}: {x!r}"
+                )
+            x = given[0]
             if mask is not None:
                 upstream.set_mask(x, mask)
         return self._built_pipeline(), (x,)

@@ -1,0 +1,148 @@
+"""Values that are wrong for most arguments, and texts for most flags."""
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers as L  # noqa: N812
+
+import tf_gpipe
+
+_NAMES = {
+    "L": L,
+    "keras": keras,
+    "np": np,
+    "pathlib": pathlib,
+    "tf": tf,
+    "tf_gpipe": tf_gpipe,
+}
+# Functions that make them, by how they are written: some can be used once.
+OF_ARGUMENTS: dict[str, Callable[[], Any]] = {
+    text: functools.partial(eval, text, _NAMES)
+    for text in (
+        "None",
+        "True",
+        "False",
+        "-1",
+        "0",
+        "1",
+        "3",
+        "5",
+        "10**6",
+        "2**63",
+        "10**30",
+        "-10**30",
+        "2.5",
+        "-0.5",
+        "1e-3",
+        "float('nan')",
+        "float('inf')",
+        "3j",
+        "''",
+        "'x'",
+        "'1'",
+        "'CPU:0'",
+        "'none'",
+        "b'x'",
+        "[]",
+        "[0]",
+        "[0, 1]",
+        "[None]",
+        "[[]]",
+        "['x']",
+        "[1.5, 1.5]",
+        "[1, 'x']",
+        "[float('nan')]",
+        "()",
+        "{}",
+        "{'x': 1}",
+        "{1, 2}",
+        "range(3)",
+        "iter([])",
+        "object()",
+        "object",
+        "len",
+        "lambda: None",
+        "lambda *args: None",
+        "lambda *args: 'x'",
+        "lambda *args: float('nan')",
+        "np.float64(2)",
+        "np.int32(3)",
+        "np.array([1, 2])",
+        "np.array('x')",
+        "np.array(['a', 'b'])",
+        "np.array([None, None])",
+        "np.zeros((0, 4), 'float32')",
+        "np.zeros((6, 3), 'float32')",
+        "np.zeros((5, 4), 'float32')",
+        "np.full((6, 4), np.nan, 'float32')",
+        "tf.constant(2.5)",
+        "tf.constant('x')",
+        "tf.zeros((6, 4))",
+        "tf.Variable(1.0)",
+        "tf.ragged.constant([[1.0], [1.0, 2.0]])",
+        "tf.TensorSpec((6, 4))",
+        "tf.TensorSpec(None)",
+        "(None, 4)",
+        "(6, 0)",
+        "keras.Input((4,))",
+        "L.Dense(2)",
+        "L.Dense",
+        "keras.Sequential([])",
+        "keras.Sequential([L.Dense(2)])",
+        "keras.optimizers.SGD()",
+        "keras.losses.MeanSquaredError()",
+        "keras.DTypePolicy('float16')",
+        "tf.data.Dataset.range(3)",
+        "tf_gpipe.Schedule([['F0.0', 'B0.0']])",
+        "pathlib.Path('/proc/x')",
+        "pathlib.Path('/')",
+        "'/proc/x.keras'",
+    )
+}
+
+
+# Numbers that no flag takes.
+NOT_FINITE = ("nan", "inf", "-inf", "1e400")
+OF_FLAGS = (
+    *NOT_FINITE,
+    "",
+    " ",
+    "-1",
+    "0",
+    "1",
+    "3",
+    "2.5",
+    "-1e-9",
+    "1e30",
+    str(2**31),
+    str(2**32),
+    str(2**64),
+    "9" * 40,
+    "x",
+    "=",
+    "x=",
+    "x=1",
+    "x='a'",
+    "x=1e999",
+    "x:y",
+    "1,2",
+    ",",
+    "1,,2",
+    "x,y",
+    "[1]",
+    "None",
+    "true",
+    "-",
+    "/proc",
+    "/proc/x",
+    "/dev/null",
+    "/dev/full",
+    "\u00fc\U0001f600",
+    "'",
+    "(",
+)
