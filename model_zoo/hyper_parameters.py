@@ -57,7 +57,7 @@ def _expected(value, default):
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if isinstance(default, int):
         least = min(default, 1)
-        if real and isinstance(value, int) and value >= least:
+        if real and isinstance(value, numbers.Integral) and value >= least:
             return None
         return f"an integer of {least} or more"
     if not real or not math.isfinite(value):

@@ -61,6 +61,14 @@ class Optimization:
         upper_bound=1.0,
     )
 
+    def of_the_state(self):
+        """Returns what a checkpoint's slots follow from, by flag."""
+        return {
+            "optimizer": self.optimizer,
+            "optimizer_args": dict(self.optimizer_args),
+            "ema": self.ema,
+        }
+
     def make(self, num_steps, steps_per_epoch):
         """Returns the `keras.Optimizer`.
 

@@ -381,6 +381,37 @@ class TrainTest(TestCase):
         self.assertEqual(whole_scores, self.scores)
         self.assertAllEqual(self.losses(whole_dir), self.losses(parts_dir))
 
+    @parameterized.parameters(
+        ({"batch_size": 8}, "--batch_size was 6, is 8"),
+        ({"seed": 1}, "--seed was 0, is 1"),
+        ({"augmentation": Augmentation(flip=True)}, "--flip was False"),
+    )
+    def test_other_batches_within_an_epoch(self, arguments, message):
+        workdir = self.make_directory()
+        with _signal_after(2), self.assertRaises(Stopped):
+            self.train(workdir=workdir)
+        with self.assertRaisesRegex(UserError, f"and 2 steps.*{message}"):
+            self.train(workdir=workdir, **arguments)
+        # Those of an epoch that has not begun may be others.
+        with _signal_after(2), self.assertRaises(Stopped):
+            self.train(workdir=workdir)
+
+    def test_killed_in_an_evaluation(self):
+        """As by a second Ctrl-C, after the first one has saved a checkpoint."""
+        whole_dir, parts_dir = self.make_directory(), self.make_directory()
+        self.train(workdir=whole_dir, validate_every=1)
+        kill = mock.patch.object(
+            job._NotANumber,
+            "on_test_begin",
+            side_effect=KeyboardInterrupt,
+        )
+        for calls in (2, 3):
+            with _signal_after(calls), kill:
+                with self.assertRaises(KeyboardInterrupt):
+                    self.train(workdir=parts_dir, validate_every=1)
+        self.train(workdir=parts_dir, validate_every=1)
+        self.assertAllEqual(self.losses(whole_dir), self.losses(parts_dir))
+
     def test_full_disk(self):
         workdir = self.make_directory()
         whole = self.make_directory()
@@ -481,6 +512,8 @@ class TrainTest(TestCase):
         # A damaged record, and a whole record of a damaged image.
         (lambda data: data[:-9] + bytes(9),),
         (_with_damaged_image,),
+        (lambda data: b"",),
+        (lambda data: bytes(range(256)) * 20,),
     )
     def test_damaged_data(self, damage):
         data_dir = self.make_directory()
@@ -543,9 +576,34 @@ class TrainTest(TestCase):
         workdir = self.make_directory()
         self.train(num_epochs=1, workdir=workdir)
         (path,) = (workdir / "checkpoints").iterdir()
-        path.write_bytes(path.read_bytes()[:1000])
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        for damaged in (
+            whole[:1000],
+            b"",
+            b"\0" * len(whole),
+            whole[:middle] + b"\xff" * 2000 + whole[middle + 2000 :],
+            bytes(range(256)) * 20,
+        ):
+            path.write_bytes(damaged)
+            with self.assertRaisesRegex(UserError, f"{path} is damaged"):
+                self.train(workdir=workdir)
+        path.unlink()
+        path.mkdir()
         with self.assertRaisesRegex(UserError, f"{path} is damaged"):
             self.train(workdir=workdir)
+
+    def test_checkpoint_of_other_flags(self):
+        workdir = self.make_directory()
+        self.train(num_epochs=1, workdir=workdir)
+        with self.assertRaisesRegex(
+            UserError, r"--model_args was \{\}, is \{'num_filters': 8\}"
+        ):
+            self.train(workdir=workdir, model_args={"num_filters": 8})
+        with self.assertRaisesRegex(
+            UserError, "--optimizer was 'adamw', is 'sgd'"
+        ):
+            self.train(workdir=workdir, optimizer="sgd", optimizer_args={})
 
     @parameterized.parameters(
         ({"num_stages": 3, "balance": [3, 3]}, "balance"),

@@ -4,7 +4,6 @@ import tensorflow as tf
 
 from tf_gpipe.devices import placement
 
-
 # TensorFlow makes them one by one.
 _MOST = 1024
 

@@ -10,10 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 import model_zoo
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import REMAT_MODES
+
+# Of users, or of the machine that they have.
+_MISTAKES = (
+    *(ImportError, MemoryError, OSError, OverflowError, TypeError),
+    *(ValueError, tf.errors.OpError),
+)
 
 
 class _Formatter(
@@ -118,7 +125,7 @@ def in_effect(
     try:
         keras.config.set_dtype_policy(args.dtype_policy)
         yield
-    except (ImportError, OSError, TypeError, ValueError) as e:
+    except _MISTAKES as e:
         # Keras's messages have several lines.
         parser.error(" ".join(str(e).split()))
     finally:
@@ -127,12 +134,12 @@ def in_effect(
 
 def positive(text: str) -> int:
     """Returns a positive integer of 31 bits, as the type of a flag."""
-    value = int(text) if re.fullmatch("[0-9]{1,10}", text) else 0
-    if not 1 <= value < 2**31:
-        raise argparse.ArgumentTypeError(
-            f"not a positive integer below 2**31: {text!r}"
-        )
-    return value
+    digits = text.lstrip("0") if re.fullmatch("[0-9]+", text) else ""
+    if not digits:
+        raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
+    if len(digits) > 10 or int(digits) >= 2**31:
+        raise argparse.ArgumentTypeError(f"not below 2**31: {text!r}")
+    return int(digits)
 
 
 def keyword_arguments(text: str) -> dict[str, Any]:

@@ -32,6 +32,9 @@ from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import simulate
 
+# Characters of a line.
+_WIDEST = 10_000
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = flags.make_parser(
@@ -101,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.num_steps < 3:
         # The first step is traced, and times are taken from step to step.
         parser.error(f"--num_steps must be at least 3, not {args.num_steps}")
+    if args.width > _WIDEST:
+        parser.error(f"--width must be at most {_WIDEST}, not {args.width}")
     with flags.in_effect(parser, args):
         for name in ("picture", "trace"):
             if getattr(args, name) is not None:

@@ -44,7 +44,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             in the list among them. Defaults to one
             stage a visible accelerator (a CPU where there is none), at most
             one a layer.
-        num_micro_batches: Integer M. Batches need not be divisible by it.
+        num_micro_batches: Integer M. Batches need not be divisible by it. One
+            of fewer rows is cut into as many micro-batches as it has rows.
             Defaults to `4 * num_stages`, the paper's rule for a small bubble.
         balance: List of K layer counts; or what stages shall have in nearly
             equal parts: `"parameters"`; `"flops"`, operations of the forward

@@ -95,12 +95,12 @@ class PipelineConfig:
         num_layers: int,
         num_devices: int,
         layers: Sequence = (),
-        rows: int = schedules.MOST_MICRO_BATCHES,
+        rows: int | None = None,
     ) -> Schedule:
         """Returns the schedule, after deciding the numbers that were left open.
 
         The error names `layers` where they are too few. There are at most as
-        many micro-batches as `rows`.
+        many micro-batches as `rows`; or as can be traced, if it is `None`.
 
         Raises:
             ValueError: If the layers are too few, or the balance is not
@@ -130,7 +130,7 @@ class PipelineConfig:
         number = schedules.num_with_rows(
             self.schedule,
             self.num_micro_batches or 4 * num_devices,
-            rows,
+            schedules.most_rows(num_stages) if rows is None else rows,
             num_devices,
         )
         return schedules.get(self.schedule, num_stages, number, num_devices)

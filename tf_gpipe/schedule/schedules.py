@@ -5,7 +5,6 @@ This module imports no TensorFlow.
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 
 from tf_gpipe.schedule.tasks import BACKWARD
@@ -16,6 +15,7 @@ from tf_gpipe.schedule.tasks import Task
 
 # More take hours to trace.
 MOST_MICRO_BATCHES = 4096
+_MOST_PASSES = 2**18
 
 
 @functools.lru_cache(maxsize=8)
@@ -183,6 +183,12 @@ def get(
             "has rows are as many as it has rows. Received: "
             f"num_micro_batches={num_micro_batches}"
         )
+    if num_stages * num_micro_batches > _MOST_PASSES:
+        raise ValueError(
+            f"There must be at most {_MOST_PASSES} passes of a micro-batch "
+            "through a stage. Received: "
+            f"num_stages={num_stages}, num_micro_batches={num_micro_batches}"
+        )
     if isinstance(schedule, str) and schedule == "interleaved":
         return interleaved(
             num_stages, num_micro_batches, num_devices or num_stages
@@ -207,6 +213,11 @@ def get(
     return schedule
 
 
+def most_rows(num_stages: int) -> int:
+    """Returns how many rows there may be with a micro-batch for each."""
+    return max(1, min(MOST_MICRO_BATCHES, _MOST_PASSES // num_stages))
+
+
 def num_with_rows(
     schedule: str | Schedule,
     num_micro_batches: int,
@@ -226,7 +237,7 @@ def num_with_rows(
     number = min(num_micro_batches, max(rows, 1))
     if schedule == "interleaved":
         _check_multiple("num_micro_batches", num_micro_batches, num_devices)
-        number = math.ceil(number / num_devices) * num_devices
+        number = -(-number // num_devices) * num_devices
     return number
 
 
