@@ -396,7 +396,11 @@ class Job:
                 "(--num_micro_batches), --remat=always, more stages "
                 f"(--num_stages) or smaller batches need less: {error.message}"
             ) from error
-        except (tf.errors.DataLossError, tf.errors.InvalidArgumentError) as e:
+        except (
+            tf.errors.DataLossError,
+            tf.errors.FailedPreconditionError,
+            tf.errors.InvalidArgumentError,
+        ) as e:
             if isinstance(e, tf.errors.DataLossError) or re.search(
                 "IteratorGetNext|MakeIterator|Decode", str(e)
             ):

@@ -105,7 +105,7 @@ class StepFunctions(_Mixin):
         """
         attributes: Any = vars(self)
         traced = attributes.setdefault("_traced_rows", {})
-        asked = self._config.num_micro_batches
+        asked = self._pipeline and self._pipeline.num_micro_batches
         if asked and min(asked, rows) > traced.get(kind, math.inf):
             setattr(self, f"{kind}_function", None)
             del traced[kind]
