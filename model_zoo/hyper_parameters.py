@@ -5,7 +5,7 @@ import math
 import numbers
 
 
-def check(function, arguments, rates=True):
+def check(function, arguments):
     """Refuses arguments of other kinds than the defaults of a function.
 
     Where a default is an integer, a number, a boolean or a tuple of positive
@@ -18,8 +18,6 @@ def check(function, arguments, rates=True):
     Args:
         function: Function or class, with hyper-parameters as its parameters.
         arguments: Dictionary of its keyword arguments.
-        rates: Boolean, whether numbers whose defaults are below 1 are at most
-            1, as rates of dropout are. Defaults to `True`.
 
     Raises:
         ValueError: If one is of another kind, or out of range.
@@ -35,9 +33,6 @@ def check(function, arguments, rates=True):
             continue
         default = parameters[name].default
         expected = _expected(name, value, default)
-        if not expected and rates and isinstance(default, float):
-            if default < 1 and value is not None and value > 1:
-                expected = "a rate of at most 1"
         if expected:
             raise ValueError(
                 f"`{name}` must be {expected}. Received: {name}={value!r}"

@@ -101,7 +101,7 @@ class Optimization:
         try:
             # By the class: a configuration is for serialized arguments.
             optimizer = type(keras.optimizers.get(self.optimizer))
-            hyper_parameters.check(optimizer, self.optimizer_args, rates=False)
+            hyper_parameters.check(optimizer, self.optimizer_args)
             return optimizer(**config)
         except (TypeError, ValueError) as error:
             raise UserError(
