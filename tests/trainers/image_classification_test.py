@@ -396,17 +396,16 @@ class TrainTest(TestCase):
     def test_killed_in_an_evaluation(self):
         """As by a second Ctrl-C, after the first one has saved a checkpoint."""
         whole_dir, parts_dir = self.make_directory(), self.make_directory()
-        self.train(workdir=whole_dir, validate_every=1)
+        arguments = {"num_epochs": 1, "validate_every": 1}
+        self.train(workdir=whole_dir, **arguments)
         kill = mock.patch.object(
             job._NotANumber,
             "on_test_begin",
             side_effect=KeyboardInterrupt,
         )
-        for calls in (2, 3):
-            with _signal_after(calls), kill:
-                with self.assertRaises(KeyboardInterrupt):
-                    self.train(workdir=parts_dir, validate_every=1)
-        self.train(workdir=parts_dir, validate_every=1)
+        with _signal_after(2), kill, self.assertRaises(KeyboardInterrupt):
+            self.train(workdir=parts_dir, **arguments)
+        self.train(workdir=parts_dir, **arguments)
         # Differences of means, which are rounded.
         whole, parts = map(self.losses, (whole_dir, parts_dir))
         self.assertAllClose(whole, parts, rtol=1e-5)
