@@ -12,6 +12,7 @@ translations in one compiled loop, needs TensorFlow and NumPy, too.
 
 import inspect
 
+from model_zoo import hyper_parameters as hyper_parameters_of
 from model_zoo.amoebanet import amoebanet_d
 from model_zoo.resnet import resnet50
 from model_zoo.resnet import resnet101
@@ -52,7 +53,8 @@ def get(name, **hyper_parameters):
         or a functional `keras.Model`.
 
     Raises:
-        ValueError: If there is no model of this name.
+        ValueError: If there is no model of this name, or a hyper-parameter is
+            out of range.
         TypeError: If the model has no hyper-parameter of a given name.
 
     Example:
@@ -76,4 +78,5 @@ def get(name, **hyper_parameters):
             f"Expected some of: {', '.join(accepted)}. "
             f"Received: {', '.join(unknown)}"
         )
+    hyper_parameters_of.check(model, hyper_parameters)
     return model(**hyper_parameters)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 
@@ -20,6 +21,9 @@ _DEFINE = {
     list: flags.DEFINE_list,
     str: flags.DEFINE_string,
 }
+
+# Of seeds, which Keras takes of 32 bits; no other flag needs as much.
+_LARGEST = 2**32 - 1
 
 # Flags that are defined here belong to the modules that ask for them, which
 # `--help` groups them by.
@@ -168,9 +172,29 @@ def _is_supervised():
 def _parse(argv):
     try:
         arguments = flags.FLAGS(argv)
-    except flags.Error as error:
+    except (flags.Error, OSError, UnicodeError) as error:
+        # Those of a --flagfile that is none.
         sys.exit(f"Error: {UserError(error)}")
+    for name in flags.FLAGS:
+        expected = _expected(flags.FLAGS[name])
+        if expected:
+            value = flags.FLAGS[name].value
+            sys.exit(f"Error: --{name} must be {expected}. Received: {value!r}")
     # Else `app.run` would choose INFO, at which TFDS reports what it reads.
     if flags.FLAGS["verbosity"].using_default_value:
         flags.FLAGS.verbosity = logging.WARNING
     return arguments
+
+
+def _expected(flag):
+    """Returns what the value of a flag should be, and is not; or `None`."""
+    value = flag.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"an integer of at most {_LARGEST}"
+    empty = isinstance(value, (list, str)) and not all([value, *value])
+    # A default of "" means nothing.
+    if flag.present and empty and flag.default != "":
+        return "left out, or be something"
+    return None

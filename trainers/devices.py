@@ -104,6 +104,10 @@ def start(num_stages, config):
         tf.errors.UnavailableError: If a worker cannot be reached.
     """
     strategy, num_replicas = config.strategy, config.num_replicas
+    if config.workers is not None and not config.workers:
+        raise UserError(
+            "--workers must name a worker: host:port,... Received: --workers="
+        )
     if config.workers and strategy != "none":
         raise UserError(
             "Stages on worker processes form a single pipeline. Use "

@@ -17,6 +17,7 @@ working directory:
                   of each epoch, each --checkpoint_every_steps, and
                   where Ctrl-C has stopped the run
     losses.csv    the loss of every step
+    run.json      the flags that must stay; see docs/guides/trainers.md
     logs/         for TensorBoard
 
 Flags for several tasks are in trainers/recipes, with results:
@@ -43,6 +44,8 @@ Results do not depend on the number of stages, the schedule or
 rematerialisation, but for rounding. They do depend on the number of
 micro-batches, each of which is normalised by itself in training.
 """
+
+import dataclasses
 
 import keras
 from absl import flags
@@ -148,7 +151,21 @@ def train_and_evaluate(
             f"{', '.join(sorted(of_the_data))}"
         )
     # First of all: TensorFlow's devices are fixed once it has started.
-    job = Job(config)
+    job = Job(
+        config,
+        batches={
+            "dataset": dataset,
+            "batch_size": batch_size,
+            "image_size": image_size,
+            "num_train_per_class": num_train_per_class,
+            **dataclasses.asdict(augmentation),
+        },
+        about={
+            "model": model,
+            "model_args": model_args or {},
+            **optimization.of_the_state(),
+        },
+    )
     if batch_size % job.hardware.num_replicas:
         raise UserError(
             "Each replica must get as many images of a batch. Received: "

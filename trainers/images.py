@@ -17,6 +17,11 @@ from trainers.command_line import UserError
 # shuffled, so it need not hold all of a large one.
 _SHUFFLE_BUFFER = 10_000
 
+_DAMAGED = (
+    "The data set is damaged. Delete it from the directory of data sets and "
+    "prepare it again:"
+)
+
 # TensorFlow's, of graphs that no seed has been set for.
 _DEFAULT_SEED = 87654321
 
@@ -201,6 +206,9 @@ def load(name, data_dir=None, image_size=None):
             "each, in splits 'train' and 'test' or 'validation'. "
             f"Received: features={info.features}, splits={list(splits)}"
         )
+    # What is damaged from its start is refused before anything is trained.
+    if _first(splits["train"]) is None:
+        raise UserError(f"{_DAMAGED} no training image of {name!r} can be read")
     test = next(
         (
             splits[key]
@@ -235,4 +243,13 @@ def load(name, data_dir=None, image_size=None):
 
 def _has_labels(split):
     """Returns whether the first image has; TFDS gives it -1 if not."""
-    return all(label >= 0 for _, label in split.take(1).as_numpy_iterator())
+    first = _first(split)
+    return first is None or first[1] >= 0
+
+
+def _first(split):
+    """Returns the first image and label, or `None` if there is none."""
+    try:
+        return next(split.take(1).as_numpy_iterator(), None)
+    except tf.errors.OpError as error:
+        raise UserError(f"{_DAMAGED} {error.message}") from error

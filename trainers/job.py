@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import math
+import os
 import pathlib
 import re
 
@@ -31,6 +32,7 @@ from trainers.loss_log import LossLog
 from trainers.weight_averages import SwapAverages
 from trainers.weight_averages import averaged
 from trainers.weight_averages import has_averages
+from trainers.workdir import Workdir
 
 # In the working directory.
 _CHECKPOINTS = "checkpoints"
@@ -95,7 +97,9 @@ class JobConfig(PipelineConfig, HardwareConfig):
         "Epochs between two evaluations while training; 0 for none.",
         lower_bound=0,
     )
-    seed: int = setting(0, "Seed of all randomness.", lower_bound=0)
+    seed: int = setting(
+        0, "Seed of all randomness.", lower_bound=0, upper_bound=2**32 - 1
+    )
     workdir: str | pathlib.Path | None = setting(
         None, "Directory to keep results in and to resume from.", kind=str
     )
@@ -144,6 +148,11 @@ class Job:
 
     Args:
         config: `JobConfig`.
+        batches: Dictionary, by the names of flags, of what batches follow
+            from, beside the seed. A run that was stopped within an epoch goes
+            on with the same ones only. Defaults to `None`: nothing is trained.
+        about: Dictionary, by the names of flags, of what else a checkpoint
+            follows from. Defaults to `None`: nothing.
 
     Attributes:
         config: `JobConfig`.
@@ -151,8 +160,8 @@ class Job:
         workdir: `pathlib.Path` or `None`.
 
     Raises:
-        UserError: If the configuration does not fit the machine, or a worker
-            process does not answer.
+        UserError: If the configuration does not fit the machine, a worker
+            process does not answer, or another one trains in `workdir`.
 
     Example:
 
@@ -171,16 +180,21 @@ class Job:
     ```
     """
 
-    def __init__(self, config):
+    def __init__(self, config, batches=None, about=None):
         self.config = config
         self.workdir = config.workdir and pathlib.Path(config.workdir)
+        self._batches = {**(batches or {}), "seed": config.seed}
+        self._about = {**self._batches, **(about or {})}
+        self._place = self.workdir and Workdir(self.workdir)
         self._checkpoint = None
         self._position = Position()
         with self._told_in_one_line():
             try:
                 self.hardware = devices.start(config.num_stages, config)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 raise UserError(error) from error
+        if self._place and batches is not None and self.hardware.is_chief:
+            self._place.lock()
 
     def pipelined(self, name, hyper_parameters):
         """Returns a model of the zoo as the configuration's pipeline."""
@@ -230,12 +244,28 @@ class Job:
         self._checkpoint = Checkpoint(
             directory, every_steps=self.config.checkpoint_every_steps or None
         )
-        self._position = self._checkpoint.restore(model)
+        try:
+            self._position = self._checkpoint.restore(model)
+        except CheckpointError as error:
+            changed = self._place.changed(self._about)
+            if not changed:
+                raise
+            raise UserError(
+                f"{error} What differs: {'; '.join(changed)}."
+            ) from error
         if not all(map(self.hardware.agree, self._position)):
             raise UserError(
                 "All hosts must resume from the same checkpoint: --workdir "
                 "must be a directory that they share. Received: "
                 f"workdir={self.workdir}"
+            )
+        others = self._place.changed(self._batches)
+        if others and self._position.steps:
+            raise UserError(
+                f"This run was stopped after {self._position}. The rest of the "
+                f"epoch would be of other batches: {'; '.join(others)}. Go on "
+                "with the same flags until the epoch is done, or choose "
+                "another --workdir."
             )
 
     def fit(
@@ -287,9 +317,11 @@ class Job:
             stop,
             *self._records(steps_per_epoch),
         ]
-        with self._told_in_one_line(), stop:
-            if self.workdir and config.flags and self.hardware.is_chief:
-                (self.workdir / "flags.txt").write_text(config.flags)
+        with self._told_in_one_line(), self._locked(), stop:
+            if self.workdir and self.hardware.is_chief:
+                if config.flags:
+                    (self.workdir / "flags.txt").write_text(config.flags)
+                self._place.keep(self._about)
             model.fit(
                 make_batches(first, config.num_epochs),
                 initial_epoch=first,
@@ -312,6 +344,15 @@ class Job:
                     "command goes on from there."
                 )
             raise Stopped(stop.signal, f"Stopped. {kept}")
+
+    @contextlib.contextmanager
+    def _locked(self):
+        """Lets other trainers in when training ends."""
+        try:
+            yield
+        finally:
+            if self._place:
+                self._place.unlock()
 
     def evaluate(self, model, batches):
         """Returns what `model.evaluate` tells of `batches`, as a dictionary."""
@@ -352,7 +393,11 @@ class Job:
                 "(--num_micro_batches), --remat=always, more stages "
                 f"(--num_stages) or smaller batches need less: {error.message}"
             ) from error
-        except (tf.errors.DataLossError, tf.errors.InvalidArgumentError) as e:
+        except (
+            tf.errors.DataLossError,
+            tf.errors.FailedPreconditionError,
+            tf.errors.InvalidArgumentError,
+        ) as e:
             if isinstance(e, tf.errors.DataLossError) or re.search(
                 "IteratorGetNext|MakeIterator|Decode", str(e)
             ):
@@ -364,12 +409,19 @@ class Job:
         except CheckpointError as error:
             raise UserError(error) from error
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            if not full and not self._is_ours(error.filename):
                 raise
             raise UserError(
                 f"Cannot write to {self.workdir}: {error}. The newest "
                 f"checkpoint is {self._newest()}."
             ) from error
+
+    def _is_ours(self, path):
+        """Returns whether a path is in the working directory."""
+        if not self.workdir or not isinstance(path, (str, os.PathLike)):
+            return False
+        return pathlib.Path(path).is_relative_to(self.workdir)
 
 
 class _NotANumber(keras.callbacks.Callback):

@@ -51,7 +51,8 @@ class LossLog(keras.callbacks.Callback):
         """Returns the file, with the lines before a step in it."""
         lines = ["step,loss\n"]
         if step and self.path.exists():
-            with self.path.open() as file:
+            with self.path.open(errors="replace") as file:
+                # What a crash of the host has left may be anything.
                 lines = file.readlines()[: step + 1]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(lines))

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from absl import flags
 
+from model_zoo import hyper_parameters
 from tf_gpipe.commands.flags import keyword_arguments
 from trainers.command_line import UserError
 from trainers.command_line import define_flags
@@ -60,6 +61,14 @@ class Optimization:
         upper_bound=1.0,
     )
 
+    def of_the_state(self):
+        """Returns what a checkpoint's slots follow from, by flag."""
+        return {
+            "optimizer": self.optimizer,
+            "optimizer_args": dict(self.optimizer_args),
+            "ema": self.ema,
+        }
+
     def make(self, num_steps, steps_per_epoch):
         """Returns the `keras.Optimizer`.
 
@@ -92,6 +101,7 @@ class Optimization:
         try:
             # By the class: a configuration is for serialized arguments.
             optimizer = type(keras.optimizers.get(self.optimizer))
+            hyper_parameters.check(optimizer, self.optimizer_args)
             return optimizer(**config)
         except (TypeError, ValueError) as error:
             raise UserError(
@@ -130,6 +140,11 @@ class Optimization:
 
 
 define_flags(Optimization)
+flags.register_validator(
+    "ema",
+    lambda value: value is None or value < 1,
+    message="should be below 1, at which the average never moves",
+)
 flags.register_validator(
     "learning_rate",
     lambda value: 0 < value < float("inf"),

@@ -43,7 +43,8 @@ def load_all_but_head(model, path):
             _load(model, head, store.read(found))
         else:
             model.load_weights(found, objects_to_skip=[head])
-    except (KeyError, OSError, ValueError) as error:
+    # Whatever Keras and HDF5 raise for a file that is damaged.
+    except Exception as error:
         raise UserError(
             f"The checkpoint {found} is damaged or not one of a model whose "
             "layers but the last one are those of this one. Use the model and "

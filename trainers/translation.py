@@ -27,6 +27,7 @@ given from the run in the working directory, which has:
                       of each epoch, each --checkpoint_every_steps, and
                       where Ctrl-C has stopped the run
     losses.csv        the loss of every step
+    run.json          the flags that must stay; see docs/guides/trainers.md
     logs/             for TensorBoard
     scores.json       the scores of the last evaluation
     scores.png        BLEU and chrF against training pairs
@@ -226,7 +227,23 @@ def train_and_evaluate(
             disk full.
     """
     # First of all: TensorFlow's devices are fixed once it has started.
-    job = Job(_for_sentences(config))
+    # No batch has more rows, each of at least a token of two sentences.
+    num_micro_batches = min(config.num_micro_batches, max(1, batch_tokens // 2))
+    config = dataclasses.replace(config, num_micro_batches=num_micro_batches)
+    job = Job(
+        _for_sentences(config),
+        batches={
+            "dataset": pairs.datasets,
+            "batch_tokens": batch_tokens,
+            "steps_per_epoch": steps_per_epoch,
+            "max_length": max_length,
+            "temperature": temperature,
+        },
+        about={
+            "model_args": model_args or {},
+            **optimization.of_the_state(),
+        },
+    )
     path, vocabulary = vocabulary, Vocabulary.load(vocabulary)
     tokens = token_pairs.tokenise(vocabulary, pairs.texts("train"), max_length)
     num_replicas = job.hardware.num_replicas
@@ -407,7 +424,11 @@ def _take_flags_of(workdir):
         for config in (PipelineConfig, HardwareConfig)
         for field in dataclasses.fields(config)
     }
-    for argument in flags.FLAGS.read_flags_from_files([f"--flagfile={path}"]):
+    try:
+        given = flags.FLAGS.read_flags_from_files([f"--flagfile={path}"])
+    except (flags.Error, OSError, UnicodeError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+    for argument in given:
         name, equals, value = argument.removeprefix("--").partition("=")
         if equals and name not in others:
             flags.FLAGS.set_default(name, value)

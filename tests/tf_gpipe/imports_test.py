@@ -17,7 +17,8 @@ FLOORS = (
     ("step", "partition"),
     ("stage",),
     ("devices",),
-    ("schedule", "table", "upstream", "_version"),
+    ("schedule", "table", "upstream"),
+    ("checks", "_version"),
 )
 # Commands of the package are its users. A worker is one, by another name.
 USERS = ("commands", "worker", "__main__")

@@ -381,6 +381,35 @@ class TrainTest(TestCase):
         self.assertEqual(whole_scores, self.scores)
         self.assertAllEqual(self.losses(whole_dir), self.losses(parts_dir))
 
+    def test_other_batches_within_an_epoch(self):
+        workdir = self.make_directory()
+        with _signal_after(2), self.assertRaises(Stopped):
+            self.train(workdir=workdir)
+        for arguments, message in (
+            ({"batch_size": 8}, "--batch_size was 6, is 8"),
+            ({"seed": 1}, "--seed was 0, is 1"),
+            ({"augmentation": Augmentation(flip=True)}, "--flip was False"),
+        ):
+            with self.assertRaisesRegex(UserError, f"and 2 steps.*{message}"):
+                self.train(workdir=workdir, **arguments)
+
+    def test_killed_in_an_evaluation(self):
+        """As by a second Ctrl-C, after the first one has saved a checkpoint."""
+        whole_dir, parts_dir = self.make_directory(), self.make_directory()
+        arguments = {"num_epochs": 1, "validate_every": 1}
+        self.train(workdir=whole_dir, **arguments)
+        kill = mock.patch.object(
+            job._NotANumber,
+            "on_test_begin",
+            side_effect=KeyboardInterrupt,
+        )
+        with _signal_after(2), kill, self.assertRaises(KeyboardInterrupt):
+            self.train(workdir=parts_dir, **arguments)
+        self.train(workdir=parts_dir, **arguments)
+        # Differences of means, which are rounded.
+        whole, parts = map(self.losses, (whole_dir, parts_dir))
+        self.assertAllClose(whole, parts, rtol=1e-5)
+
     def test_full_disk(self):
         workdir = self.make_directory()
         whole = self.make_directory()
@@ -478,6 +507,8 @@ class TrainTest(TestCase):
         # A damaged record, and a whole record of a damaged image.
         (lambda data: data[:-9] + bytes(9),),
         (_with_damaged_image,),
+        (lambda data: b"",),
+        (lambda data: bytes(range(256)) * 20,),
     )
     def test_damaged_data(self, damage):
         data_dir = self.make_directory()
@@ -543,9 +574,34 @@ class TrainTest(TestCase):
         workdir = self.make_directory()
         self.train(num_epochs=1, workdir=workdir)
         (path,) = (workdir / "checkpoints").iterdir()
-        (path / "part_00000.bin").write_bytes(b"1")
+        part = path / "part_00000.bin"
+        whole = part.read_bytes()
+        middle = len(whole) // 2
+        for damaged in (
+            whole[:1000],
+            b"",
+            b"\0" * len(whole),
+            whole[:middle] + b"\xff" * 2000 + whole[middle + 2000 :],
+            bytes(range(256)) * 20,
+        ):
+            part.write_bytes(damaged)
+            with self.assertRaisesRegex(UserError, f"{path} is damaged"):
+                self.train(workdir=workdir)
+        part.unlink()
         with self.assertRaisesRegex(UserError, f"{path} is damaged"):
             self.train(workdir=workdir)
+
+    def test_checkpoint_of_other_flags(self):
+        workdir = self.make_directory()
+        self.train(num_epochs=1, workdir=workdir)
+        with self.assertRaisesRegex(
+            UserError, r"--model_args was \{\}, is \{'num_filters': 8\}"
+        ):
+            self.train(workdir=workdir, model_args={"num_filters": 8})
+        with self.assertRaisesRegex(
+            UserError, "--optimizer was 'adamw', is 'sgd'"
+        ):
+            self.train(workdir=workdir, optimizer="sgd", optimizer_args={})
 
     @parameterized.parameters(
         ({"num_stages": 3, "balance": [3, 3]}, "balance"),

@@ -3,7 +3,6 @@
 import collections
 import json
 import numbers
-import os
 import statistics
 from collections.abc import Collection
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import checks
 from tf_gpipe.devices import replicas
 from tf_gpipe.models.training import PipelinedTraining
 from tf_gpipe.schedule import timeline
@@ -21,6 +21,7 @@ from tf_gpipe.schedule.tasks import BACKWARD
 from tf_gpipe.schedule.tasks import FORWARD
 from tf_gpipe.schedule.tasks import RECOMPUTE
 from tf_gpipe.schedule.tasks import WEIGHTS
+from tf_gpipe.stage.pipeline import Pipeline
 
 
 class Timeline(keras.callbacks.Callback):
@@ -67,15 +68,20 @@ class Timeline(keras.callbacks.Callback):
         chart: bool = False,
     ):
         super().__init__()
+        checks.boolean("chart", chart)
         if steps is not None:
             _check_steps(steps)
         for name, path in (("trace", trace), ("picture", picture)):
             if path is not None:
-                _check_path(name, path)
+                checks.writable(name, path)
         if picture is not None:
             timeline.check_picture(picture)
         self.spans: list[Span] = []
         self.devices: list[str] = []
+        # As it was in the last recorded step.
+        self._pipeline: Pipeline | None = None
+        # By the number of their tasks.
+        self._pipelines: dict[int | None, Pipeline] = {}
         self._steps = steps
         self._trace = trace
         self._picture = picture
@@ -136,8 +142,17 @@ class Timeline(keras.callbacks.Callback):
             print(timeline.text_chart(self._measured))
 
     def simulated(self) -> Execution:
-        """Returns the step simulated with the mean times of each stage."""
-        pipeline = self.model._pipeline
+        """Returns the step simulated with the mean times of each stage.
+
+        Raises:
+            ValueError: If no step has been recorded.
+        """
+        pipeline = self._pipeline
+        if pipeline is None:
+            raise ValueError(
+                "The Timeline callback has recorded no step to simulate. Give "
+                "it to `fit`, with `steps` that are trained."
+            )
         seconds: dict = collections.defaultdict(list)
         for _, task, start, end in self.spans:
             seconds[task.kind, task.stage].append(end - start)
@@ -159,16 +174,16 @@ class Timeline(keras.callbacks.Callback):
         )
         return Execution(step.spans, self.devices)
 
-    def _record(self, times: tf.Tensor) -> None:
+    def _record(self, times: tf.Tensor, pipeline: Pipeline) -> None:
         """Keeps the times of a step, while it is being traced."""
         if replicas.current():
             return
+        # Mini-batches of other sizes have traces of their own.
+        self._pipelines[times.shape[0]] = pipeline
         with tf.device("CPU:0"):
             self._times.assign(times)
 
     def _read(self) -> Execution:
-        pipeline = self.model._pipeline
-        schedule = pipeline.schedule
         times = self._times.numpy()
         if not times.size:
             raise ValueError(
@@ -178,6 +193,8 @@ class Timeline(keras.callbacks.Callback):
                 "ask `loss_and_gradients`."
             )
         times -= times.min()
+        pipeline = self._pipeline = self._pipelines[len(times)]
+        schedule = pipeline.schedule
         return Execution(
             [
                 Span(schedule.devices[task.stage], task, start, end)
@@ -197,28 +214,12 @@ def _check_steps(steps: Any) -> None:
         "`steps` must be a collection of the numbers of steps, from 0, such "
         f"as [5] or range(10, 20). Received: steps={steps!r}"
     )
-    if isinstance(steps, str) or not isinstance(steps, Collection):
+    numbered = steps
+    if not isinstance(steps, (set, frozenset)):
+        numbered = checks.items(steps, expected)
+    if not isinstance(steps, Collection):
         raise TypeError(expected)
-    if not all(isinstance(x, numbers.Integral) and int(x) >= 0 for x in steps):
-        raise ValueError(expected)
-
-
-def _check_path(name: str, path: Any) -> None:
-    """Refuses a path that could not be written, hours later."""
-    try:
-        place = os.path.abspath(os.fspath(path))
-    except TypeError as error:
-        raise TypeError(
-            f"`{name}` must be the path of a file. Received: {name}={path!r}"
-        ) from error
-    directory = os.path.dirname(place)
-    existing = place if os.path.exists(place) else directory
-    if (
-        os.path.isdir(place)
-        or not os.path.isdir(directory)
-        or not os.access(existing, os.W_OK)
+    if not all(
+        isinstance(x, numbers.Integral) and int(x) >= 0 for x in numbered
     ):
-        raise ValueError(
-            f"`{name}` must be the path of a file that can be written, in a "
-            f"directory that exists. Received: {name}={path!r}"
-        )
+        raise ValueError(expected)

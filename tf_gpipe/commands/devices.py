@@ -4,6 +4,9 @@ import tensorflow as tf
 
 from tf_gpipe.devices import placement
 
+# TensorFlow makes them one by one.
+_MOST = 1024
+
 
 def ensure(num_devices: int) -> None:
     """Makes sure of enough devices, where there is no accelerator.
@@ -15,8 +18,13 @@ def ensure(num_devices: int) -> None:
         num_devices: Positive integer, how many devices are needed.
 
     Raises:
-        ValueError: If TensorFlow has started with too few devices.
+        ValueError: If there are too many, or TensorFlow has started with too
+            few.
     """
+    if num_devices > _MOST:
+        raise ValueError(
+            f"There must be at most {_MOST} devices. Received: {num_devices}"
+        )
     for kind in ("GPU", "TPU"):
         if tf.config.list_physical_devices(kind):
             return

@@ -3,16 +3,24 @@
 import argparse
 import ast
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 import model_zoo
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import REMAT_MODES
+
+# Of users, or of the machine that they have.
+_MISTAKES = (
+    *(ImportError, MemoryError, OSError, OverflowError, TypeError),
+    *(ValueError, tf.errors.OpError),
+)
 
 
 class _Formatter(
@@ -117,7 +125,7 @@ def in_effect(
     try:
         keras.config.set_dtype_policy(args.dtype_policy)
         yield
-    except (ImportError, OSError, TypeError, ValueError) as e:
+    except _MISTAKES as e:
         # Keras's messages have several lines.
         parser.error(" ".join(str(e).split()))
     finally:
@@ -125,11 +133,13 @@ def in_effect(
 
 
 def positive(text: str) -> int:
-    """Returns a positive integer, as the type of a flag."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
+    """Returns a positive integer of 31 bits, as the type of a flag."""
+    digits = text.lstrip("0") if re.fullmatch("[0-9]+", text) else ""
+    if not digits:
         raise argparse.ArgumentTypeError(f"not a positive integer: {text!r}")
-    return value
+    if len(digits) > 10 or int(digits) >= 2**31:
+        raise argparse.ArgumentTypeError(f"not below 2**31: {text!r}")
+    return int(digits)
 
 
 def keyword_arguments(text: str) -> dict[str, Any]:
@@ -144,14 +154,21 @@ def keyword_arguments(text: str) -> dict[str, Any]:
     try:
         call = ast.parse(f"_({text})", mode="eval").body
         if isinstance(call, ast.Call) and not call.args:
-            return {
+            found = {
                 str(x.arg): ast.literal_eval(x.value) for x in call.keywords
             }
-    except (SyntaxError, ValueError):
+            if all(map(math.isfinite, _floats(found))) and "None" not in found:
+                return found
+    except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
         pass
     raise argparse.ArgumentTypeError(
-        f"not of the form name=value,name=value: {text!r}"
+        "not of the form name=value,name=value, with values of Python and "
+        f"finite numbers: {text!r}"
     )
+
+
+def _floats(value: Any) -> list[float]:
+    return [x for x in keras.tree.flatten(value) if isinstance(x, float)]
 
 
 def _model(text: str) -> str:

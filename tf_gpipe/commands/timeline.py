@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import keras
 
 import tf_gpipe
+from tf_gpipe import checks
 from tf_gpipe.commands import devices
 from tf_gpipe.commands import flags
 from tf_gpipe.commands import models
@@ -30,6 +31,9 @@ from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import simulate
+
+# Characters of a line.
+_WIDEST = 10_000
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -100,12 +104,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.num_steps < 3:
         # The first step is traced, and times are taken from step to step.
         parser.error(f"--num_steps must be at least 3, not {args.num_steps}")
+    if args.width > _WIDEST:
+        parser.error(f"--width must be at most {_WIDEST}, not {args.width}")
     with flags.in_effect(parser, args):
+        for name in ("picture", "trace"):
+            if getattr(args, name) is not None:
+                checks.writable(name, getattr(args, name))
+        if args.picture is not None:
+            timeline.check_picture(args.picture)
         steps, ratio = measured(args) if args.model else (simulated(args), None)
         step = list(steps.values())[-1]
-        if args.picture:
+        if args.picture is not None:
             timeline.picture(steps, args.picture)
-        if args.trace:
+        if args.trace is not None:
             with open(args.trace, "w") as f:
                 json.dump(timeline.chrome_trace(step), f)
     names = ("makespan", "busy", "bubble", "peak_micro_batches")

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,6 +224,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.command:
         parser.error("a command to run is needed")
+    if shutil.which(args.command[0]) is None:
+        parser.error(
+            "the command must be a program that can be run. Received: "
+            f"{args.command[0]}"
+        )
     with started(args.num_workers) as workers:
         addresses = ",".join(worker.address for worker in workers)
 

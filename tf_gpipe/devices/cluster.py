@@ -1,7 +1,6 @@
 """Connecting to worker processes."""
 
 import contextlib
-import numbers
 import queue
 import socket
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.devices import heartbeat as heartbeats
 from tf_gpipe.devices import listening
@@ -74,14 +74,14 @@ def connect(
     ```
     """
     addresses = _checked(addresses)
-    _check_seconds("timeout", timeout)
+    checks.number("timeout", timeout, "a number of seconds, of 0 or more")
     if heartbeat is not None:
-        _check_seconds("heartbeat", heartbeat)
-        if not heartbeat:
-            raise ValueError(
-                "`heartbeat` must be a number of seconds above 0, or None for "
-                f"no limit. Received: heartbeat={heartbeat}"
-            )
+        checks.number(
+            "heartbeat",
+            heartbeat,
+            "a number of seconds above 0, or None for no limit",
+            above=True,
+        )
     connected = worker_lost.addresses()
     if not connected:
         found = _wait_for(addresses, timeout)
@@ -168,18 +168,6 @@ def _checked(addresses: Any) -> list[str]:
             f"Received: {addresses}"
         )
     return checked
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"`{name}` must be a number of seconds. Received: {name}={value!r}"
-        )
-    if not 0 <= float(value) < float("inf"):
-        raise ValueError(
-            f"`{name}` must be a number of seconds, of 0 or more. Received: "
-            f"{name}={value!r}"
-        )
 
 
 def _check_apart(found: dict[str, tuple[str, int]]) -> None:

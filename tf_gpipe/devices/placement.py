@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.devices import replicas
 
@@ -94,15 +94,15 @@ def assign(
     return [[find(device) for device in row[:num_devices]] for row in rows]
 
 
-def check(devices: Any) -> None:
-    """Refuses `devices` that is no list of strings, nor of lists of them.
+def listed(devices: Any) -> list | None:
+    """Returns `devices` as a list of strings, or of lists of them.
 
     Raises:
         ValueError: If it is a string, or something else is in the list.
         TypeError: If it is no list.
     """
     if devices is None:
-        return
+        return None
     expected = (
         "`devices` must be a list of device strings, one a stage, such as "
         f"{['GPU:0', 'GPU:1']}, or such a list for each replica. Received: "
@@ -110,15 +110,15 @@ def check(devices: Any) -> None:
     )
     if isinstance(devices, str):
         raise ValueError(expected)
-    if not isinstance(devices, Iterable):
-        raise TypeError(expected)
-    rows = list(devices)
-    if not any(isinstance(x, str) for x in rows):
-        if not all(isinstance(x, (list, tuple)) for x in rows):
-            raise ValueError(expected)
-        rows = [x for row in rows for x in row]
-    if not all(isinstance(x, str) for x in rows):
+    found = checks.items(devices, expected)
+    if any(isinstance(x, str) for x in found):
+        names = found
+    else:
+        found = [checks.items(x, expected) for x in found]
+        names = [x for row in found for x in row]
+    if not all(isinstance(x, str) for x in names):
         raise ValueError(expected)
+    return found
 
 
 def is_grid(devices: Sequence | None) -> bool:

@@ -75,7 +75,8 @@ class Arguments(_Mixin):
         rows = [list(row) for row in zip(*columns, strict=True)]
         return {
             "num_stages": len(stages),
-            "num_micro_batches": schedule.num_micro_batches,
+            "num_micro_batches": self._pipeline.num_micro_batches
+            or schedule.num_micro_batches,
             "balance": [len(stage.nodes) for stage in stages],
             "devices": rows if len(rows) > 1 else rows[0],
         }

@@ -1,5 +1,6 @@
 """A Keras model's calls through a pipeline, within gradient tapes."""
 
+import math
 from typing import Any
 
 import keras
@@ -8,10 +9,12 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
+from tf_gpipe.schedule import schedules
 from tf_gpipe.stage.function_call import NO_SECOND_DERIVATIVES
 from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import run_stage
+from tf_gpipe.step import micro_batch
 from tf_gpipe.step import state
 from tf_gpipe.step.engine import MiniBatch
 from tf_gpipe.step.running import Gradients
@@ -19,6 +22,10 @@ from tf_gpipe.step.running import StageMode
 
 # A `keras.Model` supplies the rest, of which no types are known.
 _Mixin: Any = object
+
+# Micro-batches of inference, where there could be more than can be traced: its
+# numbers do not depend on how many there are.
+_ROWS_ASKED = 32
 
 
 class PipelinedCalls(_Mixin):
@@ -44,7 +51,15 @@ class PipelinedCalls(_Mixin):
         Gradients in inference mode are right, but neither pipelined nor
         rematerialised.
         """
+        try:
+            training = None if training is None else bool(training)
+        except Exception as error:
+            raise TypeError(
+                "`training` must be True, False or None, known when the call "
+                f"is traced. Received: training={training!r}"
+            ) from error
         if mask is not None:
+            _check_mask(mask)
             inputs = Activations.of(inputs)._replace(masks=mask).unpack()
         with upstream.without_autocast(), placement.eagerly_alone():
             return self._run(inputs, training)
@@ -167,13 +182,62 @@ class PipelinedCalls(_Mixin):
                 )
         if meets or within_xla or self.run_eagerly:
             stages = StageMode.INLINE
-        return MiniBatch(pipeline, inputs, training, gradients, stages, timed)
+        rows = self._most_rows(micro_batch.static_rows(inputs), training)
+        return MiniBatch(
+            pipeline.with_rows(rows),
+            inputs,
+            training,
+            gradients,
+            stages,
+            timed,
+        )
+
+    def _most_rows(self, rows: int | None, training: bool | None) -> int:
+        """Returns how many rows a mini-batch has at most.
+
+        Args:
+            rows: Those that it has, if that is known.
+            training: Whether the numbers of a step may depend on how many
+                micro-batches there are.
+
+        Raises:
+            ValueError: If the rows are not known, and there could be more
+                micro-batches than can be traced.
+        """
+        if rows is not None:
+            return rows
+        at_most = self._rows_at_most()
+        if math.isfinite(at_most):
+            return int(at_most)
+        asked = self._built_pipeline().num_micro_batches or 0
+        if asked <= schedules.MOST_MICRO_BATCHES:
+            return schedules.MOST_MICRO_BATCHES
+        if not training:
+            return _ROWS_ASKED
+        raise ValueError(
+            "There are as many micro-batches as a mini-batch has rows, where "
+            "`num_micro_batches` is larger. But how many rows these "
+            "mini-batches have is not known when the step is traced. Make "
+            "them with `dataset.batch(batch_size, drop_remainder=True)`, or "
+            "make the pipeline with num_micro_batches=batch_size. Received: "
+            f"num_micro_batches={asked}"
+        )
 
     def _finish(self, run: MiniBatch, losses: list) -> None:
         for loss in losses:
             # A functional model's own takes none.
             keras.Layer.add_loss(self, loss)
         run.commit_state()
+
+
+def _check_mask(mask: Any) -> None:
+    for x in keras.tree.flatten(mask):
+        shape = getattr(x, "shape", None)
+        if x is not None and (shape is None or not len(shape)):
+            raise TypeError(
+                "`mask` must be None, or tensors of booleans with a row for "
+                f"each row of the inputs. Received: mask={mask!r}"
+            )
 
 
 def _refuse_gradients(gradients: list, sources: list) -> None:

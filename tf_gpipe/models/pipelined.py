@@ -203,6 +203,9 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             schedule,
             config.remat,
             config.boundary_dtype,
+            None
+            if isinstance(config.schedule, Schedule)
+            else config.num_micro_batches or schedule.num_micro_batches,
             [(x, x.layers) for x in graph.models],
         )
 

@@ -82,10 +82,7 @@ class Saving(_Mixin):
     def _revived(config: dict[str, Any]) -> dict[str, Any]:
         """Returns a copy of what `get_config` returned, with a `Schedule`."""
         if not isinstance(config, dict) or "schedule" not in config:
-            raise ValueError(
-                "`config` must be a dictionary that `get_config` of a pipeline "
-                f"has returned. Received: config={config!r:.200}"
-            )
+            raise not_a_config(config)
         config = dict(config)
         if isinstance(config["schedule"], dict):
             config["schedule"] = Schedule(**config["schedule"])
@@ -113,6 +110,14 @@ class Saving(_Mixin):
                 config, custom_objects=custom_objects
             )
         return model, scope
+
+
+def not_a_config(config: Any) -> ValueError:
+    """Returns the error for what `get_config` has not returned."""
+    return ValueError(
+        "`config` must be a dictionary that `get_config` of a pipeline "
+        f"has returned. Received: config={config!r:.200}"
+    )
 
 
 def _plain_model(model: Any) -> keras.Model:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.models import user_class
 from tf_gpipe.models.pipelined import Pipelined
+from tf_gpipe.models.saving import not_a_config
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.opening import chain
@@ -43,7 +44,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             in the list among them. Defaults to one
             stage a visible accelerator (a CPU where there is none), at most
             one a layer.
-        num_micro_batches: Integer M. Batches need not be divisible by it.
+        num_micro_batches: Integer M. Batches need not be divisible by it. One
+            of fewer rows is cut into as many micro-batches as it has rows.
             Defaults to `4 * num_stages`, the paper's rule for a small bubble.
         balance: List of K layer counts; or what stages shall have in nearly
             equal parts: `"parameters"`; `"flops"`, operations of the forward
@@ -204,8 +206,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         # Layers that have been built begin with an input layer.
         config.pop("build_input_shape", None)
         config.pop("dtype", None)
+        layers = config.get("layers")
+        if not isinstance(layers, (list, tuple)) or not all(
+            isinstance(x, dict) for x in layers
+        ):
+            raise not_a_config(config)
         config["layers"] = [
-            _revived_layer(layer, custom_objects) for layer in config["layers"]
+            _revived_layer(layer, custom_objects) for layer in layers
         ]
         return cls(**config)
 
@@ -309,7 +316,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             self._build_for(x)
         if self._functional is not None:
             mask = upstream.mask(x)
-            x = self._functional._standardize_inputs(x)[0]
+            given = self._functional._standardize_inputs(x)
+            if len(given) != 1:
+                raise ValueError(
+                    f"Model '{self.name}' takes one input. Received "
+                    f"{len(given)}: {x!r}"
+                )
+            x = given[0]
             if mask is not None:
                 upstream.set_mask(x, mask)
         return self._built_pipeline(), (x,)

@@ -31,7 +31,8 @@ def stage_table(pipeline: Pipeline, line_length: int | None = None) -> str:
             }
         )
     note = (
-        f"Schedule {schedule.name} of {schedule.num_micro_batches} "
+        f"Schedule {schedule.name} of "
+        f"{pipeline.num_micro_batches or schedule.num_micro_batches} "
         f"micro-batches, remat {pipeline.remat}; bubble "
         f"{simulate(schedule).bubble:.1%} of the time with equal stages"
     )

@@ -166,6 +166,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             timed=self._record_times is not None,
         )
         # Eagerly, nothing overlaps anyway.
+        forwards_first = run.pipeline.schedule.forwards_first
         if forwards_first or tf.executing_eagerly():
             return self._loss_after_all_forwards(run, x, y, sample_weight)
         return self._loss_by_micro_batch(run, y, sample_weight)
@@ -288,7 +289,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         accumulated = run.gradients()
         times = run.times()
         if times is not None:
-            self._record_times(times)
+            self._record_times(times, run.pipeline)
         gradients = []
         for variable, direct in zip(
             self.trainable_variables, by_variable, strict=True

@@ -1,5 +1,6 @@
 """The cut of a graph into stages that cost nearly the same."""
 
+import inspect
 import math
 import numbers
 import timeit
@@ -22,13 +23,31 @@ _NUM_TIMINGS = 5
 
 
 def check(balance: Any) -> None:
-    """Raises a ValueError if `balance` neither names nor computes a cost."""
-    if not callable(balance) and balance not in _NAMES:
-        raise ValueError(
-            f"`balance` must be one of {list(_NAMES)}, a function "
-            "`cost(layer, input_shape)`, or a list of layer counts. "
-            f"Received: balance={balance!r}"
-        )
+    """Refuses what neither names nor computes a cost.
+
+    Raises:
+        ValueError: If it is neither a name nor a function.
+        TypeError: If it is a function of other arguments.
+    """
+    if not callable(balance):
+        if not isinstance(balance, str) or balance not in _NAMES:
+            raise ValueError(expected(balance))
+        return
+    try:
+        inspect.signature(balance).bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"{expected(balance)} ({error})") from error
+    except ValueError:
+        pass  # Of a function that is not of Python.
+
+
+def expected(balance: Any) -> str:
+    """Returns what an error says of another `balance`."""
+    return (
+        f"`balance` must be one of {list(_NAMES)}, a function "
+        "`cost(layer, input_shape)`, or a list of layer counts. "
+        f"Received: balance={balance!r}"
+    )
 
 
 def counts(

@@ -1,7 +1,6 @@
 """The arguments of a pipeline: checked, then resolved for this machine."""
 
 import dataclasses
-import numbers
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe import checks
 from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
 from tf_gpipe.devices import sharing
@@ -17,9 +17,6 @@ from tf_gpipe.partition import lopsided
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.schedule.tasks import check_remat
-
-# More take hours to trace.
-_MOST_MICRO_BATCHES = 4096
 
 
 @dataclasses.dataclass
@@ -46,25 +43,13 @@ class PipelineConfig:
             value = getattr(self, name)
             if value is None:
                 continue
-            if not _is_positive_integer(value):
-                raise ValueError(
-                    f"`{name}` must be a positive integer. Received: "
-                    f"{name}={value!r}"
-                )
-            setattr(self, name, int(value))
-        if (self.num_micro_batches or 0) > _MOST_MICRO_BATCHES:
-            raise ValueError(
-                f"`num_micro_batches` must be at most {_MOST_MICRO_BATCHES}, "
-                "since the tasks of each micro-batch are traced, and at best "
-                "at most the rows of a batch. Received: "
-                f"num_micro_batches={self.num_micro_batches}"
-            )
+            setattr(self, name, checks.positive_integer(name, value))
         check_remat(self.remat)
-        if self.boundary_dtype not in (None, "bfloat16", "float16"):
-            raise ValueError(
-                "`boundary_dtype` must be 'bfloat16', 'float16' or None. "
-                f"Received: boundary_dtype={self.boundary_dtype!r}"
-            )
+        checks.one_of(
+            "boundary_dtype",
+            self.boundary_dtype,
+            ("bfloat16", "float16", None),
+        )
         if isinstance(self.schedule, Schedule):
             self.num_stages = self.num_stages or self.schedule.num_stages
             self.num_micro_batches = (
@@ -80,18 +65,19 @@ class PipelineConfig:
         ):
             balanced.check(self.balance)
         else:
-            self._check_counts(list(self.balance))
-        placement.check(self.devices)
+            self._check_counts(
+                checks.items(self.balance, balanced.expected(self.balance))
+            )
+        self.devices = placement.listed(self.devices)
         if self.devices is not None:
-            self.devices = list(self.devices)
             rows: list = [self.devices]
             if placement.is_grid(self.devices):
-                rows = self.devices = [list(row) for row in self.devices]
+                rows = self.devices
             for row in rows:
                 placement.assign(row, len(row))
 
     def _check_counts(self, counts: list) -> None:
-        if not all(map(_is_positive_integer, counts)):
+        if not all(map(checks.is_positive_integer, counts)):
             raise ValueError(
                 "`balance` must be a list of positive integers, the number of "
                 f"layers of each stage. Received: balance={counts}"
@@ -105,11 +91,16 @@ class PipelineConfig:
             )
 
     def schedule_of(
-        self, num_layers: int, num_devices: int, layers: Sequence = ()
+        self,
+        num_layers: int,
+        num_devices: int,
+        layers: Sequence = (),
+        rows: int | None = None,
     ) -> Schedule:
         """Returns the schedule, after deciding the numbers that were left open.
 
-        The error names `layers` where they are too few.
+        The error names `layers` where they are too few. There are at most as
+        many micro-batches as `rows`; or as can be traced, if it is `None`.
 
         Raises:
             ValueError: If the layers are too few, or the balance is not
@@ -136,12 +127,13 @@ class PipelineConfig:
         num_devices = min(num_devices, num_stages)
         if self.schedule != "interleaved":
             num_devices = num_stages
-        return schedules.get(
+        number = schedules.num_with_rows(
             self.schedule,
-            num_stages,
             self.num_micro_batches or 4 * num_devices,
+            schedules.most_rows(num_stages) if rows is None else rows,
             num_devices,
         )
+        return schedules.get(self.schedule, num_stages, number, num_devices)
 
     def devices_here(
         self,
@@ -153,9 +145,10 @@ class PipelineConfig:
 
         Args:
             name: Of the model, for a warning where it had others.
-            devices: What it was given.
+            devices: What it was given, or what is in its file.
             strategy: What it is loaded under.
         """
+        devices = placement.listed(devices)
         num_replicas = replicas.count(strategy)
         if self.num_stages is None or replicas.on_tpu(strategy):
             return devices
@@ -209,11 +202,3 @@ class PipelineConfig:
         else:
             rows = placement.assign(self.devices, num_devices, num_replicas)
         return schedule, [[row[i] for row in rows] for i in schedule.devices]
-
-
-def _is_positive_integer(value: Any) -> bool:
-    return (
-        isinstance(value, numbers.Integral)
-        and not isinstance(value, bool)
-        and int(value) >= 1
-    )

@@ -4,7 +4,9 @@ import random
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
 from tf_gpipe.partition import layer_costs
@@ -36,25 +38,37 @@ def of(model: Any, input_spec: Any) -> Graph:
             f"{type(model).__name__}), whose layers only its `call` knows."
         )
     layers = model.layers if isinstance(model, keras.Sequential) else model
+    if isinstance(layers, keras.Layer):
+        layers = [layers]
+    expected = (
+        "`layers` must be a list of Keras layers, a `keras.Sequential` or a "
+        f"functional `keras.Model`. Received: layers={layers!r}"
+    )
     layers = [
         x
-        for x in layers
+        for x in checks.items(layers, expected)
         if not isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
     ]
     if not layers:
         raise ValueError("A plan needs layers. Received none.")
+    if not all(isinstance(x, keras.Operation) for x in layers):
+        raise TypeError(expected)
     return chain(layers, spec)
 
 
 def _with_all_sizes(x: Any) -> keras.KerasTensor:
     """Returns a shape (of float32), or what has one, as a `KerasTensor`."""
-    shape = tuple(getattr(x, "shape", x))
+    expected = (
+        "`input_spec` must give all sizes, that of the mini-batch first, as "
+        "positive integers. Received: "
+    )
+    shape = getattr(x, "shape", x)
+    if isinstance(shape, tf.TensorShape) and shape.rank is None:
+        raise ValueError(f"{expected}{x!r}")
+    shape = tuple(checks.items(shape, f"{expected}{x!r}"))
+    if not shape or not all(map(checks.is_positive_integer, shape)):
+        raise ValueError(f"{expected}a shape of {shape}")
     dtype = keras.backend.standardize_dtype(getattr(x, "dtype", "float32"))
-    if not shape or None in shape:
-        raise ValueError(
-            "`input_spec` must give all sizes, that of the mini-batch "
-            f"first. Received a shape of {shape}"
-        )
     return keras.KerasTensor(shape, dtype)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from tf_gpipe import checks
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition.config import PipelineConfig
@@ -90,8 +91,12 @@ def plan(
     config = PipelineConfig(
         num_stages, num_micro_batches, balance, schedule, remat, devices=None
     )
+    if config.num_stages is None:
+        checks.positive_integer("num_stages", num_stages)
     if num_devices is not None and (
-        schedule != "interleaved" or num_devices > num_stages
+        config.schedule != "interleaved"
+        or checks.positive_integer("num_devices", num_devices)
+        > (config.num_stages or 0)
     ):
         raise ValueError(
             "`num_devices` is for schedule='interleaved', and at most "
@@ -107,15 +112,9 @@ def plan(
         device_memory = sizes.to_bytes(device_memory, "device_memory")
     speeds = {"device_flops": device_flops, "bandwidth": bandwidth}
     for name, value in speeds.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(
-                f"`{name}` must be a positive number. Received: {name}={value}"
-            )
-    if not 0 <= latency < math.inf:
-        raise ValueError(
-            "`latency` must be a number of seconds, 0 or more. Received: "
-            f"latency={latency}"
-        )
+        if value is not None:
+            checks.number(name, value, "a positive number", above=True)
+    checks.number("latency", latency, "a number of seconds, 0 or more")
     if device_flops is None and (bandwidth is not None or latency):
         raise ValueError(
             "What transfers cost depends on the speed of the devices: "
@@ -184,7 +183,9 @@ class _Planner:
         latency,
     ):
         schedule = config.schedule_of(
-            len(self.graph.nodes), num_devices or config.num_stages
+            len(self.graph.nodes),
+            num_devices or config.num_stages,
+            rows=self.rows,
         )
         stages = self._stages(config, schedule)
         # Without a speed, one operation is the unit of time.

@@ -13,6 +13,10 @@ from tf_gpipe.schedule.tasks import WEIGHTS
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.schedule.tasks import Task
 
+# More take hours to trace.
+MOST_MICRO_BATCHES = 4096
+_MOST_PASSES = 2**18
+
 
 @functools.lru_cache(maxsize=8)
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
@@ -71,16 +75,8 @@ def interleaved(
         ValueError: If the number of stages or of micro-batches is not a
             multiple of `num_devices`.
     """
-    for name, value in (
-        ("num_stages", num_stages),
-        ("num_micro_batches", num_micro_batches),
-    ):
-        if value % num_devices:
-            raise ValueError(
-                f"Schedule 'interleaved' needs `{name}` to be a multiple of "
-                f"the number of devices. Received: {name}={value}, "
-                f"{num_devices} devices"
-            )
+    _check_multiple("num_stages", num_stages, num_devices)
+    _check_multiple("num_micro_batches", num_micro_batches, num_devices)
     chunks = num_stages // num_devices
     # Micro-batches go through a chunk in groups of D.
     passes = [
@@ -180,7 +176,20 @@ def get(
         ValueError: If the name is unknown, or the schedule is not possible
             with these numbers.
     """
-    if schedule == "interleaved":
+    if num_micro_batches > MOST_MICRO_BATCHES:
+        raise ValueError(
+            f"`num_micro_batches` must be at most {MOST_MICRO_BATCHES}, since "
+            "the tasks of each micro-batch are traced. More than a mini-batch "
+            "has rows are as many as it has rows. Received: "
+            f"num_micro_batches={num_micro_batches}"
+        )
+    if num_stages * num_micro_batches > _MOST_PASSES:
+        raise ValueError(
+            f"There must be at most {_MOST_PASSES} passes of a micro-batch "
+            "through a stage. Received: "
+            f"num_stages={num_stages}, num_micro_batches={num_micro_batches}"
+        )
+    if isinstance(schedule, str) and schedule == "interleaved":
         return interleaved(
             num_stages, num_micro_batches, num_devices or num_stages
         )
@@ -202,3 +211,40 @@ def get(
             f"num_micro_batches={num_micro_batches}."
         )
     return schedule
+
+
+def most_rows(num_stages: int) -> int:
+    """Returns how many rows there may be with a micro-batch for each."""
+    return max(1, min(MOST_MICRO_BATCHES, _MOST_PASSES // num_stages))
+
+
+def num_with_rows(
+    schedule: str | Schedule,
+    num_micro_batches: int,
+    rows: int,
+    num_devices: int,
+) -> int:
+    """Returns how many micro-batches are cut from that many rows.
+
+    At most one a row; of `"interleaved"` a multiple of the number of devices.
+    A `Schedule` has as many as it lists.
+
+    Raises:
+        ValueError: If the schedule is not possible with so many.
+    """
+    if isinstance(schedule, Schedule):
+        return num_micro_batches
+    number = min(num_micro_batches, max(rows, 1))
+    if schedule == "interleaved":
+        _check_multiple("num_micro_batches", num_micro_batches, num_devices)
+        number = -(-number // num_devices) * num_devices
+    return number
+
+
+def _check_multiple(name: str, value: int, num_devices: int) -> None:
+    if value % num_devices:
+        raise ValueError(
+            f"Schedule 'interleaved' needs `{name}` to be a multiple of "
+            f"the number of devices. Received: {name}={value}, "
+            f"{num_devices} devices"
+        )

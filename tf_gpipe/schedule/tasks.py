@@ -14,7 +14,10 @@ import itertools
 import re
 import statistics
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
+
+from tf_gpipe import checks
 
 FORWARD = "F"
 BACKWARD = "B"
@@ -27,11 +30,7 @@ REMAT_MODES = ("always", "except_last", "never")
 
 def check_remat(mode: str) -> None:
     """Raises a ValueError if there is no such remat mode."""
-    if mode not in REMAT_MODES:
-        raise ValueError(
-            f"`remat` must be one of {list(REMAT_MODES)}. Received: "
-            f"remat={mode!r}"
-        )
+    checks.one_of("remat", mode, REMAT_MODES)
 
 
 class Task(NamedTuple):
@@ -69,6 +68,7 @@ class Schedule:
         name: String, shown in summaries.
 
     Raises:
+        TypeError: If `tasks` is no list of lists of tasks, or `name` no string.
         ValueError: If a task is missing or there twice, if a stage is spread
             over two sequences, or if the order can never finish because each
             device waits for another one.
@@ -82,13 +82,15 @@ class Schedule:
     def __init__(
         self, tasks: Sequence[Sequence[Task | str]], name: str = "custom"
     ):
+        if not isinstance(name, str):
+            raise TypeError(f"`name` must be a string. Received: name={name!r}")
         self.name = name
         self.tasks = tuple(
             tuple(
-                Task.parse(task) if isinstance(task, str) else task
-                for task in row
+                _task(task, tasks)
+                for task in checks.items(row, _no_tasks(tasks))
             )
-            for row in tasks
+            for row in checks.items(tasks, _no_tasks(tasks))
         )
         flat = [task for row in self.tasks for task in row]
         if not flat:
@@ -228,3 +230,18 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.tasks)
+
+
+def _task(task: Any, tasks: Any) -> Task:
+    if isinstance(task, str):
+        return Task.parse(task)
+    if isinstance(task, tuple) and len(task) == 3:
+        return Task.parse("{}{}.{}".format(*task))
+    raise TypeError(_no_tasks(tasks))
+
+
+def _no_tasks(tasks: Any) -> str:
+    return (
+        "`tasks` must be a list of lists of tasks, one a device, such as "
+        f"[['F0.0', 'B0.0']]. Received: tasks={tasks!r}"
+    )

@@ -124,7 +124,7 @@ def check_picture(path: str | os.PathLike) -> None:
     # matplotlib adds one where there is none.
     if ending and ending.lower() not in known:
         raise ValueError(
-            "A picture is of a kind that matplotlib knows by its ending: "
+            f"Format '{ending}' is not supported by matplotlib, which knows "
             f"{', '.join(sorted(known))}. Received: {path}"
         )
 

@@ -5,6 +5,7 @@ import functools
 
 import keras
 
+from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Value
@@ -24,12 +25,42 @@ class Pipeline:
     schedule: Schedule
     remat: str  # one of `REMAT_MODES`
     boundary_dtype: str | None  # of what travels from device to device
+    # What mini-batches are cut into that have as many rows. `None` for those
+    # of the schedule, whatever the rows.
+    num_micro_batches: int | None = None
     # The models that have been opened, and their layers then.
     opened: list[tuple[keras.Model, list]] = dataclasses.field(
         default_factory=list
     )
     # States of Keras's global seed generator, by id.
     seeds: dict[int, keras.Variable] = dataclasses.field(default_factory=dict)
+
+    # By their numbers of micro-batches; see `with_rows`.
+    _others: dict[int, "Pipeline"] = dataclasses.field(
+        default_factory=dict, init=False
+    )
+
+    def with_rows(self, rows: int) -> "Pipeline":
+        """Returns the same for mini-batches of at most that many rows."""
+        schedule = self.schedule
+        if self.num_micro_batches is None:
+            return self
+        number = schedules.num_with_rows(
+            schedule.name, self.num_micro_batches, rows, len(schedule.tasks)
+        )
+        if number == schedule.num_micro_batches:
+            return self
+        if number not in self._others:
+            self._others[number] = dataclasses.replace(
+                self,
+                schedule=schedules.get(
+                    schedule.name,
+                    len(self.stages),
+                    number,
+                    len(schedule.tasks),
+                ),
+            )
+        return self._others[number]
 
     @property
     def last(self) -> int:

@@ -272,6 +272,12 @@ def not_dense(x: Any) -> TypeError:
     )
 
 
+def static_rows(inputs: Any) -> int | None:
+    """Returns how many rows a mini-batch has, if that is known."""
+    known = (_static_rows(x) for x in keras.tree.flatten(inputs))
+    return next((x for x in known if x is not None), None)
+
+
 def _static_rows(x: Any) -> int | None:
     if not isinstance(x, tf.Tensor):
         raise not_dense(x)

@@ -47,7 +47,9 @@ class Layers:
     ):
         self._model = model
         self._variables = variables
-        self._pipeline, self._inputs = model._pipeline_for(x)
+        pipeline, self._inputs = model._pipeline_for(x)
+        rows = keras.tree.flatten(self._inputs)[0].shape[0]
+        self._pipeline = pipeline.with_rows(rows)
         self._tolerance = tolerance
         self.names = list(
             dict.fromkeys(node.layer.name for node in self._graph.nodes)

@@ -74,7 +74,7 @@ def verify(
     try:
         problem = _unfit(model, x)
         if problem is None:
-            return _Verification(model).run(x, y, sample_weight)
+            return _Verification(model, x).run(x, y, sample_weight)
     except tf.errors.UnavailableError:
         raise  # A worker is lost.
     except Exception as e:
@@ -85,9 +85,10 @@ def verify(
 class _Verification:
     """One comparison of a model with itself."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, x: Any):
         self._model = model
-        self._pipeline = model._pipeline
+        rows = len(keras.tree.flatten(x)[0])
+        self._pipeline = model._pipeline.with_rows(rows)
         self._all = Comparison(_tolerance(model))
         self._problems: list[str] = []
         self._notes: list[str] = []
