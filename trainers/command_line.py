@@ -172,9 +172,13 @@ def _is_supervised():
 def _parse(argv):
     try:
         arguments = flags.FLAGS(argv)
-    except (flags.Error, OSError, UnicodeError) as error:
-        # Those of a --flagfile that is none.
+    except flags.Error as error:
         sys.exit(f"Error: {UserError(error)}")
+    except (OSError, UnicodeError) as error:
+        sys.exit(
+            "Error: a --flagfile must be a text with a flag on each line. "
+            f"{UserError(error)}"
+        )
     for name in flags.FLAGS:
         expected = _expected(flags.FLAGS[name])
         if expected:

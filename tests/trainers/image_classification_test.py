@@ -747,6 +747,16 @@ class CommandLineTest(TestCase):
         "--num_epochs=-1",
         "--learning_rate=0",
         "--learning_rate=nan",
+        "--worker_timeout=inf",
+        "--label_smoothing=nan",
+        "--ema=1",
+        "--seed=4294967296",
+        "--num_epochs=99999999999999999999",
+        "--workers=",
+        "--workdir=",
+        "--optimizer_args=beta_1='a'",
+        "--optimizer_args=beta_1=1e999",
+        "--model_args=num_blocks=-1",
         "--num_stages=0",
         "--num_micro_batches=0",
         "--num_micro_batches=x",
@@ -764,6 +774,13 @@ class CommandLineTest(TestCase):
         self.assertNotIn("\n", message)
         name, _, value = argument.lstrip("-").partition("=")
         self.assertIn(value.split(",")[0] or name, message)
+
+    def test_flagfile_that_is_none(self):
+        path = self.make_directory() / "flags.cfg"
+        path.write_bytes(bytes(range(256)))
+        message = self.run_main(f"--flagfile={path}")
+        self.assertStartsWith(message, "Error: a --flagfile must be a text")
+        self.assertNotIn("\n", message)
 
     def test_process(self):
         result = subprocess.run(

@@ -49,6 +49,11 @@ class CommandsTest(parameterized.TestCase):
         module = importlib.import_module(f"tf_gpipe.commands.{name}")
         self.assertIn(module.__doc__.splitlines()[0], out)
 
+    def test_workers_for_a_program_that_cannot_start(self):
+        status, _, err = run("workers", "1", "/no/such/program")
+        self.assertEqual(status, 2)
+        self.assertIn("Received: /no/such/program", err.splitlines()[-1])
+
     def test_unknown_command(self):
         status, out, err = run("train", "--help")
         self.assertEqual(status, 2)
