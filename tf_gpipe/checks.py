@@ -7,6 +7,7 @@ anything: an array is neither true nor false, and equal to nothing.
 import math
 import numbers
 import os
+import pathlib
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -134,3 +135,21 @@ def writable(name: str, path: Any) -> None:
             f"`{name}` must be the path of a file that can be written, in a "
             f"directory that exists. Received: {name}={path!r} ({error})"
         ) from error
+
+
+def directory(name: str, path: Any) -> pathlib.Path:
+    """Returns the path of a directory, which need not exist.
+
+    Raises:
+        TypeError: If it is no path.
+        ValueError: If it is one of something else.
+    """
+    text = (
+        f"`{name}` must be the path of a directory. Received: {name}={path!r}"
+    )
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(text)
+    place = pathlib.Path(path)
+    if not str(path) or (place.exists() and not place.is_dir()):
+        raise ValueError(text)
+    return place

@@ -588,13 +588,13 @@ class RefusedTest(TestCase):
     @parameterized.parameters(
         (TypeError, "workdir", 3),
         (ValueError, "workdir", ""),
-        (TypeError, "every_steps", 1.5),
-        (TypeError, "every_steps", True),
+        (ValueError, "every_steps", 1.5),
+        (ValueError, "every_steps", True),
         (ValueError, "every_steps", 0),
         (TypeError, "every_seconds", "3"),
         (ValueError, "every_seconds", float("nan")),
         (ValueError, "every_seconds", float("inf")),
-        (TypeError, "keep", None),
+        (ValueError, "keep", None),
         (ValueError, "keep", -1),
     )
     def test_arguments(self, kind, name, value):

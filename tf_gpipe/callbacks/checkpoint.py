@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import checks
 from tf_gpipe import upstream
-from tf_gpipe.callbacks import arguments
 from tf_gpipe.callbacks import monitors
 from tf_gpipe.checkpoints import data
 from tf_gpipe.checkpoints import state
@@ -77,12 +77,14 @@ class Checkpoint(keras.callbacks.Callback):
         keep: int = 2,
     ):
         super().__init__()
-        directory = arguments.directory(workdir)
+        directory = checks.directory("workdir", workdir)
         if every_steps is not None:
-            arguments.check_number("every_steps", every_steps, whole=True)
+            every_steps = checks.positive_integer("every_steps", every_steps)
         if every_seconds is not None:
-            arguments.check_number("every_seconds", every_seconds, whole=False)
-        arguments.check_number("keep", keep, whole=True)
+            checks.number(
+                "every_seconds", every_seconds, "a positive number", above=True
+            )
+        keep = checks.positive_integer("keep", keep)
         self._every_steps = every_steps
         self._every_seconds = every_seconds
         self._writer = Writer(directory, keep)
