@@ -64,8 +64,8 @@ class Run:
     def __init__(self, workdir, num_epochs, every_steps, restarts):
         self._losses = workdir / "losses.csv"
         self.lines = []
-        # Of a recovery: when it began, with how many steps, when there was
-        # the first one.
+        # Of a recovery: when training began, the steps that were last seen,
+        # and when the first one was done.
         self.at = None
         self.process = subprocess.Popen(
             [
@@ -199,9 +199,11 @@ def _recovered(run, last, before):
     now = run.steps()
     if run.at is None or run.at[0] != began:
         run.at = [began, now, None]
-    _, steps, first = run.at
-    if first is None and now != steps:
-        first = run.at[2] = time.monotonic()
+    # The lines of steps that are done again are dropped first.
+    if run.at[2] is None and now > run.at[1]:
+        run.at[2] = time.monotonic()
+    run.at[1] = now
+    first = run.at[2]
     if first is None or now < before:
         return None
     return {

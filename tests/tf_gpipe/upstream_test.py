@@ -446,6 +446,125 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(model._loss_tracker.name, "loss")
 
 
+class DataTest(tf.test.TestCase):
+    def epochs(self, *args, **kwargs):
+        """Returns what `fit` goes through, as it begins."""
+        found = []
+
+        class Model(keras.Sequential):
+            def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+                found.append(iterator)
+
+        model = Model([keras.Input((1,)), L.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(*args, epochs=0, verbose=0, **kwargs)
+        return found[0]
+
+    def test_kinds(self):
+        """A checkpoint refuses data of which no place can be found again."""
+        x = np.zeros((6, 1))
+        dataset = tf.data.Dataset.from_tensor_slices((x, x)).batch(2)
+
+        class Rows(keras.utils.PyDataset):
+            def __len__(self):
+                return 3
+
+            def __getitem__(self, i):
+                return x[:2], x[:2]
+
+        arrays = self.epochs(x, x)
+        self.assertEqual(upstream.kind_of_data(arrays), upstream.ARRAYS)
+        self.assertTrue(upstream.shuffles_arrays(arrays))
+        unshuffled = self.epochs(x, x, shuffle=False)
+        self.assertFalse(upstream.shuffles_arrays(unshuffled))
+        of_tf = self.epochs(dataset, shuffle=False)
+        self.assertEqual(upstream.kind_of_data(of_tf), upstream.TF_DATA)
+        self.assertIs(upstream.dataset_of(of_tf), dataset)
+        self.assertEqual(
+            upstream.kind_of_data(self.epochs(Rows())), upstream.PY_DATASET
+        )
+        generator = self.epochs(((x, x) for _ in "ab"), steps_per_epoch=1)
+        self.assertIsNone(upstream.kind_of_data(generator))
+
+    def test_pass_by(self):
+        """Training goes on within an epoch, by the numbers of its steps."""
+        epochs = self.epochs(
+            tf.data.Dataset.range(3), shuffle=False, steps_per_epoch=None
+        )
+
+        def after_one(executions):
+            for begin, end, batches in executions:
+                number = int(next(batches))
+                if begin:
+                    yield begin, end, number
+
+        upstream.pass_by(epochs, after_one)
+        self.assertEqual(list(epochs), [(1, 1, 1), (2, 2, 2)])
+        # Then it goes through all of them again.
+        self.assertEqual(
+            [(begin, int(next(batches))) for begin, _, batches in epochs],
+            [(0, 0), (1, 1), (2, 2)],
+        )
+        self.assertEqual(epochs.steps_per_execution, 1)
+
+    def test_seeds(self):
+        """Data whose order nothing tells again is refused."""
+        tf.random.set_seed(3)
+        self.assertEqual(upstream.global_seed(), 3)
+        tf.compat.v1.set_random_seed(None)
+        self.addCleanup(tf.random.set_seed, 0)
+        numbers = tf.data.Dataset.range(4)
+        self.assertEqual(upstream.seeds_of(numbers), [])
+        (seeds,) = upstream.seeds_of(numbers.shuffle(2, seed=5))
+        self.assertIn(5, seeds)
+        self.assertEqual(upstream.seeds_of(numbers.shuffle(2)), [(0, 0)])
+        self.assertEqual(
+            upstream.seeds_of(
+                numbers.map(lambda x: x + tf.random.uniform((), 0, 9, x.dtype))
+            ),
+            [(0, 0)],
+        )
+        within = numbers.flat_map(lambda _: numbers.shuffle(2)).batch(2)
+        self.assertIn(
+            (0, 0),
+            [
+                seeds
+                for x in upstream.datasets_within(within)
+                for seeds in upstream.seeds_of(x)
+            ],
+        )
+
+    def test_start_at_epoch(self):
+        """`fit` goes on in the epoch of a checkpoint, once."""
+        epochs = []
+
+        class Starting(keras.callbacks.Callback):
+            def on_train_begin(self, logs=None):
+                upstream.start_at_epoch(self.model, 2)
+
+            def on_epoch_begin(self, epoch, logs=None):
+                epochs.append(epoch)
+                upstream.start_at_epoch(self.model, None)
+
+        model = keras.Sequential([keras.Input((1,)), L.Dense(1)])
+        model.compile("sgd", "mse")
+        x = np.zeros((2, 1))
+        model.fit(x, x, epochs=4, verbose=0, callbacks=[Starting()])
+        model.fit(x, x, epochs=1, verbose=0, callbacks=[])
+        self.assertEqual(epochs, [2, 3])
+        self.assertEqual(model.history.epoch, [0])
+
+    def test_monitors(self):
+        """What they remember is a part of a checkpoint."""
+        stop = keras.callbacks.EarlyStopping()
+        callbacks = [keras.callbacks.TerminateOnNaN(), stop]
+        self.assertEqual(upstream.monitors(callbacks), [stop])
+        self.assertEqual(upstream.monitors(stop), [stop])
+        self.assertEqual(upstream.monitors(None), [])
+        listed = keras.callbacks.CallbackList(callbacks)
+        self.assertEqual(upstream.monitors(listed), [stop])
+
+
 class LossesTest(tf.test.TestCase):
     def test_call_with_each(self):
         """Each loss is divided by what the mini-batch holds."""
