@@ -67,6 +67,7 @@ class Schedule:
             of them in the same sequence. If there is one for weights, `"W"`,
             then backward passes are split, and all need one.
         name: String, shown in summaries.
+        description: String, shown after it.
 
     Raises:
         ValueError: If a task is missing or there twice, if a stage is spread
@@ -80,9 +81,13 @@ class Schedule:
     """
 
     def __init__(
-        self, tasks: Sequence[Sequence[Task | str]], name: str = "custom"
+        self,
+        tasks: Sequence[Sequence[Task | str]],
+        name: str = "custom",
+        description: str = "",
     ):
         self.name = name
+        self.description = description
         self.tasks = tuple(
             tuple(
                 Task.parse(task) if isinstance(task, str) else task
@@ -219,11 +224,17 @@ class Schedule:
             steps.append(task)
         return steps
 
+    @property
+    def title(self) -> str:
+        """The name, and the description if there is one."""
+        return ": ".join(filter(None, (self.name, self.description)))
+
     def get_config(self) -> dict:
         """Returns the arguments of `Schedule`, for saving."""
         return {
             "tasks": [[str(task) for task in row] for row in self.tasks],
             "name": self.name,
+            "description": self.description,
         }
 
     def __str__(self) -> str:

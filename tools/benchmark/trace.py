@@ -62,7 +62,8 @@ def main(args):
 
 def _first_step(args):
     """Returns the seconds of a model's first step in this process."""
-    devices, _ = local_devices.find(args.num_stages)
+    num_devices = schedules.spread(args.schedule, args.num_stages)
+    devices, _ = local_devices.find(num_devices)
     layers = workloads.transformer(args.num_blocks)
     x, y = workloads.data(layers, args.batch_size)
     if args.only == "keras":
@@ -74,7 +75,7 @@ def _first_step(args):
             num_micro_batches=args.num_micro_batches,
             schedule=args.schedule,
             remat=args.remat,
-            devices=devices,
+            devices=devices[:num_devices],
         )
     model = workloads.compiled(model)
     ends = []
