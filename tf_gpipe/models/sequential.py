@@ -74,12 +74,12 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             pass, as `"1f1b"` does. Defaults to `"always"`.
         devices: List of TensorFlow device strings, one a stage, repeated
             where stages share a device; with schedules that put several
-            stages on a device, one for each of the schedule's devices. Devices of other
-            hosts are those that `tf_gpipe.connect` returns. Under a
-            `tf.distribute` strategy a list of such lists, one a replica; not
-            on TPUs, where stages are the logical cores of a replica. Defaults
-            to the visible accelerators in order (CPUs where there are none),
-            row by row.
+            stages on a device, one for each of the schedule's devices.
+            Devices of other hosts are those that `tf_gpipe.connect` returns.
+            Under a `tf.distribute` strategy a list of such lists, one a
+            replica; not on TPUs, where stages are the logical cores of a
+            replica. Defaults to the visible accelerators in order (CPUs where
+            there are none), row by row.
         boundary_dtype: `"bfloat16"` or `"float16"`, in which activations and
             their gradients travel from one device to another, where they have
             a wider floating-point type: half the bytes of float32, for a

@@ -295,6 +295,7 @@ class SimulateTest(parameterized.TestCase):
             simulate(schedules.gpipe(2, 2), **arguments)
 
     @parameterized.parameters(
+        "schedule.search",
         "schedule.simulate",
         "schedule.tasks",
         "schedule.memory",
