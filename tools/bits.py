@@ -26,11 +26,13 @@ import keras  # noqa: E402
 
 import tf_gpipe  # noqa: E402
 from tf_gpipe.commands import devices  # noqa: E402
+from tf_gpipe.schedule import schedules  # noqa: E402
 from tools import random_models  # noqa: E402
 
 # Between them they have each kind of `random_models.Kinds`.
 _SEEDS = range(12)
-_SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble")
+_SCHEDULES = schedules.NAMES
+_SHARING = (*schedules.ANY_NUMBER, *schedules.TWO_EACH)
 _REMAT = ("always", "except_last", "never")
 _NUM_STAGES = 4
 _NUM_STEPS = 3
@@ -50,7 +52,7 @@ class _Drawing(random_models.Drawing):
             "num_stages": min(num_calls, _NUM_STAGES),
             **self._run,
         }
-        if arguments["schedule"] == "interleaved":
+        if arguments["schedule"] in _SHARING:
             # Two stages a device.
             arguments["num_stages"] = min(num_calls, _NUM_STAGES) // 2 * 2
             count = arguments["num_stages"] // 2

@@ -87,12 +87,12 @@ class Hardware:
         return float(total) == number * self.num_replicas
 
 
-def start(num_stages, config):
+def start(num_devices, config):
     """Prepares the hardware. TensorFlow must not have started.
 
     Args:
-        num_stages: Positive integer, stages of a pipeline. Each replica of it
-            has as many devices of its own.
+        num_devices: Positive integer, devices of a pipeline. Each replica of
+            it has as many of its own.
         config: `HardwareConfig`.
 
     Returns:
@@ -135,13 +135,13 @@ def start(num_stages, config):
                 heartbeat=config.worker_heartbeat or None,
             )
         else:
-            ensure(num_stages)
+            ensure(num_devices)
         return Hardware(tf.distribute.get_strategy(), devices)
     if strategy == "mirrored":
-        return _mirrored(num_stages, num_replicas)
+        return _mirrored(num_devices, num_replicas)
     if strategy == "tpu":
-        return _tpu(num_stages, num_replicas, config.tpu)
-    return _multi_worker(num_stages)
+        return _tpu(num_devices, num_replicas, config.tpu)
+    return _multi_worker(num_devices)
 
 
 def share_batches(batches):
@@ -153,17 +153,17 @@ def share_batches(batches):
     return batches.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 
-def _mirrored(num_stages, num_replicas):
+def _mirrored(num_devices, num_replicas):
     num_gpus = len(tf.config.list_physical_devices("GPU"))
     if num_replicas is None:
-        num_replicas = max(1, num_gpus // num_stages) if num_gpus else 2
-    ensure(num_stages * num_replicas)
-    rows = placement.assign(None, num_stages, num_replicas)
+        num_replicas = max(1, num_gpus // num_devices) if num_gpus else 2
+    ensure(num_devices * num_replicas)
+    rows = placement.assign(None, num_devices, num_replicas)
     strategy = tf.distribute.MirroredStrategy([row[0] for row in rows])
     return Hardware(strategy, rows, num_replicas)
 
 
-def _multi_worker(num_stages):
+def _multi_worker(num_devices):
     if not os.environ.get("TF_CONFIG"):
         raise UserError(
             "--strategy=multi_worker needs the addresses of all hosts in the "
@@ -171,7 +171,7 @@ def _multi_worker(num_stages):
             '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, '
             '"task": {"type": "worker", "index": 0}}.'
         )
-    ensure(num_stages)
+    ensure(num_devices)
     try:
         config = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         hosts = config.cluster_spec()
@@ -197,7 +197,7 @@ def _multi_worker(num_stages):
     )
 
 
-def _tpu(num_stages, num_replicas, tpu):
+def _tpu(num_devices, num_replicas, tpu):
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(
             tpu="local" if tpu is None else tpu
@@ -209,19 +209,19 @@ def _tpu(num_stages, num_replicas, tpu):
         raise UserError(f"No TPU {tpu or 'in this host'}: {error}") from error
     mesh = [int(n) for n in topology.mesh_shape]
     num_cores = math.prod(mesh)
-    # Blocks of as many cores as there are stages, which tile the TPU.
+    # Blocks of as many cores as there are devices, which tile the TPU.
     shapes = [
         shape
         for shape in itertools.product(*(range(1, n + 1) for n in mesh))
-        if math.prod(shape) == num_stages
+        if math.prod(shape) == num_devices
         and not any(n % m for n, m in zip(mesh, shape, strict=True))
     ]
     if num_replicas is None:
-        num_replicas = num_cores // num_stages
-    if not shapes or num_replicas * num_stages > num_cores:
+        num_replicas = num_cores // num_devices
+    if not shapes or num_replicas * num_devices > num_cores:
         raise UserError(
-            f"{num_replicas} replicas of {num_stages} stages do not fit a TPU "
-            f"of {num_cores} cores, in a mesh of shape {mesh}."
+            f"{num_replicas} replicas of {num_devices} devices do not fit a "
+            f"TPU of {num_cores} cores, in a mesh of shape {mesh}."
         )
     # Stages next to one another: on the cores of a chip first.
     shape = max(shapes, key=lambda shape: (shape[-1], shape))

@@ -50,7 +50,10 @@ class PipelineConfig:
     """What `tf_gpipe.PipelinedSequential` is told. Each field is a flag."""
 
     num_stages: int = setting(
-        2, "Pipeline stages, each on a device.", lower_bound=1
+        2,
+        "Pipeline stages, each on a device; two on each with --schedule=zb_v, "
+        "v_half and v_min.",
+        lower_bound=1,
     )
     num_micro_batches: int = setting(
         8, "Micro-batches of a mini-batch.", lower_bound=1
@@ -64,8 +67,8 @@ class PipelineConfig:
     schedule: str = setting(
         "1f1b",
         "Order of micro-batches.",
-        # A device has one stage here.
-        enum_values=[x for x in schedules.NAMES if x != "interleaved"],
+        # A device has one stage here, or two where there must be two.
+        enum_values=[x for x in schedules.NAMES if "interleaved" not in x],
     )
     remat: str = setting(
         "always",
@@ -190,7 +193,10 @@ class Job:
         self._position = Position()
         with self._told_in_one_line():
             try:
-                self.hardware = devices.start(config.num_stages, config)
+                num_devices = schedules.spread(
+                    config.schedule, config.num_stages
+                )
+                self.hardware = devices.start(num_devices, config)
             except (TypeError, ValueError) as error:
                 raise UserError(error) from error
         if self._place and batches is not None and self.hardware.is_chief:

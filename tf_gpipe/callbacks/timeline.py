@@ -136,7 +136,12 @@ class Timeline(keras.callbacks.Callback):
             with open(self._trace, "w") as f:
                 json.dump(timeline.chrome_trace(self._measured), f)
         if self._picture:
-            steps = {"simulated": self.simulated(), "measured": self._measured}
+            schedule = self.model._pipeline.schedule
+            title = schedule.description and f", {schedule.title}"
+            steps = {
+                f"simulated{title}": self.simulated(),
+                "measured": self._measured,
+            }
             timeline.picture(steps, self._picture)
         if self._chart:
             print(timeline.text_chart(self._measured))

@@ -88,8 +88,9 @@ def make_parser(
     parser.add_argument(
         "--num_devices",
         type=positive,
-        help="devices that --schedule=interleaved spreads the stages over; "
-        "one a stage if not given",
+        help="devices that --schedule=interleaved, interleaved_zero_bubble "
+        "and auto spread the stages over; one a stage if not given. zb_v, "
+        "v_half and v_min have two stages a device",
     )
     parser.add_argument(
         "--remat",
@@ -111,8 +112,11 @@ def parse(
 ) -> argparse.Namespace:
     """Returns the arguments, after the checks that all commands need."""
     args = parser.parse_args(argv)
-    if args.num_devices and args.schedule != "interleaved":
-        parser.error("--num_devices is for --schedule=interleaved only")
+    if args.num_devices and args.schedule not in schedules.ANY_NUMBER:
+        parser.error(
+            "--num_devices is for --schedule=interleaved, "
+            "interleaved_zero_bubble and auto only"
+        )
     return args
 
 

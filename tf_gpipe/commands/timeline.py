@@ -29,7 +29,9 @@ from tf_gpipe.commands import models
 from tf_gpipe.commands import workers
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule import timeline
+from tf_gpipe.schedule.search import search
 from tf_gpipe.schedule.simulate import Execution
+from tf_gpipe.schedule.simulate import Times
 from tf_gpipe.schedule.simulate import simulate
 
 # Characters of a line.
@@ -121,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 json.dump(timeline.chrome_trace(step), f)
     names = ("makespan", "busy", "bubble", "peak_micro_batches")
     totals = {name: getattr(step, name) for name in names}
+    if args.schedule == schedules.AUTO:
+        print(list(steps)[0])
     print(timeline.text_chart(step, args.width))
     peaks = ", ".join(map(str, step.peak_micro_batches))
     print(f"most micro-batches kept, by stage: {peaks}")
@@ -133,23 +137,36 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def simulated(args: argparse.Namespace) -> dict[str, Execution]:
     """Returns a dict with the step on paper, by its title."""
-    plan = schedules.get(
-        args.schedule, args.num_stages, args.num_micro_batches, args.num_devices
-    )
-    step = simulate(
-        plan,
-        forward=args.forward,
-        backward=args.backward,
-        recompute=args.recompute,
-        transfer=args.transfer,
-        remat=args.remat,
-    )
-    return {"simulated": step}
+    costs = {
+        "forward": args.forward,
+        "backward": args.backward,
+        "recompute": args.recompute,
+        "transfer": args.transfer,
+    }
+    title = "simulated"
+    if args.schedule == schedules.AUTO:
+        plan = search(
+            Times.of(args.num_stages, **costs),
+            args.num_micro_batches,
+            args.num_devices or args.num_stages,
+            args.remat,
+        )
+        title += f", {plan.title}"
+    else:
+        plan = schedules.get(
+            args.schedule,
+            args.num_stages,
+            args.num_micro_batches,
+            args.num_devices,
+        )
+    return {title: simulate(plan, **costs, remat=args.remat)}
 
 
 def measured(args: argparse.Namespace) -> tuple[dict[str, Execution], float]:
     """Returns the same for a real step, and what recording it costs."""
-    num_devices = args.num_devices or args.num_stages
+    num_devices = schedules.spread(
+        args.schedule, args.num_stages, args.num_devices
+    )
     if not args.workers:
         devices.ensure(num_devices)
         return _measured(args, devices.first(args.num_devices))
@@ -185,8 +202,10 @@ def _measured(args, names):
     ratio = statistics.median(
         a / b for a, b in zip(seconds[True], seconds[False], strict=True)
     )
+    schedule = model._pipeline.schedule
+    title = schedule.description and f", {schedule.title}"
     steps = {
-        "simulated": recorder.simulated(),
+        f"simulated{title}": recorder.simulated(),
         "measured": Execution(recorder.spans, recorder.devices),
     }
     return steps, ratio

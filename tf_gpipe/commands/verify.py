@@ -19,6 +19,7 @@ import tf_gpipe
 from tf_gpipe.commands import devices
 from tf_gpipe.commands import flags
 from tf_gpipe.commands import models
+from tf_gpipe.schedule import schedules
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -44,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = flags.parse(parser, argv)
     with flags.in_effect(parser, args):
-        devices.ensure(args.num_devices or args.num_stages)
+        devices.ensure(
+            schedules.spread(args.schedule, args.num_stages, args.num_devices)
+        )
         keras.utils.set_random_seed(args.seed)
         model = models.pipelined(
             models.get(args.model, args.model_args),

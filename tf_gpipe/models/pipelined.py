@@ -21,7 +21,9 @@ from tf_gpipe.models.summary import stage_table
 from tf_gpipe.models.training import PipelinedTraining
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import lopsided
+from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
+from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage.graph import Graph
@@ -181,6 +183,15 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
                 devices[0][0],
                 tell=functools.partial(lopsided.warn, self.name),
             )
+        if config.schedule == schedules.AUTO:
+            rows = [
+                devices[schedule.devices.index(i)]
+                for i in range(len(schedule.tasks))
+            ]
+            schedule = stage_costs.resolved(
+                graph, counts, schedule, config.remat
+            )
+            devices = [rows[i] for i in schedule.devices]
         stages: list[Stage] = []
         for k, part in enumerate(graph.parts(counts)):
             stages.append(Stage(k, devices[k], part, stages))

@@ -41,12 +41,12 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             and weights are then shared. The model keeps the class of one of a
             subclass, as `PipelinedModel.from_model` says.
         num_stages: Integer K, at most the number of layers, those of models
-            in the list among them. Defaults to one
-            stage a visible accelerator (a CPU where there is none), at most
-            one a layer.
+            in the list among them. Defaults to one stage a visible
+            accelerator (a CPU where there is none), or two where the schedule
+            puts several on a device; at most one a layer.
         num_micro_batches: Integer M. Batches need not be divisible by it. One
             of fewer rows is cut into as many micro-batches as it has rows.
-            Defaults to `4 * num_stages`, the paper's rule for a small bubble.
+            Defaults to 4 a device, the paper's rule for a small bubble.
         balance: List of K layer counts; or what stages shall have in nearly
             equal parts: `"parameters"`; `"flops"`, operations of the forward
             pass; `"time"`, measured on the first device when the model is
@@ -57,27 +57,31 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as
             1F1B, with more forward passes ahead, which run while activations
             and gradients travel), `"gpipe"` (all forward, then all backward),
-            `"interleaved"` (as 1F1B, stage s on device s modulo the number of
-            `devices`, so that `num_stages` is a multiple of it),
             `"zero_bubble"` (as 1F1B, with the gradients of weights in what
-            was bubble), or a `tf_gpipe.Schedule`. `"1f1b"` holds the fewest
-            activations; `"gpipe"` accepts losses that need the whole
-            mini-batch; `"eager_1f1b"` is for slow connections;
-            `"interleaved"` and `"zero_bubble"` have smaller bubbles. Defaults
-            to `"1f1b"`.
+            was bubble), `"interleaved"` and `"interleaved_zero_bubble"` (as
+            1F1B and zero-bubble, stage s on device s modulo the number of
+            `devices`, so that `num_stages` is a multiple of it), `"zb_v"`,
+            `"v_half"` and `"v_min"` (of D devices, stages s and 2D-1-s on
+            device s, so that `num_stages` is 2D), `"auto"` (searched for what
+            the stages cost), or a `tf_gpipe.Schedule`. `"1f1b"` and
+            `"zero_bubble"` hold few activations, `"v_half"` and `"v_min"`
+            fewer; `"gpipe"` accepts losses that need the whole mini-batch;
+            `"eager_1f1b"` is for slow connections; `"zb_v"` has the smallest
+            bubble where stages take equally long, `"auto"` where they do not.
+            Defaults to `"1f1b"`.
         remat: Which micro-batches keep only the input of each stage and
             compute the activations again for the backward pass: `"always"`,
             `"except_last"` (all but the last one) or `"never"`. None is where
             a schedule sends the last stage backward right after a forward
             pass, as `"1f1b"` does. Defaults to `"always"`.
         devices: List of TensorFlow device strings, one a stage, repeated
-            where stages share a device; with `"interleaved"` and schedules of
-            your own, one for each of the schedule's devices. Devices of other
-            hosts are those that `tf_gpipe.connect` returns. Under a
-            `tf.distribute` strategy a list of such lists, one a replica; not
-            on TPUs, where stages are the logical cores of a replica. Defaults
-            to the visible accelerators in order (CPUs where there are none),
-            row by row.
+            where stages share a device; with schedules that put several
+            stages on a device, one for each of the schedule's devices.
+            Devices of other hosts are those that `tf_gpipe.connect` returns.
+            Under a `tf.distribute` strategy a list of such lists, one a
+            replica; not on TPUs, where stages are the logical cores of a
+            replica. Defaults to the visible accelerators in order (CPUs where
+            there are none), row by row.
         boundary_dtype: `"bfloat16"` or `"float16"`, in which activations and
             their gradients travel from one device to another, where they have
             a wider floating-point type: half the bytes of float32, for a

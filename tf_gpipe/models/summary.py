@@ -36,9 +36,12 @@ def stage_table(pipeline: Pipeline, line_length: int | None = None) -> str:
         f"micro-batches, remat {pipeline.remat}; bubble "
         f"{simulate(schedule).bubble:.1%} of the time with equal stages"
     )
+    notes = [note]
+    if schedule.description:
+        notes.append(f"Order of tasks: {schedule.description}")
     return table.render(
         rows,
-        [note],
+        notes,
         line_length or shutil.get_terminal_size((80, 24)).columns,
         left=("Device", "Layers", "Sends to (KiB a row)"),
         wrap=True,

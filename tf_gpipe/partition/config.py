@@ -59,7 +59,10 @@ class PipelineConfig:
                 self.schedule, self.num_stages, self.num_micro_batches
             )
         else:
-            schedules.get(self.schedule, 1, 1)
+            schedules.check_name(self.schedule)
+            if self.num_stages is not None:
+                # Whatever the devices are.
+                schedules.spread(self.schedule, self.num_stages)
         if isinstance(self.balance, str) or not isinstance(
             self.balance, Iterable
         ):
@@ -100,7 +103,9 @@ class PipelineConfig:
         """Returns the schedule, after deciding the numbers that were left open.
 
         The error names `layers` where they are too few. There are at most as
-        many micro-batches as `rows`; or as can be traced, if it is `None`.
+        many micro-batches as `rows`; or as can be traced, if it is `None`. Of
+        `"auto"` it is another one of as many stages and devices: what the
+        stages cost is known when they are formed.
 
         Raises:
             ValueError: If the layers are too few, or the balance is not
@@ -108,8 +113,7 @@ class PipelineConfig:
         """
         num_stages = self.num_stages
         if num_stages is None:
-            each = 2 if self.schedule == "interleaved" else 1
-            num_stages = max(1, min(each * num_devices, num_layers))
+            num_stages = self._default_stages(num_layers, num_devices)
         if num_stages > num_layers:
             raise ValueError(
                 f"`num_stages` must be at most the number of layers. "
@@ -124,16 +128,25 @@ class PipelineConfig:
                 f"balance={balance}, which sums to {sum(balance)}. "
                 "balance='parameters' finds the counts for you."
             )
-        num_devices = min(num_devices, num_stages)
-        if self.schedule != "interleaved":
-            num_devices = num_stages
+        num_devices = schedules.spread(self.schedule, num_stages, num_devices)
         number = schedules.num_with_rows(
             self.schedule,
             self.num_micro_batches or 4 * num_devices,
             schedules.most_rows(num_stages) if rows is None else rows,
-            num_devices,
         )
-        return schedules.get(self.schedule, num_stages, number, num_devices)
+        schedule = self.schedule
+        if schedule == schedules.AUTO:
+            schedule = "interleaved_zero_bubble"
+        return schedules.get(schedule, num_stages, number, num_devices)
+
+    def _default_stages(self, num_layers: int, num_devices: int) -> int:
+        """Returns one a device, or two where the schedule has several."""
+        num_devices = max(1, min(num_devices, num_layers))
+        if self.schedule in schedules.TWO_EACH:
+            return 2 * min(num_devices, max(1, num_layers // 2))
+        several = self.schedule in schedules.ANY_NUMBER
+        each = 2 if several and 2 * num_devices <= num_layers else 1
+        return each * num_devices
 
     def devices_here(
         self,
@@ -152,10 +165,8 @@ class PipelineConfig:
         num_replicas = replicas.count(strategy)
         if self.num_stages is None or replicas.on_tpu(strategy):
             return devices
-        num_devices = self.num_stages
-        if isinstance(self.schedule, Schedule):
-            num_devices = len(self.schedule.tasks)
-        elif self.schedule == "interleaved":
+        num_devices = schedules.spread(self.schedule, self.num_stages)
+        if self.schedule in schedules.ANY_NUMBER:
             here = len(placement.accelerators()) // num_replicas
             num_devices = max(
                 d
@@ -195,6 +206,8 @@ class PipelineConfig:
         else:
             num_devices = len(placement.accelerators()) // num_replicas
         schedule = self.schedule_of(num_layers, num_devices, layers)
+        if self.schedule in schedules.TWO_EACH:
+            self._check_two_each(schedule, num_devices)
         num_devices = len(schedule.tasks)
         if on_tpu:
             cores = [tf.compat.v1.tpu.core(i) for i in range(num_devices)]
@@ -202,3 +215,18 @@ class PipelineConfig:
         else:
             rows = placement.assign(self.devices, num_devices, num_replicas)
         return schedule, [[row[i] for row in rows] for i in schedule.devices]
+
+    def _check_two_each(self, schedule: Schedule, num_devices: int) -> None:
+        """Refuses devices that are not half as many as the stages."""
+        needed = len(schedule.tasks)
+        if num_devices >= needed and not (
+            self.devices and num_devices > needed
+        ):
+            return
+        raise ValueError(
+            f"Schedule '{self.schedule}' has two stages on each device: "
+            f"num_stages={schedule.num_stages} need {needed} devices. "
+            f"Received {num_devices}: devices={self.devices}. Use num_stages="
+            f"{2 * num_devices}, or name a device more than once to let more "
+            "stages share it."
+        )

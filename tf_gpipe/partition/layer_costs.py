@@ -39,6 +39,7 @@ class LayerCosts:
 
     forward_flops: int
     backward_flops: int  # of the gradient by inputs and weights
+    weight_flops: int  # those of them for weights alone
     # What it keeps beside the layer's inputs, outputs and weights.
     stored_bytes: int
     # Whether the backward pass needs each of `Node.inputs`, and the outputs.
@@ -175,11 +176,14 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
     """Returns what a call does, and the specs of what the layer returns."""
     with naming(node):
         outputs: Any = None
+        by_inputs: list = []
         run = forward_and_backward(node)
 
         def gradients(*args):
             nonlocal outputs
             outputs, found = run(*args)
+            count = len(_floating(args[0]))
+            by_inputs.extend(x for x in found[:count] if x is not None)
             return found
 
         contents, values = keras.tree.map_structure(
@@ -211,6 +215,7 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
         found = LayerCosts(
             forward_flops=flops.count(early),
             backward_flops=flops.count(late),
+            weight_flops=flops.count(late - _needed_by(by_inputs)),
             stored_bytes=sum(
                 _kept_bytes(x)
                 for name, x in kept.items()

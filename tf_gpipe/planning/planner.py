@@ -13,16 +13,17 @@ import keras
 from tf_gpipe import checks
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.planning import planned_graph
 from tf_gpipe.planning import sizes
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.plans import StagePlan
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.memory import device_peaks
 from tf_gpipe.schedule.memory import peak_activations
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.schedule.tasks import Schedule
-from tf_gpipe.stage.graph import Graph
-from tf_gpipe.stage.graph import Value
 
 
 def plan(
@@ -58,8 +59,8 @@ def plan(
         num_stages: Integer K.
         num_micro_batches: Integer M. Defaults to 4 a device.
         schedule: As for `PipelinedSequential`.
-        num_devices: Integer, over which `"interleaved"` spreads the stages.
-            Defaults to one a stage.
+        num_devices: Integer, over which the interleaved schedules and
+            `"auto"` spread the stages. Defaults to one a stage.
         balance: As for `PipelinedSequential`; not `"time"`.
         remat: As for `PipelinedSequential`.
         optimizer: Keras optimizer, or its name; its slots are counted.
@@ -94,13 +95,14 @@ def plan(
     if config.num_stages is None:
         checks.positive_integer("num_stages", num_stages)
     if num_devices is not None and (
-        config.schedule != "interleaved"
+        config.schedule not in schedules.ANY_NUMBER
         or checks.positive_integer("num_devices", num_devices)
         > (config.num_stages or 0)
     ):
         raise ValueError(
-            "`num_devices` is for schedule='interleaved', and at most "
-            "`num_stages`. Others have a device for each stage. Received: "
+            "`num_devices` is for schedule='interleaved', "
+            "'interleaved_zero_bubble' and 'auto', and at most `num_stages`. "
+            "Others have a device for each stage, or for each two. Received: "
             f"num_devices={num_devices}, num_stages={num_stages}, "
             f"schedule={schedule!r}"
         )
@@ -187,7 +189,24 @@ class _Planner:
             num_devices or config.num_stages,
             rows=self.rows,
         )
-        stages = self._stages(config, schedule)
+        counts, costs = self._costs(config, schedule)
+        # Between two stages, however many tensors.
+        transfer = {
+            (k, to): latency + size / (bandwidth or math.inf)
+            for k, stage in enumerate(costs)
+            for to, size in stage.sends.items()
+        }
+        if config.schedule == schedules.AUTO:
+            schedule = stage_costs.searched(
+                costs,
+                schedule.num_micro_batches,
+                len(schedule.tasks),
+                config.remat,
+                transfer,
+                device_flops or 1.0,
+            )
+        sizes = [x.of_micro_batches(schedule.num_micro_batches) for x in costs]
+        stages = self._stages(counts, costs, schedule, config.remat, sizes)
         # Without a speed, one operation is the unit of time.
         forward = [x.flops / (device_flops or 1) for x in stages]
         backward = [x.backward_flops / (device_flops or 1) for x in stages]
@@ -198,21 +217,20 @@ class _Planner:
             backward,
             recompute=forward,
             remat=config.remat,
+            weights=[x.weight_flops / (device_flops or 1) for x in costs],
         )
-        # Between two stages, however many tensors.
-        transfer = {
-            (k, to): latency + size / (bandwidth or math.inf)
-            for k, stage in enumerate(stages)
-            for to, size in stage.sends.items()
-        }
         simulation = simulated(transfer=transfer)
         makespan = simulation.makespan
         alone = schedule.num_micro_batches * (sum(forward) + sum(backward))
         return Plan(
             stages=stages,
             devices=schedule.devices,
+            device_activation_bytes=[
+                int(x) for x in device_peaks(schedule, config.remat, sizes)
+            ],
             num_micro_batches=schedule.num_micro_batches,
             schedule=schedule.name,
+            description=schedule.description,
             remat=config.remat,
             bubble=simulation.bubble,
             relative_step_time=makespan / alone if alone else 1.0,
@@ -234,14 +252,17 @@ class _Planner:
             again = {"remat": "always"}
             changes += [again, *({**x, **again} for x in changes)]
         cut_anew = named and not isinstance(config.balance, list)
-        if cut_anew and config.schedule != "interleaved":
+        if cut_anew and config.schedule not in schedules.ANY_NUMBER:
+            each = 2 if config.schedule in schedules.TWO_EACH else 1
             changes += [
                 {"num_stages": k, "remat": "always"}
-                for k in range(len(found.stages) + 1, len(self.graph.nodes) + 1)
+                for k in range(
+                    len(found.stages) + each, len(self.graph.nodes) + 1, each
+                )
             ]
         return changes
 
-    def _stages(self, config, schedule):
+    def _costs(self, config, schedule):
         traces, specs = self.trace(
             math.ceil(self.rows / schedule.num_micro_batches)
         )
@@ -256,12 +277,14 @@ class _Planner:
                 weights=self.weights,
             )
         parts = self.graph.parts(counts)
+        return counts, stage_costs.find(parts, traces, sizes.__getitem__)
+
+    def _stages(self, counts, costs, schedule, remat, sizes):
         stages, first = [], 0
-        for k, part in enumerate(parts):
-            own = slice(first, first + len(part.nodes))
+        for k, (count, cost) in enumerate(zip(counts, costs, strict=True)):
+            own = slice(first, first + count)
             first = own.stop
-            made = traces[own]
-            given = [sizes[x] for x in part.inputs if x in self.graph.inputs]
+            peak = peak_activations(schedule, remat, {k: sizes[k]})
             stages.append(
                 StagePlan(
                     layers=self.names[own],
@@ -270,38 +293,10 @@ class _Planner:
                         for w in itertools.chain(*self.weights[own])
                     ),
                     parameter_bytes=sum(self.bytes[own]),
-                    activation_bytes=peak_activations(
-                        k,
-                        schedule,
-                        config.remat,
-                        given=sum(given),
-                        inputs=sum(sizes[x] for x in part.inputs) - sum(given),
-                        stored=_stored(part, made, sizes),
-                        # The gradient that arrives at a layer, and those that
-                        # it makes, of about the size of its largest tensor.
-                        passing=max(
-                            2 * x.largest_bytes + x.output_bytes for x in made
-                        ),
-                    ),
-                    flops=sum(x.forward_flops for x in made),
-                    backward_flops=sum(x.backward_flops for x in made),
-                    sends=layer_costs.sends(parts, k, sizes.__getitem__),
+                    activation_bytes=int(peak),
+                    flops=cost.flops,
+                    backward_flops=cost.backward_flops,
+                    sends=cost.sends,
                 )
             )
         return stages
-
-
-def _stored(
-    part: Graph,
-    traces: Sequence[layer_costs.LayerCosts],
-    sizes: dict[Value, int],
-) -> int:
-    """Returns the bytes that a stage keeps of a micro-batch, without inputs."""
-    kept: set[Value] = set()
-    for node, trace in zip(part.nodes, traces, strict=True):
-        pairs = zip(node.inputs, trace.kept_inputs, strict=True)
-        kept.update(value for value, keeps in pairs if keeps)
-        if trace.keeps_outputs:
-            kept.update(node.made)
-    own = kept.difference(part.inputs)
-    return sum(x.stored_bytes for x in traces) + sum(sizes[x] for x in own)

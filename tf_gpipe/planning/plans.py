@@ -53,8 +53,11 @@ class Plan:
     Attributes:
         stages: List of `StagePlan`s.
         devices: List with the number of the device of each stage.
+        device_activation_bytes: List with the activations of each device at
+            their peak, which its stages may reach at different times.
         num_micro_batches: Integer.
-        schedule: String.
+        schedule: String, its name.
+        description: String, how it was found, if it was searched.
         remat: String.
         bubble: Float, the share of the time that devices will be idle, with
             operations taken for time.
@@ -71,6 +74,7 @@ class Plan:
 
     stages: list[StagePlan]
     devices: list[int]
+    device_activation_bytes: list[int]
     num_micro_batches: int
     schedule: str
     remat: str
@@ -80,13 +84,14 @@ class Plan:
     transfer_share: float = 0.0
     device_memory: int | None = None
     advice: str = ""
+    description: str = ""
 
     @property
     def device_bytes(self) -> list[int]:
         """The peak memory of each device."""
-        totals = [0] * (max(self.devices) + 1)
+        totals = list(self.device_activation_bytes)
         for device, stage in zip(self.devices, self.stages, strict=True):
-            totals[device] += stage.bytes
+            totals[device] += stage.parameter_bytes
         return totals
 
     @property
@@ -106,6 +111,7 @@ class Plan:
             "relative_step_time": self.relative_step_time,
             "step_seconds": self.step_seconds,
             "transfer_share": self.transfer_share,
+            "description": self.description,
             "advice": self.advice,
             "stages": [
                 {
@@ -139,6 +145,8 @@ class Plan:
             f"bubble {self.bubble:.1%}, step time "
             f"{self.relative_step_time:.3f} of one device's",
         ]
+        if self.description:
+            lines.insert(1, f"order of tasks: {self.description}")
         skips = [
             f"{k} to {to} ({_text(size)})"
             for k, stage in enumerate(self.stages)

@@ -3,15 +3,20 @@
 This module imports no TensorFlow.
 """
 
+import collections
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from tf_gpipe.schedule.tasks import BACKWARD
 from tf_gpipe.schedule.tasks import FORWARD
 from tf_gpipe.schedule.tasks import WEIGHTS
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.schedule.tasks import Task
+from tf_gpipe.schedule.v_schedules import v_half
+from tf_gpipe.schedule.v_schedules import v_min
+from tf_gpipe.schedule.v_schedules import zb_v
 
 # More take hours to trace.
 MOST_MICRO_BATCHES = 4096
@@ -57,6 +62,21 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 @functools.lru_cache(maxsize=8)
+def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
+    """ZB-H1: 1F1B with split backward passes (Qi et al., 2024).
+
+    A stage waits only for the gradients of the next stage's inputs. The
+    gradients of weights are computed in what would be the bubble. A third of
+    the bubble is left for K micro-batches or more, where the forward pass and
+    the two halves of the backward pass take equally long; of fewer, the first
+    and the last wait for one another, and more is left. Stage k computes the
+    gradients of its weights k micro-batches late, so that no stage keeps more
+    than K micro-batches, the number that the first stage keeps under 1F1B.
+    """
+    return _splitting("zero_bubble", one_f_one_b(num_stages, num_micro_batches))
+
+
+@functools.lru_cache(maxsize=8)
 def interleaved(
     num_stages: int, num_micro_batches: int, num_devices: int
 ) -> Schedule:
@@ -64,57 +84,74 @@ def interleaved(
 
     Each device has V = `num_stages / num_devices` stages: stage s is on device
     s modulo D, the number of devices. A device then waits for a smaller part
-    of the model at a time, so the bubble is (D-1)/(V M + D-1); activations
-    travel V times as often. For D=2, V=2, M=2, with a task's stage and
-    micro-batch in its place on the clock:
+    of the model at a time, so the bubble is (D-1)/(V M + D-1) for D
+    micro-batches or more; activations travel V times as often. For D=2, V=2,
+    M=2, with a task's stage and micro-batch in its place on the clock:
 
         device 0   F0.0 F0.1 F2.0 F2.1  .   B2.0  .   B2.1 B0.0 B0.1
         device 1    .   F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1  .
 
+    Micro-batches go through the stages of a device in groups of D, or of some
+    more where M is no multiple of D.
+
     Raises:
-        ValueError: If the number of stages or of micro-batches is not a
-            multiple of `num_devices`.
+        ValueError: If the number of stages is not a multiple of `num_devices`.
     """
-    _check_multiple("num_stages", num_stages, num_devices)
-    _check_multiple("num_micro_batches", num_micro_batches, num_devices)
+    _check_multiple("interleaved", num_stages, num_devices)
     chunks = num_stages // num_devices
-    # Micro-batches go through a chunk in groups of D.
+    # A group of fewer than D would wait for itself to come round.
+    num_groups = max(1, num_micro_batches // num_devices)
+    starts = [i * num_micro_batches // num_groups for i in range(num_groups)]
+    groups = [
+        range(first, last)
+        for first, last in itertools.pairwise([*starts, num_micro_batches])
+    ]
     passes = [
-        (chunk, group + m)
-        for group in range(0, num_micro_batches, num_devices)
-        for chunk in range(chunks)
-        for m in range(num_devices)
+        (chunk, m) for group in groups for chunk in range(chunks) for m in group
     ]
     return _alternating(
         "interleaved",
         num_devices,
         passes,
         each=1 if chunks == 1 else 2,
-        more=(chunks - 1) * num_devices,
+        more=(chunks - 1) * max(map(len, groups)),
     )
 
 
 @functools.lru_cache(maxsize=8)
-def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B with split backward passes (Qi et al., 2024).
+def interleaved_zero_bubble(
+    num_stages: int, num_micro_batches: int, num_devices: int
+) -> Schedule:
+    """`interleaved` with split backward passes, as `zero_bubble` has them.
 
-    A stage waits only for the gradients of the next stage's inputs. The
-    gradients of weights are computed in what would be the bubble. A third of
-    the bubble is left where the forward pass and the two halves of the backward
-    pass take equally long. Stage k computes the gradients of its weights k
-    micro-batches late, so that no stage keeps more than K micro-batches, the
-    number that the first stage keeps under 1F1B.
+    A third of its bubble is left for D micro-batches or more, where the forward
+    pass and the two halves of the backward pass take equally long. No device
+    keeps more than the first one does under `interleaved`.
+
+    Raises:
+        ValueError: If the number of stages is not a multiple of `num_devices`.
+    """
+    plain = interleaved(num_stages, num_micro_batches, num_devices)
+    return _splitting("interleaved_zero_bubble", plain)
+
+
+def _splitting(name: str, plain: Schedule) -> Schedule:
+    """Returns a schedule with each backward pass in two parts.
+
+    Device d computes the gradients of weights d backward passes late.
     """
     rows = []
-    for k, tasks in enumerate(one_f_one_b(num_stages, num_micro_batches).tasks):
-        weights = iter([Task(WEIGHTS, k, m) for m in range(num_micro_batches)])
-        row = []
+    for device, tasks in enumerate(plain.tasks):
+        row: list[Task] = []
+        late: collections.deque[Task] = collections.deque()
         for task in tasks:
             row.append(task)
-            if task.kind == BACKWARD and task.micro_batch >= k:
-                row.append(next(weights))
-        rows.append([*row, *weights])
-    return Schedule(rows, name="zero_bubble")
+            if task.kind == BACKWARD:
+                late.append(task._replace(kind=WEIGHTS))
+                if len(late) > device:
+                    row.append(late.popleft())
+        rows.append([*row, *late])
+    return Schedule(rows, name)
 
 
 def _alternating(
@@ -157,9 +194,65 @@ _BY_NAME = {
     "1f1b": one_f_one_b,
     "eager_1f1b": eager_one_f_one_b,
     "gpipe": gpipe,
+    "v_half": v_half,
+    "v_min": v_min,
+    "zb_v": zb_v,
     "zero_bubble": zero_bubble,
 }
-NAMES = tuple(sorted([*_BY_NAME, "interleaved"]))
+_BY_DEVICES = {
+    "interleaved": interleaved,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+}
+# An order that is searched for the costs of the stages; see `search`.
+AUTO = "auto"
+# Of those with several stages a device.
+ANY_NUMBER = (AUTO, *_BY_DEVICES)
+TWO_EACH = ("v_half", "v_min", "zb_v")
+NAMES = tuple(sorted([AUTO, *_BY_NAME, *_BY_DEVICES]))
+
+
+def spread(
+    schedule: str | Schedule, num_stages: int, num_devices: int | None = None
+) -> int:
+    """Returns over how many devices a schedule spreads its stages.
+
+    Args:
+        schedule: A name, or a `Schedule`.
+        num_stages: Integer.
+        num_devices: Integer, of how many `"auto"` and the interleaved ones
+            make use; others have as many as they need. Defaults to one a
+            stage.
+
+    Raises:
+        ValueError: If the number of stages is odd, and each device has two;
+            or is no multiple of `num_devices` where it must be.
+    """
+    if isinstance(schedule, Schedule):
+        return len(schedule.tasks)
+    if schedule in ANY_NUMBER:
+        count = min(num_devices or num_stages, num_stages)
+        _check_multiple(schedule, num_stages, count)
+        return count
+    if schedule not in TWO_EACH:
+        return num_stages
+    if num_stages % 2:
+        raise ValueError(
+            f"Schedule '{schedule}' has two stages on each device, s and "
+            "2D-1-s of D devices: `num_stages` must be even. Received: "
+            f"num_stages={num_stages}"
+        )
+    return num_stages // 2
+
+
+def check_name(schedule: Any) -> None:
+    """Raises a ValueError if this is neither a name nor a `Schedule`."""
+    if not isinstance(schedule, Schedule) and (
+        not isinstance(schedule, str) or schedule not in NAMES
+    ):
+        raise ValueError(
+            f"`schedule` must be one of {list(NAMES)} or a "
+            f"`tf_gpipe.Schedule`. Received: schedule={schedule!r}"
+        )
 
 
 def get(
@@ -170,7 +263,8 @@ def get(
 ) -> Schedule:
     """Returns the schedule of a name, or checks a given one.
 
-    `num_devices` is for `"interleaved"`, and defaults to one a stage.
+    `num_devices` is for those with several stages a device; see `spread`.
+    `"auto"` is no order by itself: see `search`.
 
     Raises:
         ValueError: If the name is unknown, or the schedule is not possible
@@ -189,17 +283,38 @@ def get(
             "through a stage. Received: "
             f"num_stages={num_stages}, num_micro_batches={num_micro_batches}"
         )
-    if isinstance(schedule, str) and schedule == "interleaved":
-        return interleaved(
-            num_stages, num_micro_batches, num_devices or num_stages
-        )
-    if isinstance(schedule, str) and schedule in _BY_NAME:
-        return _BY_NAME[schedule](num_stages, num_micro_batches)
-    if not isinstance(schedule, Schedule):
+    check_name(schedule)
+    if isinstance(schedule, Schedule):
+        _check_numbers(schedule, num_stages, num_micro_batches)
+        return schedule
+    if schedule == AUTO:
         raise ValueError(
-            f"`schedule` must be one of {list(NAMES)} or a "
-            f"`tf_gpipe.Schedule`. Received: schedule={schedule!r}"
+            "The order of schedule 'auto' depends on the costs of the stages."
         )
+    count = spread(schedule, num_stages, num_devices)
+    if schedule in _BY_DEVICES:
+        return _BY_DEVICES[schedule](num_stages, num_micro_batches, count)
+    if schedule in TWO_EACH and num_devices not in (None, count):
+        raise ValueError(
+            f"Schedule '{schedule}' has two stages on each device: "
+            "`num_stages` must be twice the number of devices. Received: "
+            f"num_stages={num_stages}, {num_devices} devices"
+        )
+    return _BY_NAME[schedule](num_stages, num_micro_batches)
+
+
+def _check_multiple(name: str, num_stages: int, num_devices: int) -> None:
+    if num_stages % num_devices:
+        raise ValueError(
+            f"Schedule '{name}' needs `num_stages` to be a multiple of the "
+            f"number of devices. Received: num_stages={num_stages}, "
+            f"{num_devices} devices"
+        )
+
+
+def _check_numbers(
+    schedule: Schedule, num_stages: int, num_micro_batches: int
+) -> None:
     if (schedule.num_stages, schedule.num_micro_batches) != (
         num_stages,
         num_micro_batches,
@@ -210,7 +325,6 @@ def get(
             f"has num_stages={num_stages} and "
             f"num_micro_batches={num_micro_batches}."
         )
-    return schedule
 
 
 def most_rows(num_stages: int) -> int:
@@ -222,29 +336,11 @@ def num_with_rows(
     schedule: str | Schedule,
     num_micro_batches: int,
     rows: int,
-    num_devices: int,
 ) -> int:
     """Returns how many micro-batches are cut from that many rows.
 
-    At most one a row; of `"interleaved"` a multiple of the number of devices.
-    A `Schedule` has as many as it lists.
-
-    Raises:
-        ValueError: If the schedule is not possible with so many.
+    At most one a row. A `Schedule` has as many as it lists.
     """
     if isinstance(schedule, Schedule):
         return num_micro_batches
-    number = min(num_micro_batches, max(rows, 1))
-    if schedule == "interleaved":
-        _check_multiple("num_micro_batches", num_micro_batches, num_devices)
-        number = -(-number // num_devices) * num_devices
-    return number
-
-
-def _check_multiple(name: str, value: int, num_devices: int) -> None:
-    if value % num_devices:
-        raise ValueError(
-            f"Schedule 'interleaved' needs `{name}` to be a multiple of "
-            f"the number of devices. Received: {name}={value}, "
-            f"{num_devices} devices"
-        )
+    return min(num_micro_batches, max(rows, 1))

@@ -18,6 +18,63 @@ from tf_gpipe.schedule.tasks import Task
 from tf_gpipe.schedule.tasks import check_remat
 
 Costs = float | Sequence[float]
+# Between two stages; see `simulate`.
+Transfers = Costs | Mapping[tuple[int, int], float]
+
+
+class Times(NamedTuple):
+    """How long the tasks of each stage take, in seconds or any other unit.
+
+    Attributes:
+        forward: List with the time of a micro-batch's forward pass.
+        backward: List with that of its whole backward pass.
+        recompute: List with that of the recomputation before it.
+        weights: List with the share of `backward` for gradients of weights.
+        transfer: Dictionary from pairs of stages to the time of a transfer.
+        update: List with the time of the optimizer's update, once a step.
+    """
+
+    forward: list[float]
+    backward: list[float]
+    recompute: list[float]
+    weights: list[float]
+    transfer: dict[tuple[int, int], float]
+    update: list[float]
+
+    @classmethod
+    def of(
+        cls,
+        num_stages: int,
+        forward: Costs = 1.0,
+        backward: Costs = 2.0,
+        recompute: Costs = 0.0,
+        transfer: Transfers = 0.0,
+        weights: Costs | None = None,
+        update: Costs = 0.0,
+    ) -> "Times":
+        """Returns those that the arguments of `simulate` mean.
+
+        Raises:
+            ValueError: If there is a wrong number of them, or one is negative.
+        """
+        whole = _costs("backward", backward, num_stages)
+        if weights is None:
+            weights = [x / 2 for x in whole]
+        times = cls(
+            _costs("forward", forward, num_stages),
+            whole,
+            _costs("recompute", recompute, num_stages),
+            _costs("weights", weights, num_stages),
+            _transfers(transfer, num_stages),
+            _costs("update", update, num_stages),
+        )
+        _costs("backward - weights", times.by_inputs, num_stages)
+        return times
+
+    @property
+    def by_inputs(self) -> list[float]:
+        """The share of `backward` for gradients of inputs."""
+        return [x - y for x, y in zip(self.backward, self.weights, strict=True)]
 
 
 class Span(NamedTuple):
@@ -94,7 +151,7 @@ def simulate(
     forward: Costs = 1.0,
     backward: Costs = 2.0,
     recompute: Costs = 0.0,
-    transfer: Costs | Mapping[tuple[int, int], float] = 0.0,
+    transfer: Transfers = 0.0,
     remat: str = "always",
     weights: Costs | None = None,
 ) -> Execution:
@@ -137,26 +194,22 @@ def simulate(
     """
     check_remat(remat)
     num_stages = schedule.num_stages
+    times = Times.of(
+        num_stages, forward, backward, recompute, transfer, weights
+    )
     durations = {
-        FORWARD: _costs("forward", forward, num_stages),
-        RECOMPUTE: _costs("recompute", recompute, num_stages),
-        BACKWARD: _costs("backward", backward, num_stages),
+        FORWARD: times.forward,
+        RECOMPUTE: times.recompute,
+        BACKWARD: times.backward,
     }
     if schedule.splits:
-        whole = durations[BACKWARD]
-        if weights is None:
-            weights = [x / 2 for x in whole]
-        durations[WEIGHTS] = _costs("weights", weights, num_stages)
-        durations[BACKWARD] = _costs(
-            "backward - weights",
-            [x - y for x, y in zip(whole, durations[WEIGHTS], strict=True)],
-            num_stages,
-        )
+        durations[WEIGHTS] = times.weights
+        durations[BACKWARD] = times.by_inputs
     devices = schedule.devices
     # What comes from other devices: by the task's kind and stage, the stage
     # that sends and how long that takes.
     arriving: dict = collections.defaultdict(list)
-    for (first, last), seconds in _transfers(transfer, num_stages).items():
+    for (first, last), seconds in times.transfer.items():
         if devices[first] != devices[last]:
             arriving[FORWARD, last].append((first, seconds))
             arriving[BACKWARD, first].append((last, seconds))
@@ -183,7 +236,7 @@ def simulate(
 
 
 def _transfers(
-    value: Costs | Mapping[tuple[int, int], float], num_stages: int
+    value: Transfers, num_stages: int
 ) -> dict[tuple[int, int], float]:
     """Returns the time of a transfer between each two stages."""
     if not isinstance(value, Mapping):

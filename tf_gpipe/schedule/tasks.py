@@ -66,6 +66,7 @@ class Schedule:
             of them in the same sequence. If there is one for weights, `"W"`,
             then backward passes are split, and all need one.
         name: String, shown in summaries.
+        description: String, shown after it.
 
     Raises:
         TypeError: If `tasks` is no list of lists of tasks, or `name` no string.
@@ -80,11 +81,15 @@ class Schedule:
     """
 
     def __init__(
-        self, tasks: Sequence[Sequence[Task | str]], name: str = "custom"
+        self,
+        tasks: Sequence[Sequence[Task | str]],
+        name: str = "custom",
+        description: str = "",
     ):
         if not isinstance(name, str):
             raise TypeError(f"`name` must be a string. Received: name={name!r}")
         self.name = name
+        self.description = description
         self.tasks = tuple(
             tuple(
                 _task(task, tasks)
@@ -126,6 +131,17 @@ class Schedule:
             for task, following in itertools.pairwise(self.order)
             if following == task._replace(kind=BACKWARD)
             and not self.forwards_first
+        )
+
+    def of_first(self, num_micro_batches: int) -> "Schedule":
+        """Returns the same order, of the first micro-batches alone."""
+        return Schedule(
+            [
+                [task for task in row if task.micro_batch < num_micro_batches]
+                for row in self.tasks
+            ],
+            self.name,
+            self.description,
         )
 
     def _check_complete(self, flat: list[Task]) -> None:
@@ -221,11 +237,17 @@ class Schedule:
             steps.append(task)
         return steps
 
+    @property
+    def title(self) -> str:
+        """The name, and the description if there is one."""
+        return ": ".join(filter(None, (self.name, self.description)))
+
     def get_config(self) -> dict:
         """Returns the arguments of `Schedule`, for saving."""
         return {
             "tasks": [[str(task) for task in row] for row in self.tasks],
             "name": self.name,
+            "description": self.description,
         }
 
     def __str__(self) -> str:

@@ -46,14 +46,16 @@ class Pipeline:
         if self.num_micro_batches is None:
             return self
         number = schedules.num_with_rows(
-            schedule.name, self.num_micro_batches, rows, len(schedule.tasks)
+            schedule.name, self.num_micro_batches, rows
         )
         if number == schedule.num_micro_batches:
             return self
         if number not in self._others:
             self._others[number] = dataclasses.replace(
                 self,
-                schedule=schedules.get(
+                schedule=schedule.of_first(number)
+                if schedule.name == schedules.AUTO
+                else schedules.get(
                     schedule.name,
                     len(self.stages),
                     number,

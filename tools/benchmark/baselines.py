@@ -22,6 +22,7 @@ import tf_gpipe
 from tf_gpipe.commands import workers
 from tf_gpipe.devices import listening
 from tf_gpipe.schedule.schedules import NAMES
+from tf_gpipe.schedule.schedules import TWO_EACH
 from tf_gpipe.schedule.tasks import REMAT_MODES
 from tools import child_process
 from tools import command_line
@@ -73,13 +74,13 @@ def main(args):
         _data_parallel(args) as data_parallel,
     ):
 
-        def run(num_stages, num_micro_batches, remat="never"):
+        def run(num_stages, num_micro_batches, remat="never", schedule="1f1b"):
             model = tf_gpipe.PipelinedSequential(
                 make(),
                 num_stages=num_stages,
                 num_micro_batches=num_micro_batches,
                 balance="flops",
-                schedule=args.schedule,
+                schedule=schedule,
                 remat=remat,
                 devices=[process.device for process in processes],
             )
@@ -87,7 +88,12 @@ def main(args):
             return pipeline.Run(model, x, y, processes, args.num_steps)
 
         pipelines = {
-            f"pipeline, M={m}": run(num_stages, m, args.remat)
+            f"pipeline, M={m}": run(
+                num_stages * (2 if args.schedule in TWO_EACH else 1),
+                m,
+                args.remat,
+                args.schedule,
+            )
             for m in args.num_micro_batches
         }
         runs = {

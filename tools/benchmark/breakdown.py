@@ -40,7 +40,7 @@ def main(args):
     """Shares of a step's time, as in the GPipe paper's section on overhead.
 
     From the times that the Timeline callback records, medians over the steps.
-    Compute and recompute are means over the stages; what the busiest stage
+    Compute and recompute are means over the devices; what the busiest stage
     works more than the mean is imbalance. The bubble is what that one waits
     in the schedule, simulated with the time that each stage takes; what it
     waits beyond that, for transfers and for TensorFlow to start tasks, is
@@ -48,7 +48,8 @@ def main(args):
     task or after the last one, is update.
     """
     make = workloads.WORKLOADS[args.workload]
-    with pipeline.devices(args.on, args.num_stages) as (devices, _, note):
+    num_devices = schedules.spread(args.schedule, args.num_stages)
+    with pipeline.devices(args.on, num_devices) as (devices, _, note):
         x, y = workloads.data(make(), args.batch_size)
         model = tf_gpipe.PipelinedSequential(
             make(),
@@ -57,7 +58,7 @@ def main(args):
             balance="flops",
             schedule=args.schedule,
             remat=args.remat,
-            devices=devices,
+            devices=devices[:num_devices],
         )
         workloads.compiled(model)
         recorder = _Recorder()
@@ -103,10 +104,10 @@ class _Recorder(tf_gpipe.callbacks.Timeline):
 
     def _parts(self, seconds):
         makespan = Execution(self.spans).makespan
-        num_stages = self.model._pipeline.schedule.num_stages
+        num_devices = len(self.model._pipeline.schedule.tasks)
         work = dict.fromkeys(timeline.KINDS.values(), 0.0)
         for _, task, start, end in self.spans:
-            work[timeline.KINDS[task.kind]] += (end - start) / num_stages
+            work[timeline.KINDS[task.kind]] += (end - start) / num_devices
         simulated = self.simulated()
         longest = max(simulated.busy)
         return {

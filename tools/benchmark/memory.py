@@ -38,9 +38,9 @@ def add_arguments(parser):
 
 
 def main(args):
-    """Peak memory of each stage in a step: planned, and in its worker.
+    """Peak memory of each device in a step: planned, and in its worker.
 
-    Measured is the peak of the resident memory of the stage's process above
+    Measured is the peak of the resident memory of the device's process above
     that between steps: activations, gradients and what operations need while
     they run. The plan leaves out the latter; on a CPU a convolution's is
     about the size of the last cache.
@@ -59,7 +59,9 @@ def main(args):
     activations = [size / sum(by_layer) * whole for size in by_layer]
     rows = []
     with workers.connected(
-        args.num_stages, environment=worker_usage.GIVE_BACK, one_core=True
+        max(schedules.spread(x, args.num_stages) for x in args.schedule),
+        environment=worker_usage.GIVE_BACK,
+        one_core=True,
     ) as processes:
         for schedule in args.schedule:
             for mode in args.remat:
@@ -73,7 +75,7 @@ def main(args):
             {
                 "schedule": row["schedule"],
                 "remat": row["remat"],
-                "stage": row["stage"],
+                "stages": ", ".join(map(str, row["stages"])),
                 **{
                     name: row[name] / 2**20
                     for name in ("formula", "planned", "measured")
@@ -102,7 +104,7 @@ def _activations(layers, shape, num_stages):
 
 
 def _measured(args, schedule, mode, x, y, processes, activations):
-    """Returns a row for each stage of a pipeline."""
+    """Returns a row for each device of a pipeline."""
     make = workloads.WORKLOADS[args.workload]
     options = {
         "num_stages": args.num_stages,
@@ -112,6 +114,7 @@ def _measured(args, schedule, mode, x, y, processes, activations):
         "remat": mode,
     }
     plan = tf_gpipe.plan(make(), x.shape, optimizer="sgd", **options)
+    processes = processes[: schedules.spread(schedule, args.num_stages)]
     model = tf_gpipe.PipelinedSequential(
         make(), devices=[p.device for p in processes], **options
     )
@@ -120,23 +123,25 @@ def _measured(args, schedule, mode, x, y, processes, activations):
         processes, lambda: model.train_on_batch(x, y)
     )
     formula = _formula(model, len(x), activations)
-    # All that a stage will hold, without what it holds between steps.
-    planned = [
-        expected.bytes - size_in_bytes(stage.variables)
-        for expected, stage in zip(plan.stages, model.stages, strict=True)
-    ]
-    return [
-        {
-            "schedule": schedule,
-            "remat": mode,
-            "stage": k,
-            "formula": formula[k],
-            "planned": planned[k],
-            "measured": measured[k],
-            "sums": size_in_bytes(stage.trainable(stage.variables)),
-        }
-        for k, stage in enumerate(model.stages)
-    ]
+    found = []
+    for device, expected in enumerate(plan.device_bytes):
+        stages = [x for x in model.stages if plan.devices[x.index] == device]
+        found.append(
+            {
+                "schedule": schedule,
+                "remat": mode,
+                "stages": [x.index for x in stages],
+                "formula": sum(formula[x.index] for x in stages),
+                # All that it will hold, without what it holds between steps.
+                "planned": expected
+                - sum(size_in_bytes(x.variables) for x in stages),
+                "measured": measured[device],
+                "sums": sum(
+                    size_in_bytes(x.trainable(x.variables)) for x in stages
+                ),
+            }
+        )
+    return found
 
 
 def _formula(model, num_rows, activations):

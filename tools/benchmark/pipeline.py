@@ -38,6 +38,13 @@ def add_arguments(parser):
         help="the K of each pipeline",
     )
     parser.add_argument(
+        "--num_devices",
+        type=command_line.positive,
+        help="devices over which the interleaved schedules and auto spread "
+        "the stages; one a stage if not given. zb_v, v_half and v_min have "
+        "half as many as stages",
+    )
+    parser.add_argument(
         "--num_micro_batches",
         type=command_line.positives,
         default="8",
@@ -79,9 +86,9 @@ def add_arguments(parser):
 def main(args):
     """Pipelines against one device, for each K, M, schedule and remat mode.
 
-    The ideal is K M / (M + K - 1), times 3/4 where all is recomputed, as the
-    GPipe paper does. What a schedule could reach with equal stages, simulated,
-    is more where it recomputes less or has a smaller bubble.
+    The ideal is K M / (M + K - 1) of K devices, times 3/4 where all is
+    recomputed, as the GPipe paper does. What a schedule could reach with equal
+    stages, simulated, is more where it recomputes less or has a smaller bubble.
 
     With --on=simulated a worker is a simulated accelerator: its stage waits
     instead of computing, so that there may be more workers than cores. A
@@ -104,7 +111,11 @@ def main(args):
             args.num_stages, args.num_micro_batches, args.schedule, args.remat
         )
     )
-    with devices(args.on, max(args.num_stages)) as (names, processes, note):
+    most = max(
+        schedules.spread(schedule, num_stages, args.num_devices)
+        for num_stages, _, schedule, _ in grid
+    )
+    with devices(args.on, most) as (names, processes, note):
 
         def layers(num_stages):
             if not simulated:
@@ -116,6 +127,7 @@ def main(args):
         x, y = workloads.data(layers(1), args.batch_size)
 
         def run(num_stages, num_micro_batches, schedule, remat):
+            count = schedules.spread(schedule, num_stages, args.num_devices)
             model = tf_gpipe.PipelinedSequential(
                 layers(num_stages),
                 num_stages=num_stages,
@@ -123,7 +135,7 @@ def main(args):
                 balance=balance,
                 schedule=schedule,
                 remat=remat,
-                devices=names,
+                devices=names[:count],
             )
             # XLA is for the pipelines only: one device is what it is against.
             jit_compile = args.jit_compile and num_stages > 1
@@ -137,10 +149,12 @@ def main(args):
     for key, each in runs.items():
         num_stages, num_micro_batches, schedule, mode = key
         speedup = timing.median_ratio(seconds[one], seconds[key])
-        ideal = ideal_speedup(num_stages, num_micro_batches, mode)
+        num_devices = len(each.model._pipeline.schedule.tasks)
+        ideal = ideal_speedup(num_devices, num_micro_batches, mode)
         found.append(
             {
                 "num_stages": num_stages,
+                "num_devices": num_devices,
                 "num_micro_batches": num_micro_batches,
                 "schedule": schedule,
                 "remat": mode,
@@ -159,6 +173,7 @@ def main(args):
         [
             {
                 "K": row["num_stages"],
+                "devices": row["num_devices"],
                 "M": row["num_micro_batches"],
                 "schedule": row["schedule"],
                 "remat": row["remat"],
@@ -274,10 +289,10 @@ def timed(runs, num_repeats):
     return timing.interleaved(runs, num_repeats)
 
 
-def ideal_speedup(num_stages, num_micro_batches, remat):
+def ideal_speedup(num_devices, num_micro_batches, remat):
     """Returns the GPipe paper's bound; K=1 and M=1 without remat have 1."""
-    bubble = num_micro_batches + num_stages - 1
-    ideal = num_stages * num_micro_batches / bubble
+    bubble = num_micro_batches + num_devices - 1
+    ideal = num_devices * num_micro_batches / bubble
     # A backward pass costs two forward passes, and recomputation one.
     return ideal * 3 / 4 if remat == "always" else ideal
 

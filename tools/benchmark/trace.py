@@ -80,7 +80,8 @@ def main(args):
 
 def _first_step(args):
     """Returns the seconds of a model's first step in this process."""
-    devices, _ = local_devices.find(args.num_stages)
+    num_devices = schedules.spread(args.schedule, args.num_stages)
+    devices, _ = local_devices.find(num_devices)
     make = _WORKLOADS[args.workload]
     layers = make() if args.workload == "resnet50" else make(args.num_blocks)
     x, y = workloads.data(layers, args.batch_size)
@@ -89,7 +90,7 @@ def _first_step(args):
         "num_micro_batches": args.num_micro_batches,
         "schedule": args.schedule,
         "remat": args.remat,
-        "devices": devices,
+        "devices": devices[:num_devices],
     }
     if args.model == "functional":
         outputs = inputs = layers[0]

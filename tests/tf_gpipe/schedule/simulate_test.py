@@ -8,6 +8,8 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.memory import Sizes
+from tf_gpipe.schedule.memory import device_peaks
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import Span
 from tf_gpipe.schedule.simulate import simulate
@@ -73,6 +75,26 @@ class SimulateTest(parameterized.TestCase):
         )
 
     @parameterized.product(
+        num_stages=(2, 3, 4, 8), num_micro_batches=(1, 2, 3, 7)
+    )
+    def test_zero_bubble_of_few(self, num_stages, num_micro_batches):
+        # What docs/how_it_works.md says of fewer micro-batches than stages.
+        if num_micro_batches >= num_stages:
+            return
+        split, unsplit = (
+            simulate(schedules.get(name, num_stages, num_micro_batches))
+            for name in ("zero_bubble", "1f1b")
+        )
+        idle = split.makespan - 3 * num_micro_batches
+        self.assertEqual(idle, 2 * num_stages - 1 - num_micro_batches)
+        self.assertEqual(
+            unsplit.makespan - 3 * num_micro_batches, 3 * (num_stages - 1)
+        )
+        self.assertEqual(
+            split.peak_micro_batches, [num_micro_batches] * num_stages
+        )
+
+    @parameterized.product(
         num_stages=(1, 2, 3, 4, 8), num_micro_batches=(1, 7, 32)
     )
     def test_eager_one_f_one_b(self, num_stages, num_micro_batches):
@@ -131,10 +153,10 @@ class SimulateTest(parameterized.TestCase):
         )
 
     @parameterized.product(
-        num_devices=(1, 2, 3, 4), chunks=(1, 2, 3), groups=(1, 2, 5)
+        num_devices=(1, 2, 3, 4), chunks=(1, 2, 3), more=(0, 1, 4, 7, 13)
     )
-    def test_interleaved(self, num_devices, chunks, groups):
-        num_micro_batches = groups * num_devices
+    def test_interleaved(self, num_devices, chunks, more):
+        num_micro_batches = num_devices + more
         plan = schedules.interleaved(
             chunks * num_devices, num_micro_batches, num_devices
         )
@@ -145,6 +167,19 @@ class SimulateTest(parameterized.TestCase):
         if chunks == 1:
             same = schedules.one_f_one_b(num_devices, num_micro_batches)
             self.assertEqual(plan.tasks, same.tasks)
+        split = schedules.interleaved_zero_bubble(
+            chunks * num_devices, num_micro_batches, num_devices
+        )
+        # A third of the time, where all tasks take equally long.
+        self.assertEqual(
+            simulate(split).makespan, result.makespan - 2 * (num_devices - 1)
+        )
+        # The first device keeps the most.
+        sizes = [Sizes()] * plan.num_stages
+        self.assertEqual(
+            max(device_peaks(split, "never", sizes)),
+            device_peaks(plan, "never", sizes)[0],
+        )
 
     def test_example(self):
         result = simulate(
@@ -260,6 +295,7 @@ class SimulateTest(parameterized.TestCase):
             simulate(schedules.gpipe(2, 2), **arguments)
 
     @parameterized.parameters(
+        "schedule.search",
         "schedule.simulate",
         "schedule.tasks",
         "schedule.memory",

@@ -156,19 +156,54 @@ class ScheduleTest(parameterized.TestCase):
             forwards = [task.kind for task in row].index("B")
             self.assertEqual(forwards, min(warm_up + 1, len(row) // 2))
 
-    @parameterized.parameters(
-        (5, 4, 2, "`num_stages` .*num_stages=5, 2 devices"),
-        (4, 3, 2, "`num_micro_batches` .*num_micro_batches=3, 2 devices"),
-    )
-    def test_interleaved_refuses(
-        self, num_stages, num_micro_batches, num_devices, message
-    ):
+    @parameterized.parameters("interleaved", "interleaved_zero_bubble")
+    def test_interleaved_refuses(self, name):
         for make in (
-            schedules.interleaved,
-            lambda *args: schedules.get("interleaved", *args),
+            getattr(schedules, name),
+            lambda *args: schedules.get(name, *args),
         ):
-            with self.assertRaisesRegex(ValueError, message):
-                make(num_stages, num_micro_batches, num_devices)
+            with self.assertRaisesRegex(
+                ValueError, "`num_stages` .*num_stages=5, 2 devices"
+            ):
+                make(5, 4, 2)
+
+    @parameterized.product(
+        name=("interleaved", "interleaved_zero_bubble"),
+        num_devices=(1, 2, 3, 5),
+        chunks=(1, 2, 3),
+    )
+    def test_interleaved_takes_any_number(self, name, num_devices, chunks):
+        for num_micro_batches in range(1, 3 * num_devices + 2):
+            plan = schedules.get(
+                name, chunks * num_devices, num_micro_batches, num_devices
+            )
+            self.assertEqual(plan.num_micro_batches, num_micro_batches)
+            self.assertLen(plan.tasks, num_devices)
+
+    @parameterized.parameters(
+        ("1f1b", 4, None, 4),
+        ("zero_bubble", 4, 2, 4),
+        ("interleaved", 4, None, 4),
+        ("interleaved_zero_bubble", 4, 2, 2),
+        ("interleaved", 4, 6, 4),
+        ("auto", 4, 2, 2),
+        ("zb_v", 4, None, 2),
+        ("v_half", 6, 5, 3),
+    )
+    def test_spread(self, name, num_stages, num_devices, expected):
+        found = schedules.spread(name, num_stages, num_devices)
+        self.assertEqual(found, expected)
+
+    @parameterized.parameters(
+        ("zb_v", 3, None, "two stages on each device.*num_stages=3"),
+        ("v_half", 4, 4, "twice the number.*num_stages=4, 4 devices"),
+        ("v_min", 1, None, "must be even.*num_stages=1"),
+        ("auto", 4, 2, "depends on the costs"),
+        ("1F1B", 4, None, r"must be one of \['1f1b'.*'zb_v'.*schedule='1F1B'"),
+    )
+    def test_get_refuses(self, name, num_stages, num_devices, message):
+        with self.assertRaisesRegex(ValueError, message):
+            schedules.get(name, num_stages, 4, num_devices)
 
     def test_devices(self):
         self.assertEqual(schedules.gpipe(3, 2).devices, [0, 1, 2])
@@ -205,8 +240,10 @@ class ScheduleTest(parameterized.TestCase):
 
     def test_config_round_trip(self):
         plan = schedules.one_f_one_b(2, 3)
+        plan.description = "as on paper"
         copy = schedules.Schedule(**plan.get_config())
         self.assertEqual(copy.tasks, plan.tasks)
+        self.assertEqual(copy.title, "1f1b: as on paper")
         self.assertEqual(str(copy), str(plan))
 
 

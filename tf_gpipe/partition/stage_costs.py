@@ -1,0 +1,161 @@
+"""What stages compute, keep and send, put together from their layers."""
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+from tf_gpipe.partition import layer_costs
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.memory import Sizes
+from tf_gpipe.schedule.search import search
+from tf_gpipe.schedule.simulate import Times
+from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import Value
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCosts:
+    """What a stage does with a micro-batch.
+
+    Attributes:
+        flops: Integer, the floating-point operations of the forward pass.
+        backward_flops: Integer, those of the backward pass.
+        weight_flops: Integer, those of them for gradients of weights alone.
+        given: Bytes of the model's inputs that it takes.
+        sizes: `Sizes` in bytes, without what is fixed.
+        sends: Dictionary from each later stage to the bytes sent there.
+    """
+
+    flops: int
+    backward_flops: int
+    weight_flops: int
+    given: int
+    sizes: Sizes
+    sends: dict[int, int]
+
+    def of_micro_batches(self, count: int) -> Sizes:
+        """Returns its sizes in a step of so many micro-batches.
+
+        The model's inputs are held throughout.
+        """
+        return self.sizes._replace(fixed=count * self.given)
+
+
+def find(
+    parts: Sequence[Graph],
+    traces: Sequence[layer_costs.LayerCosts],
+    size: Callable[[Value], int],
+) -> list[StageCosts]:
+    """Returns the costs of stages.
+
+    Args:
+        parts: List with the graph of each stage.
+        traces: The costs of the calls of layers, in the order of the model.
+        size: Function that returns the bytes of a `Value`.
+    """
+    made_before: set[Value] = set()
+    found, first = [], 0
+    for k, part in enumerate(parts):
+        own = traces[first : first + len(part.nodes)]
+        first += len(part.nodes)
+        received = sum(size(x) for x in part.inputs if x in made_before)
+        made_before.update(x for node in part.nodes for x in node.made)
+        found.append(
+            StageCosts(
+                flops=sum(x.forward_flops for x in own),
+                backward_flops=sum(x.backward_flops for x in own),
+                weight_flops=sum(x.weight_flops for x in own),
+                given=sum(map(size, part.inputs)) - received,
+                sizes=Sizes(
+                    inputs=received,
+                    stored=_stored(part, own, size),
+                    # The gradient that arrives at a layer, and those that it
+                    # makes, of about the size of its largest tensor.
+                    passing=max(
+                        2 * x.largest_bytes + x.output_bytes for x in own
+                    ),
+                ),
+                sends=layer_costs.sends(parts, k, size),
+            )
+        )
+    return found
+
+
+def searched(
+    costs: Sequence[StageCosts],
+    num_micro_batches: int,
+    num_devices: int,
+    remat: str,
+    transfer: Mapping[tuple[int, int], float],
+    device_flops: float = 1.0,
+) -> Schedule:
+    """Returns the schedule `"auto"` of stages, operations taken for time."""
+    forward = [x.flops / device_flops for x in costs]
+    times = Times.of(
+        len(costs),
+        forward,
+        [x.backward_flops / device_flops for x in costs],
+        recompute=forward,
+        transfer=transfer,
+        weights=[x.weight_flops / device_flops for x in costs],
+    )
+    sizes = [x.of_micro_batches(num_micro_batches) for x in costs]
+    return search(times, num_micro_batches, num_devices, remat, sizes)
+
+
+def resolved(
+    graph: Graph, counts: Sequence[int], schedule: Schedule, remat: str
+) -> Schedule:
+    """Returns the schedule `"auto"` of a graph that is cut.
+
+    Where the costs of a layer cannot be found, that for stages of equal cost,
+    with a description that says so. Nobody knows how long transfers will take:
+    they count nothing.
+
+    Args:
+        graph: `Graph` of built layers.
+        counts: List of the numbers of calls in each stage.
+        schedule: One of as many stages, micro-batches and devices.
+        remat: The remat mode.
+    """
+    num_micro_batches, num_devices = (
+        schedule.num_micro_batches,
+        len(schedule.tasks),
+    )
+    try:
+        traces, specs = layer_costs.trace(graph)
+    except ValueError as error:
+        times = Times.of(
+            len(counts), recompute=0.0 if remat == "never" else 1.0
+        )
+        found = search(times, num_micro_batches, num_devices, remat)
+        reason = str(error).partition(" Give costs")[0]
+        return Schedule(
+            found.tasks,
+            schedules.AUTO,
+            f"{found.description}; stages are taken for equal. {reason}",
+        )
+    costs = find(
+        graph.parts(list(counts)),
+        traces,
+        lambda x: layer_costs.size_in_bytes(specs[x]),
+    )
+    return searched(costs, num_micro_batches, num_devices, remat, {})
+
+
+def _stored(
+    part: Graph,
+    traces: Sequence[layer_costs.LayerCosts],
+    size: Callable[[Value], int],
+) -> int:
+    """Returns the bytes that a stage keeps of a micro-batch, without inputs."""
+    kept: set[Value] = set()
+    for node, trace in zip(part.nodes, traces, strict=True):
+        pairs = zip(node.inputs, trace.kept_inputs, strict=True)
+        kept.update(value for value, keeps in pairs if keeps)
+        if trace.keeps_outputs:
+            kept.update(node.made)
+    own = kept.difference(part.inputs)
+    return sum(x.stored_bytes for x in traces) + sum(map(size, own))

@@ -1,0 +1,296 @@
+"""Orders of tasks made by a rule: a device that is free runs the most urgent.
+
+List scheduling (Graham, 1966), for backward passes in two parts and within a
+bound on memory. This module imports no TensorFlow.
+"""
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tf_gpipe.schedule.memory import Sizes
+from tf_gpipe.schedule.simulate import Times
+from tf_gpipe.schedule.tasks import BACKWARD
+from tf_gpipe.schedule.tasks import FORWARD
+from tf_gpipe.schedule.tasks import WEIGHTS
+from tf_gpipe.schedule.tasks import Task
+
+
+class Rules(NamedTuple):
+    """What decides between tasks that are ready.
+
+    Attributes:
+        devices: List with the device of each stage.
+        forward: List with the time of the forward pass of micro-batch 0
+            through each stage, if all went as wished. That of the next one is
+            a period later. The earliest is the most urgent.
+        backward: As `forward`, of the backward passes.
+        patience: The share of the time of a task for weights for which a
+            device waits for another task that is on its way.
+    """
+
+    devices: Sequence[int]
+    forward: Sequence[float]
+    backward: Sequence[float]
+    patience: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is to be ordered.
+
+    Attributes:
+        times: `Times` of the stages.
+        num_micro_batches: Integer M.
+        num_devices: Integer D.
+        remat: The remat mode.
+        sizes: List with the `Sizes` of each stage.
+        memory: What a device may hold at a time.
+    """
+
+    times: Times
+    num_micro_batches: int
+    num_devices: int
+    remat: str
+    sizes: Sequence[Sizes]
+    memory: float
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.sizes)
+
+    def work(self, devices: Sequence[int]) -> list[float]:
+        """Returns the time that each device works on a micro-batch."""
+        found = [0.0] * self.num_devices
+        for stage, device in enumerate(devices):
+            found[device] += (
+                self.times.forward[stage] + self.times.backward[stage]
+            )
+        return found
+
+    def recomputes(self, stage: int, micro_batch: int) -> bool:
+        """Returns whether a stage computes a micro-batch again.
+
+        The last one does not: it goes backward at once.
+        """
+        return (
+            self.remat != "never"
+            and stage < self.num_stages - 1
+            and (
+                self.remat == "always"
+                or micro_batch < self.num_micro_batches - 1
+            )
+        )
+
+
+class _Stage:
+    """A stage, and what has become of its tasks."""
+
+    def __init__(self, index: int, problem: Problem, rules: Rules):
+        times, size = problem.times, problem.sizes[index]
+        count = problem.num_micro_batches
+        self.index = index
+        self.last = index == problem.num_stages - 1
+        # Backward right after forward, so that nothing is computed again.
+        self.direct = self.last and problem.remat != "never"
+        self.again = [problem.recomputes(index, m) for m in range(count)]
+        self.forward = times.forward[index]
+        self.weights = times.weights[index]
+        self.inputs = times.backward[index] - self.weights
+        self.recompute = times.recompute[index]
+        self.urgent = rules.forward[index], rules.backward[index]
+        self.size = size
+        self.whole = size.inputs + size.stored
+        # What a forward pass leaves, at most, and what a backward pass adds.
+        self.keeps = size.inputs if self.again[0] else self.whole
+        self.adds = size.passing + (size.stored if self.again[0] else 0)
+        # Micro-batches that have gone forward, backward and by weights.
+        self.done = [0, 0, 0]
+        # When what each needs is there.
+        first = 0.0 if index == 0 else math.inf
+        self.can_forward = [first] * count
+        self.can_backward = [math.inf] * count
+
+
+def listed(
+    problem: Problem, rules: Rules, limit: float = math.inf
+) -> tuple[float, list[list[Task]]]:
+    """Returns how long a step takes, and the tasks of each device in order.
+
+    Infinity, and no tasks, if it takes `limit` or more, or does not keep
+    within the memory.
+    """
+    run = _Run(problem, rules)
+    end = run.to_the_end(limit)
+    return end, run.rows if end < math.inf else []
+
+
+class _Run:
+    """What devices do in a step, as far as it has come."""
+
+    def __init__(self, problem: Problem, rules: Rules):
+        self.problem, self.rules = problem, rules
+        self.stages = [
+            _Stage(k, problem, rules) for k in range(problem.num_stages)
+        ]
+        self.period = max(problem.work(rules.devices))
+        count = problem.num_devices
+        self.own: list[list[_Stage]] = [[] for _ in range(count)]
+        for stage, device in zip(self.stages, rules.devices, strict=True):
+            self.own[device].append(stage)
+        self.held = [sum(x.size.fixed for x in own) for own in self.own]
+        self.room = [problem.memory] * count
+        # A forward pass leaves room for those of the stages after it on its
+        # device, and for a backward pass: else devices could wait for ever.
+        self.reserve: list[float] = []
+        for stage, device in zip(self.stages, rules.devices, strict=True):
+            own = self.own[device]
+            later = sum(x.keeps for x in own if x.index >= stage.index)
+            self.reserve.append(later + max(x.adds for x in own))
+        self.rows: list[list[Task]] = [[] for _ in range(count)]
+        self.free = [0.0] * count
+        # When a device should look for a task; each time once.
+        self.wakes = [(0.0, device) for device in range(count)]
+        self.planned = set(self.wakes)
+        # For each stage, those that wait for what it sends, and how long that
+        # takes.
+        self.ahead: list[list] = [[] for _ in self.stages]
+        self.behind: list[list] = [[] for _ in self.stages]
+        for (a, b), seconds in problem.times.transfer.items():
+            if rules.devices[a] != rules.devices[b]:
+                self.ahead[b].append((a, seconds))
+                self.behind[a].append((b, seconds))
+        self.ends: list[list[list[float]]] = [
+            [[0.0] * problem.num_micro_batches for _ in self.stages]
+            for _ in range(2)
+        ]
+
+    def to_the_end(self, limit: float) -> float:
+        problem, free = self.problem, self.free
+        left = 3 * problem.num_stages * problem.num_micro_batches
+        update = [
+            sum(problem.times.update[x.index] for x in own) for own in self.own
+        ]
+        while self.wakes:
+            now, device = heapq.heappop(self.wakes)
+            self.planned.remove((now, device))
+            if free[device] > now:
+                continue
+            ran = self._run(now, device)
+            left -= ran
+            if ran:
+                end = free[device]
+                if end + update[device] >= limit:
+                    return math.inf
+                self._wake(end, device)
+        if left:
+            return math.inf
+        return max(map(sum, zip(free, update, strict=True)))
+
+    def _run(self, now: float, device: int) -> int:
+        """Runs the most urgent task; returns how many that are."""
+        least, best, kind = math.inf, None, 0
+        coming = math.inf
+        room = self.room[device] - self.held[device]
+        count, period = self.problem.num_micro_batches, self.period
+        for stage in self.own[device]:
+            forward, backward, _ = stage.done
+            if backward < forward:
+                ready = stage.can_backward[backward]
+                if stage.again[backward]:
+                    ready -= stage.recompute
+                if ready > now:
+                    coming = min(coming, ready)
+                elif stage.adds <= room:
+                    urgency = backward * period + stage.urgent[1]
+                    if urgency < least:
+                        least, best, kind = urgency, stage, 1
+            if forward < count and self.reserve[stage.index] <= room:
+                ready = stage.can_forward[forward]
+                if ready > now:
+                    coming = min(coming, ready)
+                else:
+                    urgency = forward * period + stage.urgent[0]
+                    if urgency < least:
+                        least, best, kind = urgency, stage, 0
+        if best is None:
+            for stage in self.own[device]:
+                m = stage.done[2]
+                if m < stage.done[1]:
+                    urgency = m * period + stage.urgent[1]
+                    if urgency < least:
+                        least, best, kind = urgency, stage, 2
+            if best is None:
+                if coming < math.inf:
+                    self._wake(coming, device)
+                return 0
+            if coming < now + self.rules.patience * best.weights:
+                self._wake(coming, device)
+                return 0
+        if kind == 2:
+            self._weights(now, device, best)
+            return 1
+        if kind == 1:
+            self._backward(now, device, best)
+            return 1
+        self._forward(now, device, best)
+        if best.direct:
+            self._backward(self.free[device], device, best)
+            return 2
+        return 1
+
+    def _forward(self, now: float, device: int, stage: _Stage) -> None:
+        m = stage.done[0]
+        stage.done[0] += 1
+        end = now + stage.forward
+        self.held[device] += (
+            stage.size.inputs if stage.again[m] else stage.whole
+        )
+        self._ran(FORWARD, stage, m, device, end)
+        if stage.last:
+            stage.can_backward[m] = end
+            return
+        following = self.stages[stage.index + 1]
+        ends = self.ends[0]
+        ends[stage.index][m] = end
+        for sender, seconds in self.ahead[following.index]:
+            end = max(end, ends[sender][m] + seconds)
+        following.can_forward[m] = end
+        self._wake(end, self.rules.devices[following.index])
+
+    def _backward(self, now: float, device: int, stage: _Stage) -> None:
+        m = stage.done[1]
+        stage.done[1] += 1
+        if stage.again[m]:
+            now = max(now + stage.recompute, stage.can_backward[m])
+            self.held[device] += stage.size.stored
+        end = now + stage.inputs
+        self._ran(BACKWARD, stage, m, device, end)
+        if not stage.index:
+            return
+        following = self.stages[stage.index - 1]
+        ends = self.ends[1]
+        ends[stage.index][m] = end
+        for sender, seconds in self.behind[following.index]:
+            end = max(end, ends[sender][m] + seconds)
+        following.can_backward[m] = end
+        self._wake(end, self.rules.devices[following.index])
+
+    def _weights(self, now: float, device: int, stage: _Stage) -> None:
+        m = stage.done[2]
+        stage.done[2] += 1
+        self.held[device] -= stage.whole
+        self._ran(WEIGHTS, stage, m, device, now + stage.weights)
+
+    def _ran(
+        self, kind: str, stage: _Stage, m: int, device: int, end: float
+    ) -> None:
+        self.rows[device].append(Task(kind, stage.index, m))
+        self.free[device] = end
+
+    def _wake(self, time: float, device: int) -> None:
+        if (time, device) not in self.planned:
+            self.planned.add((time, device))
+            heapq.heappush(self.wakes, (time, device))
