@@ -100,6 +100,11 @@ def set_trainable_alone(layer: keras.Layer, trainable: bool) -> None:
     layer._trainable = trainable
 
 
+def count_as_called(layer: keras.Layer) -> None:
+    """Makes a layer one that has run: Keras writes no other as ONNX."""
+    layer._called = True
+
+
 def own_losses(layer: keras.Layer) -> list[tf.Tensor]:
     """Returns what a layer has added to the loss in its last call."""
     return list(layer._get_own_losses())

@@ -65,6 +65,14 @@ class LayersTest(tf.test.TestCase):
         self.assertFalse(self.block.trainable)
         self.assertTrue(self.block.dense.trainable)
 
+    def test_count_as_called(self):
+        """A pipeline is exported as ONNX by its plain model."""
+        model = keras.Sequential([keras.Input((2,)), L.Dense(2)])
+        upstream.count_as_called(model)
+        other = keras.Sequential([keras.Input((2,)), L.Dense(2)])
+        other(np.ones((1, 2)))
+        self.assertEqual(model._called, other._called)
+
     def test_losses(self):
         """`add_loss` counts once, by the layer that has called it."""
         (loss,) = upstream.own_losses(self.block)

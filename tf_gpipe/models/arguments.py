@@ -65,6 +65,9 @@ class Arguments(_Mixin):
     boundary_dtype = _argument(
         "boundary_dtype", "The dtype that activations travel in, if another."
     )
+    nominal_length = _argument(
+        "nominal_length", "What sizes that are not known count as."
+    )
 
     def _decided(self) -> dict[str, Any]:
         """Returns the arguments that depend on the layers and the machine."""

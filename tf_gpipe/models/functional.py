@@ -10,6 +10,7 @@ from tf_gpipe import upstream
 from tf_gpipe.models import user_class
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.sequential import PipelinedSequential
+from tf_gpipe.partition import layer_costs
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.opening import functional
@@ -50,6 +51,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
         remat: As of `PipelinedSequential`.
         devices: As of `PipelinedSequential`.
         boundary_dtype: As of `PipelinedSequential`.
+        nominal_length: As of `PipelinedSequential`.
         trainable: Boolean, whether the layers are trainable, or `None` to
             leave them as they are.
 
@@ -86,6 +88,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
         remat: str = "always",
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
         boundary_dtype: str | None = None,
+        nominal_length: int = layer_costs.NOMINAL_LENGTH,
         trainable: bool | None = None,
     ):
         super().__init__(inputs, outputs, name=name, trainable=trainable)
@@ -97,6 +100,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
             remat=remat,
             devices=devices,
             boundary_dtype=boundary_dtype,
+            nominal_length=nominal_length,
         )
         for x in self.inputs:
             if upstream.is_optional(x):

@@ -133,7 +133,10 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         """Prints Keras's summary, then a table of the stages."""
         super().summary(line_length, positions, print_fn, *args, **kwargs)
         if self._pipeline is not None:
-            (print_fn or print)(stage_table(self._pipeline, line_length))
+            found = stage_table(
+                self._pipeline, self._config.nominal_length, line_length
+            )
+            (print_fn or print)(found)
 
     def load_weights(self, filepath, skip_mismatch=False, **kwargs):
         # Keras drops the file's optimizer state, with a warning, if the
@@ -182,6 +185,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
                 config.remat,
                 devices[0][0],
                 tell=functools.partial(lopsided.warn, self.name),
+                length=config.nominal_length,
             )
         if config.schedule == schedules.AUTO:
             rows = [

@@ -1,6 +1,7 @@
 """What of a pipeline is written into files, and what is made of it again."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import keras
@@ -54,6 +55,14 @@ class Saving(_Mixin):
         with self._strategy_scope():
             return _plain_model(self)
 
+    @functools.wraps(keras.Model.export)
+    def export(self, filepath, *args, **kwargs):
+        if any(user_class.overrides(self, x) for x in user_class.CALLS):
+            # What the plain model would lack.
+            return super().export(filepath, *args, **kwargs)
+        # Converters know the operations of layers, and not a pipeline's calls.
+        return self.to_keras().export(filepath, *args, **kwargs)
+
     def _arguments(self) -> dict[str, Any]:
         """Returns the arguments that a plain model does not have."""
         config = dict(vars(self._config))
@@ -87,7 +96,9 @@ class Saving(_Mixin):
         if isinstance(config["schedule"], dict):
             config["schedule"] = Schedule(**config["schedule"])
         fields: Any = {
-            x.name: config.get(x.name)
+            x.name: config.get(
+                x.name, None if x.default is dataclasses.MISSING else x.default
+            )
             for x in dataclasses.fields(PipelineConfig)
             if x.name != "devices"
         }
@@ -144,4 +155,5 @@ def _plain_model(model: Any) -> keras.Model:
         )
     user_class.carry(model, made, without=user_class.OF_PIPELINES)
     upstream.set_trainable_alone(made, model.trainable)
+    upstream.count_as_called(made)
     return made

@@ -11,6 +11,7 @@ from tf_gpipe import upstream
 from tf_gpipe.models import user_class
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.saving import not_a_config
+from tf_gpipe.partition import layer_costs
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.opening import chain
@@ -88,6 +89,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             relative error of up to 2^-8 or 2^-11 in each number; with float16
             those beyond 65,504 overflow. Defaults to `None`: they travel
             as they are, and the numbers are those of the plain model.
+        nominal_length: Integer, what the length of `Input((None,))`, and any
+            other size but the batch's that is not known, counts as where
+            `balance` finds costs. Defaults to 128.
         trainable: Boolean, whether the layers are trainable.
         name: String.
 
@@ -127,6 +131,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         remat: str = "always",
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
         boundary_dtype: str | None = None,
+        nominal_length: int = layer_costs.NOMINAL_LENGTH,
         trainable: bool = True,
         name: str | None = None,
     ):
@@ -139,6 +144,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             remat=remat,
             devices=devices,
             boundary_dtype=boundary_dtype,
+            nominal_length=nominal_length,
         )
         if layers is None:
             return

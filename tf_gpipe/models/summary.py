@@ -8,8 +8,15 @@ from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.stage.pipeline import Pipeline
 
 
-def stage_table(pipeline: Pipeline, line_length: int | None = None) -> str:
-    """Returns a table with a row a stage, by default as wide as a terminal."""
+def stage_table(
+    pipeline: Pipeline,
+    length: int = layer_costs.NOMINAL_LENGTH,
+    line_length: int | None = None,
+) -> str:
+    """Returns a table with a row a stage, by default as wide as a terminal.
+
+    `length` is what sizes that are not known count as.
+    """
     stages, schedule = pipeline.stages, pipeline.schedule
     rows = []
     for stage in stages:
@@ -34,7 +41,7 @@ def stage_table(pipeline: Pipeline, line_length: int | None = None) -> str:
         f"Schedule {schedule.name} of "
         f"{pipeline.num_micro_batches or schedule.num_micro_batches} "
         f"micro-batches, remat {pipeline.remat}; bubble "
-        f"{simulate(schedule).bubble:.1%} of the time with equal stages"
+        f"{_bubble(pipeline, length)}"
     )
     notes = [note]
     if schedule.description:
@@ -46,3 +53,26 @@ def stage_table(pipeline: Pipeline, line_length: int | None = None) -> str:
         left=("Device", "Layers", "Sends to (KiB a row)"),
         wrap=True,
     )
+
+
+def _bubble(pipeline: Pipeline, length: int) -> str:
+    """Returns the share of the time in which devices wait, in words."""
+    schedule, remat = pipeline.schedule, pipeline.remat
+    try:
+        traces, _ = layer_costs.trace(pipeline.graph, length=length)
+    except ValueError:
+        bubble = simulate(schedule, remat=remat).bubble
+        return (
+            f"{bubble:.1%} of the time if stages were equal (the operations of "
+            "a layer cannot be counted)"
+        )
+    costs = iter(traces)
+    of_stages = [[next(costs) for _ in x.nodes] for x in pipeline.stages]
+    forward = [float(sum(x.forward_flops for x in y)) for y in of_stages]
+    backward = [float(sum(x.backward_flops for x in y)) for y in of_stages]
+    if not any(forward + backward):
+        return f"{simulate(schedule, remat=remat).bubble:.1%} of the time"
+    bubble = simulate(
+        schedule, forward, backward, recompute=forward, remat=remat
+    ).bubble
+    return f"{bubble:.1%} of the time, by the operations of these stages"

@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections.abc import Callable
 from collections.abc import Collection
 from typing import Any
 
@@ -194,12 +195,25 @@ def _class_of_both(cls: type, base: Any) -> type:
     if issubclass(base, keras.Sequential):
         # Which Python calls for `PipelinedSequential(model, ...)`.
         namespace["__init__"] = base.__init__
+    if hasattr(cls, "save_to_preset"):
+        # KerasHub's: a preset names the class that loads it.
+        namespace["save_to_preset"] = _as_plain_model(cls.save_to_preset)
     both: Any = types.new_class(
         cls.__name__, (cls, base), exec_body=lambda body: body.update(namespace)
     )
     # A saved one is loaded as a pipeline, by the config above.
     upstream.register_as(both, upstream.registered_name(base))
     return both
+
+
+def _as_plain_model(method: Callable) -> Callable:
+    """Returns a method that the plain model of a pipeline runs."""
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        return method(self.to_keras(), *args, **kwargs)
+
+    return run
 
 
 @functools.cache

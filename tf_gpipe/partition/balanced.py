@@ -58,6 +58,7 @@ def counts(
     device: str = "",
     weights: Sequence[Sequence[keras.Variable]] | None = None,
     tell: Callable = lambda *_: None,
+    length: int = layer_costs.NOMINAL_LENGTH,
 ) -> list[int]:
     """Returns the number of calls of layers in each stage.
 
@@ -77,6 +78,8 @@ def counts(
             to those of the layers.
         tell: Function that is told what was balanced, the calls, what each of
             them costs, and how many each stage has.
+        length: Integer, what other sizes than that of a batch count as where
+            they are not known.
 
     Raises:
         ValueError: If a cost is negative or no number, or cannot be found.
@@ -91,7 +94,7 @@ def counts(
             1 + schedule.recomputed_share(stage, remat) / 3
             for stage in range(schedule.num_stages)
         ]
-    costs = _costs(balance, graph, remat, device, weights)
+    costs = _costs(balance, graph, remat, device, weights, length)
     found = split(
         costs,
         schedule.num_stages,
@@ -111,6 +114,7 @@ def _costs(
     remat: str,
     device: str,
     weights: Sequence[Sequence[keras.Variable]] | None,
+    length: int,
 ) -> list[float]:
     """Returns the cost of each call of a layer."""
     if weights is None:
@@ -118,7 +122,7 @@ def _costs(
     if balance == "parameters":
         return [sum(math.prod(w.shape) for w in own) for own in weights]
     if balance in ("flops", "memory"):
-        traces, _ = layer_costs.trace(graph)
+        traces, _ = layer_costs.trace(graph, length=length)
         if balance == "flops":
             return [x.forward_flops for x in traces]
         return [
@@ -129,9 +133,7 @@ def _costs(
         ]
     # Operations are not counted here: layers whose operations cannot be
     # counted have these costs, too.
-    contents = {x: layer_costs.with_rows(x.spec) for x in graph.inputs}
-    for node in graph.nodes:
-        node.run(contents, lambda layer: layer.compute_output_spec)
+    _, contents = layer_costs.walk(graph, _specs, length=length)
     calls = [
         (node, [contents[value] for value in node.inputs])
         for node in graph.nodes
@@ -140,6 +142,12 @@ def _costs(
         with tf.device(device):
             return [_seconds(*call) for call in calls]
     return [_asked(balance, *call) for call in calls]
+
+
+def _specs(node: Node, specs: dict) -> tuple[None, Any]:
+    """Returns nothing of a call, and what its layer tells that it returns."""
+    args, kwargs = node.arguments(specs)
+    return None, node.layer.compute_output_spec(*args, **kwargs)
 
 
 def _own_weights(graph: Graph) -> list[list[keras.Variable]]:

@@ -13,6 +13,7 @@ from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
 from tf_gpipe.devices import sharing
 from tf_gpipe.partition import balanced
+from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import lopsided
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import Schedule
@@ -37,11 +38,12 @@ class PipelineConfig:
     remat: str
     devices: Sequence[str] | Sequence[Sequence[str]] | None
     boundary_dtype: str | None = None
+    nominal_length: int = layer_costs.NOMINAL_LENGTH
 
     def __post_init__(self):
-        for name in ("num_stages", "num_micro_batches"):
+        for name in ("num_stages", "num_micro_batches", "nominal_length"):
             value = getattr(self, name)
-            if value is None:
+            if value is None and name != "nominal_length":
                 continue
             setattr(self, name, checks.positive_integer(name, value))
         check_remat(self.remat)

@@ -31,6 +31,8 @@ _ALIASES = frozenset(
 )
 # Operations that need no more of their inputs than these shapes.
 _SHAPES = frozenset("Shape ShapeN Size Rank".split())
+# What a size that is not known counts as, but for the rows of a batch.
+NOMINAL_LENGTH = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,29 +51,45 @@ class LayerCosts:
     largest_bytes: int  # of a tensor in between
 
 
-def trace(graph: Graph, rows: int | None = None) -> tuple[list, Specs]:
+def trace(
+    graph: Graph, rows: int | None = None, length: int = NOMINAL_LENGTH
+) -> tuple[list, Specs]:
     """Returns the `LayerCosts` of each call, and the specs of all values.
 
     Nothing is allocated or run: the variables of the layers, which are built,
-    need no values. `rows` is the batch size; by default that of the graph's
-    inputs, or 1 where it is unknown.
+    need no values. `rows` and `length` are as of `walk`.
 
     Raises:
         ValueError: If the costs of a layer cannot be found.
     """
-    return walk(graph, _trace, rows)
+    return walk(graph, _trace, rows, length)
 
 
 def walk(
-    graph: Graph, visit: Callable[[Node, Specs], tuple], rows: int | None = None
+    graph: Graph,
+    visit: Callable[[Node, Specs], tuple],
+    rows: int | None = None,
+    length: int = NOMINAL_LENGTH,
 ) -> tuple[list, Specs]:
     """Returns what `visit` finds of each call, and the specs of all values.
 
     `visit` returns what it finds of a `Node` and the specs of its inputs, and
     what the layer returns. Of calls that do the same only one is visited, so
     that a thousand of them take no longer than one.
+
+    Args:
+        graph: `Graph` of built layers.
+        visit: Function of a `Node` and a dictionary of specs.
+        rows: Integer, the batch size; by default that of the graph's inputs,
+            or 1 where it is not known.
+        length: Integer, what other sizes count as that are not known, of the
+            graph's inputs and of what layers return.
     """
-    specs = {value: with_rows(value.spec, rows) for value in graph.inputs}
+    specs = {
+        value: _with_sizes(_with_rows(value.spec, rows), 1, length)
+        for value in graph.inputs
+    }
+    batch = {x.shape[0] for x in keras.tree.flatten(list(specs.values()))}
     known: dict[str, tuple] = {}
     found = []
     for node in graph.nodes:
@@ -80,6 +98,7 @@ def walk(
             known[key] = visit(node, specs)
         result, outputs = known[key]
         found.append(result)
+        outputs = _with_sizes(outputs, max(batch, default=1), length)
         specs.update(node.contents(outputs))
     return found, specs
 
@@ -98,14 +117,26 @@ def naming(node: Node) -> Iterator[None]:
         ) from e
 
 
-def with_rows(spec: Any, rows: int | None = None) -> Any:
-    """Returns a spec for so many rows; or for its own, or 1 if unknown."""
+def _with_rows(spec: Any, rows: int | None) -> Any:
+    """Returns a spec for so many rows, or for its own."""
     return keras.tree.map_structure(
         lambda x: keras.KerasTensor(
-            (*(rows or n or 1 for n in x.shape[:1]), *x.shape[1:]), x.dtype
+            (*(rows or n for n in x.shape[:1]), *x.shape[1:]), x.dtype
         ),
         spec,
     )
+
+
+def _with_sizes(spec: Any, rows: int, length: int) -> Any:
+    """Returns a spec in which all sizes are known."""
+
+    def filled(x: Any) -> Any:
+        if not isinstance(x, keras.KerasTensor) or None not in x.shape:
+            return x
+        shape = [n or (length if i else rows) for i, n in enumerate(x.shape)]
+        return keras.KerasTensor(shape, x.dtype)
+
+    return keras.tree.map_structure(filled, spec)
 
 
 def size_in_bytes(tensors: Any) -> int:

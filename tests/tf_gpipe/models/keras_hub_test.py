@@ -14,6 +14,18 @@ SIZE, LENGTH, ROWS = 30, 8, 8
 TOKENS = np.random.default_rng(0).integers(1, SIZE, (ROWS, LENGTH))
 PADDING = np.where(np.arange(LENGTH) < 5 + np.arange(ROWS)[:, None] % 4, 1, 0)
 
+TEXTS = ["abab", "ba", "a", "bbb"]
+
+
+def _preprocessor():
+    names = ["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz", "ab"]
+    return keras_hub.models.GPT2CausalLMPreprocessor(
+        keras_hub.models.GPT2Tokenizer(
+            {x: i for i, x in enumerate(names)}, merges=["a b"]
+        ),
+        sequence_length=LENGTH,
+    )
+
 
 def bert():
     backbone = keras_hub.models.BertBackbone(
@@ -30,7 +42,7 @@ def bert():
     )
 
 
-def gpt2():
+def gpt2(preprocessor=None):
     backbone = keras_hub.models.GPT2Backbone(
         vocabulary_size=SIZE,
         num_layers=3,
@@ -40,7 +52,7 @@ def gpt2():
         max_sequence_length=LENGTH,
         dropout=0.0,
     )
-    return keras_hub.models.GPT2CausalLM(backbone)
+    return keras_hub.models.GPT2CausalLM(backbone, preprocessor)
 
 
 def gemma():
@@ -94,6 +106,72 @@ class KerasHubTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(max(sizes), 0.5 * sum(sizes))
         for stage in model.stages:
             self.assertNotIn(model.backbone, stage.layers)
+
+    def test_texts(self):
+        """Of a task with a preprocessor, as people use it."""
+        found = []
+        for pipelined in (False, True):
+            keras.backend.clear_session(free_memory=False)
+            keras.utils.set_random_seed(1)
+            model = gpt2(_preprocessor())
+            if pipelined:
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model,
+                    num_stages=2,
+                    num_micro_batches=2,
+                    devices=[f"{KIND}:{i}" for i in range(2)],
+                )
+            model.compile(keras.optimizers.SGD(1.0), sampler="greedy")
+            logs = model.fit(
+                TEXTS, batch_size=4, epochs=2, shuffle=False, verbose=0
+            ).history
+            logs["evaluated"] = model.evaluate(TEXTS, verbose=0)
+            found.append((model, logs, model.generate(TEXTS, max_length=8)))
+        (plain, expected, said), (model, logs, received) = found
+        self.assertEqual(said, received)
+        self.assertAllClose(expected, logs, rtol=1e-5)
+        folder = self.get_temp_dir()
+        model.save_to_preset(folder)
+        loaded = keras_hub.models.CausalLM.from_preset(folder)
+        self.assertIs(type(loaded), type(plain))
+        loaded.compile(sampler="greedy")
+        self.assertEqual(loaded.generate(TEXTS, max_length=8), said)
+        plain = model.to_keras()
+        self.assertIs(type(plain), type(loaded))
+        plain.compile(sampler="greedy")
+        self.assertEqual(plain.generate(TEXTS, max_length=8), said)
+
+    def test_lora(self):
+        """Enabled before or after the pipeline is made."""
+        x = {"token_ids": TOKENS, "padding_mask": PADDING}
+        found = []
+        for when in ("plain", "before", "after"):
+            keras.backend.clear_session(free_memory=False)
+            keras.utils.set_random_seed(1)
+            model = gpt2()
+            if when != "after":
+                model.backbone.enable_lora(2)
+            if when != "plain":
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model,
+                    num_stages=2,
+                    num_micro_batches=2,
+                    devices=[f"{KIND}:{i}" for i in range(2)],
+                )
+            if when == "after":
+                model.backbone.enable_lora(2)
+            model.compile(keras.optimizers.SGD(1.0))
+            logs = model.fit(x, TOKENS, shuffle=False, epochs=2, verbose=0)
+            found.append((model, logs.history))
+        (plain, expected), *others = found
+        self.assertNotEmpty(
+            [v for v in plain.trainable_variables if "lora" in v.path]
+        )
+        for model, logs in others:
+            self.assertAllClose(expected, logs, rtol=1e-5)
+            for a, b in zip(plain.variables, model.variables, strict=True):
+                self.assertEqual(a.path, b.path)
+                self.assertAllClose(a, b, rtol=1e-4, atol=1e-6)
 
 
 if __name__ == "__main__":

@@ -287,14 +287,6 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
         ):
             pipelined(layers, balance)
 
-    @parameterized.parameters("flops", "memory", "time")
-    def test_unknown_length(self, balance):
-        layers = [keras.Input((None, 4)), LAYERS.Dense(4), LAYERS.Dense(2)]
-        with self.assertRaisesRegex(
-            ValueError, "cost of layer 'dense.*the shape of .* is not known"
-        ):
-            pipelined(layers, balance)
-
     def test_rebalance_before_build(self):
         model = pipelined(make_dense()[1:])
         with self.assertRaisesRegex(ValueError, "has not been built"):

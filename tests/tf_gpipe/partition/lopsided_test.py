@@ -1,5 +1,6 @@
 """Stages with more than their share, and layers that are not cut, are told."""
 
+import re
 import warnings
 
 import keras
@@ -123,6 +124,45 @@ class LopsidedTest(tf.test.TestCase, parameterized.TestCase):
         model = pipelined(*small(), Block(2000), balance=[1, 1, 1, 1])
         with self.assertWarnsRegex(UserWarning, "Stage 3 "):
             model.rebalance("parameters")
+
+
+class SummaryTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ([2, 2], 0, 3), ([1, 3], 33, 36), ([3, 1], 33, 36)
+    )
+    def test_bubble_of_these_stages(self, balance, least, most):
+        layers = [L.Dense(16, use_bias=False) for _ in range(4)]
+        model = pipelined(
+            *layers,
+            num_stages=2,
+            balance=balance,
+            num_micro_batches=64,
+            remat="never",
+        )
+        printed = []
+        model.summary(print_fn=lambda x, **_: printed.append(x))
+        (bubble,) = re.findall(
+            r"bubble\s+([\d.]+)%\s+of\s+the\s+time,\s+by\s+the\s+operations",
+            printed[-1],
+        )
+        self.assertBetween(float(bubble), least, most)
+
+    def test_operations_that_cannot_be_counted(self):
+        class Endless(L.Layer):
+            def call(self, x):
+                return tf.while_loop(
+                    lambda y: tf.reduce_sum(y) < 9, lambda y: [y + 1], [x]
+                )[0]
+
+            def compute_output_shape(self, input_shape):
+                return input_shape
+
+        model = pipelined(L.Dense(16), Endless(), num_stages=2)
+        printed = []
+        model.summary(print_fn=lambda x, **_: printed.append(x))
+        self.assertRegex(
+            " ".join(printed[-1].split()), "of the time if stages were equal"
+        )
 
 
 class UncutTest(tf.test.TestCase, parameterized.TestCase):

@@ -1,0 +1,191 @@
+"""Costs of layers whose inputs have sizes that are not known."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L
+
+import tf_gpipe
+from tests.devices import KIND
+
+WORDS = ["a", "b", "c", "d"]
+COSTS = ("flops", "memory", "time")
+
+
+class Attention(L.Layer):
+    """Whose work grows with the square of the length."""
+
+    def call(self, x):
+        scores = keras.ops.matmul(x, keras.ops.swapaxes(x, -1, -2))
+        return keras.ops.matmul(keras.ops.softmax(scores), x)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+def pipelined(layers, functional=False, **kwargs):
+    kwargs = dict(num_stages=2, devices=[f"{KIND}:0"] * 2) | kwargs
+    if not functional:
+        return tf_gpipe.PipelinedSequential(layers, **kwargs)
+    model = keras.Sequential(layers)
+    return tf_gpipe.PipelinedModel.from_model(
+        keras.Model(model.inputs, model.outputs), **kwargs
+    )
+
+
+def counts(model):
+    return [len(stage.nodes) for stage in model.stages]
+
+
+class LengthsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(balance=COSTS, functional=(True, False))
+    def test_is_known_by_its_name(self, balance, functional):
+        layers = [
+            keras.Input((None,), dtype="int32"),
+            L.Embedding(50, 4),
+            L.Dense(8),
+            L.LSTM(4),
+            L.Dense(2),
+        ]
+        model = pipelined(layers, functional, balance=balance)
+        self.assertEqual(model(np.ones((3, 5), "int32")).shape, (3, 2))
+        self.assertEqual(sum(counts(model)), 4)
+
+    @parameterized.product(
+        case=((2, [2, 2]), (None, [1, 3]), (1000, [1, 3])),
+        functional=(True, False),
+    )
+    def test_another_length(self, case, functional):
+        length, expected = case
+        layers = [
+            keras.Input((None, 8)),
+            Attention(),
+            *(L.Dense(8, use_bias=False) for _ in range(3)),
+        ]
+        kwargs = {"balance": "flops", "remat": "never"}
+        if length is not None:
+            kwargs["nominal_length"] = length
+        model = pipelined(layers, functional, **kwargs)
+        self.assertEqual(counts(model), expected)
+        self.assertEqual(model.nominal_length, length or 128)
+        # As of an input of that length, of which it is not asked.
+        layers = [keras.Input((length or 128, 8)), *model.layers[-4:]]
+        kwargs["nominal_length"] = 5
+        self.assertEqual(
+            counts(pipelined(layers, functional, **kwargs)), expected
+        )
+
+    def test_images(self):
+        layers = [
+            keras.Input((None, None, 3)),
+            L.Conv2D(4, 3),
+            L.Conv2D(4, 3),
+            L.GlobalAveragePooling2D(),
+            L.Dense(2),
+        ]
+        model = pipelined(layers, balance="flops", remat="never")
+        self.assertEqual(counts(model), [1, 3])
+
+    def test_is_kept(self):
+        layers = [keras.Input((None, 8)), Attention(), L.Dense(8), L.Dense(8)]
+        model = pipelined(layers, nominal_length=20)
+        model.rebalance("flops")
+        self.assertEqual(model.nominal_length, 20)
+        config = model.get_config()
+        self.assertEqual(config["nominal_length"], 20)
+        with keras.saving.custom_object_scope({"Attention": Attention}):
+            made = type(model).from_config(config)
+            self.assertEqual(made.nominal_length, 20)
+            # As of a file that was saved when there was none.
+            del config["nominal_length"]
+            made = type(model).from_config(config)
+            self.assertEqual(made.nominal_length, 128)
+
+    @parameterized.parameters(0, -3, 2.5, "long", None)
+    def test_is_checked(self, length):
+        with self.assertRaisesRegex(ValueError, "`nominal_length` must be"):
+            pipelined([keras.Input((4,)), L.Dense(2)], nominal_length=length)
+
+
+def numbers(shape=(1,), dtype="float32"):
+    return keras.Input(shape, dtype=dtype)
+
+
+PREPROCESSING = {
+    "TextVectorization": lambda: [
+        numbers((), "string"),
+        L.TextVectorization(vocabulary=WORDS, output_sequence_length=6),
+        L.Embedding(8, 4),
+        L.GlobalAveragePooling1D(),
+    ],
+    "TextVectorization, any length": lambda: [
+        numbers((), "string"),
+        L.TextVectorization(vocabulary=WORDS),
+        L.Embedding(8, 4),
+        L.GlobalAveragePooling1D(),
+    ],
+    "StringLookup": lambda: [
+        numbers((None,), "string"),
+        L.StringLookup(vocabulary=WORDS),
+        L.Embedding(8, 4),
+        L.GlobalAveragePooling1D(),
+    ],
+    "StringLookup, multi-hot": lambda: [
+        numbers((3,), "string"),
+        L.StringLookup(vocabulary=WORDS, output_mode="multi_hot"),
+    ],
+    "Hashing": lambda: [
+        numbers((3,), "string"),
+        L.Hashing(8),
+        L.Embedding(8, 4),
+        L.Flatten(),
+    ],
+    "IntegerLookup": lambda: [
+        numbers((3,), "int64"),
+        L.IntegerLookup(vocabulary=[1, 2, 3]),
+        L.Embedding(8, 4),
+        L.Flatten(),
+    ],
+    "Discretization": lambda: [
+        numbers((3,)),
+        L.Discretization(bin_boundaries=[0.0, 1.0]),
+        L.Embedding(8, 4),
+        L.Flatten(),
+    ],
+    "CategoryEncoding": lambda: [
+        numbers((3,), "int32"),
+        L.CategoryEncoding(8, output_mode="count"),
+    ],
+    "Normalization": lambda: [
+        numbers((3,)),
+        L.Normalization(mean=0.0, variance=1.0),
+    ],
+    "Resizing": lambda: [
+        numbers((None, None, 3)),
+        L.Resizing(8, 8),
+        L.Flatten(),
+    ],
+}
+
+
+class PreprocessingTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(name=tuple(PREPROCESSING), balance=COSTS)
+    def test_layers_behind(self, name, balance):
+        layers = [*PREPROCESSING[name](), L.Dense(8), L.Dense(8)]
+        plain = keras.Sequential(layers)
+        # Without a length it is padded to that of the longest row at hand.
+        rows = 1 if name.endswith("any length") else 2
+        model = pipelined(layers, balance=balance, num_micro_batches=rows)
+        spec = layers[0]
+        shape = [n or 8 for n in spec.shape[1:]]
+        if spec.dtype == "string":
+            text = np.resize(["a b", "c", "d a e"], (4, *shape))
+            x = tf.constant(text)
+        else:
+            x = tf.ones((4, *shape), spec.dtype)
+        self.assertAllClose(model(x), plain(x))
+
+
+if __name__ == "__main__":
+    tf.test.main()

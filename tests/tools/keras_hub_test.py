@@ -1,0 +1,94 @@
+"""The table of KerasHub's models, and a sample of it."""
+
+import json
+
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+pytest.importorskip("keras_hub", exc_type=ImportError)
+
+from tools.keras_hub import __main__ as command  # noqa: E402
+from tools.keras_hub import backbones  # noqa: E402
+from tools.keras_hub import table  # noqa: E402
+from tools.keras_hub import trial  # noqa: E402
+
+GOOD = {
+    "backbone": "ABackbone",
+    "task": "ATask",
+    "micro_batches": 2,
+    "K=2": {"parameters": [10, 30], "float32": 1e-6},
+    "K=4": {"parameters": [10, 10, 10, 10], "float64": 1e-12},
+    "predict": "pipeline",
+    "export": "to_keras()",
+}
+
+
+class TableTest(tf.test.TestCase, parameterized.TestCase):
+    def test_of_a_good_one(self):
+        self.assertEmpty(table.problems(GOOD))
+        self.assertEqual(table.fullest(GOOD, 2), 1.5)
+        text = table.markdown([GOOD])
+        self.assertIn(
+            "| ABackbone | ATask | 2 | 1.50 | 1.00 | 1e-06 | 1e-12 | yes | - "
+            "| `to_keras()` | - | - |",
+            text,
+        )
+        self.assertIn("1 of 1 backbones", text)
+
+    @parameterized.parameters(
+        ({"errors": {"process": "more than 9 s"}}, "more than 9 s"),
+        ({"K=2": {"float32": 1e-4}, "K=4": {}}, "1.0e-04 of a variable's"),
+        ({"K=4": {"float64": 1e-8}}, "1.0e-08 in float64"),
+        ({"export": "differs"}, "`export`: differs"),
+    )
+    def test_of_a_bad_one(self, changed, expected):
+        (reason,) = table.problems({**GOOD, **changed})
+        self.assertIn(expected, reason)
+
+    def test_rounding_is_no_difference(self):
+        row = {**GOOD, "K=2": {"parameters": [1, 1], "float32": 1e-3}}
+        self.assertEmpty(table.problems(row))
+
+    def test_goes_on(self):
+        path = self.get_temp_dir() + "/found.jsonl"
+        backbone, task = next(
+            x for x in command.models() if x[0] == "BertBackbone"
+        )
+        row = {**GOOD, "backbone": backbone, "task": task}
+        rows = [
+            {**row, "task": getattr(x, "__name__", None)}
+            for x in backbones.tasks_of(backbone)
+        ]
+        with open(path, "w") as file:
+            file.writelines(json.dumps(x) + "\n" for x in rows)
+        # All is found already: nothing is tried.
+        status = command.main(["--models=BertB", "--json", f"--file={path}"])
+        self.assertEqual(status, 0)
+        with open(path) as file:
+            self.assertLen(file.readlines(), len(rows))
+
+    def test_all_are_there(self):
+        self.assertGreaterEqual(len(backbones.names()), 76)
+        pairs = command.models()
+        self.assertLen(set(pairs), len(pairs))
+        self.assertIn(("BertBackbone", "BertTextClassifier"), pairs)
+
+
+@pytest.mark.slow
+class SampleTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ("BertBackbone", "BertTextClassifier"),
+        ("GPT2Backbone", "GPT2CausalLM"),
+        ("WhisperBackbone", None),
+        ("DenseNetBackbone", "DenseNetImageClassifier"),
+    )
+    def test_trial(self, backbone, task):
+        row = trial.run(backbone, task)
+        self.assertEmpty(table.problems(row))
+        self.assertEqual(row["predict"], "pipeline")
+        self.assertLess(table.fullest(row, 2), 1.3)
+
+
+if __name__ == "__main__":
+    tf.test.main()

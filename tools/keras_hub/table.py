@@ -1,0 +1,106 @@
+"""What was found of KerasHub's models, as rows of Markdown."""
+
+import re
+
+USES = ("predict", "save_to_preset", "export", "enable_lora", "generate")
+_HEADER = (
+    "backbone",
+    "task",
+    "M",
+    "K=2",
+    "K=4",
+    "float32",
+    "float64",
+    *USES,
+)
+# The most that numbers may differ, of a variable's largest gradient.
+FLOAT32, FLOAT64 = 1e-5, 1e-10
+_FULLEST = 1.3
+
+
+def markdown(rows):
+    """Returns a table, what it means, and what does not hold, by reason."""
+    lines = [
+        " | ".join(["", *_HEADER, ""]).strip(),
+        "|" + "---|" * len(_HEADER),
+        *(" | ".join(["", *_cells(x), ""]).strip() for x in rows),
+    ]
+    reasons = [
+        f"- {_name(row)}: {reason}" for row in rows for reason in problems(row)
+    ]
+    good = {x["backbone"] for x in rows} - {
+        x["backbone"] for x in rows if problems(x)
+    }
+    told = f"{len(good)} of {len({x['backbone'] for x in rows})} backbones"
+    return "\n".join(
+        [*lines, "", f"{told} without a reason below.", "", *reasons]
+    )
+
+
+def fullest(row, num_stages):
+    """Returns what the fullest stage has, of the share that each should."""
+    sizes = row.get(f"K={num_stages}", {}).get("parameters")
+    if not sizes or not sum(sizes):
+        return None
+    return max(sizes) * len(sizes) / sum(sizes)
+
+
+def difference(row, dtype):
+    """Returns the largest one found in a type, or `None`."""
+    found = [row[k][dtype] for k in ("K=2", "K=4") if dtype in row.get(k, {})]
+    return max(found, default=None)
+
+
+def problems(row):
+    """Returns what does not hold of a model, as sentences."""
+    errors = row.get("errors", {})
+    found = []
+    for step in ("process", "numbers", "uses"):
+        if step in errors:
+            found.append(f"{_plain(errors[step])}")
+    in_64 = difference(row, "float64")
+    exact = in_64 is not None and in_64 <= FLOAT64
+    in_32 = difference(row, "float32")
+    if in_32 is not None and in_32 > FLOAT32 and not exact:
+        found.append(
+            f"gradients differ by {in_32:.1e} of a variable's largest in "
+            f"float32; {row.get('float64', 'float64 was not tried')}"
+        )
+    elif in_64 is not None and not exact and "float64" not in row:
+        found.append(f"gradients differ by {in_64:.1e} in float64")
+    for use in USES:
+        if row.get(use) in ("differs", "plain Keras fails"):
+            why = errors.get(f"{use}, plain Keras")
+            why = why or errors.get(f"{use}, pipeline", "")
+            found.append(f"`{use}`: {row[use]}: {_plain(why)}")
+    return found
+
+
+def _cells(row):
+    shares = [fullest(row, k) for k in (2, 4)]
+    numbers = [difference(row, x) for x in ("float32", "float64")]
+    return [
+        row["backbone"],
+        row["task"] or "-",
+        str(row.get("micro_batches", "-")),
+        *("-" if x is None else f"{x:.2f}" for x in shares),
+        *("-" if x is None else f"{x:.0e}" for x in numbers),
+        *(_use(row.get(x)) for x in USES),
+    ]
+
+
+def _use(found):
+    return {None: "-", "pipeline": "yes", "to_keras()": "`to_keras()`"}.get(
+        found, "no"
+    )
+
+
+def _name(row):
+    return " ".join(filter(None, [row["backbone"], row["task"]]))
+
+
+def _plain(text):
+    """Returns an error without colours, places of this machine, and bars."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    text = re.sub(r"\S*/\S*(site-packages|tools|tf_gpipe)/", "", text)
+    return text.replace("|", "\\|").strip()[-240:]

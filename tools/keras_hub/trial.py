@@ -1,0 +1,345 @@
+"""One model of KerasHub as a pipeline, compared with itself as plain Keras.
+
+    python -m tools.keras_hub.trial BertBackbone BertTextClassifier
+
+prints what was found as JSON. Without a task it is the backbone alone.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import warnings
+
+# Before TensorFlow is imported: it reports at start that there is no GPU.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras  # noqa: E402
+import keras_hub  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+import tf_gpipe  # noqa: E402
+from tf_gpipe.commands import devices  # noqa: E402
+from tf_gpipe.stage import opening  # noqa: E402
+from tools.keras_hub import backbones  # noqa: E402
+from tools.keras_hub import data  # noqa: E402
+from tools.keras_hub import tiny  # noqa: E402
+
+STAGES = (2, 4)
+STEPS = 3
+# Of gradients that are zero but for rounding, as of the bias of keys.
+_NOISE = 1e-3
+# What tasks need beside their backbone.
+_ARGUMENTS = {
+    "dropout": 0.0,
+    "num_classes": 3,
+    "preprocessor": None,
+    "backbone_hidden_size": 16,
+    "num_centroids": 4,
+    "centroid_intermediate_top_k": 2,
+    "depth_estimation_type": "relative",
+    "drop_rate": 0.0,
+    "use_ordered_embeddings": False,
+}
+
+_GENERATE = (keras_hub.models.CausalLM, keras_hub.models.Seq2SeqLM)
+
+
+def make(backbone, task, dtype="float32"):
+    """Returns a new model, with the same weights every time."""
+    keras.backend.clear_session(free_memory=False)
+    keras.config.set_floatx(dtype)
+    keras.utils.set_random_seed(1)
+    model = backbones.make(backbone)
+    if task is None:
+        return model
+    (cls,) = (x for x in backbones.tasks_of(backbone) if x.__name__ == task)
+    known = tiny.arguments(cls)
+    given = {k: v for k, v in _ARGUMENTS.items() if k in known}
+    return cls(backbone=model, compile=False, **given)
+
+
+def pipelined(model, num_stages, **kwargs):
+    """Returns a pipeline of a model, and what its making warned of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        made = tf_gpipe.PipelinedModel.from_model(
+            model,
+            num_stages=num_stages,
+            devices=[f"CPU:{i}" for i in range(num_stages)],
+            **kwargs,
+        )
+    return made, [str(x.message) for x in found]
+
+
+def micro_batches(model):
+    """Returns how many: 1 where rows of a batch look at one another."""
+    layers = list(model._flatten_layers())
+    norms = (keras.layers.BatchNormalization,)
+    # Routers add losses that compare the tokens of a batch.
+    kinds = [type(x).__name__ for x in layers]
+    routers = any("Moe" in x for x in kinds)
+    # Similarities of all texts and images.
+    pairs = any("LIP" in x and "Head" in x for x in kinds)
+    if routers or pairs or any(isinstance(x, norms) for x in layers):
+        return 1
+    return 2
+
+
+def compile_for_numbers(model, y):
+    """Mean squared errors of all outputs, and plain descent."""
+    keras.Model.compile(
+        model,
+        keras.optimizers.SGD(1e-3),
+        keras.tree.map_structure(lambda _: "mse", y),
+    )
+    model.optimizer.build(model.trainable_variables)
+
+
+def train(model, x, y, steps=STEPS):
+    """Returns the losses and gradients of a few steps."""
+
+    @tf.function
+    def step(x, y):
+        if isinstance(model, tf_gpipe.models.pipelined.Pipelined):
+            loss, gradients, _ = model.loss_and_gradients(x, y)
+        else:
+            with tf.GradientTape() as tape:
+                made = model(x, training=True)
+                loss = model.compute_loss(x, y, made, training=True)
+            gradients = tape.gradient(loss, model.trainable_variables)
+        gradients = [
+            None if g is None else tf.convert_to_tensor(g) for g in gradients
+        ]
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss, [
+            tf.zeros(v.shape, v.dtype) if g is None else g
+            for g, v in zip(gradients, model.trainable_variables, strict=True)
+        ]
+
+    x, y = keras.tree.map_structure(tf.convert_to_tensor, (x, y))
+    return [
+        keras.tree.map_structure(np.asarray, step(x, y)) for _ in range(steps)
+    ]
+
+
+def difference(expected, received):
+    """Returns the largest one of a variable's gradients, relative to it."""
+    worst = 0.0
+    for (loss, ours), (other, theirs) in zip(expected, received, strict=True):
+        worst = max(worst, abs(loss - other) / max(abs(loss), 1e-30))
+        largest = max((np.abs(g).max() for g in ours if g.size), default=0.0)
+        for a, b in zip(ours, theirs, strict=True):
+            if not a.size:
+                continue
+            scale = max(np.abs(a).max(), _NOISE * largest, 1e-30)
+            found = np.abs(a - b).max() / scale
+            worst = max(worst, found if math.isfinite(found) else math.inf)
+    return float(worst)
+
+
+def numbers(found, backbone, task):
+    """Three steps: two stages in float32, four in float64 if that runs.
+
+    Returns the pipeline of two stages, the plain model and its data.
+    """
+    plain, x, y, expected = trained(backbone, task, "float32")
+    rows = found["micro_batches"] = micro_batches(plain)
+    try:
+        doubles = trained(backbone, task, "float64")
+    except Exception as e:
+        doubles = None
+        found["float64"] = f"plain Keras: {told(e)}"
+    else:
+        if _computes_in_float32(*doubles[:2]):
+            found["float64"] = "plain Keras computes in float32, too"
+    made = []
+    for k, dtype in (
+        (STAGES[0], "float32"),
+        (STAGES[1], "float64" if doubles else "float32"),
+    ):
+        if dtype == "float64":
+            _, x_k, y_k, expected_k = doubles
+        else:
+            x_k, y_k, expected_k = x, y, expected
+        model = make(backbone, task, dtype)
+        # Some are one large layer between a few small ones.
+        stages = min(k, len(opening.functional(model).nodes))
+        model, told_of = pipelined(model, stages, num_micro_batches=rows)
+        compile_for_numbers(model, y_k)
+        place = found[f"K={k}"] = {
+            "calls": sum(len(x.nodes) for x in model.stages),
+            "parameters": [x.count_params() for x in model.stages],
+            "warnings": told_of,
+        }
+        received = train(model, x_k, y_k)
+        place[dtype] = difference(expected_k, received)
+        made.append(model)
+    keras.config.set_floatx("float32")
+    return made[0], plain, x, y
+
+
+def trained(backbone, task, dtype):
+    """Returns a plain model, its data, and what `train` returns."""
+    plain = make(backbone, task, dtype)
+    x = data.inputs(plain)
+    y = data.targets(
+        keras.tree.map_structure(np.asarray, plain(x, training=False))
+    )
+    compile_for_numbers(plain, y)
+    return plain, x, y, train(plain, x, y)
+
+
+def _computes_in_float32(model, x):
+    """Returns whether layers of a model in float64 leave it at times."""
+    x = keras.tree.map_structure(tf.convert_to_tensor, x)
+    graph = tf.function(lambda x: model(x)).get_concrete_function(x).graph
+    return any(
+        y.dtype == tf.float32
+        for op in graph.get_operations()
+        if op.type not in ("Const", "Placeholder")
+        for y in op.outputs
+    )
+
+
+def _has_a_loss_of_its_own(backbone, task):
+    (cls,) = (x for x in backbones.tasks_of(backbone) if x.__name__ == task)
+    return cls.compute_loss is not keras.Model.compute_loss
+
+
+def told(error):
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[-400:]}"
+
+
+def uses(found, backbone, task, model, plain, x, y):
+    """What people do with a model, through a pipeline of two stages."""
+    plain.set_weights(model.get_weights())
+    for name, use in USES.items():
+        if name == "generate" and not isinstance(plain, _GENERATE):
+            continue
+        for kind, subjects in (
+            ("pipeline", lambda: (model, plain)),
+            ("to_keras()", lambda: (model.to_keras(), plain)),
+            ("plain Keras", lambda: (make(backbone, task),) * 2),
+        ):
+            if name == "enable_lora" and kind == "to_keras()":
+                continue  # It would be enabled twice.
+            try:
+                use(*subjects(), x, y)
+            except Exception as e:
+                found.setdefault("errors", {})[f"{name}, {kind}"] = told(e)
+                continue
+            found[name] = kind if kind != "plain Keras" else "differs"
+            break
+        else:
+            found[name] = "plain Keras fails"
+
+
+def _same(expected, received):
+    keras.tree.map_structure(
+        lambda a, b: np.testing.assert_allclose(
+            np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5
+        ),
+        expected,
+        received,
+    )
+
+
+def _predict(model, plain, x, y):
+    _same(plain(x, training=False), model.predict(x, verbose=0))
+
+
+def _generate(model, plain, x, y):
+    found = []
+    for each in (plain, model):
+        each.compile(sampler="greedy")
+        prompt = data.inputs(each, prompt=True)
+        found.append(each.generate(prompt, stop_token_ids=None))
+    _same(*found)
+
+
+def _preset(model, plain, x, y):
+    folder = tempfile.mkdtemp()
+    model.save_to_preset(folder)
+    loaded = type(plain).from_preset(folder)
+    if isinstance(loaded, tf_gpipe.models.pipelined.Pipelined):
+        raise ValueError("What is loaded is a pipeline.")
+    _same(plain(x, training=False), loaded(x, training=False))
+
+
+def _export(model, plain, x, y):
+    folder = tempfile.mkdtemp()
+    model.export(folder, verbose=False)
+    served = tf.saved_model.load(folder)
+    _same(plain(x, training=False), served.serve(x))
+
+
+def _frozen(model):
+    """Returns the variables that are not trained, but for seeds."""
+    seeds = ("seed_generator_state",)
+    return [v for v in model.non_trainable_variables if v.name not in seeds]
+
+
+def _lora(model, plain, x, y):
+    for each in dict.fromkeys((plain, model)):
+        getattr(each, "backbone", each).enable_lora(rank=2)
+        compile_for_numbers(each, y)
+    frozen = [np.asarray(v) for v in _frozen(model)]
+    for a, b in zip(model.variables, plain.variables, strict=True):
+        b.assign(a.value)
+    for each in (model, plain):
+        each.fit(x, y, batch_size=data.ROWS, epochs=2, verbose=0)
+    if micro_batches(model) > 1:  # no statistics of batches
+        for a, b in zip(frozen, _frozen(model), strict=True):
+            np.testing.assert_array_equal(a, np.asarray(b))
+    for a, b in zip(model.variables, plain.variables, strict=True):
+        _same(b, a)
+
+
+USES = {
+    "predict": _predict,
+    "save_to_preset": _preset,
+    "export": _export,
+    # These two leave other models: others come before.
+    "enable_lora": _lora,
+    "generate": _generate,
+}
+
+
+def run(backbone, task=None):
+    """Returns what is found of a model, as a dictionary."""
+    start = time.perf_counter()
+    found = {"backbone": backbone, "task": task}
+    if task is not None and _has_a_loss_of_its_own(backbone, task):
+        # Which wants boxes, or permutations of tokens.
+        found["trains"] = "the backbone alone"
+        task = None
+    try:
+        made = numbers(found, backbone, task)
+        uses(found, backbone, task, *made)
+    except Exception as e:
+        step = "numbers" if "K=4" not in found else "uses"
+        found.setdefault("errors", {})[step] = told(e)
+    finally:
+        keras.config.set_floatx("float32")
+    found["seconds"] = round(time.perf_counter() - start, 1)
+    return found
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("backbone")
+    parser.add_argument("task", nargs="?")
+    args = parser.parse_args(argv)
+    devices.ensure(max(STAGES))
+    print(json.dumps(run(args.backbone, args.task)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
