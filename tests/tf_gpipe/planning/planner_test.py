@@ -271,7 +271,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
                 first.parameter_bytes + last.parameter_bytes
             )
             peaks = first.activation_bytes, last.activation_bytes
-            self.assertGreater(activations, max(peaks))
+            self.assertGreaterEqual(activations, max(peaks))
             self.assertLess(activations, sum(peaks))
         alone = plan(layers, (16, 8), num_stages=4, num_micro_batches=4)
         self.assertEqual(
