@@ -230,7 +230,11 @@ class AutoTest(tf.test.TestCase):
 
     def test_commands(self):
         for command, *args in (
-            (plan_command, "--batch_size=8"),
+            (
+                plan_command,
+                "--batch_size=8",
+                "--model_args=num_filters=8,num_blocks=1,input_shape=(8,8,3)",
+            ),
             (timeline_command, "--forward=1,2,1,1"),
         ):
             out = io.StringIO()

@@ -208,7 +208,8 @@ class PipelineConfig:
         else:
             num_devices = len(placement.accelerators()) // num_replicas
         schedule = self.schedule_of(num_layers, num_devices, layers)
-        if self.schedule in schedules.TWO_EACH:
+        # Where there is none for a replica, what is missing is told below.
+        if self.schedule in schedules.TWO_EACH and num_devices and not on_tpu:
             self._check_two_each(schedule, num_devices)
         num_devices = len(schedule.tasks)
         if on_tpu:

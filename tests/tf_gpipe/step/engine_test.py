@@ -9,6 +9,7 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tests import pairwise
+from tf_gpipe.schedule import schedules
 
 NUM_MICRO_BATCHES = 4
 
@@ -95,11 +96,16 @@ def _waits(graph):
 
 class OrderTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
-        schedule=("1f1b", "eager_1f1b", "gpipe", "interleaved", "zero_bubble"),
+        schedule=(
+            *("1f1b", "eager_1f1b", "gpipe", "interleaved", "zero_bubble"),
+            *("interleaved_zero_bubble", "zb_v", "v_half", "v_min"),
+        ),
         devices=(["CPU:0", "CPU:1"], ["CPU:0"] * 4),
     )
     def test_order(self, schedule, devices):
-        if schedule != "interleaved" and len(devices) == 2:
+        if schedule in schedules.TWO_EACH:
+            devices = devices[:2]
+        elif schedule not in schedules.ANY_NUMBER and len(devices) == 2:
             devices = [*devices, "CPU:2", "CPU:3"]
         log = []
         model = tf_gpipe.PipelinedSequential(
@@ -122,7 +128,7 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
         def passes_back(stage):
             # Nobody needs gradients by the inputs of the model: where the
             # passes are split, the first stage has those of weights alone.
-            split = schedule == "zero_bubble" and stage == 0
+            split = model._pipeline.schedule.splits and stage == 0
             return "W" if split else "B"
 
         for device in sorted(set(devices)):
