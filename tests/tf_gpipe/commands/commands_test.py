@@ -60,8 +60,8 @@ class CommandsTest(parameterized.TestCase):
         self.assertEmpty(out)
         self.assertEqual(
             err,
-            "tf_gpipe: unknown command. Expected one of: plan, timeline, "
-            "verify, worker, workers. Received: train\n",
+            "tf_gpipe: unknown command. Expected one of: plan, supervise, "
+            "timeline, verify, worker, workers. Received: train\n",
         )
 
     def test_no_command_is_imported_before_it_is_known(self):
