@@ -225,12 +225,14 @@ def uses(found, backbone, task, model, plain, x, y):
         for kind, subjects in (
             ("pipeline", lambda: (model, plain)),
             ("to_keras()", lambda: (model.to_keras(), plain)),
-            ("plain Keras", lambda: (make(backbone, task),) * 2),
+            ("plain Keras", lambda: (plain, plain)),
         ):
-            if name == "enable_lora" and kind == "to_keras()":
-                continue  # It would be enabled twice.
+            twice = name == "enable_lora" and kind != "pipeline"
+            if twice and kind == "to_keras()":
+                continue
             try:
-                use(*subjects(), x, y)
+                pair = (make(backbone, task),) * 2 if twice else subjects()
+                use(*pair, x, y)
             except Exception as e:
                 found.setdefault("errors", {})[f"{name}, {kind}"] = told(e)
                 continue
