@@ -4,6 +4,9 @@ import inspect
 import math
 import numbers
 
+# Counts of which there may be none.
+_MAY_BE_ZERO = ("num_stem_reductions",)
+
 
 def check(function, arguments):
     """Refuses arguments of other kinds than the defaults of a function.
@@ -61,7 +64,7 @@ def _expected(name, value, default):
         return None
     # A ratio may be 1 by default.
     if isinstance(default, int) and not name.endswith("ratio"):
-        least = min(default, 1)
+        least = 0 if name in _MAY_BE_ZERO else min(default, 1)
         if number and isinstance(value, numbers.Integral) and value >= least:
             return None
         return f"an integer of {least} or more"
