@@ -1,5 +1,6 @@
 """Blocks of layers that repeat in a pipeline."""
 
+import collections
 import itertools
 import math
 from collections.abc import Hashable
@@ -20,6 +21,10 @@ from tf_gpipe.stage.likeness import Likeness
 _LONGEST = 64
 # Layers in a block. More make fewer calls, and a longer trace.
 _LAYERS = 12
+# The gradients of a block are there together before any is added to its sum.
+# So many weights do not matter, or an eighth of a stage's.
+_FEW_WEIGHTS = 2**18
+_SHARE = 1 / 8
 
 
 def find(graph: Graph, counts: Sequence[int]) -> list[Graph]:
@@ -37,8 +42,9 @@ def find(graph: Graph, counts: Sequence[int]) -> list[Graph]:
         counts: How many of its calls each stage has.
 
     Returns:
-        List of blocks, each within a stage, with one value that others take.
-        Calls that repeat nothing next to them are a block each.
+        List of blocks, each within a stage, with one value that others take
+        and a small part of the stage's weights. Calls that repeat nothing next
+        to them are a block each.
     """
     sequence = _Sequence(graph, counts)
     blocks = []
@@ -67,6 +73,10 @@ class _Sequence:
         self._stage = [
             k for k, count in enumerate(counts) for _ in range(count)
         ]
+        self._weights = [_num_weights(node.layer) for node in graph.nodes]
+        self._of_stage: dict[int, int] = collections.Counter()
+        for k, count in zip(self._stage, self._weights, strict=True):
+            self._of_stage[k] += count
         kinds: dict[Hashable, int] = {}
         kind = np.array(
             [kinds.setdefault(_kind(x), len(kinds)) for x in graph.nodes]
@@ -118,12 +128,12 @@ class _Sequence:
         return found
 
     def _is_block(self, start: int, end: int) -> bool:
-        """Returns whether calls are of a stage and make one value for others.
-
-        Or it is a single one.
-        """
+        """Returns whether calls are a block: one alone, or as `find` says."""
+        stage = self._stage[start]
+        most = max(_FEW_WEIGHTS, _SHARE * self._of_stage[stage])
         return end == start + 1 or (
-            self._stage[start] == self._stage[end - 1]
+            stage == self._stage[end - 1]
+            and sum(self._weights[start:end]) <= most
             and len(self._taken(start, end)) == 1
         )
 
@@ -154,6 +164,13 @@ def _num_layers(layer: Any) -> int:
     if not isinstance(layer, keras.Layer):
         return 1
     return len(upstream.layers_within(layer))
+
+
+def _num_weights(layer: Any) -> int:
+    """Returns how many numbers a layer trains."""
+    if not isinstance(layer, keras.Layer):
+        return 0
+    return sum(math.prod(v.shape) for v in layer.trainable_variables)
 
 
 def _kind(node: Node) -> Hashable:

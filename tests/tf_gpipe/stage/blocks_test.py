@@ -84,6 +84,17 @@ class BlocksTest(parameterized.TestCase, tf.test.TestCase):
         found = self.lengths(_times(50, _dense), [25, 25])
         self.assertEqual(found, [8, 8, 8, 1] * 2)
 
+    def test_large_ones(self):
+        """Gradients of a block are there at a time: it must be a small part."""
+
+        def large(x):
+            return L.Dense(600, "relu")(x)
+
+        found = self.lengths(_times(40, large), [20, 20], (600,))
+        self.assertEqual(found, [*[2] * 10] * 2)
+        found = self.lengths(_times(8, large), [4, 4], (600,))
+        self.assertEqual(found, [1] * 8)
+
     def test_nothing_repeats(self):
         def make(x):
             for i in range(1, 6):

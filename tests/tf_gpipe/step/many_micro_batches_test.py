@@ -106,8 +106,6 @@ class ManyMicroBatchesTest(tf.test.TestCase, parameterized.TestCase):
         for each in (plain, model):
             each.train_on_batch(X[:5], X[:5])
         self.assert_same(plain, model)
-        with self.assertRaisesRegex(ValueError, "num_micro_batches=1000001"):
-            pipeline(10**6 + 1, **arguments)
 
     def test_more_rows_than_can_be_traced(self):
         rows = np.zeros((5000, 4), "float32")
