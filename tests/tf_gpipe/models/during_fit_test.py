@@ -301,7 +301,7 @@ class ArgumentsTest(parameterized.TestCase):
             boundary_dtype="bfloat16",
         )
         names = [*vars(model._config)]
-        self.assertLen(names, 7)
+        self.assertLen(names, 8)
         copy = tf_gpipe.PipelinedSequential(
             model, **{name: getattr(model, name) for name in names}
         )
