@@ -247,6 +247,14 @@ class Job:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"Cannot write to --workdir: {error}") from error
+        newest = [Position(), *Store(directory).positions()][-1]
+        # Before variables are made, for which hosts wait for each other.
+        if not all(map(self.hardware.agree, newest)):
+            raise UserError(
+                "All hosts must resume from the same checkpoint: --workdir "
+                "must be a directory that they share. Received: "
+                f"workdir={self.workdir}"
+            )
         self._checkpoint = Checkpoint(
             directory, every_steps=self.config.checkpoint_every_steps or None
         )
@@ -259,12 +267,6 @@ class Job:
             raise UserError(
                 f"{error} What differs: {'; '.join(changed)}."
             ) from error
-        if not all(map(self.hardware.agree, self._position)):
-            raise UserError(
-                "All hosts must resume from the same checkpoint: --workdir "
-                "must be a directory that they share. Received: "
-                f"workdir={self.workdir}"
-            )
         others = self._place.changed(self._batches)
         if others and self._position.steps:
             raise UserError(

@@ -512,7 +512,8 @@ class WorkersTest(TestCase):
     def test_memory_of_the_client(self):
         told = json.loads(self.run_client("size"))
         self.assertGreater(told["of_stage"], 60)
-        self.assertLess(told["more"], 2 * told["of_stage"])
+        # Of four stages. The allocator may keep what it has had of one.
+        self.assertLess(told["more"], 3 * told["of_stage"])
 
 
 def generator():

@@ -94,7 +94,10 @@ class Saving(_Mixin):
             raise not_a_config(config)
         config = dict(config)
         if isinstance(config["schedule"], dict):
-            config["schedule"] = Schedule(**config["schedule"])
+            try:
+                config["schedule"] = Schedule(**config["schedule"])
+            except TypeError as error:
+                raise not_a_config(config) from error
         fields: Any = {
             x.name: config.get(
                 x.name, None if x.default is dataclasses.MISSING else x.default

@@ -167,7 +167,9 @@ def interrupted(devices, hurt):
         # Whenever the signal comes from here on, it is caught.
         print("stopped", flush=True)
         fit(model)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, tf.errors.UnavailableError):
+        # Python forgets an interrupt while it deletes something. The call ends
+        # all the same, since the worker is no longer waited for.
         return True
     return False
 
