@@ -119,6 +119,8 @@ def _status(line: Line) -> Any:
             return program.main([line.name, *line.argv])
         argv = [line.name, f"--data_dir={_directory()}", *line.argv]
         with (
+            # Where a drawn directory may be made, under any name.
+            contextlib.chdir(_directory()),
             flagsaver.flagsaver(),
             mock.patch.object(sys, "argv", argv),
             mock.patch.object(Job, "fit", side_effect=Trains),
