@@ -1,5 +1,6 @@
 """The phases of a stage as functions, traced once for all micro-batches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -40,8 +41,8 @@ class StagePhases:
         function: `StageFunction`.
         splits: Whether the gradients of weights are apart.
         jit_compile: Whether XLA compiles the phases.
-        instead: What runs layers that have phases of their own; see
-            `run_stage`.
+        instead: Function that returns what runs layers that have phases of
+            their own; see `run_stage`. It is called where there are gradients.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class StagePhases:
         function: StageFunction,
         splits: bool,
         jit_compile: bool,
-        instead: Instead = in_line,
+        instead: Callable[[], Instead] = lambda: in_line,
     ):
         self.function = function
         self._instead = instead
@@ -95,10 +96,12 @@ class StagePhases:
         return self._by_graph[graph]
 
     def _differentiate(self, inputs: Activations, carried: list) -> None:
+        # Not in the scope of the stage, where variables are tensors.
+        instead = self._instead()
         # The trace is kept: the function will be called where tapes do record.
         with self.function.on_device(), upstream.tapes_restarted():
             result, gradient = self.function.differentiable(
-                inputs, carried, instead=self._instead
+                inputs, carried, instead=instead
             )
             graph = tf.compat.v1.get_default_graph()
             num_forward = len(graph.get_operations())

@@ -1,6 +1,7 @@
 """The stages of a pipeline as they run for one mini-batch."""
 
 import enum
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -67,26 +68,31 @@ class RunningStages:
         self._gradients = gradients
         self._how = StageMode.INLINE if tf.executing_eagerly() else how
         self._stages: dict[int, Any] = {}
-        self._instead: Instead = in_line
         # Layers of several stages may share it.
         self._others: dict[Any, TensorFlowState] = {}
         # Not that of the time of the build, which the user may have replaced.
         self._seed = global_seed()
         # Functions that read it run on when Keras has got another one.
         pipeline.seeds.update((id(v), v) for v in self._seed)
+
+    @functools.cached_property
+    def _instead(self) -> Instead:
+        """What runs layers in place of their calls, where gradients follow."""
         if (
-            self._how is StageMode.FUNCTIONS
-            and gradients is not Gradients.OF_LAYER
-            and not tf.distribute.has_strategy()
+            self._how is not StageMode.FUNCTIONS
+            or self._gradients is Gradients.OF_LAYER
+            or tf.distribute.has_strategy()
         ):
-            self._instead = SharedLayers(
-                blocks.find(
-                    pipeline.graph, [len(x.nodes) for x in pipeline.stages]
-                ),
-                self._seed,
-                training,
-                pipeline.schedule.splits,
-            ).run
+            return in_line
+        pipeline = self._pipeline
+        return SharedLayers(
+            blocks.find(
+                pipeline.graph, [len(x.nodes) for x in pipeline.stages]
+            ),
+            self._seed,
+            self._training,
+            pipeline.schedule.splits,
+        ).run
 
     @property
     def inline(self) -> bool:
@@ -108,7 +114,7 @@ class RunningStages:
                     function,
                     self._pipeline.schedule.splits,
                     jit_compile=self._how is StageMode.XLA_FUNCTIONS,
-                    instead=self._instead,
+                    instead=lambda: self._instead,
                 )
             )
         return self._stages[k]
