@@ -193,7 +193,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
                 for i in range(len(schedule.tasks))
             ]
             schedule = stage_costs.resolved(
-                graph, counts, schedule, config.remat
+                graph, counts, schedule, config.remat, config.nominal_length
             )
             devices = [rows[i] for i in schedule.devices]
         stages: list[Stage] = []

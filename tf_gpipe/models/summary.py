@@ -4,6 +4,7 @@ import shutil
 
 from tf_gpipe import table
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition import stage_costs
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.stage.pipeline import Pipeline
 
@@ -59,17 +60,17 @@ def _bubble(pipeline: Pipeline, length: int) -> str:
     """Returns the share of the time in which devices wait, in words."""
     schedule, remat = pipeline.schedule, pipeline.remat
     try:
-        traces, _ = layer_costs.trace(pipeline.graph, length=length)
+        costs = stage_costs.of_graph(
+            pipeline.graph, [len(x.nodes) for x in pipeline.stages], length
+        )
     except ValueError:
         bubble = simulate(schedule, remat=remat).bubble
         return (
             f"{bubble:.1%} of the time if stages were equal (the operations of "
             "a layer cannot be counted)"
         )
-    costs = iter(traces)
-    of_stages = [[next(costs) for _ in x.nodes] for x in pipeline.stages]
-    forward = [float(sum(x.forward_flops for x in y)) for y in of_stages]
-    backward = [float(sum(x.backward_flops for x in y)) for y in of_stages]
+    forward = [float(x.flops) for x in costs]
+    backward = [float(x.backward_flops) for x in costs]
     if not any(forward + backward):
         return f"{simulate(schedule, remat=remat).bubble:.1%} of the time"
     bubble = simulate(

@@ -83,6 +83,29 @@ def find(
     return found
 
 
+def of_graph(
+    graph: Graph,
+    counts: Sequence[int],
+    length: int = layer_costs.NOMINAL_LENGTH,
+) -> list[StageCosts]:
+    """Returns the costs of the stages of a graph that is cut.
+
+    Args:
+        graph: `Graph` of built layers.
+        counts: List of the numbers of calls in each stage.
+        length: Integer, what sizes that are not known count as.
+
+    Raises:
+        ValueError: If the costs of a layer cannot be found.
+    """
+    traces, specs = layer_costs.trace(graph, length=length)
+    return find(
+        graph.parts(list(counts)),
+        traces,
+        lambda x: layer_costs.size_in_bytes(specs[x]),
+    )
+
+
 def searched(
     costs: Sequence[StageCosts],
     num_micro_batches: int,
@@ -106,7 +129,11 @@ def searched(
 
 
 def resolved(
-    graph: Graph, counts: Sequence[int], schedule: Schedule, remat: str
+    graph: Graph,
+    counts: Sequence[int],
+    schedule: Schedule,
+    remat: str,
+    length: int = layer_costs.NOMINAL_LENGTH,
 ) -> Schedule:
     """Returns the schedule `"auto"` of a graph that is cut.
 
@@ -119,13 +146,14 @@ def resolved(
         counts: List of the numbers of calls in each stage.
         schedule: One of as many stages, micro-batches and devices.
         remat: The remat mode.
+        length: As of `of_graph`.
     """
     num_micro_batches, num_devices = (
         schedule.num_micro_batches,
         len(schedule.tasks),
     )
     try:
-        traces, specs = layer_costs.trace(graph)
+        costs = of_graph(graph, counts, length)
     except ValueError as error:
         times = Times.of(
             len(counts), recompute=0.0 if remat == "never" else 1.0
@@ -137,11 +165,6 @@ def resolved(
             schedules.AUTO,
             f"{found.description}; stages are taken for equal. {reason}",
         )
-    costs = find(
-        graph.parts(list(counts)),
-        traces,
-        lambda x: layer_costs.size_in_bytes(specs[x]),
-    )
     return searched(costs, num_micro_batches, num_devices, remat, {})
 
 

@@ -76,6 +76,27 @@ class LengthsTest(tf.test.TestCase, parameterized.TestCase):
             counts(pipelined(layers, functional, **kwargs)), expected
         )
 
+    def test_of_a_searched_order(self):
+        """An order of tasks is searched for the costs at that length."""
+
+        def tasks(length, **kwargs):
+            layers = [Attention() if i % 3 else L.Dense(8) for i in range(8)]
+            model = pipelined(
+                [keras.Input((length, 8)), *layers],
+                num_stages=4,
+                balance=[2, 2, 2, 2],
+                num_micro_batches=4,
+                schedule="auto",
+                **kwargs,
+            )
+            return model._pipeline.schedule.tasks
+
+        short = tasks(None, nominal_length=2)
+        long = tasks(None, nominal_length=1000)
+        self.assertEqual(short, tasks(2))
+        self.assertEqual(long, tasks(1000))
+        self.assertNotEqual(short, long)
+
     def test_images(self):
         layers = [
             keras.Input((None, None, 3)),
