@@ -158,6 +158,7 @@ class PipelinedCalls(_Mixin):
         training,
         gradients=Gradients.OF_ALL,
         timed=False,
+        previous=None,
     ):
         # Replicas cannot meet inside a function.
         meets = replicas.several() and any(
@@ -190,6 +191,7 @@ class PipelinedCalls(_Mixin):
             gradients,
             stages,
             timed,
+            previous,
         )
 
     def _most_rows(self, rows: int | None, training: bool | None) -> int:

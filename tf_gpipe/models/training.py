@@ -19,6 +19,7 @@ from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.colocation import colocate
 from tf_gpipe.devices.colocation import following_inputs
 from tf_gpipe.devices.replicas import SeveralHosts
+from tf_gpipe.models import several_steps
 from tf_gpipe.models.calls import PipelinedCalls
 from tf_gpipe.models.user_class import CALLS
 from tf_gpipe.models.user_class import overrides
@@ -98,6 +99,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     # Given by `callbacks.Timeline`: a function of the tasks' times.
     _record_times: Any = None
+    # Of training steps in one graph: a list of the last one's mini-batch.
+    _previous: list | None = None
     # What `callbacks.Checkpoint` needs to know, while `fit` runs.
     _training_run: Run | None = None
 
@@ -164,7 +167,10 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             training=True,
             gradients=Gradients.OF_STEP,
             timed=self._record_times is not None,
+            previous=self._previous[-1] if self._previous else None,
         )
+        if self._previous is not None:
+            self._previous[:] = [run]
         # Eagerly, nothing overlaps anyway.
         forwards_first = run.pipeline.schedule.forwards_first
         if forwards_first or tf.executing_eagerly():
@@ -179,7 +185,24 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             colocate(self.optimizer)
             if self.built:
                 self._build_optimizer()
-        return super().make_train_function(force=force)
+        if self.train_function is not None and not force:
+            return self.train_function
+        super().make_train_function(force=force)
+        # Keras's own loop runs replicas, and what is run eagerly.
+        if not self.run_eagerly and not tf.distribute.has_strategy():
+            self.train_function = several_steps.in_one_graph(
+                self, self.train_function
+            )
+
+    @contextlib.contextmanager
+    def steps_in_one_graph(self):
+        """A scope in which training steps are traced one after another."""
+        attributes: Any = vars(self)
+        attributes["_previous"] = []
+        try:
+            yield
+        finally:
+            attributes["_previous"] = None
 
     @_traced_once
     def train_step(self, data):

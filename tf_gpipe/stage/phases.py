@@ -81,6 +81,11 @@ class StagePhases:
             phases = self.traced(inputs, carried)
             return PhasedCall(phases, tensors((inputs, carried)), remat)
 
+    def read_weights_again(self) -> None:
+        """Makes phases read weights that have been assigned in the graph."""
+        for phases in self._by_graph.values():
+            phases.read_weights_again()
+
     def traced(self, inputs: Activations, carried: list) -> Phases:
         """Returns the phases, cut from a trace for such arguments."""
         concrete = self._differentiated.get_concrete_function(inputs, carried)

@@ -114,7 +114,8 @@ class Phases:
     def weights(self) -> list[tf.Tensor]:
         """Returns the pack of the weights that the stage reads.
 
-        A list of a tensor, or an empty one, the same in all of a graph.
+        A list of a tensor, or an empty one, the same in all of a graph, until
+        `read_weights_again`.
         """
         graph = tf.compat.v1.get_default_graph()
         if graph not in self._packs:
@@ -122,6 +123,10 @@ class Phases:
             for x in self._packs[graph]:
                 upstream.search_no_callees(x.op)
         return self._packs[graph]
+
+    def read_weights_again(self) -> None:
+        """Makes `weights` return a pack of what the weights hold then."""
+        self._packs.clear()
 
     def weights_of(self, others: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
         """Returns such a pack of other variables.

@@ -103,6 +103,20 @@ class RunningStages:
         """Whether gradients may be asked for more than once."""
         return self._gradients is Gradients.OF_LAYER
 
+    def serving(self, others: "RunningStages") -> "RunningStages":
+        """Returns stages for the next training step of a graph.
+
+        These, if they run as `others` would, so that they are traced once.
+        """
+        if self.inline or self._kind() != others._kind():
+            return others
+        for stage in self._stages.values():
+            stage.read_weights_again()
+        return self
+
+    def _kind(self) -> tuple:
+        return self._pipeline, self._training, self._gradients, self._how
+
     def __getitem__(self, k: int) -> Any:
         """Returns the `StagePhases` or the `TapedStage` of a stage."""
         if k not in self._stages:
