@@ -16,8 +16,9 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
+
+from tf_gpipe import upstream
 
 # What is traced grows with them, and the gain is that of few.
 _MOST_STEPS = 8
@@ -30,11 +31,29 @@ def num_in_one_graph(steps: Any) -> int:
     """
     if not isinstance(steps, int):
         return 1
-    return max((n for n in range(1, _MOST_STEPS + 1) if steps % n == 0))
+    return max(n for n in range(1, _MOST_STEPS + 1) if steps % n == 0)
 
 
-def in_one_graph(
-    model: keras.Model, one_by_one: Callable[[Iterator], Any]
+def make_train_function(
+    model: Any, keras_makes: Callable[..., Any], force: bool
+) -> None:
+    """Makes the function of a model's training steps, of several in a graph.
+
+    Args:
+        model: A pipeline.
+        keras_makes: Its `make_train_function` as Keras has it.
+        force: Boolean, whether to replace one that there is.
+    """
+    if model.train_function is not None and not force:
+        return
+    keras_makes(force=force)
+    # Keras's own loop runs replicas, and what is run eagerly.
+    if not (model.run_eagerly or upstream.strategy_of(model)):
+        model.train_function = _in_one_graph(model, model.train_function)
+
+
+def _in_one_graph(
+    model: Any, one_by_one: Callable[[Iterator], Any]
 ) -> Callable[[Iterator], Any]:
     """Returns Keras's function of a model's steps with several in one graph.
 
@@ -46,12 +65,12 @@ def in_one_graph(
     number = num_in_one_graph(model.steps_per_execution)
 
     @tf.function(reduce_retracing=True, autograph=False)
-    def draw(iterator: Iterator) -> list[Any]:
+    def draw(iterator: tf.data.Iterator) -> list[Any]:
         return [iterator.get_next_as_optional() for _ in range(number)]
 
     @tf.function(reduce_retracing=True, autograph=False)
     def run(drawn: list[Any]) -> Any:
-        with model.steps_in_one_graph():
+        with model._steps_in_one_graph():
             for each in drawn:
                 data = tf.nest.map_structure(_given, each.get_value())
                 logs = model.train_step(data)

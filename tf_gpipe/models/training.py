@@ -185,17 +185,12 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             colocate(self.optimizer)
             if self.built:
                 self._build_optimizer()
-        if self.train_function is not None and not force:
-            return self.train_function
-        super().make_train_function(force=force)
-        # Keras's own loop runs replicas, and what is run eagerly.
-        if not self.run_eagerly and not tf.distribute.has_strategy():
-            self.train_function = several_steps.in_one_graph(
-                self, self.train_function
-            )
+        several_steps.make_train_function(
+            self, super().make_train_function, force
+        )
 
     @contextlib.contextmanager
-    def steps_in_one_graph(self):
+    def _steps_in_one_graph(self):
         """A scope in which training steps are traced one after another."""
         attributes: Any = vars(self)
         attributes["_previous"] = []
