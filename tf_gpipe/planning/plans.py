@@ -70,6 +70,15 @@ class Plan:
         device_memory: Integer, bytes of each device, or `None`.
         advice: String, the smallest change with which it would fit; empty
             where it fits.
+
+    Example:
+
+    >>> layers = [keras.layers.Dense(512) for _ in range(8)]
+    >>> plan = tf_gpipe.plan(
+    ...     layers, (64, 512), num_stages=2, device_memory="16MiB"
+    ... )
+    >>> plan.fits, max(plan.device_bytes) // 2**20
+    (False, 17)
     """
 
     stages: list[StagePlan]
