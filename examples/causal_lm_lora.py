@@ -37,7 +37,7 @@ after = sum(w.shape.num_elements() for w in model.trainable_weights)
 print(f"{after:,} of {before:,} parameters are trained")
 
 model.compile(keras.optimizers.Adam(5e-2), sampler="greedy")
-texts = ["cdcdcdcd"] * 16
+texts = ["cdcdcdcd"] * 64
 history = model.fit(texts, batch_size=16, epochs=6)
 first, last = history.history["loss"][0], history.history["loss"][-1]
 print(f"loss: {first:.2f} at first, {last:.2f} in the end")

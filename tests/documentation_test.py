@@ -19,6 +19,7 @@ from absl.testing import parameterized
 
 import model_zoo
 import tf_gpipe
+from tf_gpipe.verification.report import TOLERANCES
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -112,6 +113,16 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
         self.assertContainsSubset(
             {"README.md", "docs/guides/pipeline.md", "docs/guides/verify.md"},
             pages,
+        )
+
+    def test_tolerances(self):
+        """The public table has those that `verify` takes."""
+        page = (ROOT / "docs" / "numerical_contract.md").read_text()
+        table = dict(
+            re.findall(r"\| [^|]* in (\w+\d+) \|[^|]*\| (\S+) \|", page)
+        )
+        self.assertEqual(
+            {name: float(text) for name, text in table.items()}, TOLERANCES
         )
 
 

@@ -33,18 +33,17 @@ def draw_readme(path):
 
 def draw_measured(path):
     """Runs two stages on two worker processes."""
-    command = "timeline --model=resnet_small --num_stages=2 --batch_size=512"
-    subprocess.run(
-        [sys.executable, "-m", "tf_gpipe", *command.split(), "--workers"]
-        + [f"--picture={path}"],
-        cwd=ROOT,
-        check=True,
-    )
+    _timeline("--model=resnet_small --batch_size=512 --workers", 2, path)
 
 
 def draw_simulated(path):
-    schedule = schedules.one_f_one_b(4, 8)
-    timeline.picture({"1f1b": simulate(schedule, remat="never")}, path)
+    _timeline("--num_micro_batches=8", 4, path)
+
+
+def _timeline(flags, num_stages, path):
+    command = [sys.executable, "-m", "tf_gpipe", "timeline", *flags.split()]
+    command += [f"--num_stages={num_stages}", f"--picture={path}"]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def draw_schedules(path):
