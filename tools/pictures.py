@@ -64,7 +64,7 @@ def draw_several(path):
     timeline.picture(
         {
             name: simulate(
-                schedules.get(name, 8, 8, 4),
+                schedules.get(name, 8, 4, 4),
                 forward=0.5,
                 backward=1.0,
                 remat="never",
