@@ -25,7 +25,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A block below this line cannot run by itself.
 NO_RUN = "<!-- no-run -->"
-NAMES = {"keras": keras, "np": np, "tf": tf, "tf_gpipe": tf_gpipe}
+NAMES = {
+    "keras": keras,
+    "model_zoo": model_zoo,
+    "np": np,
+    "tf": tf,
+    "tf_gpipe": tf_gpipe,
+}
 
 
 def modules():

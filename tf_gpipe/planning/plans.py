@@ -75,10 +75,10 @@ class Plan:
 
     >>> layers = [keras.layers.Dense(512) for _ in range(8)]
     >>> plan = tf_gpipe.plan(
-    ...     layers, (64, 512), num_stages=2, device_memory="16MiB"
+    ...     layers, (64, 512), num_stages=2, device_memory="8MB"
     ... )
-    >>> plan.fits, max(plan.device_bytes) // 2**20
-    (False, 17)
+    >>> plan.fits, plan.stages[0].parameters
+    (False, 1050624)
     """
 
     stages: list[StagePlan]
