@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import tensorflow as tf
@@ -71,7 +72,7 @@ class ExamplesTest(parameterized.TestCase, tf.test.TestCase):
             pytest.importorskip("keras_hub", exc_type=ImportError)
         done = subprocess.run(
             [sys.executable, "-c", code],
-            cwd=self.create_tempdir().full_path,
+            cwd=self.enterContext(tempfile.TemporaryDirectory()),
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
