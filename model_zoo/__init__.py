@@ -36,7 +36,16 @@ _MODELS = {
 
 
 def names():
-    """Returns the names of all models, sorted."""
+    """Returns the names of all models, sorted.
+
+    Returns:
+        List of strings.
+
+    Example:
+
+    >>> "resnet_small" in model_zoo.names()
+    True
+    """
     return sorted(_MODELS)
 
 
@@ -59,10 +68,9 @@ def get(name, **hyper_parameters):
 
     Example:
 
-    ```python
-    layers = model_zoo.get("resnet_small", num_classes=100)
-    model = keras.Sequential(layers)
-    ```
+    >>> layers = model_zoo.get("resnet_small", num_classes=100)
+    >>> keras.Sequential(layers).output_shape
+    (None, 100)
     """
     if name not in _MODELS:
         raise ValueError(

@@ -3,6 +3,7 @@
 from tf_gpipe import callbacks
 from tf_gpipe._version import __version__
 from tf_gpipe.devices.cluster import connect
+from tf_gpipe.devices.local import split_cpu
 from tf_gpipe.models.functional import PipelinedModel
 from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.planning.planner import Plan
@@ -19,5 +20,6 @@ __all__ = [
     "callbacks",
     "connect",
     "plan",
+    "split_cpu",
     "verify",
 ]

@@ -55,9 +55,17 @@ class Timeline(keras.callbacks.Callback):
 
     Example:
 
-    ```python
-    model.fit(x, y, callbacks=[tf_gpipe.callbacks.Timeline(chart=True)])
-    ```
+    >>> model = tf_gpipe.PipelinedSequential(
+    ...     [keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(1)],
+    ...     num_stages=2,
+    ...     devices=["CPU:0", "CPU:0"],
+    ... )
+    >>> model.compile("sgd", "mse")
+    >>> x = np.ones((16, 8), "float32")
+    >>> timeline = tf_gpipe.callbacks.Timeline()
+    >>> fitted = model.fit(x, x[:, :1], 8, verbose=0, callbacks=[timeline])
+    >>> str(timeline.spans[0].task)
+    'F0.0'
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class Timeline(keras.callbacks.Callback):
         self._chart = chart
 
     def set_model(self, model):
+        """Refuses models that are no pipelines; `fit` calls it."""
         if not isinstance(model, PipelinedTraining):
             raise ValueError(
                 "The Timeline callback records models of tf_gpipe, such as "

@@ -68,7 +68,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages: each has `index`, `device`, `layers`, `count_params()`.
+        """Tuple of the `Stage`s, first to last.
 
         Raises:
             ValueError: If the model has not been built.
@@ -93,11 +93,25 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         layer compiled again.
 
         Args:
-            balance: As the argument of the class.
+            balance: Layer counts, the name of what stages shall have in equal
+                parts, or a function: what the argument `balance` of the class
+                may be.
 
         Raises:
             ValueError: If `balance` is not valid, or the model has not been
                 built.
+
+        Example:
+
+        >>> layers = [keras.layers.Dense(8) for _ in range(4)]
+        >>> model = tf_gpipe.PipelinedSequential(
+        ...     [keras.Input((8,)), *layers],
+        ...     num_stages=2,
+        ...     devices=["CPU:0", "CPU:0"],
+        ... )
+        >>> model.rebalance([1, 3])
+        >>> [len(stage.layers) for stage in model.stages]
+        [1, 3]
         """
         pipeline = self._built_pipeline()
         previous = self._config
@@ -116,21 +130,47 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         self._forget_traced()
 
     def make_train_function(self, force=False):
+        """Makes the function of a step of `fit`; with `force`, anew."""
         self._follow_changes()
         return super().make_train_function(force=force)
 
     def make_test_function(self, force=False):
+        """Makes the function of a step of `evaluate`; with `force`, anew."""
         self._follow_changes()
         return super().make_test_function(force=force)
 
     def make_predict_function(self, force=False):
+        """Makes the function of a step of `predict`; with `force`, anew."""
         self._follow_changes()
         return super().make_predict_function(force=force)
 
     def summary(
         self, line_length=None, positions=None, print_fn=None, *args, **kwargs
     ):
-        """Prints Keras's summary, then a table of the stages."""
+        """Prints Keras's summary, then a table of the stages.
+
+        The table has a row a stage: its device, layers, parameters, and what
+        it sends to which stage for a row of a batch, in KiB. Below it are the
+        schedule and the bubble.
+
+        Args:
+            line_length: Integer, characters of a line. Defaults to the width
+                of the terminal.
+            positions: As for `keras.Model.summary`.
+            print_fn: Function that is called with each text. Defaults to
+                `print`.
+            *args: Further arguments of `keras.Model.summary`.
+            **kwargs: Further arguments of `keras.Model.summary`.
+
+        Example:
+
+        >>> layers = [keras.Input((8,)), keras.layers.Dense(8)]
+        >>> model = tf_gpipe.PipelinedSequential(layers, num_stages=1)
+        >>> texts = []
+        >>> model.summary(print_fn=texts.append)
+        >>> "Schedule 1f1b" in texts[-1]
+        True
+        """
         super().summary(line_length, positions, print_fn, *args, **kwargs)
         if self._pipeline is not None:
             found = stage_table(
@@ -147,6 +187,11 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     def stateless_call(self, *args, **kwargs):
+        """Not there for pipelines, which have their weights on devices.
+
+        Raises:
+            NotImplementedError: Always.
+        """
         raise NotImplementedError(
             "A pipeline reads its weights on their devices, so they cannot be "
             "passed to it. Call the model itself, under a `tf.GradientTape` "

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.models import user_class
+from tf_gpipe.models.keras_words import with_keras_words
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.saving import not_a_config
 from tf_gpipe.partition import layer_costs
@@ -20,6 +21,7 @@ from tf_gpipe.stage.opening import num_calls
 from tf_gpipe.stage.stage import name_layer
 
 
+@with_keras_words
 @keras.saving.register_keras_serializable(package="tf_gpipe")
 class PipelinedSequential(Pipelined, keras.Sequential):
     """A linear stack of layers, trained as a pipeline over several devices.
@@ -177,6 +179,15 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         return super().pop(rebuild=rebuild)
 
     def build(self, input_shape=None):
+        """Builds the layers, each on the device of its stage.
+
+        Args:
+            input_shape: Shape of the input with its batch axis, such as
+                `(None, 8)`. It may be left out of a model with an `Input`.
+
+        Raises:
+            ValueError: If stages cannot be formed of the layers.
+        """
         self._resolve(self.layers)
         # Abstractly: weights get their values where their stage is, and a
         # model too large for one device is never on one.
@@ -199,6 +210,17 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             scope.assign()
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
+        """Returns the shape and dtype of what a call returns.
+
+        Args:
+            inputs: Nested structure of `keras.KerasTensor`s.
+            training: Boolean or `None`, as for `call`.
+            mask: As for `call`.
+            **kwargs: As for `call`.
+
+        Returns:
+            Nested structure of `keras.KerasTensor`s.
+        """
         if self._pipeline is None:
             self._build_for(inputs)
         return super().compute_output_spec(

@@ -201,6 +201,14 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     @_traced_once
     def train_step(self, data):
+        """Trains on a mini-batch; `fit` traces it. Override it at will.
+
+        Args:
+            data: A mini-batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
+
+        Returns:
+            Dictionary from the names of metrics to their values.
+        """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         loss, gradients, y_pred = self.loss_and_gradients(x, y, sample_weight)
         self._loss_tracker.update_state(
@@ -218,6 +226,14 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     @_traced_once
     def test_step(self, data):
+        """Evaluates a mini-batch; `evaluate` traces it. Override it at will.
+
+        Args:
+            data: A mini-batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
+
+        Returns:
+            Dictionary from the names of metrics to their values.
+        """
         with following_inputs():
             return super().test_step(data)
 

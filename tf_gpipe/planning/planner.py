@@ -58,11 +58,15 @@ def plan(
             for several inputs.
         num_stages: Integer K.
         num_micro_batches: Integer M. Defaults to 4 a device.
-        schedule: As for `PipelinedSequential`.
+        schedule: Name of a schedule, such as `"1f1b"`, or a
+            `tf_gpipe.Schedule`; those that `PipelinedSequential` takes.
         num_devices: Integer, over which the interleaved schedules and
             `"auto"` spread the stages. Defaults to one a stage.
-        balance: As for `PipelinedSequential`; not `"time"`.
-        remat: As for `PipelinedSequential`.
+        balance: List of K layer counts, `"parameters"`, `"flops"`, `"memory"`,
+            or a function `cost(layer, input_shape)`. Not `"time"`, which would
+            have to be measured.
+        remat: Which micro-batches compute their activations again:
+            `"always"`, `"except_last"` or `"never"`.
         optimizer: Keras optimizer, or its name; its slots are counted.
         dtype_policy: Keras dtype policy, or its name, of the layers that have
             the global one. Defaults to the global one.

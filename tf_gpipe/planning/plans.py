@@ -70,6 +70,15 @@ class Plan:
         device_memory: Integer, bytes of each device, or `None`.
         advice: String, the smallest change with which it would fit; empty
             where it fits.
+
+    Example:
+
+    >>> layers = [keras.layers.Dense(512) for _ in range(8)]
+    >>> plan = tf_gpipe.plan(
+    ...     layers, (64, 512), num_stages=2, device_memory="8MB"
+    ... )
+    >>> plan.fits, plan.stages[0].parameters
+    (False, 1050624)
     """
 
     stages: list[StagePlan]

@@ -54,6 +54,20 @@ class Times(NamedTuple):
     ) -> "Times":
         """Returns those that the arguments of `simulate` mean.
 
+        Args:
+            num_stages: Integer K.
+            forward: Time of a forward pass; one for all stages, or a list.
+            backward: As `forward`, of the whole backward pass.
+            recompute: As `forward`, of the recomputation before it.
+            transfer: Time from a stage to the next one; or a list, or a
+                dictionary from pairs of stages.
+            weights: As `forward`, the share of `backward` for gradients of
+                weights. Defaults to half of it.
+            update: As `forward`, of the optimizer's update.
+
+        Returns:
+            `Times`.
+
         Raises:
             ValueError: If there is a wrong number of them, or one is negative.
         """
@@ -78,7 +92,14 @@ class Times(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a device runs a task, in seconds or in any other unit."""
+    """When a device runs a task, in seconds or in any other unit.
+
+    Attributes:
+        device: Integer, the number of the device.
+        task: The `Task`.
+        start: Float.
+        end: Float.
+    """
 
     device: int
     task: Task

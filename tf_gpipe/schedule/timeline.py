@@ -41,6 +41,7 @@ def text_chart(step: Execution, width: int = 80) -> str:
     are idle time. The last line has the makespan and the bubble.
 
     Args:
+        step: An `Execution`.
         width: Integer, the characters of a row with its name. At least 20 are
             for the time.
 
@@ -79,6 +80,20 @@ def chrome_trace(step: Execution) -> dict:
 
     Written to a file with `json.dump`, Perfetto (https://ui.perfetto.dev) and
     `chrome://tracing` show it: a thread a device, from the first start on.
+
+    Args:
+        step: An `Execution`.
+
+    Returns:
+        Dictionary that JSON can hold.
+
+    Example:
+
+    >>> from tf_gpipe.schedule.schedules import gpipe
+    >>> from tf_gpipe.schedule.simulate import simulate
+    >>> trace = chrome_trace(simulate(gpipe(2, 2)))
+    >>> trace["traceEvents"][-1]["name"]
+    'B0.0'
     """
 
     def microseconds(time: float) -> float:

@@ -66,10 +66,16 @@ def verify(
 
     Example:
 
-    ```python
-    report = tf_gpipe.verify(model, x[:64], y[:64])
-    assert report.ok, report
-    ```
+    >>> model = tf_gpipe.PipelinedSequential(
+    ...     [keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(1)],
+    ...     num_stages=2,
+    ...     devices=["CPU:0", "CPU:0"],
+    ... )
+    >>> model.compile("sgd", "mse")
+    >>> x = np.ones((16, 8), "float32")
+    >>> report = tf_gpipe.verify(model, x, x[:, :1])
+    >>> report.ok, report.first_layer
+    (True, None)
     """
     try:
         problem = _unfit(model, x)
