@@ -966,3 +966,12 @@ def sums_over_replicas(
 ) -> tf.distribute.CrossDeviceOps | None:
     """Returns how the user wants a strategy to sum over replicas."""
     return strategy.extended._cross_device_ops
+
+
+def read_profile(content: bytes) -> Any:
+    """Returns the profile in a file `*.xplane.pb`, an `XSpace` to change."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace()
+    space.ParseFromString(content)
+    return space

@@ -13,7 +13,9 @@ import tensorflow as tf
 from absl import flags
 
 import model_zoo
+import tf_gpipe
 from tf_gpipe.callbacks import Checkpoint
+from tf_gpipe.callbacks import Timeline
 from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Store
@@ -29,6 +31,7 @@ from trainers.devices import HardwareConfig
 from trainers.interruption import StopOnSignal
 from trainers.interruption import Stopped
 from trainers.loss_log import LossLog
+from trainers.speed import Speed
 from trainers.weight_averages import SwapAverages
 from trainers.weight_averages import averaged
 from trainers.weight_averages import has_averages
@@ -111,6 +114,15 @@ class JobConfig(PipelineConfig, HardwareConfig):
         "Steps between two checkpoints within an epoch; 0 for none but at its "
         "end.",
         lower_bound=0,
+    )
+    timeline: str | None = setting(
+        None,
+        "File of a page (.html) that shows when each device ran what in the "
+        "last step. The bubble is then logged, too.",
+        kind=str,
+    )
+    dry_run: bool = setting(
+        False, "Show what each stage will need, and train nothing."
     )
     verbose: int = setting(
         1,
@@ -199,7 +211,8 @@ class Job:
                 self.hardware = devices.start(num_devices, config)
             except (TypeError, ValueError) as error:
                 raise UserError(error) from error
-        if self._place and batches is not None and self.hardware.is_chief:
+        trains = batches is not None and not config.dry_run
+        if self._place and trains and self.hardware.is_chief:
             self._place.lock()
 
     def pipelined(self, name, hyper_parameters):
@@ -210,6 +223,76 @@ class Job:
             devices=self.hardware.devices,
             **{name: getattr(self.config, name) for name in names},
         )
+
+    def plan(self, name, hyper_parameters, optimizer, rows, length=None):
+        """Returns what the stages of a model of the zoo will need.
+
+        Args:
+            name: As of `pipelined`, and so is the next one.
+            hyper_parameters: See `name`.
+            optimizer: Keras optimizer, or its name.
+            rows: Positive integer, of a mini-batch of a replica.
+            length: Positive integer, the size of axes of inputs that have
+                none. Defaults to `None`: there are no such axes.
+
+        Returns:
+            A `tf_gpipe.Plan`.
+
+        Raises:
+            UserError: If there is no such plan.
+        """
+        try:
+            # The model is made without values for its weights.
+            with keras.StatelessScope(initialize_variables=False):
+                model = model_zoo.get(name, **hyper_parameters)
+            return tf_gpipe.plan(
+                model,
+                keras.tree.map_structure(
+                    lambda x: keras.KerasTensor(
+                        (rows, *(n or length for n in x.shape[1:])), x.dtype
+                    ),
+                    models.inputs(model),
+                ),
+                optimizer=optimizer,
+                dtype_policy=self.config.dtype_policy,
+                **{
+                    field.name: getattr(self.config, field.name)
+                    for field in dataclasses.fields(PipelineConfig)
+                },
+            )
+        except (TypeError, ValueError) as error:
+            raise UserError(error) from error
+
+    def export(self, model):
+        """Writes the model for serving, as a SavedModel in `workdir`.
+
+        It is the plain Keras model, on one device. Returns the path.
+
+        Raises:
+            UserError: If there is nothing to export, or no room for it.
+        """
+        self._check_trained()
+        path = self.workdir / "export"
+        with self._told_in_one_line(), averaged(model):
+            model.to_keras().export(path, verbose=False)
+        return path
+
+    def _check_trained(self):
+        if self._position == (0, 0):
+            raise UserError(
+                "There is no checkpoint in --workdir: train first. Received: "
+                f"workdir={self.workdir}"
+            )
+
+    def predict(self, model, batches):
+        """Returns what the trained model predicts of `batches`, an array.
+
+        Raises:
+            UserError: If nothing has been trained.
+        """
+        self._check_trained()
+        with self._told_in_one_line(), averaged(model):
+            return model.predict(batches, verbose=0)
 
     def build(self, make):
         """Makes the model, and restores its newest checkpoint if there is one.
@@ -284,6 +367,7 @@ class Job:
         batch="",
         callbacks=(),
         validation_batches=None,
+        batch_size=None,
     ):
         """Trains from where the last run stopped to the last epoch.
 
@@ -297,6 +381,8 @@ class Job:
             batch: String for the log, what a batch is: `"128 images"`.
             callbacks: List of `keras.callbacks.Callback`.
             validation_batches: `tf.data.Dataset` for `validate_every`.
+            batch_size: Positive integer, samples of a batch, for the logs.
+                Defaults to `None`: batches differ.
 
         Raises:
             Stopped: If Ctrl-C or SIGTERM has stopped training.
@@ -322,6 +408,8 @@ class Job:
             *callbacks,
             _NotANumber(self._newest),
             *([SwapAverages()] if has_averages(model) else []),
+            Speed(batch_size),
+            *self._timeline(),
             stop,
             *self._records(steps_per_epoch),
         ]
@@ -367,6 +455,14 @@ class Job:
         with self._told_in_one_line():
             with averaged(model):
                 return model.evaluate(batches, verbose=0, return_dict=True)
+
+    def _timeline(self):
+        if self.config.timeline is None:
+            return []
+        try:
+            return [Timeline(html=self.config.timeline)]
+        except (ImportError, TypeError, ValueError) as error:
+            raise UserError(error) from error
 
     def _records(self, steps_per_epoch):
         if not self.workdir:

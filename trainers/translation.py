@@ -111,8 +111,9 @@ _MODEL_ARGS = {
 _MODE = flags.DEFINE_enum(
     "mode",
     "train",
-    ["train", "evaluate", "translate"],
-    "Whether to train and evaluate, only evaluate, or translate texts.",
+    ["train", "evaluate", "translate", "export"],
+    "Whether to train and evaluate, only evaluate, translate texts, or write a "
+    "SavedModel for serving into --workdir.",
 )
 _TO = flags.DEFINE_string(
     "to", None, "Language to translate into, with --mode=translate."
@@ -258,8 +259,21 @@ def train_and_evaluate(
     )
     if job.hardware.is_chief:
         _print_data(tokens, batches, max_length)
-        if job.workdir:
+        if job.workdir and not config.dry_run:
             model.keep(job.workdir, path)
+    if config.dry_run:
+        plan = job.plan(
+            "transformer_nmt",
+            {**model.model_args, "vocabulary": vocabulary.size},
+            optimization.make(
+                config.num_epochs * steps_per_epoch, steps_per_epoch
+            ),
+            # Of sentences that are as long as may be, source and target.
+            max(1, batch_tokens // (2 * max_length) // num_replicas),
+            max_length,
+        )
+        print(plan, end="")
+        return None, []
     # Only now: preparing a dataset, the first time, draws random numbers too.
     keras.utils.set_random_seed(config.seed)
     network = _build(job, optimization, model, label_smoothing, steps_per_epoch)
@@ -350,6 +364,24 @@ def translate(config, optimization, *, texts, language, **search):
     network = _build(job, optimization, model)
     translator = Translator(network, model.vocabulary, **search)
     return translator.translate(texts, [language] * len(texts))
+
+
+def export(config, optimization):
+    """Writes the model in the working directory for serving.
+
+    Args:
+        config: `JobConfig`.
+        optimization: `Optimization` that the model was trained with.
+
+    Returns:
+        The path of a SavedModel.
+
+    Raises:
+        UserError: If there is no such model.
+    """
+    job = Job(_for_sentences(config))
+    model = TranslationModel.load(config.workdir)
+    return job.export(_build(job, optimization, model))
 
 
 def _for_sentences(config):
@@ -479,6 +511,9 @@ def main(texts):
                 *configs, texts=texts, language=_TO.value, **search
             )
         print("\n".join(found))
+        return
+    if mode == "export":
+        print(f"exported to {export(*configs)}")
         return
     common = {
         "pairs": _pairs(),

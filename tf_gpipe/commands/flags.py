@@ -9,17 +9,20 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-import tensorflow as tf
-
-import model_zoo
+from tf_gpipe import progress
+from tf_gpipe.commands import start
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import REMAT_MODES
 
-# Of users, or of the machine that they have.
+# As `model_zoo.names()` has them, which imports Keras.
+ZOO = (
+    *("amoebanet_d", "resnet101", "resnet50", "resnet_small"),
+    *("transformer_lm", "transformer_nmt", "unet"),
+)
+# Of users, or of the machine that they have; and TensorFlow's own.
 _MISTAKES = (
-    *(ImportError, MemoryError, OSError, OverflowError, TypeError),
-    *(ValueError, tf.errors.OpError),
+    *(ImportError, MemoryError, OSError),
+    *(OverflowError, TypeError, ValueError),
 )
 
 
@@ -50,7 +53,7 @@ def make_parser(
         type=_model,
         default="resnet_small",
         metavar="NAME",
-        help=f"a model of the model zoo ({', '.join(model_zoo.names())}); or "
+        help=f"a model of the model zoo ({', '.join(ZOO)}); or "
         "package.module:function, a function of yours that returns a "
         "functional or sequential Keras model, or a list of layers that "
         "begins with a keras.Input",
@@ -124,16 +127,29 @@ def parse(
 def in_effect(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> Iterator[None]:
-    """A scope with the dtype policy, which ends with errors in one line."""
-    before = keras.config.dtype_policy()
-    try:
-        keras.config.set_dtype_policy(args.dtype_policy)
-        yield
-    except _MISTAKES as e:
-        # Keras's messages have several lines.
-        parser.error(" ".join(str(e).split()))
-    finally:
-        keras.config.set_dtype_policy(before)
+    """A scope that ends with errors in one line.
+
+    Bars show the progress. It has the dtype policy, if there is a model.
+    Without one neither Keras nor TensorFlow is imported.
+    """
+    mistakes: tuple = _MISTAKES
+    with contextlib.ExitStack() as scope:
+        scope.enter_context(progress.shown(not args.json))
+        if args.model is not None:
+            start.import_tensorflow()
+            import keras
+            import tensorflow as tf
+
+            mistakes = (*_MISTAKES, tf.errors.OpError)
+            before = keras.config.dtype_policy()
+            scope.callback(keras.config.set_dtype_policy, before)
+        try:
+            if args.model is not None:
+                keras.config.set_dtype_policy(args.dtype_policy)
+            yield
+        except mistakes as e:
+            # Keras's messages have several lines.
+            parser.error(" ".join(str(e).split()))
 
 
 def positive(text: str) -> int:
@@ -172,13 +188,17 @@ def keyword_arguments(text: str) -> dict[str, Any]:
 
 
 def _floats(value: Any) -> list[float]:
-    return [x for x in keras.tree.flatten(value) if isinstance(x, float)]
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, set, tuple)):
+        return [x for part in value for x in _floats(part)]
+    return [value] if isinstance(value, float) else []
 
 
 def _model(text: str) -> str:
-    if text in model_zoo.names() or re.fullmatch(r"\w+(\.\w+)*:\w+", text):
+    if text in ZOO or re.fullmatch(r"\w+(\.\w+)*:\w+", text):
         return text
     raise argparse.ArgumentTypeError(
-        f"expected one of {', '.join(model_zoo.names())}; or "
+        f"expected one of {', '.join(ZOO)}; or "
         f"package.module:function. Received: {text!r}"
     )

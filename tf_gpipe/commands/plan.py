@@ -13,11 +13,8 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-import keras
-
+from tf_gpipe import progress
 from tf_gpipe.commands import flags
-from tf_gpipe.commands import models
-from tf_gpipe.planning import planner
 from tf_gpipe.planning import sizes
 
 # Where `--find_largest` gives up: no memory is used by what grows.
@@ -92,6 +89,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _plan(args, changed, device_memory):
+    import keras
+
+    from tf_gpipe.commands import models
+    from tf_gpipe.planning import planner
+
     # The model is made without values for its weights.
     with keras.StatelessScope(initialize_variables=False):
         model = models.get(args.model, {**args.model_args, **changed})
@@ -122,7 +124,8 @@ def _find_largest(args: argparse.Namespace) -> int:
 
     def fits(value: int) -> bool:
         # Without the device's memory the planner looks for no advice.
-        found = _plan(args, {name: value}, None)
+        with progress.doing(f"{name}={value}"):
+            found = _plan(args, {name: value}, None)
         return dataclasses.replace(found, device_memory=args.device_memory).fits
 
     low, high = 0, args.model_args.get(name, 1)

@@ -13,12 +13,8 @@ import argparse
 import json
 from collections.abc import Sequence
 
-import keras
-
 import tf_gpipe
-from tf_gpipe.commands import devices
 from tf_gpipe.commands import flags
-from tf_gpipe.commands import models
 from tf_gpipe.schedule import schedules
 
 
@@ -45,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = flags.parse(parser, argv)
     with flags.in_effect(parser, args):
+        import keras
+
+        from tf_gpipe.commands import devices
+        from tf_gpipe.commands import models
+
         devices.ensure(
             schedules.spread(args.schedule, args.num_stages, args.num_devices)
         )

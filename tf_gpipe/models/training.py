@@ -20,6 +20,7 @@ from tf_gpipe.devices.colocation import colocate
 from tf_gpipe.devices.colocation import following_inputs
 from tf_gpipe.devices.replicas import SeveralHosts
 from tf_gpipe.models import several_steps
+from tf_gpipe.models.callback_order import measuring_first
 from tf_gpipe.models.calls import PipelinedCalls
 from tf_gpipe.models.user_class import CALLS
 from tf_gpipe.models.user_class import overrides
@@ -240,11 +241,14 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     @worker_lost.naming_failures
     @functools.wraps(keras.Model.fit)
     def fit(self, *args, **kwargs):
-        given = _FIT.bind(self, *args, **kwargs).arguments
+        bound = _FIT.bind(self, *args, **kwargs)
+        given = bound.arguments
+        if "callbacks" in given:
+            given["callbacks"] = measuring_first(given["callbacks"])
         run = Run(given.get("initial_epoch", 0), given.get("callbacks"), [])
         self._note_run(run)
         try:
-            return super().fit(*args, **kwargs)
+            return super().fit(*bound.args[1:], **bound.kwargs)
         finally:
             # Keras ends no callback of a run that fails.
             self._stop_recording()

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import progress
 from tf_gpipe import upstream
 from tf_gpipe.partition import flops
 from tf_gpipe.stage.graph import Graph
@@ -92,7 +93,7 @@ def walk(
     batch = {x.shape[0] for x in keras.tree.flatten(list(specs.values()))}
     known: dict[str, tuple] = {}
     found = []
-    for node in graph.nodes:
+    for node in progress.track(graph.nodes, "looking at layers"):
         key = _key(node, specs)
         if key not in known:
             known[key] = visit(node, specs)

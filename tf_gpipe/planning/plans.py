@@ -134,28 +134,29 @@ class Plan:
         }
 
     def __str__(self) -> str:
+        names = [str(k) for k in range(len(self.stages))]
+        devices = [str(device) for device in self.devices]
+        columns = [self._numbers(stage) for stage in self.stages]
+        runs = table.runs([tuple(x.values()) for x in columns])
+        # Else it says what the number of the stage does.
+        shared = devices != names
         rows = [
             {
-                "Stage": str(k),
-                "Device": str(self.devices[k]),
-                "Layers": str(len(stage.layers)),
-                "Parameters": f"{stage.parameters:,}",
-                "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
-                "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",
-                "GFLOPs": f"{stage.flops / 1e9:,.2f}",
-                "Boundary MiB": f"{stage.boundary_bytes / 2**20:,.2f}",
+                "Stage": table.of_run(names, run),
+                **({"Device": table.of_run(devices, run)} if shared else {}),
+                **columns[run.start],
             }
-            for k, stage in enumerate(self.stages)
+            for run in runs
         ]
-        total = sum(stage.parameters for stage in self.stages)
         lines = [
-            f"{total:,} parameters; schedule {self.schedule} of "
-            f"{self.num_micro_batches} micro-batches, remat {self.remat}",
-            f"bubble {self.bubble:.1%}, step time "
-            f"{self.relative_step_time:.3f} of one device's",
+            f"{sum(stage.parameters for stage in self.stages):,} parameters; "
+            f"schedule {self.schedule} of {self.num_micro_batches} "
+            f"micro-batches, remat {self.remat}",
         ]
+        if len(rows) < len(self.stages):
+            lines.append("numbers of several stages are those of each")
         if self.description:
-            lines.insert(1, f"order of tasks: {self.description}")
+            lines.append(f"order of tasks: {self.description}")
         skips = [
             f"{k} to {to} ({_text(size)})"
             for k, stage in enumerate(self.stages)
@@ -169,15 +170,34 @@ class Plan:
                 f"a step takes {self.step_seconds:.3g} s, of which transfers "
                 f"between stages cost {self.transfer_share:.1%}"
             )
+        return table.render(rows, lines, width=80, verdict=self._verdict())
+
+    def _numbers(self, stage: StagePlan) -> dict[str, str]:
+        return {
+            "Layers": str(len(stage.layers)),
+            "Parameters": f"{stage.parameters:,}",
+            "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
+            "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",
+            "GFLOPs": f"{stage.flops / 1e9:,.2f}",
+            "Boundary MiB": f"{stage.boundary_bytes / 2**20:,.2f}",
+        }
+
+    def _verdict(self) -> str:
+        lines = [
+            f"bubble {self.bubble:.1%}, step time "
+            f"{self.relative_step_time:.3f} of one device's",
+        ]
         if self.device_memory is not None:
-            lines.append(
-                f"the fullest device needs {_text(max(self.device_bytes))} of "
-                f"{_text(self.device_memory)}: "
-                + ("fits" if self.fits else "does not fit")
+            fits = "fits" if self.fits else "does not fit"
+            lines.insert(
+                0,
+                f"{fits}: the fullest device needs "
+                f"{_text(max(self.device_bytes))} of "
+                f"{_text(self.device_memory)}",
             )
         if self.advice:
-            lines.append(self.advice)
-        return table.render(rows, lines, width=100)
+            lines.insert(1, self.advice)
+        return "\n".join(lines)
 
 
 def _text(size: int) -> str:

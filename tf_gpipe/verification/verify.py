@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gpipe import progress
 from tf_gpipe import upstream
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.models.pipelined import Pipelined
@@ -319,7 +320,8 @@ class _Verification:
 
     def _try(self, who: str, what: str, step: Callable) -> Step | None:
         try:
-            return step()
+            with progress.doing(f"{who}, in {what}"):
+                return step()
         except tf.errors.UnavailableError:
             raise  # A worker is lost.
         except Exception as e:
