@@ -24,7 +24,7 @@ def stage_table(
         names = [node.layer.name for node in stage.nodes]
         if len(names) > 3:
             names = [names[0], "...", names[-1]]
-        sends = layer_costs.sends(
+        sends = stage_costs.sends(
             stages, stage.index, lambda x: layer_costs.size_in_bytes(x.spec)
         )
         rows.append(
