@@ -124,12 +124,11 @@ class ArgumentTest(ErrorTest):
         with self.assert_raises(ValueError, "`balance`", *words):
             pipelined(balance=balance)
 
-    @parameterized.parameters(3, None)
-    def test_balance_of_a_wrong_type(self, balance):
+    def test_balance_of_a_wrong_type(self):
         with self.assert_raises(
-            (TypeError, ValueError), "`balance`", f"balance={balance!r}"
+            (TypeError, ValueError), "`balance`", "balance=3"
         ):
-            pipelined(balance=balance)
+            pipelined(balance=3)
 
     def test_too_few_devices_given(self):
         with self.assert_raises(

@@ -26,9 +26,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--balance",
         type=_balance,
-        default="parameters",
-        help="what stages have in nearly equal parts: parameters, flops or "
-        "memory; or the layer counts of the stages with commas",
+        help="what stages have in nearly equal parts: flops (the default), "
+        "parameters or memory; or the layer counts of the stages with commas",
     )
     parser.add_argument(
         "--optimizer",

@@ -25,8 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--balance",
         choices=("parameters", "flops", "memory"),
-        default="parameters",
-        help="what stages have in nearly equal parts",
+        help="what stages have in nearly equal parts; flops by default",
     )
     parser.add_argument(
         "--optimizer", default="adam", help="name of a Keras optimizer"

@@ -126,7 +126,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
         *,
         num_stages: int | None = None,
         num_micro_batches: int | None = None,
-        balance: str | Callable | Sequence[int] = "parameters",
+        balance: str | Callable | Sequence[int] | None = None,
         schedule: str | Schedule = "1f1b",
         remat: str = "always",
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,

@@ -51,12 +51,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             of fewer rows is cut into as many micro-batches as it has rows.
             Defaults to 4 a device, the paper's rule for a small bubble.
         balance: List of K layer counts; or what stages shall have in nearly
-            equal parts: `"parameters"`; `"flops"`, operations of the forward
-            pass; `"time"`, measured on the first device when the model is
-            built; `"memory"`, for weights and for what is kept for the
+            equal parts: `"flops"`, operations of the forward pass; `"time"`,
+            measured on the first device when the model is built;
+            `"parameters"`; `"memory"`, for weights and what is kept for the
             backward pass; or a function `cost(layer, input_shape)` that
             returns a number. Costs are those of a batch of one row, if the
-            `Input` gives no batch size. Defaults to `"parameters"`.
+            `Input` gives no batch size. Defaults to `"flops"`, or
+            `"parameters"` where a layer's operations cannot be counted.
         schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as
             1F1B, with more forward passes ahead, which run while activations
             and gradients travel), `"gpipe"` (all forward, then all backward),
@@ -91,9 +92,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             relative error of up to 2^-8 or 2^-11 in each number; with float16
             those beyond 65,504 overflow. Defaults to `None`: they travel
             as they are, and the numbers are those of the plain model.
-        nominal_length: Integer, what the length of `Input((None,))`, and any
-            other size but the batch's that is not known, counts as where
-            `balance` finds costs. Defaults to 128.
+        nominal_length: Integer, what any size but the batch's that is not
+            known counts as where `balance` finds costs. Defaults to 128.
         trainable: Boolean, whether the layers are trainable.
         name: String.
 
@@ -128,7 +128,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         *,
         num_stages: int | None = None,
         num_micro_batches: int | None = None,
-        balance: str | Callable | Sequence[int] = "parameters",
+        balance: str | Callable | Sequence[int] | None = None,
         schedule: str | Schedule = "1f1b",
         remat: str = "always",
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,

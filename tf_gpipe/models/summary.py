@@ -23,7 +23,7 @@ def stage_table(
     replicas = zip(*(stage.devices for stage in stages), strict=True)
     devices = [timeline.short_names(names) for names in replicas]
     sends = [
-        layer_costs.sends(
+        stage_costs.sends(
             stages, stage.index, lambda x: layer_costs.size_in_bytes(x.spec)
         )
         for stage in stages

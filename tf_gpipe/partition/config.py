@@ -33,7 +33,7 @@ class PipelineConfig:
 
     num_stages: int | None
     num_micro_batches: int | None
-    balance: str | Callable | Sequence[int]
+    balance: str | Callable | Sequence[int] | None
     schedule: str | Schedule
     remat: str
     devices: Sequence[str] | Sequence[Sequence[str]] | None
@@ -128,7 +128,7 @@ class PipelineConfig:
                 "`balance` must place every layer: its counts must sum to "
                 f"{num_layers}, the number of layers. Received: "
                 f"balance={balance}, which sums to {sum(balance)}. "
-                "balance='parameters' finds the counts for you."
+                "Without `balance` they are found for you."
             )
         num_devices = schedules.spread(self.schedule, num_stages, num_devices)
         number = schedules.num_with_rows(

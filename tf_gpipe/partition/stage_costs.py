@@ -13,6 +13,7 @@ from tf_gpipe.schedule.simulate import Times
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.stage import Stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ def find(
                         2 * x.largest_bytes + x.output_bytes for x in own
                     ),
                 ),
-                sends=layer_costs.sends(parts, k, size),
+                sends=sends(parts, k, size),
             )
         )
     return found
@@ -126,6 +127,19 @@ def searched(
     )
     sizes = [x.of_micro_batches(num_micro_batches) for x in costs]
     return search(times, num_micro_batches, num_devices, remat, sizes)
+
+
+def sends(parts: Sequence[Graph | Stage], k: int, size: Callable) -> dict:
+    """Returns the bytes that part `k` sends to each of the later ones.
+
+    `size` is a function that returns the bytes of a `Value`.
+    """
+    made = set(parts[k].outputs)
+    sent = {
+        to: sum(size(x) for x in parts[to].inputs if x in made)
+        for to in range(k + 1, len(parts))
+    }
+    return {to: total for to, total in sent.items() if total}
 
 
 def resolved(
