@@ -12,5 +12,6 @@ step_functions  what callbacks change while a model runs
 user_class      a user's own class, kept when a pipeline is made of it
 arguments       the arguments of a pipeline, as attributes
 saving          what is written into files; the way back to plain Keras
+deciding        how many calls each stage has, and which it recomputes
 summary         the table of stages of `summary()`
 """

@@ -52,6 +52,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
         devices: As of `PipelinedSequential`.
         boundary_dtype: As of `PipelinedSequential`.
         nominal_length: As of `PipelinedSequential`.
+        memory_limit: As of `PipelinedSequential`.
+        batch_size: As of `PipelinedSequential`.
         trainable: Boolean, whether the layers are trainable, or `None` to
             leave them as they are.
 
@@ -89,6 +91,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
         boundary_dtype: str | None = None,
         nominal_length: int = layer_costs.NOMINAL_LENGTH,
+        memory_limit: int | str | float | None = None,
+        batch_size: int | None = None,
         trainable: bool | None = None,
     ):
         super().__init__(inputs, outputs, name=name, trainable=trainable)
@@ -101,6 +105,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
             devices=devices,
             boundary_dtype=boundary_dtype,
             nominal_length=nominal_length,
+            memory_limit=memory_limit,
+            batch_size=batch_size,
         )
         for x in self.inputs:
             if upstream.is_optional(x):

@@ -305,6 +305,7 @@ class _Verification:
             schedule,
             pipeline.remat,
             pipeline.boundary_dtype,
+            chosen=pipeline.chosen,
         )
         try:
             yield
