@@ -21,6 +21,7 @@ from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Store
 from tf_gpipe.commands import models
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
 from trainers import devices
 from trainers.command_line import Unavailable
@@ -76,8 +77,16 @@ class PipelineConfig:
     remat: str = setting(
         "always",
         "Which micro-batches compute activations again instead of keeping "
-        "them.",
-        enum_values=REMAT_MODES,
+        "them; auto: the layers that --memory_limit asks for, of all.",
+        enum_values=(*REMAT_MODES, AUTO_REMAT),
+    )
+    memory_limit: float | None = setting(
+        None,
+        "What a device may keep with --remat=auto: a share of the activations "
+        "that the fullest device keeps with --remat=never.",
+        kind=float,
+        lower_bound=0,
+        upper_bound=1,
     )
 
 

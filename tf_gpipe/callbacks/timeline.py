@@ -305,7 +305,7 @@ class Timeline(keras.callbacks.Callback):
         spans = [
             Span(schedule.devices[task.stage], task, start, end)
             for task, (start, end) in zip(
-                schedule.steps(pipeline.remat), times.tolist(), strict=True
+                pipeline.steps, times.tolist(), strict=True
             )
         ]
         devices = [

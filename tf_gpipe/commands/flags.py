@@ -11,7 +11,10 @@ from typing import Any
 
 from tf_gpipe import progress
 from tf_gpipe.commands import start
+from tf_gpipe.partition import sizes
+from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
 
 # As `model_zoo.names()` has them, which imports Keras.
@@ -97,9 +100,18 @@ def make_parser(
     )
     parser.add_argument(
         "--remat",
-        choices=REMAT_MODES,
+        choices=(*REMAT_MODES, AUTO_REMAT),
         default="always",
-        help="which micro-batches are recomputed",
+        help="which micro-batches are recomputed; with auto, of all of them "
+        "the layers that --memory_limit asks for",
+    )
+    parser.add_argument(
+        "--memory_limit",
+        type=_limit,
+        metavar="SIZE",
+        help="what a device may take, with --remat=auto: a size such as 8GB, "
+        "or a share from 0 to 1 of the activations that the fullest device "
+        "takes with --remat=never, such as 0.5",
     )
     parser.add_argument(
         "--json",
@@ -120,7 +132,16 @@ def parse(
             "--num_devices is for --schedule=interleaved, "
             "interleaved_zero_bubble and auto only"
         )
+    if (args.remat == AUTO_REMAT) != (args.memory_limit is not None):
+        parser.error("--remat=auto and --memory_limit need each other")
     return args
+
+
+def limit(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of a pipeline that --memory_limit means."""
+    if args.memory_limit is None:
+        return {}
+    return {"memory_limit": args.memory_limit, "batch_size": args.batch_size}
 
 
 @contextlib.contextmanager
@@ -160,6 +181,18 @@ def positive(text: str) -> int:
     if len(digits) > 10 or int(digits) >= 2**31:
         raise argparse.ArgumentTypeError(f"not below 2**31: {text!r}")
     return int(digits)
+
+
+def _limit(text: str) -> int | float:
+    """Returns a limit on memory, bytes or a share."""
+    try:
+        if re.fullmatch(r"[01]?\.\d+|1\.", text):
+            return MemoryLimit.of(float(text)).value
+        return sizes.to_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"not a size such as 8GB, nor a share such as 0.5: {text!r}"
+        ) from error
 
 
 def keyword_arguments(text: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import keras
 import tf_gpipe
 from tf_gpipe import progress
 from tf_gpipe.commands import devices
+from tf_gpipe.commands import flags
 from tf_gpipe.commands import models
 from tf_gpipe.commands import workers
 from tf_gpipe.schedule import schedules
@@ -43,6 +44,7 @@ def _measured(args, names):
         balance="flops",
         schedule=args.schedule,
         remat=args.remat,
+        **flags.limit(args),
         devices=names,
     )
     model.compile("sgd", "mse")

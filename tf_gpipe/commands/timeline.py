@@ -26,6 +26,7 @@ from tf_gpipe.schedule.search import search
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import Times
 from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 
 # Characters of a line.
 _WIDEST = 10_000
@@ -99,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("forward", "backward", "recompute", "transfer"):
         if getattr(args, name) != parser.get_default(name) and args.model:
             parser.error(f"--{name} is for a step on paper, without --model")
+    if args.remat == AUTO_REMAT and not args.model:
+        parser.error("--remat=auto needs --model, whose layers it chooses from")
     if args.num_steps < 3:
         # The first step is traced, and times are taken from step to step.
         parser.error(f"--num_steps must be at least 3, not {args.num_steps}")

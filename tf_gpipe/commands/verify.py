@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             balance=args.balance,
             schedule=args.schedule,
             remat=args.remat,
+            **flags.limit(args),
             devices=devices.first(args.num_devices),
         )
         model.compile(args.optimizer, "mse")

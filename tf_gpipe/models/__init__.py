@@ -14,5 +14,6 @@ user_class      a user's own class, kept when a pipeline is made of it
 arguments       the arguments of a pipeline, as attributes
 saving          what is written into files; the way back to plain Keras
 keras_words     Keras's docstrings, where a pipeline has its own methods
+deciding        how many calls each stage has, and which it recomputes
 summary         the table of stages of `summary()`
 """

@@ -57,7 +57,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
             the model is built; `"memory"`, for weights and for what is kept
             for the backward pass; or a function `cost(layer, input_shape)`
             that returns a number. Costs are those of a batch of one row, if
-            the `Input` gives no batch size. Defaults to `"parameters"`.
+            the `Input` gives no batch size. Defaults to `"flops"`, or
+            `"parameters"` where a layer's operations cannot be counted.
         schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as
             1F1B, with more forward passes ahead, which run while activations
             and gradients travel), `"gpipe"` (all forward, then all backward),
@@ -77,7 +78,10 @@ class PipelinedModel(Pipelined, upstream.Functional):
             compute the activations again for the backward pass: `"always"`,
             `"except_last"` (all but the last one) or `"never"`. None is where
             a schedule sends the last stage backward right after a forward
-            pass, as `"1f1b"` does. Defaults to `"always"`.
+            pass, as `"1f1b"` does. With `"auto"` each stage computes those of
+            its layers again with which it just fits in `memory_limit`; with
+            `balance="flops"` the model is cut so that the slowest stage is
+            as fast as it can be then. Defaults to `"always"`.
         devices: List of TensorFlow device strings, one a stage, repeated
             where stages share a device; with schedules that put several
             stages on a device, one for each of the schedule's devices.
@@ -95,6 +99,15 @@ class PipelinedModel(Pipelined, upstream.Functional):
         nominal_length: Integer, what the length of `Input((None,))`, and any
             other size but the batch's that is not known, counts as where
             `balance` finds costs. Defaults to 128.
+        memory_limit: What a device may take, with `remat="auto"`: an integer
+            of bytes, or a string such as `"8GB"`, for weights, the sums of
+            their gradients, the optimizer's slots and activations; or a
+            float, a share of the activations that the fullest device takes
+            with `remat="never"`.
+        batch_size: Integer, the rows of the mini-batches that a
+            `memory_limit` in bytes is for; by default those of the model's
+            `Input`. A share is that of micro-batches of 32 rows where it is
+            not known.
         trainable: Boolean, whether the layers are trainable, or `None` to
             leave them as they are.
 
@@ -132,6 +145,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
         boundary_dtype: str | None = None,
         nominal_length: int = layer_costs.NOMINAL_LENGTH,
+        memory_limit: int | str | float | None = None,
+        batch_size: int | None = None,
         trainable: bool | None = None,
     ):
         super().__init__(inputs, outputs, name=name, trainable=trainable)
@@ -144,6 +159,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
             devices=devices,
             boundary_dtype=boundary_dtype,
             nominal_length=nominal_length,
+            memory_limit=memory_limit,
+            batch_size=batch_size,
         )
         for x in self.inputs:
             if upstream.is_optional(x):

@@ -14,16 +14,18 @@ from tf_gpipe.devices import placement
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.models.arguments import Arguments
+from tf_gpipe.models.deciding import counts_of
+from tf_gpipe.models.deciding import decided
 from tf_gpipe.models.saving import Saving
 from tf_gpipe.models.step_functions import StepFunctions
 from tf_gpipe.models.step_functions import while_running
 from tf_gpipe.models.summary import stage_table
 from tf_gpipe.models.training import PipelinedTraining
-from tf_gpipe.partition import balanced
-from tf_gpipe.partition import lopsided
 from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
+from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage.graph import Graph
@@ -131,6 +133,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
 
     def make_train_function(self, force=False):
         """Makes the function of a step of `fit`; with `force`, anew."""
+        self._decide_again()
         self._follow_changes()
         return super().make_train_function(force=force)
 
@@ -221,24 +224,32 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             [x.layer for x in graph.nodes], len(graph.nodes)
         )
         worker_lost.note_devices(self, devices)
-        counts: Any = config.balance
-        if not isinstance(counts, list):
-            counts = balanced.counts(
-                counts,
-                graph,
-                schedule,
-                config.remat,
-                devices[0][0],
-                tell=functools.partial(lopsided.warn, self.name),
-                length=config.nominal_length,
+        counted = functools.partial(
+            counts_of, self.name, graph, config, schedule, devices
+        )
+        chosen = costs = None
+        if config.remat == AUTO_REMAT:
+            optimizer = getattr(self, "optimizer", None)
+            found = decided(
+                graph, config, schedule, devices, optimizer, counted
             )
+            counts, chosen, costs = found.counts, found.parts, found.costs
+            attributes: Any = vars(self)
+            attributes["_decided_for"] = type(optimizer)
+        else:
+            counts = counted()
         if config.schedule == schedules.AUTO:
             rows = [
                 devices[schedule.devices.index(i)]
                 for i in range(len(schedule.tasks))
             ]
             schedule = stage_costs.resolved(
-                graph, counts, schedule, config.remat, config.nominal_length
+                graph,
+                counts,
+                schedule,
+                config.remat,
+                config.nominal_length,
+                costs,
             )
             devices = [rows[i] for i in schedule.devices]
         stages: list[Stage] = []
@@ -267,7 +278,20 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             if isinstance(config.schedule, Schedule)
             else config.num_micro_batches or schedule.num_micro_batches,
             [(x, x.layers) for x in graph.models],
+            chosen=chosen,
         )
+
+    def _decide_again(self) -> None:
+        """Places anew where it was done for another optimizer's slots."""
+        config = self._config
+        if (
+            self._pipeline is None
+            or config.remat != AUTO_REMAT
+            or MemoryLimit.of(config.memory_limit).is_share
+            or vars(self)["_decided_for"] is type(self.optimizer)
+        ):
+            return
+        self.rebalance(config.balance)
 
     def _follow_changes(self) -> None:
         """Places weights that layers have got since, as by `enable_lora`.

@@ -77,7 +77,10 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             compute the activations again for the backward pass: `"always"`,
             `"except_last"` (all but the last one) or `"never"`. None is where
             a schedule sends the last stage backward right after a forward
-            pass, as `"1f1b"` does. Defaults to `"always"`.
+            pass, as `"1f1b"` does. With `"auto"` each stage computes those of
+            its layers again with which it just fits in `memory_limit`; with
+            `balance="flops"` the model is cut so that the slowest stage is
+            as fast as it can be then. Defaults to `"always"`.
         devices: List of TensorFlow device strings, one a stage, repeated
             where stages share a device; with schedules that put several
             stages on a device, one for each of the schedule's devices.
@@ -94,6 +97,15 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             as they are, and the numbers are those of the plain model.
         nominal_length: Integer, what any size but the batch's that is not
             known counts as where `balance` finds costs. Defaults to 128.
+        memory_limit: What a device may take, with `remat="auto"`: an integer
+            of bytes, or a string such as `"8GB"`, for weights, the sums of
+            their gradients, the optimizer's slots and activations; or a
+            float, a share of the activations that the fullest device takes
+            with `remat="never"`.
+        batch_size: Integer, the rows of the mini-batches that a
+            `memory_limit` in bytes is for; by default those of the model's
+            `Input`. A share is that of micro-batches of 32 rows where it is
+            not known.
         trainable: Boolean, whether the layers are trainable.
         name: String.
 
@@ -134,6 +146,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
         boundary_dtype: str | None = None,
         nominal_length: int = layer_costs.NOMINAL_LENGTH,
+        memory_limit: int | str | float | None = None,
+        batch_size: int | None = None,
         trainable: bool = True,
         name: str | None = None,
     ):
@@ -147,6 +161,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             devices=devices,
             boundary_dtype=boundary_dtype,
             nominal_length=nominal_length,
+            memory_limit=memory_limit,
+            batch_size=batch_size,
         )
         if layers is None:
             return

@@ -8,6 +8,7 @@ from tf_gpipe.partition import stage_costs
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.stage.pipeline import Pipeline
+from tf_gpipe.stage.stage import Stage
 
 
 def stage_table(
@@ -67,6 +68,8 @@ def stage_table(
         )
     if schedule.description:
         notes.append(f"Order of tasks: {schedule.description}")
+    if pipeline.chosen is not None:
+        notes += [_recomputed(pipeline, stage) for stage in stages]
     return table.render(
         rows,
         notes,
@@ -76,12 +79,33 @@ def stage_table(
     )
 
 
+def _recomputed(pipeline: Pipeline, stage: Stage) -> str:
+    """Returns which layers a stage recomputes, in words."""
+    parts = [
+        stage.nodes[x.start : x.stop] for x in pipeline.recomputed(stage.index)
+    ]
+    count = sum(map(len, parts))
+    names = ", ".join(
+        x[0].layer.name
+        if len(x) == 1
+        else f"{x[0].layer.name} to {x[-1].layer.name}"
+        for x in parts
+    )
+    return (
+        f"Stage {stage.index} recomputes {count} of {len(stage.nodes)} calls"
+        + (f": {names}" if names else "")
+    )
+
+
 def _bubble(pipeline: Pipeline, length: int) -> str:
     """Returns the share of the time in which devices wait, in words."""
     schedule, remat = pipeline.schedule, pipeline.remat
     try:
         costs = stage_costs.of_graph(
-            pipeline.graph, [len(x.nodes) for x in pipeline.stages], length
+            pipeline.graph,
+            [len(x.nodes) for x in pipeline.stages],
+            length,
+            pipeline.chosen,
         )
     except ValueError:
         bubble = simulate(schedule, remat=remat).bubble
@@ -90,10 +114,11 @@ def _bubble(pipeline: Pipeline, length: int) -> str:
             "a layer cannot be counted)"
         )
     forward = [float(x.flops) for x in costs]
-    backward = [float(x.backward_flops) for x in costs]
+    backward = [float(x.whole_backward_flops) for x in costs]
     if not any(forward + backward):
         return f"{simulate(schedule, remat=remat).bubble:.1%} of the time"
+    recompute = [float(x.before_flops) for x in costs]
     bubble = simulate(
-        schedule, forward, backward, recompute=forward, remat=remat
+        schedule, forward, backward, recompute=recompute, remat=remat
     ).bubble
     return f"{bubble:.1%} of the time, by the operations of these stages"

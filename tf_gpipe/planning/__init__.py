@@ -3,5 +3,4 @@
 planner        FLOPs, bytes, bubble and step time of each stage
 planned_graph  the model with all sizes and no values
 plans          what a plan tells, as data and as a table
-sizes          bytes, as people write them
 """

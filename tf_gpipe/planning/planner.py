@@ -11,18 +11,22 @@ from typing import Any
 import keras
 
 from tf_gpipe import checks
+from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition import sizes
 from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
+from tf_gpipe.partition.memory_limit import MemoryLimit
+from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.planning import planned_graph
-from tf_gpipe.planning import sizes
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.plans import StagePlan
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.memory import device_peaks
 from tf_gpipe.schedule.memory import peak_activations
 from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 
 
@@ -36,6 +40,7 @@ def plan(
     num_devices: int | None = None,
     balance: str | Callable | Sequence[int] | None = None,
     remat: str = "always",
+    memory_limit: int | str | float | None = None,
     optimizer: str | keras.optimizers.Optimizer = "adam",
     dtype_policy: str | keras.DTypePolicy | None = None,
     device_memory: int | str | None = None,
@@ -66,7 +71,9 @@ def plan(
             or a function `cost(layer, input_shape)`. Not `"time"`, which would
             have to be measured.
         remat: Which micro-batches compute their activations again:
-            `"always"`, `"except_last"` or `"never"`.
+            `"always"`, `"except_last"`, `"never"` or `"auto"`.
+        memory_limit: As for `PipelinedSequential`. In bytes it counts the
+            weights, the sums of their gradients and the optimizer's slots.
         optimizer: Keras optimizer, or its name; its slots are counted.
         dtype_policy: Keras dtype policy, or its name, of the layers that have
             the global one. Defaults to the global one.
@@ -94,7 +101,13 @@ def plan(
     [12480, 20800]
     """
     config = PipelineConfig(
-        num_stages, num_micro_batches, balance, schedule, remat, devices=None
+        num_stages,
+        num_micro_batches,
+        balance,
+        schedule,
+        remat,
+        devices=None,
+        memory_limit=memory_limit,
     )
     if config.num_stages is None:
         checks.positive_integer("num_stages", num_stages)
@@ -145,7 +158,11 @@ def plan(
         "alone needs more, or the mini-batch is too large."
     )
     for change in planner.changes(config, found):
-        if planned(dataclasses.replace(config, **change)).fits:
+        try:
+            fits = planned(dataclasses.replace(config, **change)).fits
+        except TooLittleMemoryError:
+            fits = False
+        if fits:
             words = ", ".join(f"{k}={v!r}" for k, v in change.items())
             advice = f"It would fit with {words}."
             break
@@ -193,7 +210,7 @@ class _Planner:
             num_devices or config.num_stages,
             rows=self.rows,
         )
-        counts, costs = self._costs(config, schedule)
+        counts, costs, recomputed = self._costs(config, schedule)
         # Between two stages, however many tensors.
         transfer = {
             (k, to): latency + size / (bandwidth or math.inf)
@@ -210,7 +227,9 @@ class _Planner:
                 device_flops or 1.0,
             )
         sizes = [x.of_micro_batches(schedule.num_micro_batches) for x in costs]
-        stages = self._stages(counts, costs, schedule, config.remat, sizes)
+        stages = self._stages(
+            counts, costs, schedule, config.remat, sizes, recomputed
+        )
         # Without a speed, one operation is the unit of time.
         forward = [x.flops / (device_flops or 1) for x in stages]
         backward = [x.backward_flops / (device_flops or 1) for x in stages]
@@ -218,8 +237,8 @@ class _Planner:
             simulate,
             schedule,
             forward,
-            backward,
-            recompute=forward,
+            [x.whole_backward_flops / (device_flops or 1) for x in costs],
+            recompute=[x.before_flops / (device_flops or 1) for x in costs],
             remat=config.remat,
             weights=[x.weight_flops / (device_flops or 1) for x in costs],
         )
@@ -247,6 +266,8 @@ class _Planner:
 
     def changes(self, config, found):
         """Returns changes that could make a plan fit, the smallest first."""
+        if found.remat == AUTO_REMAT:
+            return [{"memory_limit": found.device_memory}]
         changes: list[dict[str, Any]] = []
         named = not isinstance(config.schedule, Schedule)
         m = found.num_micro_batches
@@ -271,19 +292,42 @@ class _Planner:
             math.ceil(self.rows / schedule.num_micro_batches)
         )
         sizes = {x: layer_costs.size_in_bytes(y) for x, y in specs.items()}
-        counts = config.balance
-        if not isinstance(counts, list):
-            counts = balanced.counts(
-                counts,
+        if config.remat == AUTO_REMAT:
+            found = auto_remat.Search(
                 self.graph,
+                traces,
+                sizes.__getitem__,
+                self.bytes,
                 schedule,
-                config.remat,
-                weights=self.weights,
+                schedule.devices,
+                MemoryLimit.of(config.memory_limit),
             )
-        parts = self.graph.parts(counts)
-        return counts, stage_costs.find(parts, traces, sizes.__getitem__)
+            if config.balance == "flops":
+                decided = found.with_best_cut()
+            else:
+                decided = found.with_counts(self._counts(config, schedule))
+            return decided.counts, decided.costs, decided.parts
+        counts = self._counts(config, schedule)
+        return (
+            counts,
+            stage_costs.find(
+                self.graph.parts(counts), traces, sizes.__getitem__
+            ),
+            None,
+        )
 
-    def _stages(self, counts, costs, schedule, remat, sizes):
+    def _counts(self, config, schedule):
+        if isinstance(config.balance, list):
+            return config.balance
+        return balanced.counts(
+            config.balance,
+            self.graph,
+            schedule,
+            config.remat,
+            weights=self.weights,
+        )
+
+    def _stages(self, counts, costs, schedule, remat, sizes, recomputed):
         stages, first = [], 0
         for k, (count, cost) in enumerate(zip(counts, costs, strict=True)):
             own = slice(first, first + count)
@@ -292,6 +336,11 @@ class _Planner:
             stages.append(
                 StagePlan(
                     layers=self.names[own],
+                    recomputed=_recomputed(
+                        self.names[own],
+                        schedule.recomputed_share(k, remat),
+                        recomputed and recomputed[k],
+                    ),
                     parameters=sum(
                         math.prod(w.shape)
                         for w in itertools.chain(*self.weights[own])
@@ -304,3 +353,12 @@ class _Planner:
                 )
             )
         return stages
+
+
+def _recomputed(names, share, parts):
+    """Returns the names of the layers that a stage recomputes."""
+    if not share:
+        return []
+    if parts is None:
+        return names
+    return [names[i] for part in parts for i in part]

@@ -15,6 +15,8 @@ class StagePlan:
 
     Attributes:
         layers: List of the names of its layers.
+        recomputed: List of the names of those that it recomputes, for all
+            micro-batches or some of them.
         parameters: Integer.
         parameter_bytes: Integer: weights, gradient accumulators and
             optimizer slots.
@@ -34,6 +36,7 @@ class StagePlan:
     flops: int
     backward_flops: int
     sends: dict[int, int]
+    recomputed: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def boundary_bytes(self) -> int:
@@ -175,6 +178,7 @@ class Plan:
     def _numbers(self, stage: StagePlan) -> dict[str, str]:
         return {
             "Layers": str(len(stage.layers)),
+            "Recomputed": str(len(stage.recomputed)),
             "Parameters": f"{stage.parameters:,}",
             "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
             "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",

@@ -24,13 +24,15 @@ BACKWARD = "B"
 WEIGHTS = "W"
 RECOMPUTE = "R"
 
-# Which micro-batches are recomputed.
+# Which micro-batches are recomputed, all layers of a stage or none.
 REMAT_MODES = ("always", "except_last", "never")
+# All micro-batches, and of each stage the layers that memory asks for.
+AUTO_REMAT = "auto"
 
 
 def check_remat(mode: str) -> None:
     """Raises a ValueError if there is no such remat mode."""
-    checks.one_of("remat", mode, REMAT_MODES)
+    checks.one_of("remat", mode, (*REMAT_MODES, AUTO_REMAT))
 
 
 class Task(NamedTuple):
@@ -236,8 +238,12 @@ class Schedule:
 
         Args:
             task: A `Task` of kind `"B"`.
-            remat: `"always"`, `"except_last"` or `"never"`.
+            remat: `"always"`, `"except_last"`, `"auto"` or `"never"`.
         """
+        if remat == AUTO_REMAT:
+            # Also right after the forward task: some of the layers at a time
+            # need less than all of them.
+            return True
         if remat == "never" or task in self.direct:
             return False
         is_last = task.micro_batch == self.num_micro_batches - 1

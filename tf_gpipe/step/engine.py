@@ -98,7 +98,7 @@ class MiniBatch:
         self._outputs = Outputs(
             pipeline, self.split, self._exchange, self._dependence
         )
-        self._steps = pipeline.schedule.steps(pipeline.remat)
+        self._steps = pipeline.steps
         clock = Clock() if timed and not tf.executing_eagerly() else None
         self._order = TaskOrder(pipeline, clock)
         if previous is not None:
@@ -234,7 +234,9 @@ class MiniBatch:
         with self._order.task(task, inputs) as finish:
             if tape:
                 backward = task._replace(kind=BACKWARD)
-                remat = self.pipeline.schedule.recomputes(
+                remat = bool(
+                    self.pipeline.recomputed(k)
+                ) and self.pipeline.schedule.recomputes(
                     backward, self.pipeline.remat
                 )
                 call = stage.start(inputs, carried, remat)

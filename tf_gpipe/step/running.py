@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -87,12 +88,27 @@ class RunningStages:
         pipeline = self._pipeline
         return SharedLayers(
             blocks.find(
-                pipeline.graph, [len(x.nodes) for x in pipeline.stages]
+                pipeline.graph,
+                [len(x.nodes) for x in pipeline.stages],
+                self._pieces(),
             ),
             self._seed,
             self._training,
             pipeline.schedule.splits,
         ).run
+
+    def _pieces(self) -> list[int]:
+        """Returns how many calls there are, in a row, with the same fate.
+
+        Of a stage those that are recomputed together, or not at all.
+        """
+        found = []
+        for stage in self._pipeline.stages:
+            bounds = {0, len(stage.nodes)}
+            for part in self._pipeline.recomputed(stage.index):
+                bounds |= {part.start, part.stop}
+            found += [b - a for a, b in itertools.pairwise(sorted(bounds))]
+        return found
 
     @property
     def inline(self) -> bool:
@@ -127,6 +143,7 @@ class RunningStages:
                 else StagePhases(
                     function,
                     self._pipeline.schedule.splits,
+                    self._pipeline.recomputed(k),
                     jit_compile=self._how is StageMode.XLA_FUNCTIONS,
                     instead=lambda: self._instead,
                 )

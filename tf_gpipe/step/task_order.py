@@ -87,7 +87,7 @@ class TaskOrder:
         """
         if not self._times:
             return None
-        order = self._pipeline.schedule.steps(self._pipeline.remat)
+        order = self._pipeline.steps
         rows: list[int] = []
         parts = []
         for stage in self._pipeline.stages:

@@ -292,6 +292,7 @@ def _returning(pipeline: Pipeline, made: list[Value]) -> Pipeline:
         pipeline.schedule,
         pipeline.remat,
         pipeline.boundary_dtype,
+        chosen=pipeline.chosen,
     )
 
 

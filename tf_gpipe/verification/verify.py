@@ -312,6 +312,7 @@ class _Verification:
             schedule,
             pipeline.remat,
             pipeline.boundary_dtype,
+            chosen=pipeline.chosen,
         )
         try:
             yield

@@ -25,6 +25,8 @@ _PIPELINE: dict[str, Callable[[], Any]] = {
     "remat": lambda: "always",
     "devices": lambda: ["CPU:0", "CPU:1"],
     "boundary_dtype": lambda: None,
+    "memory_limit": lambda: None,
+    "batch_size": lambda: None,
 }
 
 
