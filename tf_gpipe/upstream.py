@@ -630,6 +630,11 @@ def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
 # === Losses ===
 
 
+def loss_as_given(compile_loss: Any) -> Any:
+    """Returns what `compile` was told as `loss`."""
+    return compile_loss._user_loss
+
+
 def call_with_each(
     compile_loss: Any, function: Callable, call: Callable
 ) -> tf.Tensor:

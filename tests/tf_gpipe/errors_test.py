@@ -584,6 +584,14 @@ class LossTest(ErrorTest):
             losses.append(each.fit(x, x, verbose=0).history["loss"])
         self.assertAllClose(*losses, rtol=1e-5)
 
+    @parameterized.parameters((["mse", None],), ([None],))
+    def test_no_loss_among_those_of_one_output(self, loss):
+        model = pipelined()
+        model.compile("sgd", loss)
+        x, y = make_data()
+        with self.assert_raises(ValueError, "`None` in it. Received: loss="):
+            model.fit(x, y, verbose=0)
+
     @parameterized.parameters("1f1b", "gpipe")
     def test_gradients_before_compile(self, schedule):
         x, y = make_data()

@@ -5,6 +5,7 @@ import ast
 import contextlib
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -171,6 +172,27 @@ def in_effect(
         except mistakes as e:
             # Keras's messages have several lines.
             parser.error(" ".join(str(e).split()))
+
+
+def parse_with_program(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """Returns the arguments of a command that runs another program.
+
+    That program, with its own arguments, is the `command` of the result.
+    """
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="what to run, with arguments"
+    )
+    args = parser.parse_args(argv)
+    if not args.command:
+        parser.error("a command to run is needed")
+    if shutil.which(args.command[0]) is None:
+        parser.error(
+            "the command must be a program that can be run. Received: "
+            f"{args.command[0]}"
+        )
+    return args
 
 
 def positive(text: str) -> int:

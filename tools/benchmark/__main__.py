@@ -9,6 +9,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from tf_gpipe import progress  # noqa: E402
 from tools.benchmark import baselines  # noqa: E402
 from tools.benchmark import breakdown  # noqa: E402
+from tools.benchmark import checkpoint  # noqa: E402
 from tools.benchmark import memory  # noqa: E402
 from tools.benchmark import peers  # noqa: E402
 from tools.benchmark import pipeline  # noqa: E402
@@ -30,6 +31,7 @@ def main():
         peers,
         baselines,
         breakdown,
+        checkpoint,
         memory,
         table2,
         table3,

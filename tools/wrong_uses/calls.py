@@ -370,6 +370,7 @@ def _own() -> list[Use]:
                 "addresses": lambda: ["127.0.0.1:1"],
                 "timeout": lambda: 0.1,
                 "heartbeat": lambda: 30,
+                "at_least": lambda: 1,
             },
             lambda **kw: tf_gpipe.connect(**kw),
         ),
