@@ -17,6 +17,8 @@ from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 
+# The rows of a micro-batch where a model does not tell.
+_NOMINAL_ROWS = 32
 _NAMES = ("parameters", "flops", "time", "memory")
 
 _NUM_TIMINGS = 5
@@ -140,10 +142,14 @@ def _costs(
         return {balance: sizes}
     if balance in ("flops", "memory"):
         traces, _ = layer_costs.trace(graph, length=length)
+        rows = 1
+        if balance != "memory" and not _knows_rows(graph):
+            # For what is told of it: of one row weights would seem to be all.
+            rows = _NOMINAL_ROWS
         memory = [
             2 * layer_costs.size_in_bytes(own)
-            + x.output_bytes
-            + (0 if remat == "always" else x.stored_bytes)
+            + rows * x.output_bytes
+            + (0 if remat == "always" else rows * x.stored_bytes)
             for own, x in zip(weights, traces, strict=True)
         ]
         found = {"flops": [x.forward_flops for x in traces], "memory": memory}
@@ -159,6 +165,12 @@ def _costs(
         with tf.device(device):
             return {balance: [_seconds(*call) for call in calls]}
     return {"cost": [_asked(balance, *call) for call in calls]}
+
+
+def _knows_rows(graph: Graph) -> bool:
+    """Returns whether the inputs of a model give the size of a batch."""
+    specs = keras.tree.flatten([x.spec for x in graph.inputs])
+    return any(x is not None and x.shape and x.shape[0] for x in specs)
 
 
 def _specs(node: Node, specs: dict) -> tuple[None, Any]:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from tf_gpipe import table
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Plan:
     ...     layers, (64, 512), num_stages=2, device_memory="8MB"
     ... )
     >>> plan.fits, plan.stages[0].parameters
-    (False, 1050624)
+    (False, 787968)
     """
 
     stages: list[StagePlan]
@@ -178,7 +179,11 @@ class Plan:
     def _numbers(self, stage: StagePlan) -> dict[str, str]:
         return {
             "Layers": str(len(stage.layers)),
-            "Recomputed": str(len(stage.recomputed)),
+            **(
+                {"Again": str(len(stage.recomputed))}
+                if self.remat == AUTO_REMAT
+                else {}
+            ),
             "Parameters": f"{stage.parameters:,}",
             "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
             "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",

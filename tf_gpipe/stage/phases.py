@@ -155,9 +155,10 @@ class PhasedCall:
         # Known once the backward phase has run.
         self._backward: Any = None
         self.kept: Any = None
-        self.result, self._stored = phases.forward(
+        self.result, self._made = phases.forward(
             phases.weights(), inputs, not remat
         )
+        self._stored = self._made
 
     def recompute(self) -> list[tf.Tensor]:
         """Runs layers again, if they are recomputed before the backward phase.
@@ -166,8 +167,9 @@ class PhasedCall:
         """
         phases = self._phases
         if phases.recomputes_before:
+            # A tape may ask for it more than once.
             self._stored = phases.recompute(
-                phases.weights(), self._inputs, self._stored
+                phases.weights(), self._inputs, self._made
             )
         return self._stored
 
