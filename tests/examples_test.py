@@ -70,9 +70,13 @@ class ExamplesTest(parameterized.TestCase, tf.test.TestCase):
     def run_code(self, code, name):
         if "import keras_hub" in code:
             pytest.importorskip("keras_hub", exc_type=ImportError)
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        # TensorFlow reads the source of what it traces.
+        program = pathlib.Path(folder) / "program.py"
+        program.write_text(code)
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=self.enterContext(tempfile.TemporaryDirectory()),
+            [sys.executable, program],
+            cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
