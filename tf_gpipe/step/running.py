@@ -9,6 +9,9 @@ import tensorflow as tf
 
 from tf_gpipe.stage import blocks
 from tf_gpipe.stage.function import StageFunction
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import Node
+from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.seeds import global_seed
@@ -86,16 +89,36 @@ class RunningStages:
         ):
             return in_line
         pipeline = self._pipeline
+        found = blocks.find(
+            pipeline.graph,
+            [len(x.nodes) for x in pipeline.stages],
+            self._pieces(),
+        )
         return SharedLayers(
-            blocks.find(
-                pipeline.graph,
-                [len(x.nodes) for x in pipeline.stages],
-                self._pieces(),
-            ),
+            [x for x in found if not self._would_keep(x)],
             self._seed,
             self._training,
             pipeline.schedule.splits,
         ).run
+
+    def _would_keep(self, block: Graph) -> bool:
+        """Returns whether a block, called at once, kept what is recomputed.
+
+        It has all that its gradient needs in one pack, its inputs among that.
+        """
+        made, nodes = self._recomputed
+        return block.nodes[0] not in nodes and not made.isdisjoint(block.inputs)
+
+    @functools.cached_property
+    def _recomputed(self) -> tuple[set[Value], set[Node]]:
+        """The values that are recomputed, and the calls that make them."""
+        nodes = {
+            node
+            for stage in self._pipeline.stages
+            for part in self._pipeline.recomputed(stage.index)
+            for node in stage.nodes[part.start : part.stop]
+        }
+        return {value for node in nodes for value in node.made}, nodes
 
     def _pieces(self) -> list[int]:
         """Returns how many calls there are, in a row, with the same fate.
