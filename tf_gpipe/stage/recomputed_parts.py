@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_gpipe.stage.traced_function import TracedFunction
+from tf_gpipe.stage.traced_function import reached
 
 
 class RecomputedParts:
@@ -32,6 +33,7 @@ class RecomputedParts:
         early: set[tf.Operation],
     ):
         self._traced = traced
+        self._early = early
         # What they would draw anew, or find changed, is not run again.
         drawn = set(traced.draws(early))
         self._parts = [part - drawn for part in parts]
@@ -60,8 +62,9 @@ class RecomputedParts:
     ) -> dict[tf.Operation, list[tf.Operation]]:
         """Returns what operations of the parts wait for, in the backward pass.
 
-        A part waits for the gradients that the first operation takes which
-        follows both from the part and from gradients. In the order in which
+        A part waits for the gradients that the first operation takes that
+        follows both from the part, not by way of other layers, and from
+        gradients. In the order in which
         operations were traced all that waits for a part comes after that one:
         so no two parts wait for each other.
 
@@ -70,8 +73,7 @@ class RecomputedParts:
         """
         found = {}
         for part in self._parts:
-            made = [x for op in part for x in op.outputs]
-            users = self._traced.users(made).intersection(alive)
+            users = self._users(part).intersection(alive)
             if not users:
                 continue
             first = min(users, key=self._places.__getitem__)
@@ -81,6 +83,21 @@ class RecomputedParts:
                 if not any(x.op in part for x in op.inputs):
                     found[op] = gradients
         return found
+
+    def _users(self, part: set[tf.Operation]) -> set[tf.Operation]:
+        """Returns what takes tensors of a part in the backward pass.
+
+        Directly, or by operations there that no gradient comes to before.
+        """
+        return reached(
+            part,
+            lambda op: [
+                user
+                for x in op.outputs
+                for user in x.consumers()
+                if user not in self._early
+            ],
+        )
 
     def _in_order(self, tensors: Collection[tf.Tensor]) -> list[tf.Tensor]:
         # The same step the same graph.
