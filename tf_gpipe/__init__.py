@@ -5,8 +5,8 @@ from tf_gpipe._version import __version__
 from tf_gpipe.devices.cluster import connect
 from tf_gpipe.models.functional import PipelinedModel
 from tf_gpipe.models.sequential import PipelinedSequential
-from tf_gpipe.planning.planner import Plan
 from tf_gpipe.planning.planner import plan
+from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.verification.verify import verify
 

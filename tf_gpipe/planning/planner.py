@@ -1,8 +1,6 @@
 """What a pipeline will need, before anything of it is allocated."""
 
 import dataclasses
-import functools
-import itertools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -12,17 +10,14 @@ import keras
 
 from tf_gpipe import checks
 from tf_gpipe.partition import balanced
-from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
-from tf_gpipe.planning import planned_graph
 from tf_gpipe.planning import sizes
+from tf_gpipe.planning.estimates import StageTimes
+from tf_gpipe.planning.estimates import estimate
+from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.plans import Plan
-from tf_gpipe.planning.plans import StagePlan
 from tf_gpipe.schedule import schedules
-from tf_gpipe.schedule.memory import device_peaks
-from tf_gpipe.schedule.memory import peak_activations
-from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.schedule.tasks import Schedule
 
 
@@ -112,8 +107,10 @@ def plan(
         )
     if device_memory is not None:
         device_memory = sizes.to_bytes(device_memory, "device_memory")
-    speeds = {"device_flops": device_flops, "bandwidth": bandwidth}
-    for name, value in speeds.items():
+    for name, value in (
+        ("device_flops", device_flops),
+        ("bandwidth", bandwidth),
+    ):
         if value is not None:
             checks.number(name, value, "a positive number", above=True)
     checks.number("latency", latency, "a number of seconds, 0 or more")
@@ -122,18 +119,15 @@ def plan(
             "What transfers cost depends on the speed of the devices: "
             "`bandwidth` and `latency` need `device_flops`."
         )
-    planner = _Planner(layers, input_spec, optimizer, dtype_policy)
-
-    def planned(config: PipelineConfig) -> Plan:
-        return planner.plan(
-            config,
-            num_devices=num_devices,
-            device_memory=device_memory,
-            latency=latency,
-            **speeds,
-        )
-
-    found = planned(config)
+    planner = _Planner(
+        KnownLayers(layers, input_spec, optimizer, dtype_policy),
+        num_devices,
+        device_memory,
+        device_flops,
+        bandwidth,
+        latency,
+    )
+    found = planner.plan(config)
     if found.fits:
         return found
     advice = (
@@ -141,7 +135,7 @@ def plan(
         "alone needs more, or the mini-batch is too large."
     )
     for change in planner.changes(config, found):
-        if planned(dataclasses.replace(config, **change)).fits:
+        if planner.plan(dataclasses.replace(config, **change)).fits:
             words = ", ".join(f"{k}={v!r}" for k, v in change.items())
             advice = f"It would fit with {words}."
             break
@@ -149,53 +143,51 @@ def plan(
 
 
 class _Planner:
-    """Layers copied without values, and what is known of them."""
+    """Plans pipelines of the same layers, mini-batch and devices."""
 
-    def __init__(self, model, input_spec, optimizer, dtype_policy):
-        graph = planned_graph.of(model, input_spec)
-        self.names = [node.layer.name for node in graph.nodes]
-        copies, specs = planned_graph.copies(graph, optimizer, dtype_policy)
-        for value, spec in specs.items():
-            value.spec = spec
-        self.weights: list[list] = []
-        self.bytes: list[int] = []
-        nodes, seen = [], set()
-        for node, (copy, size) in zip(graph.nodes, copies, strict=True):
-            # A layer that is called again brings no weights of its own.
-            again = id(node.layer) in seen
-            seen.add(id(node.layer))
-            self.weights.append([] if again else getattr(copy, "weights", []))
-            self.bytes.append(0 if again else size)
-            nodes.append(dataclasses.replace(node, layer=copy))
-        self.graph = dataclasses.replace(graph, nodes=nodes)
-        self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
-        # What the layers do with micro-batches of so many rows.
-        self.trace = functools.cache(
-            functools.partial(layer_costs.trace, self.graph)
-        )
-
-    def plan(
+    def __init__(
         self,
-        config,
-        *,
+        layers,
         num_devices,
         device_memory,
         device_flops,
         bandwidth,
         latency,
     ):
+        self._layers = layers
+        self._num_devices = num_devices
+        self._device_memory = device_memory
+        self._device_flops = device_flops
+        self._bandwidth = bandwidth
+        self._latency = latency
+
+    def plan(self, config: PipelineConfig) -> Plan:
+        layers = self._layers
         schedule = config.schedule_of(
-            len(self.graph.nodes),
-            num_devices or config.num_stages,
-            rows=self.rows,
+            len(layers.graph.nodes),
+            self._num_devices or config.num_stages,
+            rows=layers.rows,
         )
-        counts, costs = self._costs(config, schedule)
+        counts: Any = config.balance
+        if not isinstance(counts, list):
+            counts = balanced.counts(
+                counts,
+                layers.graph,
+                schedule,
+                config.remat,
+                weights=layers.weights,
+            )
+        costs = layers.stages(
+            counts, layers.micro_batch(schedule.num_micro_batches)
+        )
         # Between two stages, however many tensors.
         transfer = {
-            (k, to): latency + size / (bandwidth or math.inf)
+            (k, to): self._latency + size / (self._bandwidth or math.inf)
             for k, stage in enumerate(costs)
             for to, size in stage.sends.items()
         }
+        # Without a speed, one operation is the unit of time.
+        unit = self._device_flops or 1.0
         if config.schedule == schedules.AUTO:
             schedule = stage_costs.searched(
                 costs,
@@ -203,42 +195,25 @@ class _Planner:
                 len(schedule.tasks),
                 config.remat,
                 transfer,
-                device_flops or 1.0,
+                unit,
             )
-        sizes = [x.of_micro_batches(schedule.num_micro_batches) for x in costs]
-        stages = self._stages(counts, costs, schedule, config.remat, sizes)
-        # Without a speed, one operation is the unit of time.
-        forward = [x.flops / (device_flops or 1) for x in stages]
-        backward = [x.backward_flops / (device_flops or 1) for x in stages]
-        simulated = functools.partial(
-            simulate,
+        found = estimate(
+            layers,
+            costs,
+            counts,
             schedule,
-            forward,
-            backward,
-            recompute=forward,
-            remat=config.remat,
-            weights=[x.weight_flops / (device_flops or 1) for x in costs],
-        )
-        simulation = simulated(transfer=transfer)
-        makespan = simulation.makespan
-        alone = schedule.num_micro_batches * (sum(forward) + sum(backward))
-        return Plan(
-            stages=stages,
-            devices=schedule.devices,
-            device_activation_bytes=[
-                int(x) for x in device_peaks(schedule, config.remat, sizes)
-            ],
-            num_micro_batches=schedule.num_micro_batches,
-            schedule=schedule.name,
-            description=schedule.description,
-            remat=config.remat,
-            bubble=simulation.bubble,
-            relative_step_time=makespan / alone if alone else 1.0,
-            step_seconds=makespan if device_flops else None,
-            transfer_share=(
-                1 - simulated().makespan / makespan if makespan else 0.0
+            config.remat,
+            StageTimes(
+                [x.flops / unit for x in costs],
+                [x.backward_flops / unit for x in costs],
+                [x.weight_flops / unit for x in costs],
+                transfer,
             ),
-            device_memory=device_memory,
+        )
+        return dataclasses.replace(
+            found,
+            device_memory=self._device_memory,
+            step_seconds=found.step_seconds if self._device_flops else None,
         )
 
     def changes(self, config, found):
@@ -246,7 +221,7 @@ class _Planner:
         changes: list[dict[str, Any]] = []
         named = not isinstance(config.schedule, Schedule)
         m = found.num_micro_batches
-        while named and (m := 2 * m) <= self.rows:
+        while named and (m := 2 * m) <= self._layers.rows:
             changes.append({"num_micro_batches": m})
         if found.remat != "always":
             again = {"remat": "always"}
@@ -257,46 +232,9 @@ class _Planner:
             changes += [
                 {"num_stages": k, "remat": "always"}
                 for k in range(
-                    len(found.stages) + each, len(self.graph.nodes) + 1, each
+                    len(found.stages) + each,
+                    len(self._layers.graph.nodes) + 1,
+                    each,
                 )
             ]
         return changes
-
-    def _costs(self, config, schedule):
-        traces, specs = self.trace(
-            math.ceil(self.rows / schedule.num_micro_batches)
-        )
-        sizes = {x: layer_costs.size_in_bytes(y) for x, y in specs.items()}
-        counts = config.balance
-        if not isinstance(counts, list):
-            counts = balanced.counts(
-                counts,
-                self.graph,
-                schedule,
-                config.remat,
-                weights=self.weights,
-            )
-        parts = self.graph.parts(counts)
-        return counts, stage_costs.find(parts, traces, sizes.__getitem__)
-
-    def _stages(self, counts, costs, schedule, remat, sizes):
-        stages, first = [], 0
-        for k, (count, cost) in enumerate(zip(counts, costs, strict=True)):
-            own = slice(first, first + count)
-            first = own.stop
-            peak = peak_activations(schedule, remat, {k: sizes[k]})
-            stages.append(
-                StagePlan(
-                    layers=self.names[own],
-                    parameters=sum(
-                        math.prod(w.shape)
-                        for w in itertools.chain(*self.weights[own])
-                    ),
-                    parameter_bytes=sum(self.bytes[own]),
-                    activation_bytes=int(peak),
-                    flops=cost.flops,
-                    backward_flops=cost.backward_flops,
-                    sends=cost.sends,
-                )
-            )
-        return stages

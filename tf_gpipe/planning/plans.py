@@ -7,6 +7,9 @@ import dataclasses
 from typing import Any
 
 from tf_gpipe import table
+from tf_gpipe.planning import plan_files
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +50,28 @@ class StagePlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rival:
+    """Another choice than that of a plan, and how much slower it is.
+
+    Attributes:
+        words: String, what it is.
+        seconds: Float, its step; by the same measure as the plan's own.
+        tried: Boolean, whether that was measured.
+    """
+
+    words: str
+    seconds: float
+    tried: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a pipeline will need; see `plan`.
+    """The arguments of a pipeline, and what they lead to.
+
+    `tf_gpipe.plan` works out a plan for the arguments that it is given,
+    `tf_gpipe.tune` one for those that it finds best. Models take either:
+    `PipelinedSequential(layers, plan=plan)`, `PipelinedModel.from_model(model,
+    plan=plan)`. `print(plan)` shows it as a table.
 
     Attributes:
         stages: List of `StagePlan`s.
@@ -59,17 +82,26 @@ class Plan:
         schedule: String, its name.
         description: String, how it was found, if it was searched.
         remat: String.
-        bubble: Float, the share of the time that devices will be idle, with
-            operations taken for time.
+        bubble: Float, the share of the time that devices will be idle. Where
+            nothing is known of their speed, operations are taken for time.
+        device_idle: List with that share of each device.
         relative_step_time: Float, the time of a step relative to that of one
             device of the same speed without micro-batches or recomputation.
         step_seconds: Float, the time of a step; `None` where the speed of the
             devices is not known.
         transfer_share: Float, the share of that time by which the transfers
             between stages lengthen the step.
-        device_memory: Integer, bytes of each device, or `None`.
+        device_memory: Integer, bytes of each device, or a list with those of
+            each one, or `None`.
         advice: String, the smallest change with which it would fit; empty
             where it fits.
+        num_replicas: Integer, how many such pipelines share a mini-batch.
+        device_names: List of TensorFlow device strings, such a list a replica
+            if there are several; `None`: the visible accelerators.
+        measured_seconds: Float, the time of a step that was tried, or `None`.
+        rivals: List of `Rival`s, the next best choices of `tune`.
+        reason: String, what `tune` has to say of its choice.
+        tasks: The `tf_gpipe.Schedule`.
     """
 
     stages: list[StagePlan]
@@ -82,9 +114,38 @@ class Plan:
     relative_step_time: float
     step_seconds: float | None = None
     transfer_share: float = 0.0
-    device_memory: int | None = None
+    device_memory: int | list[int] | None = None
     advice: str = ""
     description: str = ""
+    device_idle: list[float] = dataclasses.field(default_factory=list)
+    num_replicas: int = 1
+    device_names: list | None = None
+    measured_seconds: float | None = None
+    rivals: list[Rival] = dataclasses.field(default_factory=list)
+    reason: str = ""
+    tasks: Schedule | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the classes of pipelines take, as keyword arguments."""
+        # An order that was searched is not searched again.
+        named = self.schedule in schedules.NAMES
+        schedule: Any = self.schedule
+        if not named or self.schedule == schedules.AUTO:
+            schedule = self.tasks
+        return {
+            "num_stages": len(self.stages),
+            "num_micro_batches": self.num_micro_batches,
+            "balance": [len(stage.layers) for stage in self.stages],
+            "schedule": schedule,
+            "remat": self.remat,
+            "devices": self.device_names,
+        }
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices each replica has."""
+        return 1 + max(self.devices)
 
     @property
     def device_bytes(self) -> list[int]:
@@ -95,12 +156,61 @@ class Plan:
         return totals
 
     @property
+    def memories(self) -> list[int | None]:
+        """The bytes that each device of a replica has, where they are known."""
+        if isinstance(self.device_memory, list):
+            return list(self.device_memory)
+        return [self.device_memory] * self.num_devices
+
+    @property
     def fits(self) -> bool:
         """Whether every device has enough memory."""
-        return (
-            self.device_memory is None
-            or max(self.device_bytes) <= self.device_memory
+        return self.fits_with(1.0)
+
+    def fits_with(self, share: float) -> bool:
+        """Returns whether each device needs at most a share of its memory."""
+        return all(
+            memory is None or size <= share * memory
+            for size, memory in zip(
+                self.device_bytes, self.memories, strict=True
+            )
         )
+
+    def save(self, path: Any) -> None:
+        """Writes the plan into a file, as JSON.
+
+        Args:
+            path: Path of the file.
+
+        Raises:
+            ValueError: If it cannot be written.
+        """
+        plan_files.save(self, path)
+
+    @classmethod
+    def load(cls, path: Any) -> "Plan":
+        """Returns the plan that `save` has written into a file.
+
+        Args:
+            path: Path of the file.
+
+        Returns:
+            A `Plan`.
+
+        Raises:
+            ValueError: If there is no such file, or it is damaged or of
+                something else.
+
+        Example:
+
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "plan.json")
+        >>> layers = [keras.layers.Dense(8) for _ in range(4)]
+        >>> tf_gpipe.plan(layers, (8, 8), num_stages=2).save(path)
+        >>> tf_gpipe.Plan.load(path).arguments["balance"]
+        [2, 2]
+        """
+        return plan_files.load(path, cls, StagePlan, Rival)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as a dictionary that JSON can hold."""
@@ -110,9 +220,16 @@ class Plan:
             "bubble": self.bubble,
             "relative_step_time": self.relative_step_time,
             "step_seconds": self.step_seconds,
+            "measured_seconds": self.measured_seconds,
             "transfer_share": self.transfer_share,
+            "num_micro_batches": self.num_micro_batches,
+            "num_replicas": self.num_replicas,
+            "schedule": self.schedule,
+            "remat": self.remat,
             "description": self.description,
             "advice": self.advice,
+            "reason": self.reason,
+            "rivals": [dataclasses.asdict(x) for x in self.rivals],
             "stages": [
                 {
                     **dataclasses.asdict(stage),
@@ -125,19 +242,27 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        rows = [
-            {
-                "Stage": str(k),
-                "Device": str(self.devices[k]),
-                "Layers": str(len(stage.layers)),
-                "Parameters": f"{stage.parameters:,}",
-                "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
-                "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",
-                "GFLOPs": f"{stage.flops / 1e9:,.2f}",
-                "Boundary MiB": f"{stage.boundary_bytes / 2**20:,.2f}",
-            }
-            for k, stage in enumerate(self.stages)
-        ]
+        rows = []
+        for k, stage in enumerate(self.stages):
+            device = self.devices[k]
+            rows.append(
+                {
+                    "Stage": str(k),
+                    "Device": str(device),
+                    "Layers": str(len(stage.layers)),
+                    "Parameters": f"{stage.parameters:,}",
+                    "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
+                    "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",
+                    "GFLOPs": f"{stage.flops / 1e9:,.2f}",
+                    "Boundary MiB": f"{stage.boundary_bytes / 2**20:,.2f}",
+                    "Idle": f"{self.device_idle[device]:.0%}"
+                    if self.device_idle
+                    else "",
+                }
+            )
+        return table.render(rows, self._notes(), width=110)
+
+    def _notes(self) -> list[str]:
         total = sum(stage.parameters for stage in self.stages)
         lines = [
             f"{total:,} parameters; schedule {self.schedule} of "
@@ -148,7 +273,7 @@ class Plan:
         if self.description:
             lines.insert(1, f"order of tasks: {self.description}")
         skips = [
-            f"{k} to {to} ({_text(size)})"
+            f"{k} to {to} ({size_text(size)})"
             for k, stage in enumerate(self.stages)
             for to, size in stage.sends.items()
             if to != k + 1
@@ -160,18 +285,68 @@ class Plan:
                 f"a step takes {self.step_seconds:.3g} s, of which transfers "
                 f"between stages cost {self.transfer_share:.1%}"
             )
-        if self.device_memory is not None:
-            lines.append(
-                f"the fullest device needs {_text(max(self.device_bytes))} of "
-                f"{_text(self.device_memory)}: "
-                + ("fits" if self.fits else "does not fit")
+        if self.measured_seconds is not None:
+            lines.append(f"tried: a step took {self.measured_seconds:.3g} s")
+        for line in self._of_memory():
+            lines.append(line)
+        lines += [x for x in (self.advice, *self.reason.split("\n")) if x]
+        lines += self._of_rivals()
+        return lines
+
+    def _of_memory(self) -> list[str]:
+        known = [
+            (size / memory, size, memory)
+            for size, memory in zip(
+                self.device_bytes, self.memories, strict=True
             )
-        if self.advice:
-            lines.append(self.advice)
-        return table.render(rows, lines, width=100)
+            if memory is not None
+        ]
+        if not known:
+            return []
+        _, size, memory = max(known)
+        return [
+            f"the fullest device needs {size_text(size)} of "
+            f"{size_text(memory)}: " + ("fits" if self.fits else "does not fit")
+        ]
+
+    def _of_rivals(self) -> list[str]:
+        own = self.measured_seconds or self.step_seconds
+        if not self.rivals or not own:
+            return []
+        return [
+            f"{'next best' if not i else 'then'}: {x.words}, "
+            f"{max(0.0, x.seconds / own - 1):.1%} slower"
+            + (", tried" if x.tried else "")
+            for i, x in enumerate(self.rivals)
+        ]
 
 
-def _text(size: int) -> str:
+def size_text(size: float) -> str:
+    """Returns a number of bytes as people read it."""
     if size < 2**30:
         return f"{size / 2**20:,.1f} MiB"
     return f"{size / 2**30:,.2f} GiB"
+
+
+def words(
+    num_devices: int,
+    num_replicas: int,
+    num_stages: int,
+    num_micro_batches: int,
+    schedule: str,
+    remat: str,
+) -> str:
+    """Returns the choices of a plan in words."""
+    if num_devices == 1:
+        text = "one device" if num_replicas == 1 else "data parallelism"
+        if num_replicas > 1:
+            text += f" over {num_replicas} devices"
+        if num_micro_batches > 1:
+            text += f", M={num_micro_batches}"
+        return f"{text}, remat {remat}"
+    text = f"K={num_stages}, M={num_micro_batches}, {schedule}, remat {remat}"
+    if num_stages != num_devices:
+        text += f" on {num_devices} devices"
+    if num_replicas > 1:
+        text += f", {num_replicas} replicas"
+    return text
