@@ -12,8 +12,9 @@ PACKAGE = pathlib.Path(tf_gpipe.__file__).parent
 # From the top. Those of a row do not import one another.
 FLOORS = (
     ("__init__", "__main__", "commands", "worker"),
-    ("verification", "callbacks"),
-    ("models", "planning", "checkpoints"),
+    ("verification", "callbacks", "tuning"),
+    ("models", "checkpoints"),
+    ("planning",),
     ("step", "partition"),
     ("stage",),
     ("devices",),

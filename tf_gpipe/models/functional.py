@@ -7,10 +7,12 @@ from typing import Any
 import keras
 
 from tf_gpipe import upstream
+from tf_gpipe.models import planned
 from tf_gpipe.models import user_class
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.opening import functional
@@ -52,6 +54,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
         devices: As of `PipelinedSequential`.
         boundary_dtype: As of `PipelinedSequential`.
         nominal_length: As of `PipelinedSequential`.
+        plan: As of `PipelinedSequential`.
         trainable: Boolean, whether the layers are trainable, or `None` to
             leave them as they are.
 
@@ -81,7 +84,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
         outputs: Any,
         name: str | None = None,
         *,
-        num_stages: int | None = None,
+        num_stages: int | str | None = None,
         num_micro_batches: int | None = None,
         balance: str | Callable | Sequence[int] = "parameters",
         schedule: str | Schedule = "1f1b",
@@ -89,16 +92,24 @@ class PipelinedModel(Pipelined, upstream.Functional):
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
         boundary_dtype: str | None = None,
         nominal_length: int = layer_costs.NOMINAL_LENGTH,
+        plan: Plan | None = None,
         trainable: bool | None = None,
     ):
         super().__init__(inputs, outputs, name=name, trainable=trainable)
+        arguments = planned.arguments(
+            plan,
+            {
+                "num_stages": num_stages,
+                "num_micro_batches": num_micro_batches,
+                "balance": balance,
+                "schedule": schedule,
+                "remat": remat,
+                "devices": devices,
+            },
+            lambda: planned.of_model(self),
+        )
         self._configure(
-            num_stages=num_stages,
-            num_micro_batches=num_micro_batches,
-            balance=balance,
-            schedule=schedule,
-            remat=remat,
-            devices=devices,
+            **arguments,
             boundary_dtype=boundary_dtype,
             nominal_length=nominal_length,
         )

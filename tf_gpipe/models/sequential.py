@@ -8,10 +8,12 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.models import planned
 from tf_gpipe.models import user_class
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.saving import not_a_config
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.opening import chain
@@ -44,7 +46,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         num_stages: Integer K, at most the number of layers, those of models
             in the list among them. Defaults to one stage a visible
             accelerator (a CPU where there is none), or two where the schedule
-            puts several on a device; at most one a layer.
+            puts several on a device; at most one a layer. With `"auto"` all
+            arguments up to `remat` are chosen, as by `tf_gpipe.tune` without
+            measurements, for mini-batches of the size that the `Input` tells.
         num_micro_batches: Integer M. Batches need not be divisible by it. One
             of fewer rows is cut into as many micro-batches as it has rows.
             Defaults to 4 a device, the paper's rule for a small bubble.
@@ -89,6 +93,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             relative error of up to 2^-8 or 2^-11 in each number; with float16
             those beyond 65,504 overflow. Defaults to `None`: they travel
             as they are, and the numbers are those of the plain model.
+        plan: `tf_gpipe.Plan`, which `tf_gpipe.tune` or `tf_gpipe.plan` has
+            made for these layers: it decides all of the above up to `remat`,
+            and `devices` unless they are given. Defaults to `None`.
         nominal_length: Integer, what the length of `Input((None,))`, and any
             other size but the batch's that is not known, counts as where
             `balance` finds costs. Defaults to 128.
@@ -124,7 +131,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         self,
         layers: Sequence[keras.Layer] | keras.Sequential | None = None,
         *,
-        num_stages: int | None = None,
+        num_stages: int | str | None = None,
         num_micro_batches: int | None = None,
         balance: str | Callable | Sequence[int] = "parameters",
         schedule: str | Schedule = "1f1b",
@@ -132,17 +139,25 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
         boundary_dtype: str | None = None,
         nominal_length: int = layer_costs.NOMINAL_LENGTH,
+        plan: Plan | None = None,
         trainable: bool = True,
         name: str | None = None,
     ):
         super().__init__(trainable=trainable, name=name)
+        arguments = planned.arguments(
+            plan,
+            {
+                "num_stages": num_stages,
+                "num_micro_batches": num_micro_batches,
+                "balance": balance,
+                "schedule": schedule,
+                "remat": remat,
+                "devices": devices,
+            },
+            lambda: planned.of_layers(layers),
+        )
         self._configure(
-            num_stages=num_stages,
-            num_micro_batches=num_micro_batches,
-            balance=balance,
-            schedule=schedule,
-            remat=remat,
-            devices=devices,
+            **arguments,
             boundary_dtype=boundary_dtype,
             nominal_length=nominal_length,
         )

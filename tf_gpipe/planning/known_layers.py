@@ -30,6 +30,7 @@ class KnownLayers:
         weights: List of the weights that no earlier call uses, one a call.
         bytes: List of the bytes of these, of the sums of their gradients and
             of their slots.
+        input_spec: Nested structure of `KerasTensor`s, the mini-batch.
         rows: Integer, rows of the mini-batch.
         sampled: List of numbers of rows of a micro-batch that are traced;
             what layers do with others lies on lines through them. Empty:
@@ -53,6 +54,7 @@ class KnownLayers:
             self.bytes.append(0 if again else size)
             nodes.append(dataclasses.replace(node, layer=copy))
         self.graph = dataclasses.replace(graph, nodes=nodes)
+        self.input_spec = planned_graph.spec_of(input_spec)
         self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
         self.sampled: list[int] = []
         # Of micro-batches of so many rows.

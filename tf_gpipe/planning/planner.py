@@ -165,7 +165,7 @@ class _Planner:
         layers = self._layers
         schedule = config.schedule_of(
             len(layers.graph.nodes),
-            self._num_devices or config.num_stages,
+            self._num_devices or config.num_stages or 1,
             rows=layers.rows,
         )
         counts: Any = config.balance
