@@ -313,12 +313,18 @@ class Plan:
         own = self.measured_seconds or self.step_seconds
         if not self.rivals or not own:
             return []
-        return [
-            f"{'next best' if not i else 'then'}: {x.words}, "
-            f"{max(0.0, x.seconds / own - 1):.1%} slower"
-            + (", tried" if x.tried else "")
-            for i, x in enumerate(self.rivals)
-        ]
+        found = []
+        for i, x in enumerate(self.rivals):
+            more = x.seconds / own - 1
+            text = f"{more:.1%} slower"
+            if more < 0:
+                # Of one device, to which more would hardly add.
+                text = f"{-more:.1%} faster, too little for more devices"
+            found.append(
+                f"{'then' if i else 'next best'}: {x.words}, {text}"
+                + (", tried" if x.tried else "")
+            )
+        return found
 
 
 def size_text(size: float) -> str:
