@@ -198,6 +198,7 @@ def train_and_evaluate(
                 "num_classes": data.num_classes,
                 "input_shape": data.shape,
             },
+            rows=batch_size,
         )
         if network.output_shape != (None, data.num_classes):
             raise UserError(

@@ -13,6 +13,7 @@ import tensorflow as tf
 from absl import flags
 
 import model_zoo
+import tf_gpipe
 from tf_gpipe.callbacks import Checkpoint
 from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import Position
@@ -36,6 +37,7 @@ from trainers.workdir import Workdir
 
 # In the working directory.
 _CHECKPOINTS = "checkpoints"
+_PLAN = "plan.json"
 
 
 def _balance(text):
@@ -87,6 +89,12 @@ class JobConfig(PipelineConfig, HardwareConfig):
     `None` for no such file.
     """
 
+    tune: bool = setting(
+        False,
+        "Choose all of the pipeline but the devices, in a minute of "
+        "measurements and trials, and keep it in --workdir. Without "
+        "accelerators there are --num_stages devices.",
+    )
     dtype_policy: str = setting(
         "float32",
         "Precision of all layers. The mixed ones keep weights in float32.",
@@ -191,6 +199,11 @@ class Job:
         self._place = self.workdir and Workdir(self.workdir)
         self._checkpoint = None
         self._position = Position()
+        if config.tune and config.strategy != "none":
+            raise UserError(
+                "--tune chooses one pipeline, for devices of this host or "
+                f"--workers. Received: --tune, --strategy={config.strategy}"
+            )
         with self._told_in_one_line():
             try:
                 num_devices = schedules.spread(
@@ -202,14 +215,46 @@ class Job:
         if self._place and batches is not None and self.hardware.is_chief:
             self._place.lock()
 
-    def pipelined(self, name, hyper_parameters):
-        """Returns a model of the zoo as the configuration's pipeline."""
+    def pipelined(self, name, hyper_parameters, rows=1, length=128):
+        """Returns a model of the zoo as the configuration's pipeline.
+
+        Args:
+            name: String.
+            hyper_parameters: Dictionary.
+            rows: Integer, those of a mini-batch, and
+            length: Integer, what open sizes of inputs are, for `tune`.
+        """
+        if self.config.tune:
+            model = model_zoo.get(name, **hyper_parameters)
+            return models.pipelined(model, plan=self._plan(model, rows, length))
         names = [field.name for field in dataclasses.fields(PipelineConfig)]
         return models.pipelined(
             model_zoo.get(name, **hyper_parameters),
             devices=self.hardware.devices,
             **{name: getattr(self.config, name) for name in names},
         )
+
+    def _plan(self, model, rows, length):
+        """Returns the plan that is kept, or a new one, which is kept then."""
+        path = self.workdir and self.workdir / _PLAN
+        if path and path.exists():
+            return tf_gpipe.Plan.load(path)
+        plan = tf_gpipe.tune(
+            model,
+            keras.tree.map_structure(
+                lambda x: keras.KerasTensor(
+                    (rows, *(n or length for n in x.shape[1:])), x.dtype
+                ),
+                models.inputs(model),
+            ),
+            devices=self.hardware.devices,
+            replicas=False,
+        )
+        print(plan, end="")
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            plan.save(path)
+        return plan
 
     def build(self, make):
         """Makes the model, and restores its newest checkpoint if there is one.
@@ -456,7 +501,11 @@ def _what_runs_where(model, config, batch):
     )
     return (
         f"Training {len(model.stages)} stages on {names}, schedule "
-        f"{config.schedule}, remat {config.remat}, {config.dtype_policy}: "
-        f"batches of {batch}, {config.num_micro_batches} micro-batches a "
+        f"{_name(model.schedule)}, remat {model.remat}, {config.dtype_policy}: "
+        f"batches of {batch}, {model.num_micro_batches} micro-batches a "
         "replica."
     )
+
+
+def _name(schedule):
+    return getattr(schedule, "name", schedule)

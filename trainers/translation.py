@@ -262,7 +262,15 @@ def train_and_evaluate(
             model.keep(job.workdir, path)
     # Only now: preparing a dataset, the first time, draws random numbers too.
     keras.utils.set_random_seed(config.seed)
-    network = _build(job, optimization, model, label_smoothing, steps_per_epoch)
+    network = _build(
+        job,
+        optimization,
+        model,
+        label_smoothing,
+        steps_per_epoch,
+        rows=max(1, batch_tokens // (2 * max_length)),
+        length=max_length,
+    )
     validation_batches = None
     if config.validate_every:
         found = token_pairs.tokenise(
@@ -381,11 +389,21 @@ def _hyper_parameters(model_args):
     return {**_MODEL_ARGS, **model_args}
 
 
-def _build(job, optimization, model, label_smoothing=0.0, steps_per_epoch=1):
+def _build(
+    job,
+    optimization,
+    model,
+    label_smoothing=0.0,
+    steps_per_epoch=1,
+    rows=1,
+    length=1,
+):
     def make():
         network = job.pipelined(
             "transformer_nmt",
             {**model.model_args, "vocabulary": model.vocabulary.size},
+            rows=rows,
+            length=length,
         )
         network.compile(
             optimization.make(
