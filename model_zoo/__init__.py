@@ -10,6 +10,7 @@ The models need Keras alone. `model_zoo.decoding`, which searches for
 translations in one compiled loop, needs TensorFlow and NumPy, too.
 """
 
+import difflib
 import inspect
 
 from model_zoo import hyper_parameters as hyper_parameters_of
@@ -36,7 +37,16 @@ _MODELS = {
 
 
 def names():
-    """Returns the names of all models, sorted."""
+    """Returns the names of all models, sorted.
+
+    Returns:
+        List of strings.
+
+    Example:
+
+    >>> "resnet_small" in model_zoo.names()
+    True
+    """
     return sorted(_MODELS)
 
 
@@ -59,15 +69,14 @@ def get(name, **hyper_parameters):
 
     Example:
 
-    ```python
-    layers = model_zoo.get("resnet_small", num_classes=100)
-    model = keras.Sequential(layers)
-    ```
+    >>> layers = model_zoo.get("resnet_small", num_classes=100)
+    >>> keras.Sequential(layers).output_shape
+    (None, 100)
     """
     if name not in _MODELS:
         raise ValueError(
             f"Unknown model. Expected one of: {', '.join(names())}. "
-            f"Received: name={name!r}"
+            f"Received: name={name!r}{_near([name], _MODELS)}"
         )
     model = _MODELS[name]
     accepted = list(inspect.signature(model).parameters)
@@ -76,7 +85,17 @@ def get(name, **hyper_parameters):
         raise TypeError(
             f"Unknown hyper-parameters of model {name!r}. "
             f"Expected some of: {', '.join(accepted)}. "
-            f"Received: {', '.join(unknown)}"
+            f"Received: {', '.join(unknown)}{_near(unknown, accepted)}"
         )
     hyper_parameters_of.check(model, hyper_parameters)
     return model(**hyper_parameters)
+
+
+def _near(unknown, known):
+    """Returns which names were meant, as the end of an error."""
+    near = [
+        name
+        for each in unknown
+        for name in difflib.get_close_matches(str(each), known, 1)
+    ]
+    return f". Did you mean {', '.join(near)}?" if near else ""

@@ -19,14 +19,19 @@ from absl.testing import parameterized
 
 import model_zoo
 import tf_gpipe
+from tf_gpipe.verification.report import TOLERANCES
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A block below this line cannot run by itself.
 NO_RUN = "<!-- no-run -->"
-# A process does so once, before TensorFlow starts.
-DIVIDES = "set_logical_device_configuration"
-NAMES = {"keras": keras, "np": np, "tf": tf, "tf_gpipe": tf_gpipe}
+NAMES = {
+    "keras": keras,
+    "model_zoo": model_zoo,
+    "np": np,
+    "tf": tf,
+    "tf_gpipe": tf_gpipe,
+}
 
 
 def modules():
@@ -81,9 +86,7 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
         doctest.DocTestRunner().run(EXAMPLES[name], out=printed.write)
         self.assertEmpty(printed.getvalue())
 
-    @parameterized.parameters(
-        *((x,) for x in BLOCKS if DIVIDES not in BLOCKS[x])
-    )
+    @parameterized.parameters(*BLOCKS)
     def test_block(self, place):
         if "import keras_hub" in BLOCKS[place]:
             pytest.importorskip("keras_hub", exc_type=ImportError)
@@ -91,10 +94,13 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
         with contextlib.redirect_stdout(io.StringIO()):
             exec(code, {})
 
-    @parameterized.parameters(*((x,) for x in BLOCKS if DIVIDES in BLOCKS[x]))
-    def test_block_that_divides_the_cpu(self, place):
+    def test_first_block_in_a_process_of_its_own(self):
+        """README's example, which splits the CPU of a fresh process."""
+        place, code = next(iter(BLOCKS.items()))
+        self.assertStartsWith(place, "README.md")
+        self.assertIn("split_cpu(2)", code)
         printed = subprocess.run(
-            [sys.executable, "-c", BLOCKS[place]],
+            [sys.executable, "-c", code],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             text=True,
@@ -103,6 +109,7 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
         # Tasks of both stages ran, each on a device of its own.
         for device in ("CPU:0", "CPU:1"):
             self.assertRegex(printed, rf"{device} .*F\d.*B")
+        self.assertTrue(pathlib.Path("exported").exists())
 
     def test_there_are_examples(self):
         self.assertIn(
@@ -113,8 +120,16 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
             {"README.md", "docs/guides/pipeline.md", "docs/guides/verify.md"},
             pages,
         )
-        first = next(iter(BLOCKS.values()))
-        self.assertIn(DIVIDES, first)
+
+    def test_tolerances(self):
+        """The public table has those that `verify` takes."""
+        page = (ROOT / "docs" / "numerical_contract.md").read_text()
+        table = dict(
+            re.findall(r"\| [^|]* in (\w+\d+) \|[^|]*\| (\S+) \|", page)
+        )
+        self.assertEqual(
+            {name: float(text) for name, text in table.items()}, TOLERANCES
+        )
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 python -m tf_gpipe COMMAND [FLAGS]
 """
 
+import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+# A command is the module of this name in `tf_gpipe.commands`, with a function
+# `main` of its arguments. It imports Keras and TensorFlow once it needs them.
 COMMANDS = {
     "plan": "shows what each stage will need, before it is allocated",
     "supervise": "runs a program, and starts it again when it dies",
@@ -31,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if name not in COMMANDS:
         print(
             f"tf_gpipe: unknown command. Expected one of: "
-            f"{', '.join(COMMANDS)}. Received: {name}",
+            f"{', '.join(COMMANDS)}. Received: {name}{_near(name)}",
             file=sys.stderr,
         )
         return 2
@@ -39,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return importlib.import_module(f"tf_gpipe.commands.{name}").main(rest)
+
+
+def _near(name: str) -> str:
+    near = difflib.get_close_matches(name, COMMANDS, 1)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 if __name__ == "__main__":

@@ -630,6 +630,11 @@ def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
 # === Losses ===
 
 
+def loss_as_given(compile_loss: Any) -> Any:
+    """Returns what `compile` was told as `loss`."""
+    return compile_loss._user_loss
+
+
 def call_with_each(
     compile_loss: Any, function: Callable, call: Callable
 ) -> tf.Tensor:
@@ -966,3 +971,12 @@ def sums_over_replicas(
 ) -> tf.distribute.CrossDeviceOps | None:
     """Returns how the user wants a strategy to sum over replicas."""
     return strategy.extended._cross_device_ops
+
+
+def read_profile(content: bytes) -> Any:
+    """Returns the profile in a file `*.xplane.pb`, an `XSpace` to change."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace()
+    space.ParseFromString(content)
+    return space

@@ -76,7 +76,8 @@ class Run:
                 f"--checkpoint_every_steps={every_steps}",
                 f"--workdir={workdir}",
                 f"--restarts={restarts}",
-                "--verbose=0",
+                # Kills come in evaluation, too.
+                *("--validate_every=2", "--verbose=0"),
             ],
             cwd=_ROOT,
             stdout=subprocess.PIPE,

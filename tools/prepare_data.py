@@ -39,6 +39,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tensorflow_datasets as tfds  # noqa: E402
 
+from tf_gpipe import progress  # noqa: E402
 from tools import command_line  # noqa: E402
 from trainers import datasets  # noqa: E402
 from trainers import placeholders  # noqa: E402
@@ -92,12 +93,13 @@ def main(argv=None):
     ):
         parser.error(f"--package is for one of: {', '.join(_EMBEDDED)}")
     try:
-        prepare(
-            args.names,
-            data_dir=args.data_dir,
-            package=args.package,
-            vocabulary_size=args.vocabulary_size,
-        )
+        with progress.shown():
+            prepare(
+                args.names,
+                data_dir=args.data_dir,
+                package=args.package,
+                vocabulary_size=args.vocabulary_size,
+            )
     except UserError as error:
         sys.exit(f"Error: {error}")
     except KeyboardInterrupt:
@@ -117,7 +119,10 @@ def prepare(names, data_dir=None, package=None, vocabulary_size=8000):
     Raises:
         UserError: If a dataset or the vocabulary cannot be made.
     """
-    builders = {name: _prepared(name, data_dir, package) for name in names}
+    builders = {
+        name: _prepared(name, data_dir, package)
+        for name in progress.track(names, "preparing")
+    }
     languages = {name: _languages(builders[name].info) for name in builders}
     names = [name for name in builders if languages[name]]
     if not names:

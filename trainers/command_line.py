@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import difflib
 import math
 import os
+import re
 import sys
 
 from absl import app
@@ -173,7 +175,7 @@ def _parse(argv):
     try:
         arguments = flags.FLAGS(argv)
     except flags.Error as error:
-        sys.exit(f"Error: {UserError(error)}")
+        sys.exit(f"Error: {UserError(error)}{_near(str(error))}")
     except (OSError, UnicodeError) as error:
         sys.exit(
             "Error: a --flagfile must be a text with a flag on each line. "
@@ -188,6 +190,16 @@ def _parse(argv):
     if flags.FLAGS["verbosity"].using_default_value:
         flags.FLAGS.verbosity = logging.WARNING
     return arguments
+
+
+def _near(message):
+    """Returns which value was meant, if absl's message lists what there are.
+
+    It tells itself which flag was meant.
+    """
+    found = re.search(r"=(\S+): value should be one of <(.*)>", message)
+    near = found and difflib.get_close_matches(found[1], found[2].split("|"), 1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def _expected(flag):

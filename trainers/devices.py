@@ -53,8 +53,13 @@ class HardwareConfig:
         0,
         "How often to start again, and go on from the newest checkpoint, after "
         "a worker is lost or the trainer is killed. It then waits two minutes "
-        "for workers that are missing.",
+        "for workers that are missing, but with --elastic.",
         lower_bound=0,
+    )
+    elastic: bool = setting(
+        False,
+        "With --workers: go on upon the workers that answer within "
+        "--worker_timeout, at least one of them. Stages then share devices.",
     )
     tpu: str | None = setting(
         None,
@@ -108,6 +113,8 @@ def start(num_devices, config):
         raise UserError(
             "--workers must name a worker: host:port,... Received: --workers="
         )
+    if config.elastic and not config.workers:
+        raise UserError("--elastic needs --workers=host:port,...")
     if config.workers and strategy != "none":
         raise UserError(
             "Stages on worker processes form a single pipeline. Use "
@@ -126,14 +133,17 @@ def start(num_devices, config):
     if strategy == "none":
         devices = None
         if config.workers:
+            waits = config.restarts and not config.elastic
             devices = tf_gpipe.connect(
                 config.workers,
                 timeout=max(
-                    config.worker_timeout,
-                    _AWAY_SECONDS if config.restarts else 0.0,
+                    config.worker_timeout, _AWAY_SECONDS if waits else 0.0
                 ),
                 heartbeat=config.worker_heartbeat or None,
+                at_least=1 if config.elastic else None,
             )
+            if config.elastic:
+                devices = _shared(devices, num_devices)
         else:
             ensure(num_devices)
         return Hardware(tf.distribute.get_strategy(), devices)
@@ -142,6 +152,12 @@ def start(num_devices, config):
     if strategy == "tpu":
         return _tpu(num_devices, num_replicas, config.tpu)
     return _multi_worker(num_devices)
+
+
+def _shared(devices, num_devices):
+    """Returns as many devices as are needed, neighbours the same if few."""
+    count = min(len(devices), num_devices)
+    return [devices[i * count // num_devices] for i in range(num_devices)]
 
 
 def share_batches(batches):

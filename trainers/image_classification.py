@@ -48,6 +48,7 @@ micro-batches, each of which is normalised by itself in training.
 import dataclasses
 
 import keras
+import numpy as np
 from absl import flags
 
 import model_zoo
@@ -68,6 +69,14 @@ from trainers.optimization import Optimization
 
 _MODEL = flags.DEFINE_enum(
     "model", "resnet_small", model_zoo.names(), "Model of model_zoo."
+)
+_MODE = flags.DEFINE_enum(
+    "mode",
+    "train",
+    ["train", "predict", "export"],
+    "Whether to train and test; or, with the model in --workdir, to write the "
+    "probabilities of the test images to predictions.csv there, or a "
+    "SavedModel for serving to export.",
 )
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size",
@@ -113,6 +122,7 @@ def train_and_evaluate(
     augmentation=Augmentation(),  # noqa: B008
     label_smoothing=0.0,
     init_from=None,
+    mode="train",
 ):
     """Trains a model, resuming where an earlier run stopped, and tests it.
 
@@ -132,10 +142,14 @@ def train_and_evaluate(
         label_smoothing: Float, of the loss. Defaults to `0.0`.
         init_from: Checkpoint or working directory to take all weights from
             but those of the last layer. Defaults to `None`.
+        mode: String, `"train"`; or `"predict"` or `"export"`, which trains
+            nothing, and writes into the working directory. Defaults to
+            `"train"`.
 
     Returns:
         Tuple of the model and a dictionary of `loss` and metrics on the test
-        images.
+        images, which is empty if nothing was tested. With `config.dry_run` the
+        model is `None`.
 
     Raises:
         Stopped: If Ctrl-C or SIGTERM has stopped the training.
@@ -166,6 +180,8 @@ def train_and_evaluate(
             **optimization.of_the_state(),
         },
     )
+    if mode != "train" and job.workdir is None:
+        raise UserError(f"--mode={mode} needs the --workdir of a training run.")
     if batch_size % job.hardware.num_replicas:
         raise UserError(
             "Each replica must get as many images of a batch. Received: "
@@ -190,15 +206,27 @@ def train_and_evaluate(
             f"Received: batch_size={batch_size}"
         )
 
+    hyper_parameters = {
+        **(model_args or {}),
+        "num_classes": data.num_classes,
+        "input_shape": data.shape,
+    }
+
+    def make_optimizer():
+        return optimization.make(
+            config.num_epochs * steps_per_epoch, steps_per_epoch
+        )
+
+    if config.dry_run:
+        rows = batch_size // job.hardware.num_replicas
+        plan = job.plan(model, hyper_parameters, make_optimizer(), rows)
+        print(plan, end="")
+        return None, {}
+
     def make():
+        optimizer = make_optimizer()
         network = job.pipelined(
-            model,
-            {
-                **(model_args or {}),
-                "num_classes": data.num_classes,
-                "input_shape": data.shape,
-            },
-            rows=batch_size,
+            model, hyper_parameters, optimizer, rows=batch_size
         )
         if network.output_shape != (None, data.num_classes):
             raise UserError(
@@ -212,9 +240,7 @@ def train_and_evaluate(
         if data.num_classes > 5:
             metrics.append(_TopKAccuracy(5, name="top_5"))
         network.compile(
-            optimization.make(
-                config.num_epochs * steps_per_epoch, steps_per_epoch
-            ),
+            optimizer,
             keras.losses.CategoricalCrossentropy(
                 from_logits=True, label_smoothing=label_smoothing
             ),
@@ -224,6 +250,16 @@ def train_and_evaluate(
 
     network = job.build(make)
     test_batches = data.test_batches(batch_size)
+    if mode == "export":
+        print(f"exported to {job.export(network)}")
+        return network, {}
+    if mode == "predict":
+        logits = job.predict(network, test_batches)
+        probabilities = keras.ops.softmax(logits.astype("float32"))
+        path = job.workdir / "predictions.csv"
+        np.savetxt(path, probabilities, fmt="%.6g", delimiter=",")
+        print(f"{len(logits)} rows of probabilities in {path}")
+        return network, {}
     job.fit(
         network,
         lambda first, last: data.train_batches(
@@ -231,6 +267,7 @@ def train_and_evaluate(
         ),
         steps_per_epoch,
         batch=f"{batch_size} images",
+        batch_size=batch_size,
         validation_batches=test_batches,
     )
     scores = job.evaluate(network, test_batches)
@@ -254,6 +291,7 @@ def main():
     train_and_evaluate(
         from_flags(JobConfig, flags=flags.FLAGS.flags_into_string()),
         from_flags(Optimization),
+        mode=_MODE.value,
         model=_MODEL.value,
         dataset=flags.FLAGS.dataset,
         batch_size=_BATCH_SIZE.value,

@@ -15,11 +15,13 @@ from absl import flags
 import model_zoo
 import tf_gpipe
 from tf_gpipe.callbacks import Checkpoint
+from tf_gpipe.callbacks import Timeline
 from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Store
 from tf_gpipe.commands import models
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
 from trainers import devices
 from trainers.command_line import Unavailable
@@ -30,6 +32,7 @@ from trainers.devices import HardwareConfig
 from trainers.interruption import StopOnSignal
 from trainers.interruption import Stopped
 from trainers.loss_log import LossLog
+from trainers.speed import Speed
 from trainers.weight_averages import SwapAverages
 from trainers.weight_averages import averaged
 from trainers.weight_averages import has_averages
@@ -75,8 +78,16 @@ class PipelineConfig:
     remat: str = setting(
         "always",
         "Which micro-batches compute activations again instead of keeping "
-        "them.",
-        enum_values=REMAT_MODES,
+        "them; auto: the layers that --memory_limit asks for, of all.",
+        enum_values=(*REMAT_MODES, AUTO_REMAT),
+    )
+    memory_limit: float | None = setting(
+        None,
+        "What a device may keep with --remat=auto: a share of the activations "
+        "that the fullest device keeps with --remat=never.",
+        kind=float,
+        lower_bound=0,
+        upper_bound=1,
     )
 
 
@@ -119,6 +130,15 @@ class JobConfig(PipelineConfig, HardwareConfig):
         "Steps between two checkpoints within an epoch; 0 for none but at its "
         "end.",
         lower_bound=0,
+    )
+    timeline: str | None = setting(
+        None,
+        "File of a page (.html) that shows when each device ran what in the "
+        "last step. The bubble is then logged, too.",
+        kind=str,
+    )
+    dry_run: bool = setting(
+        False, "Show what each stage will need, and train nothing."
     )
     verbose: int = setting(
         1,
@@ -204,6 +224,11 @@ class Job:
                 "--tune chooses one pipeline, for devices of this host or "
                 f"--workers. Received: --tune, --strategy={config.strategy}"
             )
+        if config.tune and config.elastic:
+            raise UserError(
+                "--tune keeps a pipeline for all of --workers, and --elastic "
+                "goes on without some. Received: --tune --elastic"
+            )
         with self._told_in_one_line():
             try:
                 num_devices = schedules.spread(
@@ -212,21 +237,32 @@ class Job:
                 self.hardware = devices.start(num_devices, config)
             except (TypeError, ValueError) as error:
                 raise UserError(error) from error
-        if self._place and batches is not None and self.hardware.is_chief:
+        trains = batches is not None and not config.dry_run
+        if self._place and trains and self.hardware.is_chief:
             self._place.lock()
 
-    def pipelined(self, name, hyper_parameters, rows=1, length=128):
+    def pipelined(
+        self, name, hyper_parameters, optimizer="adam", rows=1, length=128
+    ):
         """Returns a model of the zoo as the configuration's pipeline.
 
         Args:
             name: String.
             hyper_parameters: Dictionary.
+            optimizer: Keras optimizer, or its name,
             rows: Integer, those of a mini-batch, and
-            length: Integer, what open sizes of inputs are, for `tune`.
+            length: Integer, what open sizes of inputs are, for `--tune`.
         """
         if self.config.tune:
             model = model_zoo.get(name, **hyper_parameters)
-            return models.pipelined(model, plan=self._plan(model, rows, length))
+            plan = self._kept_plan()
+            if plan is None:
+                plan = self._tuned(model, rows, length, optimizer)
+                print(plan, end="")
+                if self.workdir:
+                    self.workdir.mkdir(parents=True, exist_ok=True)
+                    plan.save(self.workdir / _PLAN)
+            return models.pipelined(model, plan=plan)
         names = [field.name for field in dataclasses.fields(PipelineConfig)]
         return models.pipelined(
             model_zoo.get(name, **hyper_parameters),
@@ -234,27 +270,89 @@ class Job:
             **{name: getattr(self.config, name) for name in names},
         )
 
-    def _plan(self, model, rows, length):
-        """Returns the plan that is kept, or a new one, which is kept then."""
+    def plan(self, name, hyper_parameters, optimizer, rows, length=None):
+        """Returns what the stages of a model of the zoo will need.
+
+        Args:
+            name: As of `pipelined`, and so is the next one.
+            hyper_parameters: See `name`.
+            optimizer: Keras optimizer, or its name.
+            rows: Positive integer, of a mini-batch of a replica.
+            length: Positive integer, the size of axes of inputs that have
+                none. Defaults to `None`: there are no such axes.
+
+        Returns:
+            A `tf_gpipe.Plan`.
+
+        Raises:
+            UserError: If there is no such plan.
+        """
+        try:
+            # The model is made without values for its weights.
+            with keras.StatelessScope(initialize_variables=False):
+                model = model_zoo.get(name, **hyper_parameters)
+            if self.config.tune:
+                with _dtype_policy(self.config.dtype_policy):
+                    return self._kept_plan() or self._tuned(
+                        model, rows, length, optimizer
+                    )
+            return tf_gpipe.plan(
+                model,
+                _batch_of(model, rows, length),
+                optimizer=optimizer,
+                dtype_policy=self.config.dtype_policy,
+                **{
+                    field.name: getattr(self.config, field.name)
+                    for field in dataclasses.fields(PipelineConfig)
+                },
+            )
+        except (TypeError, ValueError) as error:
+            raise UserError(error) from error
+
+    def _kept_plan(self):
+        """Returns the plan in the working directory, or `None`."""
         path = self.workdir and self.workdir / _PLAN
-        if path and path.exists():
-            return tf_gpipe.Plan.load(path)
-        plan = tf_gpipe.tune(
+        return tf_gpipe.Plan.load(path) if path and path.exists() else None
+
+    def _tuned(self, model, rows, length, optimizer):
+        return tf_gpipe.tune(
             model,
-            keras.tree.map_structure(
-                lambda x: keras.KerasTensor(
-                    (rows, *(n or length for n in x.shape[1:])), x.dtype
-                ),
-                models.inputs(model),
-            ),
+            _batch_of(model, rows, length),
             devices=self.hardware.devices,
+            optimizer=optimizer,
             replicas=False,
         )
-        print(plan, end="")
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            plan.save(path)
-        return plan
+
+    def export(self, model):
+        """Writes the model for serving, as a SavedModel in `workdir`.
+
+        It is the plain Keras model, on one device. Returns the path.
+
+        Raises:
+            UserError: If there is nothing to export, or no room for it.
+        """
+        self._check_trained()
+        path = self.workdir / "export"
+        with self._told_in_one_line(), averaged(model):
+            model.to_keras().export(path, verbose=False)
+        return path
+
+    def _check_trained(self):
+        if self._position == (0, 0):
+            raise UserError(
+                "There is no checkpoint in --workdir: train first. Received: "
+                f"workdir={self.workdir}"
+            )
+
+    def predict(self, model, batches):
+        """Returns what the trained model predicts of `batches`, an array.
+
+        Raises:
+            UserError: If nothing has been trained.
+        """
+        self._check_trained()
+        with self._told_in_one_line(), averaged(model):
+            return model.predict(batches, verbose=0)
 
     def build(self, make):
         """Makes the model, and restores its newest checkpoint if there is one.
@@ -272,18 +370,18 @@ class Job:
                 checkpoint is not one of this model, or hosts do not see the
                 same one.
         """
-        before = keras.config.dtype_policy()
-        keras.config.set_dtype_policy(self.config.dtype_policy)
         try:
-            with self._told_in_one_line(), self.hardware.strategy.scope():
+            with (
+                _dtype_policy(self.config.dtype_policy),
+                self._told_in_one_line(),
+                self.hardware.strategy.scope(),
+            ):
                 model = make()
                 if self.workdir:
                     self._restore(model)
         # A TypeError is a hyper-parameter that the model does not have.
         except (TypeError, ValueError) as error:
             raise UserError(error) from error
-        finally:
-            keras.config.set_dtype_policy(before)
         return model
 
     def _restore(self, model):
@@ -329,6 +427,7 @@ class Job:
         batch="",
         callbacks=(),
         validation_batches=None,
+        batch_size=None,
     ):
         """Trains from where the last run stopped to the last epoch.
 
@@ -342,6 +441,8 @@ class Job:
             batch: String for the log, what a batch is: `"128 images"`.
             callbacks: List of `keras.callbacks.Callback`.
             validation_batches: `tf.data.Dataset` for `validate_every`.
+            batch_size: Positive integer, samples of a batch, for the logs.
+                Defaults to `None`: batches differ.
 
         Raises:
             Stopped: If Ctrl-C or SIGTERM has stopped training.
@@ -367,6 +468,8 @@ class Job:
             *callbacks,
             _NotANumber(self._newest),
             *([SwapAverages()] if has_averages(model) else []),
+            Speed(batch_size),
+            *self._timeline(),
             stop,
             *self._records(steps_per_epoch),
         ]
@@ -412,6 +515,14 @@ class Job:
         with self._told_in_one_line():
             with averaged(model):
                 return model.evaluate(batches, verbose=0, return_dict=True)
+
+    def _timeline(self):
+        if self.config.timeline is None:
+            return []
+        try:
+            return [Timeline(html=self.config.timeline)]
+        except (ImportError, TypeError, ValueError) as error:
+            raise UserError(error) from error
 
     def _records(self, steps_per_epoch):
         if not self.workdir:
@@ -505,6 +616,27 @@ def _what_runs_where(model, config, batch):
         f"batches of {batch}, {model.num_micro_batches} micro-batches a "
         "replica."
     )
+
+
+def _batch_of(model, rows, length):
+    """Returns the specs of a mini-batch; open sizes are as of `length`."""
+    return keras.tree.map_structure(
+        lambda x: keras.KerasTensor(
+            (rows, *(n or length for n in x.shape[1:])), x.dtype
+        ),
+        models.inputs(model),
+    )
+
+
+@contextlib.contextmanager
+def _dtype_policy(policy):
+    """A scope with this dtype policy."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def _name(schedule):

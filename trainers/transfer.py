@@ -55,22 +55,12 @@ def load_all_but_head(model, path):
 def _load(model, head, saved):
     """Gives weights the values of those at the same place, but for some."""
     kept = {id(v) for v in head.variables}
-    variables = state.variables_of(model)[state.WEIGHTS]
-    values = {
-        array.number: (i, array)
-        for i, array in enumerate(saved.arrays)
-        if array.kind == state.WEIGHTS
-    }
-    if len(values) != len(variables):
-        raise ValueError(f"{len(values)} variables, not {len(variables)}")
-    pairs = []
-    for number, v in enumerate(variables):
-        i, array = values[number]
-        if id(v) in kept or _is_seed(v):
-            continue
-        if array.shape != tuple(v.shape):
-            raise ValueError(f"{array.name} has shape {array.shape}")
-        pairs.append((i, v))
+    pairs = state.matched(
+        saved,
+        state.WEIGHTS,
+        state.variables_of(model)[state.WEIGHTS],
+        skip=lambda v: id(v) in kept or _is_seed(v),
+    )
     for i, v in pairs:
         v.assign(saved.value(i))
 

@@ -111,8 +111,9 @@ _MODEL_ARGS = {
 _MODE = flags.DEFINE_enum(
     "mode",
     "train",
-    ["train", "evaluate", "translate"],
-    "Whether to train and evaluate, only evaluate, or translate texts.",
+    ["train", "evaluate", "translate", "export"],
+    "Whether to train and evaluate, only evaluate, translate texts, or write a "
+    "SavedModel for serving into --workdir.",
 )
 _TO = flags.DEFINE_string(
     "to", None, "Language to translate into, with --mode=translate."
@@ -258,8 +259,21 @@ def train_and_evaluate(
     )
     if job.hardware.is_chief:
         _print_data(tokens, batches, max_length)
-        if job.workdir:
+        if job.workdir and not config.dry_run:
             model.keep(job.workdir, path)
+    if config.dry_run:
+        plan = job.plan(
+            "transformer_nmt",
+            {**model.model_args, "vocabulary": vocabulary.size},
+            optimization.make(
+                config.num_epochs * steps_per_epoch, steps_per_epoch
+            ),
+            # Of sentences that are as long as may be, source and target.
+            max(1, batch_tokens // (2 * max_length) // num_replicas),
+            max_length,
+        )
+        print(plan, end="")
+        return None, []
     # Only now: preparing a dataset, the first time, draws random numbers too.
     keras.utils.set_random_seed(config.seed)
     network = _build(
@@ -360,6 +374,24 @@ def translate(config, optimization, *, texts, language, **search):
     return translator.translate(texts, [language] * len(texts))
 
 
+def export(config, optimization):
+    """Writes the model in the working directory for serving.
+
+    Args:
+        config: `JobConfig`.
+        optimization: `Optimization` that the model was trained with.
+
+    Returns:
+        The path of a SavedModel.
+
+    Raises:
+        UserError: If there is no such model.
+    """
+    job = Job(_for_sentences(config))
+    model = TranslationModel.load(config.workdir)
+    return job.export(_build(job, optimization, model))
+
+
 def _for_sentences(config):
     if config.strategy == "tpu":
         raise UserError(
@@ -399,16 +431,18 @@ def _build(
     length=1,
 ):
     def make():
+        optimizer = optimization.make(
+            job.config.num_epochs * steps_per_epoch, steps_per_epoch
+        )
         network = job.pipelined(
             "transformer_nmt",
             {**model.model_args, "vocabulary": model.vocabulary.size},
+            optimizer,
             rows=rows,
             length=length,
         )
         network.compile(
-            optimization.make(
-                job.config.num_epochs * steps_per_epoch, steps_per_epoch
-            ),
+            optimizer,
             SmoothedCrossentropy(label_smoothing),
             metrics=token_metrics(),
         )
@@ -497,6 +531,9 @@ def main(texts):
                 *configs, texts=texts, language=_TO.value, **search
             )
         print("\n".join(found))
+        return
+    if mode == "export":
+        print(f"exported to {export(*configs)}")
         return
     common = {
         "pairs": _pairs(),

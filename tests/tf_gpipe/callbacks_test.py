@@ -2,7 +2,9 @@
 
 import json
 import os
+import pathlib
 import sys
+import tempfile
 from unittest import mock
 
 import keras
@@ -12,6 +14,7 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tests.tf_gpipe.comparison import assert_same
+from tf_gpipe import upstream
 
 
 def make_model(**kwargs):
@@ -57,6 +60,109 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(recomputed, expected * stages)
         (bubble,) = history.history["bubble"]
         self.assertBetween(bubble, 0.0, 1.0)
+
+    def test_logs_reach_other_callbacks_in_any_order(self):
+        names = {"bubble", "idle_stage_0", "idle_stage_1"}
+        seen = []
+        reader = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: seen.append(names & {*logs})
+        )
+        timeline = tf_gpipe.callbacks.Timeline()
+        history = keras.callbacks.History()
+        board = keras.callbacks.TensorBoard(self.get_temp_dir())
+        orders = (
+            [history, reader, board, timeline],
+            (reader, [board, timeline]),
+            keras.callbacks.CallbackList(
+                [history, reader, timeline], add_progbar=True
+            ),
+        )
+        model = make_model()
+        for callbacks in orders:
+            if isinstance(callbacks, keras.callbacks.CallbackList):
+                callbacks.set_model(model)
+            model.fit(
+                *make_data(), batch_size=8, verbose=0, callbacks=callbacks
+            )
+            self.assertContainsSubset(names, model.history.history)
+            idle = [model.history.history[x][-1] for x in sorted(names)]
+            # A stage a device: the bubble is the mean.
+            self.assertAllClose(idle[0], np.mean(idle[1:]))
+        self.assertEqual(seen, [names] * 3)
+        self.assertContainsSubset(
+            {f"epoch_{x}" for x in names}, self.tags("train")
+        )
+
+    def tags(self, run):
+        """Returns the names of what TensorBoard has been told."""
+        return {
+            value.tag
+            for path in pathlib.Path(self.get_temp_dir(), run).glob("events*")
+            for event in tf.compat.v1.train.summary_iterator(str(path))
+            for value in event.summary.value
+        }
+
+    def test_images_for_tensorboard(self):
+        recorder = tf_gpipe.callbacks.Timeline(log_dir=self.get_temp_dir())
+        make_model().fit(
+            *make_data(), batch_size=8, verbose=0, callbacks=[recorder]
+        )
+        self.assertEqual(self.tags("timeline"), {"timeline"})
+
+    def test_page(self):
+        path = pathlib.Path(self.get_temp_dir(), "run.html")
+        recorder = tf_gpipe.callbacks.Timeline(html=path)
+        model = make_model()
+        model.fit(*make_data(), batch_size=8, verbose=0, callbacks=[recorder])
+        text = path.read_text()
+        for stage in model.stages:
+            self.assertIn(f"from {stage.nodes[0].layer.name}", text)
+        for title in ("simulated: makespan", "measured: makespan"):
+            self.assertIn(title, text)
+
+    def test_names_tasks_in_a_profile(self):
+        log_dir = self.enterContext(tempfile.TemporaryDirectory())
+        recorder = tf_gpipe.callbacks.Timeline()
+        model = make_model(schedule="zero_bubble", remat="never")
+        data = make_data(40)
+        with self.assertRaisesRegex(ValueError, "There is no profile"):
+            recorder.name_tasks(log_dir)
+        model.fit(*data, batch_size=8, verbose=0, callbacks=[recorder])
+        with tf.profiler.experimental.Profile(log_dir):
+            model.predict(data[0], verbose=0)
+        with self.assertRaisesRegex(ValueError, "None of the last recorded"):
+            recorder.name_tasks(log_dir)
+        with tf.profiler.experimental.Profile(log_dir):
+            model.fit(*data, batch_size=8, verbose=0, callbacks=[recorder])
+        # Steps 1 to 4, of two stages and four micro-batches.
+        self.assertEqual(recorder.name_tasks(log_dir), 4 * 2 * 4 * 3)
+        newest = max(
+            pathlib.Path(log_dir).rglob("*.xplane.pb"),
+            key=lambda x: x.stat().st_mtime_ns,
+        )
+        space = upstream.read_profile(newest.read_bytes())
+        (host,) = (x for x in space.planes if x.name == "/host:CPU")
+        lines = [x for x in host.lines if x.name.startswith("pipeline ")]
+        self.assertEqual(
+            [x.name for x in lines], ["pipeline CPU:0", "pipeline CPU:1"]
+        )
+        until = max(
+            event.offset_ps
+            for line in host.lines
+            for event in line.events
+            if line not in lines
+        )
+        for stage, line in enumerate(lines):
+            names = [
+                host.event_metadata[x.metadata_id].name for x in line.events
+            ]
+            row = model._pipeline.schedule.tasks[stage]
+            self.assertEqual(names, [str(task) for task in row] * 4)
+            self.assertIn(f"W{stage}.1", names)
+            starts = [event.offset_ps for event in line.events]
+            self.assertEqual(starts, sorted(starts))
+            # Among the operations of the profile.
+            self.assertBetween(starts[0], 0, until)
 
     def test_same_numbers(self):
         x, y = make_data()

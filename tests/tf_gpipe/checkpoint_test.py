@@ -425,7 +425,7 @@ class DamageTest(TestCase):
             path.unlink()
 
     @parameterized.product(
-        name=("part_00000.bin", "part_00001.bin", "index.json", "SHA256SUMS"),
+        name=("part_00000.bin", "part_00001.bin", "index.json", "CRC32SUMS"),
         how=("bit", "short", "long", "empty", "missing"),
     )
     def test_the_one_before_is_taken(self, name, how):

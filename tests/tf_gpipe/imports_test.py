@@ -12,6 +12,7 @@ PACKAGE = pathlib.Path(tf_gpipe.__file__).parent
 # From the top. Those of a row do not import one another.
 FLOORS = (
     ("__init__", "__main__", "commands", "worker"),
+    ("public",),
     ("verification", "callbacks", "tuning"),
     ("models", "checkpoints"),
     ("planning",),
@@ -19,7 +20,7 @@ FLOORS = (
     ("stage",),
     ("devices",),
     ("schedule", "table", "upstream"),
-    ("checks", "_version"),
+    ("checks", "progress", "_version"),
 )
 # Commands of the package are its users. A worker is one, by another name.
 USERS = ("commands", "worker", "__main__")

@@ -580,6 +580,7 @@ class LossesTest(tf.test.TestCase):
         model = keras.Model(x, [L.Dense(1)(x), L.Dense(1)(x)])
         model.compile(loss=["mse", "mae"])
         compile_loss, _ = upstream.compiled_parts(model)
+        self.assertEqual(upstream.loss_as_given(compile_loss), ["mse", "mae"])
         y = [tf.ones((2, 1)), tf.ones((2, 1))]
         compile_loss(y, y)
         names = []

@@ -304,6 +304,40 @@ class TrainTest(TestCase):
         self.assertNotEmpty(list(workdir.glob("logs/train/*")))
 
     @pytest.mark.slow
+    def test_shown_before_and_after(self):
+        """Dry run, page, logs, predictions and an exported model."""
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        workdir, page = folder / "run", folder / "step.html"
+        model, text = self.train(dry_run=True, workdir=workdir)
+        self.assertIsNone(model)
+        self.assertEmpty(self.scores)
+        self.assertIn("Activations", text)
+        self.assertFalse(workdir.exists())
+        with self.assertRaisesRegex(UserError, "no checkpoint.*train first"):
+            self.train(mode="predict", workdir=workdir)
+        model, _ = self.train(workdir=workdir, timeline=str(page))
+        self.assertIn("newPlot", page.read_text())
+        logs = {
+            value.tag
+            for path in (workdir / "logs" / "train").glob("events*")
+            for event in tf.compat.v1.train.summary_iterator(str(path))
+            for value in event.summary.value
+        }
+        self.assertContainsSubset(
+            ["epoch_samples_per_second", "epoch_bubble", "epoch_idle_stage_1"],
+            logs,
+        )
+        self.train(mode="predict", workdir=workdir)
+        found = np.loadtxt(workdir / "predictions.csv", delimiter=",")
+        self.assertAllClose(found.sum(axis=1), np.ones(len(found)), atol=1e-4)
+        self.train(mode="export", workdir=workdir)
+        exported = tf.saved_model.load(workdir / "export")
+        x = np.ones((2, *model.input_shape[1:]), "float32")
+        self.assertAllClose(
+            exported.serve(x), model(x, training=False), atol=1e-4
+        )
+
+    @pytest.mark.slow
     def test_number_of_stages_does_not_matter(self):
         curves = []
         for num_stages in (1, 2):

@@ -122,19 +122,49 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertIn(f"{workdir}/checkpoints/epoch_00001", message)
             self.assertNotIn("Traceback", errors)
             # It is missing as well when training starts again.
-            process = trainer(workdir, *flags, "--worker_timeout=1")
+            process = trainer(workdir, *flags, "--worker_timeout=10")
             _, errors = process.communicate()
             self.assertEqual(process.returncode, 1)
             self.assertRegex(
                 errors,
-                f"No worker answers at {processes[1].address} within 1 seconds."
-                f".* stage 1 would .*{workdir}/checkpoints/epoch_00001",
+                f"No worker answers at {processes[1].address} within 10 "
+                f"seconds.* stage 1 would .*{workdir}/checkpoints/epoch_00001",
             )
             port = int(processes[1].address.rpartition(":")[2])
             processes[1] = workers.Worker(port=port)
             processes[1].wait_until_ready()
             output = self.finish(trainer(workdir, *flags))
             self.assertIn("Resuming: 1 epochs of 2 are done.", output)
+        uninterrupted = self.make_directory()
+        self.finish(trainer(uninterrupted))
+        self.assert_same_state(
+            state(uninterrupted), state(workdir), rtol=1e-3, atol=1e-3
+        )
+
+    def test_elastic(self):
+        workdir = self.make_directory()
+        with workers.started(2) as processes:
+            addresses = ",".join(x.address for x in processes)
+            process = trainer(
+                workdir,
+                f"--workers={addresses}",
+                *("--elastic", "--restarts=3", "--checkpoint_every_steps=3"),
+                "--worker_timeout=10",
+            )
+            wait_for_step(process, 14)
+            processes[1].kill()
+            output, errors = process.communicate()
+        self.assertEqual(process.returncode, 0, errors)
+        self.assertRegex(
+            errors,
+            "going on without 1 of 2 workers. "
+            rf"\({processes[1].address}: nothing listens there",
+        )
+        self.assertRegex(
+            output,
+            r"Training 2 stages on (\S*/task:0\S*), \1, schedule",
+        )
+        self.assertIn("Resuming: 1 epochs", output)
         uninterrupted = self.make_directory()
         self.finish(trainer(uninterrupted))
         self.assert_same_state(

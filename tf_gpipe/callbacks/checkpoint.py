@@ -63,10 +63,17 @@ class Checkpoint(keras.callbacks.Callback):
 
     Example:
 
-    ```python
-    checkpoint = tf_gpipe.callbacks.Checkpoint("/tmp/run", every_steps=100)
-    model.fit(x, y, epochs=10, callbacks=[checkpoint])
-    ```
+    >>> model = tf_gpipe.PipelinedSequential(
+    ...     [keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(1)],
+    ...     num_stages=2,
+    ...     devices=["CPU:0", "CPU:0"],
+    ... )
+    >>> model.compile("sgd", "mse")
+    >>> x = np.ones((16, 8), "float32")
+    >>> checkpoint = tf_gpipe.callbacks.Checkpoint("run", every_steps=100)
+    >>> fitted = model.fit(x, x[:, :1], verbose=0, callbacks=[checkpoint])
+    >>> checkpoint.newest().name
+    'epoch_00001'
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class Checkpoint(keras.callbacks.Callback):
         return _position(saved)
 
     def set_model(self, model):
+        """Refuses models that are no pipelines; `fit` calls it."""
         if not isinstance(model, PipelinedTraining):
             raise ValueError(
                 "The Checkpoint callback is for models of tf_gpipe, such as "

@@ -11,8 +11,12 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import checks
+from tf_gpipe.callbacks import images
+from tf_gpipe.callbacks import profile
+from tf_gpipe.callbacks.profile import Recorded
 from tf_gpipe.devices import replicas
 from tf_gpipe.models.training import PipelinedTraining
+from tf_gpipe.schedule import page
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import Span
@@ -23,15 +27,23 @@ from tf_gpipe.schedule.tasks import RECOMPUTE
 from tf_gpipe.schedule.tasks import WEIGHTS
 from tf_gpipe.stage.pipeline import Pipeline
 
+# Which are remembered for a profile.
+_MOST_STEPS = 100
+
 
 class Timeline(keras.callbacks.Callback):
     """Records when each task of a training step ran, on each device.
 
-    It adds `bubble` to the logs of an epoch: the share of the time that devices
-    were idle, as the mean over the recorded steps of the epoch. The time of a
-    task is read on its device, from the clock of its host, so that the clocks
-    of several hosts must agree. Where XLA compiles the stages, recomputation is
-    part of the backward pass. Of several replicas the first one is recorded.
+    It adds to the logs of an epoch, as means over its recorded steps: `bubble`,
+    the share of the time that devices were idle, and for each stage
+    `idle_stage_0` and so on, the share that the stage's device was. `History`,
+    the progress bar, `keras.callbacks.TensorBoard` and other callbacks have
+    them, wherever this one is in the list of callbacks.
+
+    The time of a task is read on its device, from the clock of its host, so
+    that the clocks of several hosts must agree. Where XLA compiles the stages,
+    recomputation is part of the backward pass. Of several replicas the first
+    one is recorded. Logical CPU devices share cores, which a chart says.
 
     Args:
         steps: Collection of the numbers of the steps to record, from 0, the
@@ -43,11 +55,19 @@ class Timeline(keras.callbacks.Callback):
         picture: Path of an image of that step (png or svg; needs matplotlib),
             below a simulation of it from the mean times of each stage.
         chart: Boolean, whether to print that step as text when training ends.
+        html: Path of a page with the two charts of `picture`, to zoom into,
+            and a table of the stages; one file that needs no network (needs
+            plotly to be written).
+        log_dir: Path of a directory, such as that of
+            `keras.callbacks.TensorBoard`, in which the picture is logged at
+            the end of each epoch as an image for TensorBoard (needs matplotlib
+            and tensorboard).
 
     Raises:
         TypeError, ValueError: If an argument is not valid, or a path cannot
             be written.
-        ImportError: If a picture is asked for, and matplotlib is missing.
+        ImportError: If what a picture, a page or an image for TensorBoard
+            needs is missing: `pip install tf_gpipe[plot]`.
 
     Attributes:
         spans: List of the `Span`s of the last recorded step, in seconds.
@@ -55,10 +75,21 @@ class Timeline(keras.callbacks.Callback):
 
     Example:
 
-    ```python
-    model.fit(x, y, callbacks=[tf_gpipe.callbacks.Timeline(chart=True)])
-    ```
+    >>> model = tf_gpipe.PipelinedSequential(
+    ...     [keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(1)],
+    ...     num_stages=2,
+    ...     devices=["CPU:0", "CPU:0"],
+    ... )
+    >>> model.compile("sgd", "mse")
+    >>> x = np.ones((16, 8), "float32")
+    >>> timeline = tf_gpipe.callbacks.Timeline()
+    >>> fitted = model.fit(x, x[:, :1], 8, verbose=0, callbacks=[timeline])
+    >>> str(timeline.spans[0].task)
+    'F0.0'
     """
+
+    # By which `fit` calls it before the callbacks that show logs.
+    adds_to_logs = True
 
     def __init__(
         self,
@@ -66,16 +97,22 @@ class Timeline(keras.callbacks.Callback):
         trace: str | None = None,
         picture: str | None = None,
         chart: bool = False,
+        html: str | None = None,
+        log_dir: str | None = None,
     ):
         super().__init__()
         checks.boolean("chart", chart)
         if steps is not None:
             _check_steps(steps)
-        for name, path in (("trace", trace), ("picture", picture)):
+        files = {"trace": trace, "picture": picture, "html": html}
+        for name, path in files.items():
             if path is not None:
                 checks.writable(name, path)
         if picture is not None:
             timeline.check_picture(picture)
+        if html is not None:
+            page.check()
+        self._images = None if log_dir is None else images.Images(log_dir)
         self.spans: list[Span] = []
         self.devices: list[str] = []
         # As it was in the last recorded step.
@@ -86,8 +123,14 @@ class Timeline(keras.callbacks.Callback):
         self._trace = trace
         self._picture = picture
         self._chart = chart
+        self._html = html
+        # The last steps, in seconds since 1970, for `name_tasks`.
+        self._recorded: collections.deque[Recorded] = collections.deque(
+            maxlen=_MOST_STEPS
+        )
 
     def set_model(self, model):
+        """Refuses models that are no pipelines; `fit` calls it."""
         if not isinstance(model, PipelinedTraining):
             raise ValueError(
                 "The Timeline callback records models of tf_gpipe, such as "
@@ -100,6 +143,7 @@ class Timeline(keras.callbacks.Callback):
         # A step that was traced before does not read the clock.
         self.model.make_train_function(force=True)
         self.spans = []
+        self._recorded.clear()
         # The numbers of the first step of the epoch, and of the step after the
         # last one.
         self._first = self._next = 0
@@ -111,7 +155,7 @@ class Timeline(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._first = self._next
-        self._bubbles: list[float] = []
+        self._logs: list[dict[str, float]] = []
 
     def on_train_batch_end(self, batch, logs=None):
         step = self._first + batch
@@ -122,11 +166,22 @@ class Timeline(keras.callbacks.Callback):
             self._measured = self._read()
             self.spans = self._measured.spans
             self.devices = self._measured.devices
-            self._bubbles.append(self._measured.bubble)
+            idle = self._measured.idle.items()
+            self._logs.append(
+                {
+                    "bubble": self._measured.bubble,
+                    **{f"idle_stage_{k}": share for k, share in idle},
+                }
+            )
 
     def on_epoch_end(self, epoch, logs=None):
-        if self._bubbles and logs is not None:
-            logs["bubble"] = statistics.mean(self._bubbles)
+        if not self._logs:
+            return
+        if logs is not None:
+            for name in self._logs[-1]:
+                logs[name] = statistics.mean(x[name] for x in self._logs)
+        if self._images is not None:
+            self._images.write(self._charts(), epoch)
 
     def on_train_end(self, logs=None):
         self.model._stop_recording()
@@ -136,13 +191,9 @@ class Timeline(keras.callbacks.Callback):
             with open(self._trace, "w") as f:
                 json.dump(timeline.chrome_trace(self._measured), f)
         if self._picture:
-            schedule = self.model._pipeline.schedule
-            title = schedule.description and f", {schedule.title}"
-            steps = {
-                f"simulated{title}": self.simulated(),
-                "measured": self._measured,
-            }
-            timeline.picture(steps, self._picture)
+            timeline.picture(self._charts(), self._picture)
+        if self._html:
+            page.write(self._charts(), self._html, self._about())
         if self._chart:
             print(timeline.text_chart(self._measured))
 
@@ -177,7 +228,57 @@ class Timeline(keras.callbacks.Callback):
             remat=pipeline.remat,
             weights=weights,
         )
-        return Execution(step.spans, self.devices)
+        return Execution(step.spans, self.devices, in_seconds=True)
+
+    def name_tasks(self, log_dir: str) -> int:
+        """Adds the tasks to the newest profile in a directory.
+
+        TensorFlow's profiler knows operations, not tasks. This adds a line to
+        its trace for each device of the pipeline, with the recorded tasks as
+        `F0.2` (stage 0, micro-batch 2), above what the device does meanwhile.
+        Call it when `fit` and the profiler have ended.
+
+        Args:
+            log_dir: Directory of the profile: what
+                `keras.callbacks.TensorBoard` or `tf.profiler.experimental`
+                were given.
+
+        Returns:
+            Integer, how many tasks were added: those of the steps in the
+            profile, of the last 100 that were recorded.
+
+        Raises:
+            ValueError: If there is no profile, or no recorded step is in it.
+
+        Example:
+
+        ```python
+        board = keras.callbacks.TensorBoard("logs", profile_batch=(5, 8))
+        timeline = tf_gpipe.callbacks.Timeline()
+        model.fit(x, y, callbacks=[board, timeline])
+        timeline.name_tasks("logs")
+        ```
+        """
+        return profile.name_tasks(log_dir, self._recorded)
+
+    def _charts(self) -> dict[str, Execution]:
+        schedule = self.model._pipeline.schedule
+        title = schedule.description and f", {schedule.title}"
+        return {
+            f"simulated{title}": self.simulated(),
+            "measured": self._measured,
+        }
+
+    def _about(self) -> list[dict[str, str]]:
+        """Returns what a page tells of each stage, beside its times."""
+        assert self._pipeline is not None
+        return [
+            {
+                "layers": f"{len(x.nodes)}, from {x.nodes[0].layer.name}",
+                "parameters": f"{x.count_params():,}",
+            }
+            for x in self._pipeline.stages
+        ]
 
     def _record(self, times: tf.Tensor, pipeline: Pipeline) -> None:
         """Keeps the times of a step, while it is being traced."""
@@ -197,21 +298,22 @@ class Timeline(keras.callbacks.Callback):
                 "it overrides `call`, or where its own `train_step` does not "
                 "ask `loss_and_gradients`."
             )
-        times -= times.min()
+        first = times.min()
+        times -= first
         pipeline = self._pipeline = self._pipelines[len(times)]
         schedule = pipeline.schedule
-        return Execution(
-            [
-                Span(schedule.devices[task.stage], task, start, end)
-                for task, (start, end) in zip(
-                    schedule.steps(pipeline.remat), times.tolist(), strict=True
-                )
-            ],
-            [
-                pipeline.stages[schedule.devices.index(i)].device
-                for i in range(len(schedule.tasks))
-            ],
-        )
+        spans = [
+            Span(schedule.devices[task.stage], task, start, end)
+            for task, (start, end) in zip(
+                pipeline.steps, times.tolist(), strict=True
+            )
+        ]
+        devices = [
+            pipeline.stages[schedule.devices.index(i)].device
+            for i in range(len(schedule.tasks))
+        ]
+        self._recorded.append(Recorded(first, spans, devices))
+        return Execution(spans, devices, in_seconds=True)
 
 
 def _check_steps(steps: Any) -> None:

@@ -1,6 +1,7 @@
 """All that a training step changes: copied where it is, and put back."""
 
 import collections
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,9 +125,6 @@ def restore(model: keras.Model, saved: Saved, kinds: tuple[str, ...]) -> None:
     """
     optimizer = optimizer_of(model)
     of_model = variables_of(model)
-    of_saved = collections.defaultdict(list)
-    for i, array in enumerate(saved.arrays):
-        of_saved[array.kind].append((i, array))
     if optimizer is None:
         kinds = tuple(x for x in kinds if x != OPTIMIZER)
     elif OPTIMIZER in kinds and optimizer != saved.content["optimizer"]:
@@ -135,28 +133,54 @@ def restore(model: keras.Model, saved: Saved, kinds: tuple[str, ...]) -> None:
             f"it was written with {saved.content['optimizer']}, and the model "
             f"is compiled with {optimizer}",
         )
-    pairs = []
-    for kind in kinds:
-        # Written host by host.
-        ordered = sorted(of_saved[kind], key=lambda x: x[1].number)
-        if len(ordered) != len(of_model[kind]):
-            raise _other(
-                saved,
-                f"it has {len(ordered)} variables of {kind}, the model has "
-                f"{len(of_model[kind])}",
-            )
-        for (i, array), v in zip(ordered, of_model[kind], strict=True):
-            mine = _describe(kind, array.number, v)
-            if (array.shape, array.dtype) != (mine.shape, mine.dtype):
-                raise _other(
-                    saved,
-                    f"{kind} '{array.name}' has shape {array.shape} and dtype "
-                    f"{array.dtype} there; in the model '{mine.name}' has "
-                    f"{mine.shape} and {mine.dtype}",
-                )
-            pairs.append((i, v))
+    pairs = [x for kind in kinds for x in matched(saved, kind, of_model[kind])]
     for i, v in pairs:
         v.assign(saved.value(i))
+
+
+def matched(
+    saved: Saved,
+    kind: str,
+    variables: list,
+    skip: Callable[[Any], bool] = lambda v: False,
+) -> list[tuple[int, Any]]:
+    """Returns variables, each with the index of the array that is its value.
+
+    Args:
+        saved: `Saved`.
+        kind: String, a kind of variables.
+        variables: List of all of that kind, as of `variables_of`.
+        skip: Function that tells whether a variable is left out, whatever the
+            checkpoint has in its place.
+
+    Raises:
+        CheckpointError: If the checkpoint has others.
+    """
+    # Written host by host.
+    ordered = sorted(
+        ((i, x) for i, x in enumerate(saved.arrays) if x.kind == kind),
+        key=lambda x: x[1].number,
+    )
+    if len(ordered) != len(variables):
+        raise _other(
+            saved,
+            f"it has {len(ordered)} variables of {kind}, the model has "
+            f"{len(variables)}",
+        )
+    pairs = []
+    for (i, array), v in zip(ordered, variables, strict=True):
+        if skip(v):
+            continue
+        mine = _describe(kind, array.number, v)
+        if (array.shape, array.dtype) != (mine.shape, mine.dtype):
+            raise _other(
+                saved,
+                f"{kind} '{array.name}' has shape {array.shape} and dtype "
+                f"{array.dtype} there; in the model '{mine.name}' has "
+                f"{mine.shape} and {mine.dtype}",
+            )
+        pairs.append((i, v))
+    return pairs
 
 
 def optimizer_of(model: keras.Model) -> list[str] | None:

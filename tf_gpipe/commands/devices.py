@@ -3,9 +3,7 @@
 import tensorflow as tf
 
 from tf_gpipe.devices import placement
-
-# TensorFlow makes them one by one.
-_MOST = 1024
+from tf_gpipe.devices.local import split_cpu
 
 
 def ensure(num_devices: int) -> None:
@@ -21,25 +19,17 @@ def ensure(num_devices: int) -> None:
         ValueError: If there are too many, or TensorFlow has started with too
             few.
     """
-    if num_devices > _MOST:
-        raise ValueError(
-            f"There must be at most {_MOST} devices. Received: {num_devices}"
-        )
     for kind in ("GPU", "TPU"):
         if tf.config.list_physical_devices(kind):
             return
     try:
-        tf.config.set_logical_device_configuration(
-            tf.config.list_physical_devices("CPU")[0],
-            [tf.config.LogicalDeviceConfiguration()] * num_devices,
-        )
+        split_cpu(num_devices)
     except RuntimeError as error:
-        num_logical = len(tf.config.list_logical_devices("CPU"))
-        if num_logical < num_devices:
-            raise ValueError(
-                f"{num_devices} devices are needed, but TensorFlow has "
-                f"started with {num_logical}."
-            ) from error
+        started = len(tf.config.list_logical_devices("CPU"))
+        raise ValueError(
+            f"{num_devices} devices are needed, but TensorFlow has started "
+            f"with {started}."
+        ) from error
     if num_devices > 1:
         print(
             f"No accelerator: {num_devices} logical CPU devices share this "

@@ -5,21 +5,28 @@ import ast
 import contextlib
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-import tensorflow as tf
-
-import model_zoo
+from tf_gpipe import progress
+from tf_gpipe.commands import start
+from tf_gpipe.partition import sizes
+from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
 
-# Of users, or of the machine that they have.
+# As `model_zoo.names()` has them, which imports Keras.
+ZOO = (
+    *("amoebanet_d", "resnet101", "resnet50", "resnet_small"),
+    *("transformer_lm", "transformer_nmt", "unet"),
+)
+# Of users, or of the machine that they have; and TensorFlow's own.
 _MISTAKES = (
-    *(ImportError, MemoryError, OSError, OverflowError, TypeError),
-    *(ValueError, tf.errors.OpError),
+    *(ImportError, MemoryError, OSError),
+    *(OverflowError, TypeError, ValueError),
 )
 
 
@@ -50,7 +57,7 @@ def make_parser(
         type=_model,
         default="resnet_small",
         metavar="NAME",
-        help=f"a model of the model zoo ({', '.join(model_zoo.names())}); or "
+        help=f"a model of the model zoo ({', '.join(ZOO)}); or "
         "package.module:function, a function of yours that returns a "
         "functional or sequential Keras model, or a list of layers that "
         "begins with a keras.Input",
@@ -94,9 +101,18 @@ def make_parser(
     )
     parser.add_argument(
         "--remat",
-        choices=REMAT_MODES,
+        choices=(*REMAT_MODES, AUTO_REMAT),
         default="always",
-        help="which micro-batches are recomputed",
+        help="which micro-batches are recomputed; with auto, of all of them "
+        "the layers that --memory_limit asks for",
+    )
+    parser.add_argument(
+        "--memory_limit",
+        type=_limit,
+        metavar="SIZE",
+        help="what a device may take, with --remat=auto: a size such as 8GB, "
+        "or a share from 0 to 1 of the activations that the fullest device "
+        "takes with --remat=never, such as 0.5",
     )
     parser.add_argument(
         "--json",
@@ -117,23 +133,66 @@ def parse(
             "--num_devices is for --schedule=interleaved, "
             "interleaved_zero_bubble and auto only"
         )
+    if (args.remat == AUTO_REMAT) != (args.memory_limit is not None):
+        parser.error("--remat=auto and --memory_limit need each other")
     return args
+
+
+def limit(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of a pipeline that --memory_limit means."""
+    if args.memory_limit is None:
+        return {}
+    return {"memory_limit": args.memory_limit, "batch_size": args.batch_size}
 
 
 @contextlib.contextmanager
 def in_effect(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> Iterator[None]:
-    """A scope with the dtype policy, which ends with errors in one line."""
-    before = keras.config.dtype_policy()
-    try:
-        keras.config.set_dtype_policy(args.dtype_policy)
-        yield
-    except _MISTAKES as e:
-        # Keras's messages have several lines.
-        parser.error(" ".join(str(e).split()))
-    finally:
-        keras.config.set_dtype_policy(before)
+    """A scope that ends with errors in one line.
+
+    Bars show the progress. It has the dtype policy, if there is a model.
+    Without one neither Keras nor TensorFlow is imported.
+    """
+    mistakes: tuple = _MISTAKES
+    with contextlib.ExitStack() as scope:
+        scope.enter_context(progress.shown(not args.json))
+        if args.model is not None:
+            start.import_tensorflow()
+            import keras
+            import tensorflow as tf
+
+            mistakes = (*_MISTAKES, tf.errors.OpError)
+            before = keras.config.dtype_policy()
+            scope.callback(keras.config.set_dtype_policy, before)
+        try:
+            if args.model is not None:
+                keras.config.set_dtype_policy(args.dtype_policy)
+            yield
+        except mistakes as e:
+            # Keras's messages have several lines.
+            parser.error(" ".join(str(e).split()))
+
+
+def parse_with_program(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """Returns the arguments of a command that runs another program.
+
+    That program, with its own arguments, is the `command` of the result.
+    """
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="what to run, with arguments"
+    )
+    args = parser.parse_args(argv)
+    if not args.command:
+        parser.error("a command to run is needed")
+    if shutil.which(args.command[0]) is None:
+        parser.error(
+            "the command must be a program that can be run. Received: "
+            f"{args.command[0]}"
+        )
+    return args
 
 
 def positive(text: str) -> int:
@@ -144,6 +203,18 @@ def positive(text: str) -> int:
     if len(digits) > 10 or int(digits) >= 2**31:
         raise argparse.ArgumentTypeError(f"not below 2**31: {text!r}")
     return int(digits)
+
+
+def _limit(text: str) -> int | float:
+    """Returns a limit on memory, bytes or a share."""
+    try:
+        if re.fullmatch(r"[01]?\.\d+|1\.", text):
+            return MemoryLimit.of(float(text)).value
+        return sizes.to_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"not a size such as 8GB, nor a share such as 0.5: {text!r}"
+        ) from error
 
 
 def keyword_arguments(text: str) -> dict[str, Any]:
@@ -172,13 +243,17 @@ def keyword_arguments(text: str) -> dict[str, Any]:
 
 
 def _floats(value: Any) -> list[float]:
-    return [x for x in keras.tree.flatten(value) if isinstance(x, float)]
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, set, tuple)):
+        return [x for part in value for x in _floats(part)]
+    return [value] if isinstance(value, float) else []
 
 
 def _model(text: str) -> str:
-    if text in model_zoo.names() or re.fullmatch(r"\w+(\.\w+)*:\w+", text):
+    if text in ZOO or re.fullmatch(r"\w+(\.\w+)*:\w+", text):
         return text
     raise argparse.ArgumentTypeError(
-        f"expected one of {', '.join(model_zoo.names())}; or "
+        f"expected one of {', '.join(ZOO)}; or "
         f"package.module:function. Received: {text!r}"
     )

@@ -13,12 +13,9 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-import keras
-
+from tf_gpipe import progress
 from tf_gpipe.commands import flags
-from tf_gpipe.commands import models
-from tf_gpipe.planning import planner
-from tf_gpipe.planning import sizes
+from tf_gpipe.partition import sizes
 
 # Where `--find_largest` gives up: no memory is used by what grows.
 _LIMIT = 2**24
@@ -29,9 +26,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--balance",
         type=_balance,
-        default="parameters",
-        help="what stages have in nearly equal parts: parameters, flops or "
-        "memory; or the layer counts of the stages with commas",
+        help="what stages have in nearly equal parts: flops (the default), "
+        "parameters or memory; or the layer counts of the stages with commas",
     )
     parser.add_argument(
         "--optimizer",
@@ -71,6 +67,17 @@ def make_parser() -> argparse.ArgumentParser:
         "which the model fits in --device_memory, starting from that in "
         "--model_args or else from 1",
     )
+    parser.add_argument(
+        "--pareto",
+        action="store_true",
+        help="show the time of a step against what activations may take, with "
+        "remat auto and, to compare, always and never",
+    )
+    parser.add_argument(
+        "--picture",
+        metavar="PATH",
+        help="draw what --pareto finds here (.png, .svg)",
+    )
     return parser
 
 
@@ -79,6 +86,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = flags.parse(parser, argv)
     if args.find_largest and args.device_memory is None:
         parser.error("--find_largest needs --device_memory")
+    if args.picture and not args.pareto:
+        parser.error("--picture needs --pareto")
+    if args.pareto and (args.find_largest or args.remat != "always"):
+        parser.error("--pareto tries all of --remat, and finds nothing else")
+    if args.pareto:
+        from tf_gpipe.commands import pareto
+
+        with flags.in_effect(parser, args):
+            pareto.show(lambda **kw: _plan(args, {}, None, **kw), args)
+        return
     largest = {}
     with flags.in_effect(parser, args):
         if args.find_largest:
@@ -91,7 +108,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps({**found.to_dict(), **largest}))
 
 
-def _plan(args, changed, device_memory):
+def _plan(args, changed, device_memory, **kwargs):
+    import keras
+
+    from tf_gpipe.commands import models
+    from tf_gpipe.planning import planner
+
     # The model is made without values for its weights.
     with keras.StatelessScope(initialize_variables=False):
         model = models.get(args.model, {**args.model_args, **changed})
@@ -107,7 +129,7 @@ def _plan(args, changed, device_memory):
         schedule=args.schedule,
         num_devices=args.num_devices,
         balance=args.balance,
-        remat=args.remat,
+        **kwargs or {"remat": args.remat, "memory_limit": args.memory_limit},
         optimizer=args.optimizer,
         device_memory=device_memory,
         device_flops=args.device_flops,
@@ -122,7 +144,8 @@ def _find_largest(args: argparse.Namespace) -> int:
 
     def fits(value: int) -> bool:
         # Without the device's memory the planner looks for no advice.
-        found = _plan(args, {name: value}, None)
+        with progress.doing(f"{name}={value}"):
+            found = _plan(args, {name: value}, None)
         return dataclasses.replace(found, device_memory=args.device_memory).fits
 
     low, high = 0, args.model_args.get(name, 1)

@@ -81,13 +81,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=20,
         help="how often to start it again at most (default: %(default)s)",
     )
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help="what to run, with arguments"
-    )
-    args = parser.parse_args(argv)
-    if not args.command:
-        parser.error("a command to run is needed")
-    try:
-        return run(args.command, args.restarts)
-    except OSError as error:
-        parser.error(f"cannot run {args.command[0]}: {error.strerror}")
+    args = flags.parse_with_program(parser, argv)
+    return run(args.command, args.restarts)

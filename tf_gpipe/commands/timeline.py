@@ -15,24 +15,18 @@ Examples:
 import argparse
 import json
 import math
-import statistics
-import time
 from collections.abc import Sequence
 
-import keras
-
-import tf_gpipe
 from tf_gpipe import checks
-from tf_gpipe.commands import devices
 from tf_gpipe.commands import flags
-from tf_gpipe.commands import models
-from tf_gpipe.commands import workers
+from tf_gpipe.schedule import page
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.search import search
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import Times
 from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 
 # Characters of a line.
 _WIDEST = 10_000
@@ -86,6 +80,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--picture", metavar="PATH", help="save an image here (.png, .svg)"
     )
     parser.add_argument(
+        "--html", metavar="PATH", help="save a page to zoom into here (.html)"
+    )
+    parser.add_argument(
         "--trace",
         metavar="PATH",
         help="save a trace for Perfetto or chrome://tracing here (.json)",
@@ -103,21 +100,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("forward", "backward", "recompute", "transfer"):
         if getattr(args, name) != parser.get_default(name) and args.model:
             parser.error(f"--{name} is for a step on paper, without --model")
+    if args.remat == AUTO_REMAT and not args.model:
+        parser.error("--remat=auto needs --model, whose layers it chooses from")
     if args.num_steps < 3:
         # The first step is traced, and times are taken from step to step.
         parser.error(f"--num_steps must be at least 3, not {args.num_steps}")
     if args.width > _WIDEST:
         parser.error(f"--width must be at most {_WIDEST}, not {args.width}")
     with flags.in_effect(parser, args):
-        for name in ("picture", "trace"):
+        for name in ("html", "picture", "trace"):
             if getattr(args, name) is not None:
                 checks.writable(name, getattr(args, name))
         if args.picture is not None:
             timeline.check_picture(args.picture)
-        steps, ratio = measured(args) if args.model else (simulated(args), None)
+        if args.html is not None:
+            page.check()
+        if args.model:
+            from tf_gpipe.commands import recording
+
+            steps, ratio = recording.measured(args)
+        else:
+            steps, ratio = simulated(args), None
         step = list(steps.values())[-1]
         if args.picture is not None:
             timeline.picture(steps, args.picture)
+        if args.html is not None:
+            page.write(steps, args.html)
         if args.trace is not None:
             with open(args.trace, "w") as f:
                 json.dump(timeline.chrome_trace(step), f)
@@ -160,72 +168,6 @@ def simulated(args: argparse.Namespace) -> dict[str, Execution]:
             args.num_devices,
         )
     return {title: simulate(plan, **costs, remat=args.remat)}
-
-
-def measured(args: argparse.Namespace) -> tuple[dict[str, Execution], float]:
-    """Returns the same for a real step, and what recording it costs."""
-    num_devices = schedules.spread(
-        args.schedule, args.num_stages, args.num_devices
-    )
-    if not args.workers:
-        devices.ensure(num_devices)
-        return _measured(args, devices.first(args.num_devices))
-    with workers.connected(num_devices, one_core=True) as processes:
-        return _measured(args, [process.device for process in processes])
-
-
-def _measured(args, names):
-    model = models.pipelined(
-        models.get(args.model, args.model_args),
-        num_stages=args.num_stages,
-        num_micro_batches=args.num_micro_batches,
-        balance="flops",
-        schedule=args.schedule,
-        remat=args.remat,
-        devices=names,
-    )
-    model.compile("sgd", "mse")
-    x, y = models.random_data(model, args.batch_size * args.num_steps)
-    recorder = tf_gpipe.callbacks.Timeline()
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(3):
-        for recorded in seconds:
-            clock = _Clock()
-            model.fit(
-                x,
-                y,
-                batch_size=args.batch_size,
-                verbose=0,
-                callbacks=[clock, *([recorder] if recorded else [])],
-            )
-            seconds[recorded].append(clock.seconds())
-    ratio = statistics.median(
-        a / b for a, b in zip(seconds[True], seconds[False], strict=True)
-    )
-    schedule = model._pipeline.schedule
-    title = schedule.description and f", {schedule.title}"
-    steps = {
-        f"simulated{title}": recorder.simulated(),
-        "measured": Execution(recorder.spans, recorder.devices),
-    }
-    return steps, ratio
-
-
-class _Clock(keras.callbacks.Callback):
-    """Takes the time from step to step."""
-
-    def on_train_begin(self, logs=None):
-        self.times = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.times.append(time.perf_counter())
-
-    def seconds(self):
-        # Without the first step, in which TensorFlow traces.
-        times = self.times[1:]
-        return statistics.median(
-            b - a for a, b in zip(times, times[1:], strict=False)
-        )
 
 
 def _costs(text: str) -> float | list[float]:

@@ -13,12 +13,8 @@ model takes the plan with `plan=tf_gpipe.Plan.load("plan.json")`.
 import json
 from collections.abc import Sequence
 
-import keras
-
 from tf_gpipe.commands import flags
-from tf_gpipe.commands import models
 from tf_gpipe.commands import plan as plan_command
-from tf_gpipe.tuning.tune import tune
 
 # What is chosen, unless it is given.
 _CHOSEN = ("num_stages", "num_micro_batches", "schedule", "remat")
@@ -82,7 +78,17 @@ def make_parser():
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
+    if args.memory_limit is not None:
+        parser.error(
+            "--memory_limit follows from --device_memory: 90 % of it, with "
+            "--remat=auto"
+        )
     with flags.in_effect(parser, args):
+        import keras
+
+        from tf_gpipe.commands import models
+        from tf_gpipe.tuning.tune import tune
+
         # The model is made without values for its weights.
         with keras.StatelessScope(initialize_variables=False):
             model = models.get(args.model, args.model_args)

@@ -13,12 +13,8 @@ import argparse
 import json
 from collections.abc import Sequence
 
-import keras
-
 import tf_gpipe
-from tf_gpipe.commands import devices
 from tf_gpipe.commands import flags
-from tf_gpipe.commands import models
 from tf_gpipe.schedule import schedules
 
 
@@ -29,8 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--balance",
         choices=("parameters", "flops", "memory"),
-        default="parameters",
-        help="what stages have in nearly equal parts",
+        help="what stages have in nearly equal parts; flops by default",
     )
     parser.add_argument(
         "--optimizer", default="adam", help="name of a Keras optimizer"
@@ -45,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = flags.parse(parser, argv)
     with flags.in_effect(parser, args):
+        import keras
+
+        from tf_gpipe.commands import devices
+        from tf_gpipe.commands import models
+
         devices.ensure(
             schedules.spread(args.schedule, args.num_stages, args.num_devices)
         )
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             balance=args.balance,
             schedule=args.schedule,
             remat=args.remat,
+            **flags.limit(args),
             devices=devices.first(args.num_devices),
         )
         model.compile(args.optimizer, "mse")

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from tf_gpipe import upstream
+from tf_gpipe.commands import start
 from tf_gpipe.devices import listening
 
 _LOOK_SECONDS = 1.0
@@ -44,7 +44,10 @@ def serve(port: int, bind: str, with_stdin: bool = False) -> None:
         threading.Thread(
             target=_end_with_stdin, args=(os.getppid(),), daemon=True
         ).start()
+    start.import_tensorflow()
     import tensorflow as tf
+
+    from tf_gpipe import upstream
 
     upstream.fail_fast()
 

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -218,17 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="start a worker again that dies, at the same address",
     )
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help="what to run, with arguments"
-    )
-    args = parser.parse_args(argv)
-    if not args.command:
-        parser.error("a command to run is needed")
-    if shutil.which(args.command[0]) is None:
-        parser.error(
-            "the command must be a program that can be run. Received: "
-            f"{args.command[0]}"
-        )
+    args = flags.parse_with_program(parser, argv)
     with started(args.num_workers) as workers:
         addresses = ",".join(worker.address for worker in workers)
 

@@ -1,6 +1,7 @@
 """Where things are: devices, replicas, worker processes.
 
 placement   which device each stage is on, its variables too
+local       the CPU of this machine, as several devices
 sharing     the same for a saved model, where its devices are not
 replicas    several pipelines under a `tf.distribute` strategy
 slots       what an optimizer keeps of a weight, beside the weight

@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -34,6 +35,7 @@ def connect(
     addresses: Sequence[str],
     timeout: float = 15.0,
     heartbeat: float | None = 30.0,
+    at_least: int | None = None,
 ) -> list[str]:
     """Connects to workers, and returns their devices for `devices=`.
 
@@ -55,6 +57,9 @@ def connect(
         timeout: Float, seconds to wait for workers that are still starting.
         heartbeat: Float, seconds for which a worker may be silent before it
             is taken for dead, or `None` for as long as it likes.
+        at_least: Positive integer, how many workers are enough: once `timeout`
+            is over, those that do not answer are told of and left out. Stages
+            may share a device. Defaults to `None`: all of them.
 
     Returns:
         List of TensorFlow device strings in the order of the workers: the
@@ -82,12 +87,22 @@ def connect(
             "a number of seconds above 0, or None for no limit",
             above=True,
         )
+    if at_least is not None:
+        at_least = checks.positive_integer("at_least", at_least)
+        if at_least > len(addresses):
+            raise ValueError(
+                "`at_least` must be at most the number of `addresses`, "
+                f"{len(addresses)}. Received: at_least={at_least}"
+            )
     connected = worker_lost.addresses()
     if not connected:
-        found = _wait_for(addresses, timeout)
+        found = _wait_for(addresses, timeout, at_least or len(addresses))
         _check_apart(found)
         _open(found, heartbeat)
-    elif connected != addresses:
+        connected = list(found)
+    elif connected != addresses and not (
+        at_least and [x for x in addresses if x in connected] == connected
+    ):
         raise ValueError(
             "A process can connect to workers only once. Connected to: "
             f"{', '.join(connected)}. Received: {', '.join(addresses)}"
@@ -96,7 +111,7 @@ def connect(
         watcher.current.allow(heartbeat)
     return [
         device
-        for task in range(len(addresses))
+        for task in range(len(connected))
         for device in placement.accelerators(
             f"/job:{worker_lost.JOB}/replica:0/task:{task}/"
         )
@@ -133,7 +148,7 @@ def _open(found: dict[str, tuple[str, int]], heartbeat: float | None) -> None:
     watcher.current.look()
     if listening.AVAILABLE:
         listening.accept_only(address, port)
-    else:
+    if not listening.AVAILABLE:
         # Only Linux lets it be kept from the others.
         address = listening.EVERY_ADDRESS
     listening.announce("client", address, port)
@@ -184,9 +199,12 @@ def _check_apart(found: dict[str, tuple[str, int]]) -> None:
 
 
 def _wait_for(
-    addresses: list[str], timeout: float
+    addresses: list[str], timeout: float, enough: int
 ) -> dict[str, tuple[str, int]]:
-    """Returns the IP address and port of each worker, once all answer."""
+    """Returns the IP address and port of each worker, once all answer.
+
+    Or of those that do when the time is over, if they are enough.
+    """
     deadline = time.monotonic() + timeout
     states: dict[str, str] = dict.fromkeys(addresses, heartbeats.SILENT)
     answers: queue.Queue = queue.Queue()
@@ -222,9 +240,16 @@ def _wait_for(
         for _ in addresses:
             found.update(answers.get(timeout=max(end - time.monotonic(), 0)))
     missing = [x for x in addresses if x not in found]
-    if missing:
+    reasons = "; ".join(f"{x}: {states[x]}" for x in missing)
+    if missing and len(found) >= enough:
+        print(
+            f"tf_gpipe: going on without {len(missing)} of {len(addresses)} "
+            f"workers. ({reasons}.)",
+            file=sys.stderr,
+            flush=True,
+        )
+    elif missing:
         stages = [str(addresses.index(each)) for each in missing]
-        reasons = "; ".join(f"{x}: {states[x]}" for x in missing)
         raise tf.errors.UnavailableError(
             None,
             None,
@@ -234,4 +259,4 @@ def _wait_for(
             "`python -m tf_gpipe worker --port=PORT`, and see that "
             "its `--bind` address is the one given here.",
         )
-    return {x: found[x] for x in addresses}
+    return {x: found[x] for x in addresses if x in found}

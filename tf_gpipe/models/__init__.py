@@ -9,8 +9,11 @@ sequential  functional   PipelinedSequential, PipelinedModel
         calls            the model as a layer, within gradient tapes
 
 step_functions  what callbacks change while a model runs
+callback_order  callbacks that measure come before those that show it
 user_class      a user's own class, kept when a pipeline is made of it
 arguments       the arguments of a pipeline, as attributes
 saving          what is written into files; the way back to plain Keras
+keras_words     Keras's docstrings, where a pipeline has its own methods
+deciding        how many calls each stage has, and which it recomputes
 summary         the table of stages of `summary()`
 """

@@ -59,6 +59,8 @@ class Arguments(_Mixin):
     )
     schedule = _argument("schedule", "The name of the schedule, or itself.")
     remat = _argument("remat", "Which micro-batches are computed again.")
+    memory_limit = _argument("memory_limit", "What a device may take.")
+    batch_size = _argument("batch_size", "The rows that the limit is for.")
     devices = _argument(
         "devices", "The devices of the schedule, a list a replica if several."
     )

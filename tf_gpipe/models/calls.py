@@ -37,6 +37,7 @@ class PipelinedCalls(_Mixin):
 
     @property
     def jit_compile(self) -> bool:
+        """False: XLA compiles stages, if `compile` says so, not whole steps."""
         # Keras asks for the whole step, which spans devices, while XLA
         # compiles for one. What `compile` was given is for the stages.
         return False
@@ -50,6 +51,19 @@ class PipelinedCalls(_Mixin):
 
         Gradients in inference mode are right, but neither pipelined nor
         rematerialised.
+
+        Args:
+            inputs: Nested structure of tensors of shape `(batch_size, ...)`.
+            training: Boolean, or `None` for what is around the call.
+            mask: Nested structure of boolean tensors with a row for each row
+                of the inputs, or `None`.
+
+        Returns:
+            Nested structure of tensors: the outputs of the mini-batch.
+
+        Raises:
+            TypeError: If `training` is not known when the call is traced, or
+                `mask` is no mask.
         """
         try:
             training = None if training is None else bool(training)
@@ -158,6 +172,7 @@ class PipelinedCalls(_Mixin):
         training,
         gradients=Gradients.OF_ALL,
         timed=False,
+        previous=None,
     ):
         # Replicas cannot meet inside a function.
         meets = replicas.several() and any(
@@ -190,6 +205,7 @@ class PipelinedCalls(_Mixin):
             gradients,
             stages,
             timed,
+            previous,
         )
 
     def _most_rows(self, rows: int | None, training: bool | None) -> int:

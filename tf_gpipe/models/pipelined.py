@@ -14,16 +14,18 @@ from tf_gpipe.devices import placement
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.models.arguments import Arguments
+from tf_gpipe.models.deciding import counts_of
+from tf_gpipe.models.deciding import decided
 from tf_gpipe.models.saving import Saving
 from tf_gpipe.models.step_functions import StepFunctions
 from tf_gpipe.models.step_functions import while_running
 from tf_gpipe.models.summary import stage_table
 from tf_gpipe.models.training import PipelinedTraining
-from tf_gpipe.partition import balanced
-from tf_gpipe.partition import lopsided
 from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
+from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage.graph import Graph
@@ -68,7 +70,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages: each has `index`, `device`, `layers`, `count_params()`.
+        """Tuple of the `Stage`s, first to last.
 
         Raises:
             ValueError: If the model has not been built.
@@ -93,11 +95,25 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         layer compiled again.
 
         Args:
-            balance: As the argument of the class.
+            balance: Layer counts, the name of what stages shall have in equal
+                parts, or a function: what the argument `balance` of the class
+                may be.
 
         Raises:
             ValueError: If `balance` is not valid, or the model has not been
                 built.
+
+        Example:
+
+        >>> layers = [keras.layers.Dense(8) for _ in range(4)]
+        >>> model = tf_gpipe.PipelinedSequential(
+        ...     [keras.Input((8,)), *layers],
+        ...     num_stages=2,
+        ...     devices=["CPU:0", "CPU:0"],
+        ... )
+        >>> model.rebalance([1, 3])
+        >>> [len(stage.layers) for stage in model.stages]
+        [1, 3]
         """
         pipeline = self._built_pipeline()
         previous = self._config
@@ -116,21 +132,48 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         self._forget_traced()
 
     def make_train_function(self, force=False):
+        """Makes the function of a step of `fit`; with `force`, anew."""
+        self._decide_again()
         self._follow_changes()
         return super().make_train_function(force=force)
 
     def make_test_function(self, force=False):
+        """Makes the function of a step of `evaluate`; with `force`, anew."""
         self._follow_changes()
         return super().make_test_function(force=force)
 
     def make_predict_function(self, force=False):
+        """Makes the function of a step of `predict`; with `force`, anew."""
         self._follow_changes()
         return super().make_predict_function(force=force)
 
     def summary(
         self, line_length=None, positions=None, print_fn=None, *args, **kwargs
     ):
-        """Prints Keras's summary, then a table of the stages."""
+        """Prints Keras's summary, then a table of the stages.
+
+        The table has a row a stage: its device, layers, parameters, and what
+        it sends to which stage for a row of a batch, in KiB. Below it are the
+        schedule and the bubble.
+
+        Args:
+            line_length: Integer, characters of a line. Defaults to the width
+                of the terminal.
+            positions: As for `keras.Model.summary`.
+            print_fn: Function that is called with each text. Defaults to
+                `print`.
+            *args: Further arguments of `keras.Model.summary`.
+            **kwargs: Further arguments of `keras.Model.summary`.
+
+        Example:
+
+        >>> layers = [keras.Input((8,)), keras.layers.Dense(8)]
+        >>> model = tf_gpipe.PipelinedSequential(layers, num_stages=1)
+        >>> texts = []
+        >>> model.summary(print_fn=texts.append)
+        >>> "Schedule 1f1b" in texts[-1]
+        True
+        """
         super().summary(line_length, positions, print_fn, *args, **kwargs)
         if self._pipeline is not None:
             found = stage_table(
@@ -147,6 +190,11 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     def stateless_call(self, *args, **kwargs):
+        """Not there for pipelines, which have their weights on devices.
+
+        Raises:
+            NotImplementedError: Always.
+        """
         raise NotImplementedError(
             "A pipeline reads its weights on their devices, so they cannot be "
             "passed to it. Call the model itself, under a `tf.GradientTape` "
@@ -176,24 +224,32 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             [x.layer for x in graph.nodes], len(graph.nodes)
         )
         worker_lost.note_devices(self, devices)
-        counts: Any = config.balance
-        if not isinstance(counts, list):
-            counts = balanced.counts(
-                counts,
-                graph,
-                schedule,
-                config.remat,
-                devices[0][0],
-                tell=functools.partial(lopsided.warn, self.name),
-                length=config.nominal_length,
+        counted = functools.partial(
+            counts_of, self.name, graph, config, schedule, devices
+        )
+        chosen = costs = None
+        if config.remat == AUTO_REMAT:
+            optimizer = getattr(self, "optimizer", None)
+            found = decided(
+                graph, config, schedule, devices, optimizer, counted
             )
+            counts, chosen, costs = found.counts, found.parts, found.costs
+            attributes: Any = vars(self)
+            attributes["_decided_for"] = type(optimizer)
+        else:
+            counts = counted()
         if config.schedule == schedules.AUTO:
             rows = [
                 devices[schedule.devices.index(i)]
                 for i in range(len(schedule.tasks))
             ]
             schedule = stage_costs.resolved(
-                graph, counts, schedule, config.remat, config.nominal_length
+                graph,
+                counts,
+                schedule,
+                config.remat,
+                config.nominal_length,
+                costs,
             )
             devices = [rows[i] for i in schedule.devices]
         stages: list[Stage] = []
@@ -222,7 +278,20 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             if isinstance(config.schedule, Schedule)
             else config.num_micro_batches or schedule.num_micro_batches,
             [(x, x.layers) for x in graph.models],
+            chosen=chosen,
         )
+
+    def _decide_again(self) -> None:
+        """Places anew where it was done for another optimizer's slots."""
+        config = self._config
+        if (
+            self._pipeline is None
+            or config.remat != AUTO_REMAT
+            or MemoryLimit.of(config.memory_limit).is_share
+            or vars(self)["_decided_for"] is type(self.optimizer)
+        ):
+            return
+        self.rebalance(config.balance)
 
     def _follow_changes(self) -> None:
         """Places weights that layers have got since, as by `enable_lora`.

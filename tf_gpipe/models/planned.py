@@ -22,9 +22,11 @@ AUTO = "auto"
 _DECIDED: dict[str, Any] = {
     "num_stages": None,
     "num_micro_batches": None,
-    "balance": "parameters",
+    "balance": None,
     "schedule": "1f1b",
     "remat": "always",
+    "memory_limit": None,
+    "batch_size": None,
 }
 
 

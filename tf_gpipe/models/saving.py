@@ -68,13 +68,15 @@ class Saving(_Mixin):
         config = dict(vars(self._config))
         if isinstance(config["schedule"], Schedule):
             config["schedule"] = config["schedule"].get_config()
-        if callable(config["balance"]):
-            # A function need not be there when the model is loaded.
-            config["balance"] = (
-                [len(stage.nodes) for stage in self._pipeline.stages]
-                if self._pipeline is not None
-                else "parameters"
-            )
+        balance = config["balance"]
+        if balance is None or callable(balance):
+            # A function need not be there when the model is loaded, and a
+            # model that is loaded has the stages that it was saved with.
+            config["balance"] = None
+            if self._pipeline is not None:
+                config["balance"] = [
+                    len(x.nodes) for x in self._pipeline.stages
+                ]
         return config
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):

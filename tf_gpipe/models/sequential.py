@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.models import planned
 from tf_gpipe.models import user_class
+from tf_gpipe.models.keras_words import with_keras_words
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.saving import not_a_config
 from tf_gpipe.partition import layer_costs
@@ -22,6 +23,7 @@ from tf_gpipe.stage.opening import num_calls
 from tf_gpipe.stage.stage import name_layer
 
 
+@with_keras_words
 @keras.saving.register_keras_serializable(package="tf_gpipe")
 class PipelinedSequential(Pipelined, keras.Sequential):
     """A linear stack of layers, trained as a pipeline over several devices.
@@ -53,12 +55,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             of fewer rows is cut into as many micro-batches as it has rows.
             Defaults to 4 a device, the paper's rule for a small bubble.
         balance: List of K layer counts; or what stages shall have in nearly
-            equal parts: `"parameters"`; `"flops"`, operations of the forward
-            pass; `"time"`, measured on the first device when the model is
-            built; `"memory"`, for weights and for what is kept for the
+            equal parts: `"flops"`, operations of the forward pass; `"time"`,
+            measured on the first device when the model is built;
+            `"parameters"`; `"memory"`, for weights and what is kept for the
             backward pass; or a function `cost(layer, input_shape)` that
             returns a number. Costs are those of a batch of one row, if the
-            `Input` gives no batch size. Defaults to `"parameters"`.
+            `Input` gives no batch size. Defaults to `"flops"`, or
+            `"parameters"` where a layer's operations cannot be counted.
         schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as
             1F1B, with more forward passes ahead, which run while activations
             and gradients travel), `"gpipe"` (all forward, then all backward),
@@ -78,7 +81,10 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             compute the activations again for the backward pass: `"always"`,
             `"except_last"` (all but the last one) or `"never"`. None is where
             a schedule sends the last stage backward right after a forward
-            pass, as `"1f1b"` does. Defaults to `"always"`.
+            pass, as `"1f1b"` does. With `"auto"` each stage computes those of
+            its layers again with which it just fits in `memory_limit`; with
+            `balance="flops"` the model is cut so that the slowest stage is
+            as fast as it can be then. Defaults to `"always"`.
         devices: List of TensorFlow device strings, one a stage, repeated
             where stages share a device; with schedules that put several
             stages on a device, one for each of the schedule's devices.
@@ -93,12 +99,22 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             relative error of up to 2^-8 or 2^-11 in each number; with float16
             those beyond 65,504 overflow. Defaults to `None`: they travel
             as they are, and the numbers are those of the plain model.
+        nominal_length: Integer, what any size but the batch's that is not
+            known counts as where `balance` finds costs. Defaults to 128.
+        memory_limit: What a device may take, with `remat="auto"`: an integer
+            of bytes, or a string such as `"8GB"`, for weights, the sums of
+            their gradients, the optimizer's slots and activations; or a
+            float, a share of the activations that the fullest device takes
+            with `remat="never"`.
+        batch_size: Integer, the rows of the mini-batches that a
+            `memory_limit` in bytes is for; by default those of the model's
+            `Input`. A share is that of micro-batches of 32 rows where it is
+            not known.
         plan: `tf_gpipe.Plan`, which `tf_gpipe.tune` or `tf_gpipe.plan` has
-            made for these layers: it decides all of the above up to `remat`,
-            and `devices` unless they are given. Defaults to `None`.
-        nominal_length: Integer, what the length of `Input((None,))`, and any
-            other size but the batch's that is not known, counts as where
-            `balance` finds costs. Defaults to 128.
+            made for these layers. It decides `num_stages`,
+            `num_micro_batches`, `balance`, `schedule`, `remat`,
+            `memory_limit` and `batch_size`, and `devices` unless they are
+            given. Defaults to `None`.
         trainable: Boolean, whether the layers are trainable.
         name: String.
 
@@ -133,12 +149,14 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         *,
         num_stages: int | str | None = None,
         num_micro_batches: int | None = None,
-        balance: str | Callable | Sequence[int] = "parameters",
+        balance: str | Callable | Sequence[int] | None = None,
         schedule: str | Schedule = "1f1b",
         remat: str = "always",
         devices: Sequence[str] | Sequence[Sequence[str]] | None = None,
         boundary_dtype: str | None = None,
         nominal_length: int = layer_costs.NOMINAL_LENGTH,
+        memory_limit: int | str | float | None = None,
+        batch_size: int | None = None,
         plan: Plan | None = None,
         trainable: bool = True,
         name: str | None = None,
@@ -153,6 +171,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 "schedule": schedule,
                 "remat": remat,
                 "devices": devices,
+                "memory_limit": memory_limit,
+                "batch_size": batch_size,
             },
             lambda: planned.of_layers(layers),
         )
@@ -192,6 +212,15 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         return super().pop(rebuild=rebuild)
 
     def build(self, input_shape=None):
+        """Builds the layers, each on the device of its stage.
+
+        Args:
+            input_shape: Shape of the input with its batch axis, such as
+                `(None, 8)`. It may be left out of a model with an `Input`.
+
+        Raises:
+            ValueError: If stages cannot be formed of the layers.
+        """
         self._resolve(self.layers)
         # Abstractly: weights get their values where their stage is, and a
         # model too large for one device is never on one.
@@ -214,6 +243,17 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             scope.assign()
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
+        """Returns the shape and dtype of what a call returns.
+
+        Args:
+            inputs: Nested structure of `keras.KerasTensor`s.
+            training: Boolean or `None`, as for `call`.
+            mask: As for `call`.
+            **kwargs: As for `call`.
+
+        Returns:
+            Nested structure of `keras.KerasTensor`s.
+        """
         if self._pipeline is None:
             self._build_for(inputs)
         return super().compute_output_spec(

@@ -40,7 +40,8 @@ def _remade(kind: str) -> property:
     def put(self: Any, function: Any) -> None:
         vars(self)[key] = function
 
-    return property(get, put)
+    doc = f"The function of a step, kept from `make_{kind}_function`."
+    return property(get, put, doc=doc)
 
 
 def while_running(kind: str, method: Callable) -> Callable:

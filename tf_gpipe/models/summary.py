@@ -5,8 +5,10 @@ import shutil
 from tf_gpipe import table
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import stage_costs
+from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.stage.pipeline import Pipeline
+from tf_gpipe.stage.stage import Stage
 
 
 def stage_table(
@@ -19,40 +21,79 @@ def stage_table(
     `length` is what sizes that are not known count as.
     """
     stages, schedule = pipeline.stages, pipeline.schedule
-    rows = []
-    for stage in stages:
-        names = [node.layer.name for node in stage.nodes]
-        if len(names) > 3:
-            names = [names[0], "...", names[-1]]
-        sends = layer_costs.sends(
+    replicas = zip(*(stage.devices for stage in stages), strict=True)
+    devices = [timeline.short_names(names) for names in replicas]
+    sends = [
+        stage_costs.sends(
             stages, stage.index, lambda x: layer_costs.size_in_bytes(x.spec)
         )
+        for stage in stages
+    ]
+    keys = [
+        (
+            len(stage.nodes),
+            stage.count_params(),
+            *((to - stage.index, size) for to, size in sends[k].items()),
+        )
+        for k, stage in enumerate(stages)
+    ]
+    rows = []
+    for run in table.runs(keys):
+        stage = stages[run.start]
+        names = [n.layer.name for k in run for n in stages[k].nodes]
+        if len(names) > 3:
+            names = [names[0], "...", names[-1]]
         rows.append(
             {
-                "Stage": str(stage.index),
-                "Device": "\n".join(stage.devices),
+                "Stage": table.of_run([str(x.index) for x in stages], run),
+                "Device": "\n".join(table.of_run(x, run) for x in devices),
                 "Layers": f"{len(stage.nodes)} ({', '.join(names)})",
                 "Parameters": f"{stage.count_params():,}",
                 "Sends to (KiB a row)": ", ".join(
-                    f"{to} ({size / 2**10:.3g})" for to, size in sends.items()
+                    f"{to} ({size / 2**10:.3g})"
+                    for to, size in sends[run.start].items()
                 ),
             }
         )
-    note = (
+    verdict = f"{len(stages)} stages, bubble {_bubble(pipeline, length)}"
+    notes = [
         f"Schedule {schedule.name} of "
         f"{pipeline.num_micro_batches or schedule.num_micro_batches} "
-        f"micro-batches, remat {pipeline.remat}; bubble "
-        f"{_bubble(pipeline, length)}"
-    )
-    notes = [note]
+        f"micro-batches, remat {pipeline.remat}"
+    ]
+    if len(rows) < len(stages):
+        notes.append(
+            "Of several stages, layers and parameters are those of each, and "
+            "what is sent is that of the first."
+        )
     if schedule.description:
         notes.append(f"Order of tasks: {schedule.description}")
+    if pipeline.chosen is not None:
+        notes += [_recomputed(pipeline, stage) for stage in stages]
     return table.render(
         rows,
         notes,
         line_length or shutil.get_terminal_size((80, 24)).columns,
         left=("Device", "Layers", "Sends to (KiB a row)"),
-        wrap=True,
+        verdict=verdict,
+    )
+
+
+def _recomputed(pipeline: Pipeline, stage: Stage) -> str:
+    """Returns which layers a stage recomputes, in words."""
+    parts = [
+        stage.nodes[x.start : x.stop] for x in pipeline.recomputed(stage.index)
+    ]
+    count = sum(map(len, parts))
+    names = ", ".join(
+        x[0].layer.name
+        if len(x) == 1
+        else f"{x[0].layer.name} to {x[-1].layer.name}"
+        for x in parts
+    )
+    return (
+        f"Stage {stage.index} recomputes {count} of {len(stage.nodes)} calls"
+        + (f": {names}" if names else "")
     )
 
 
@@ -61,7 +102,10 @@ def _bubble(pipeline: Pipeline, length: int) -> str:
     schedule, remat = pipeline.schedule, pipeline.remat
     try:
         costs = stage_costs.of_graph(
-            pipeline.graph, [len(x.nodes) for x in pipeline.stages], length
+            pipeline.graph,
+            [len(x.nodes) for x in pipeline.stages],
+            length,
+            pipeline.chosen,
         )
     except ValueError:
         bubble = simulate(schedule, remat=remat).bubble
@@ -70,10 +114,11 @@ def _bubble(pipeline: Pipeline, length: int) -> str:
             "a layer cannot be counted)"
         )
     forward = [float(x.flops) for x in costs]
-    backward = [float(x.backward_flops) for x in costs]
+    backward = [float(x.whole_backward_flops) for x in costs]
     if not any(forward + backward):
         return f"{simulate(schedule, remat=remat).bubble:.1%} of the time"
+    recompute = [float(x.before_flops) for x in costs]
     bubble = simulate(
-        schedule, forward, backward, recompute=forward, remat=remat
+        schedule, forward, backward, recompute=recompute, remat=remat
     ).bubble
     return f"{bubble:.1%} of the time, by the operations of these stages"

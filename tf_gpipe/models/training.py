@@ -19,6 +19,8 @@ from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.colocation import colocate
 from tf_gpipe.devices.colocation import following_inputs
 from tf_gpipe.devices.replicas import SeveralHosts
+from tf_gpipe.models import several_steps
+from tf_gpipe.models.callback_order import measuring_first
 from tf_gpipe.models.calls import PipelinedCalls
 from tf_gpipe.models.user_class import CALLS
 from tf_gpipe.models.user_class import overrides
@@ -98,6 +100,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     # Given by `callbacks.Timeline`: a function of the tasks' times.
     _record_times: Any = None
+    # Of training steps in one graph: a list of the last one's mini-batch.
+    _previous: list | None = None
     # What `callbacks.Checkpoint` needs to know, while `fit` runs.
     _training_run: Run | None = None
 
@@ -164,7 +168,10 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             training=True,
             gradients=Gradients.OF_STEP,
             timed=self._record_times is not None,
+            previous=self._previous[-1] if self._previous else None,
         )
+        if self._previous is not None:
+            self._previous[:] = [run]
         # Eagerly, nothing overlaps anyway.
         forwards_first = run.pipeline.schedule.forwards_first
         if forwards_first or tf.executing_eagerly():
@@ -179,10 +186,30 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             colocate(self.optimizer)
             if self.built:
                 self._build_optimizer()
-        return super().make_train_function(force=force)
+        several_steps.make_train_function(
+            self, super().make_train_function, force
+        )
+
+    @contextlib.contextmanager
+    def _steps_in_one_graph(self):
+        """A scope in which training steps are traced one after another."""
+        attributes: Any = vars(self)
+        attributes["_previous"] = []
+        try:
+            yield
+        finally:
+            attributes["_previous"] = None
 
     @_traced_once
     def train_step(self, data):
+        """Trains on a mini-batch; `fit` traces it. Override it at will.
+
+        Args:
+            data: A mini-batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
+
+        Returns:
+            Dictionary from the names of metrics to their values.
+        """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         loss, gradients, y_pred = self.loss_and_gradients(x, y, sample_weight)
         self._loss_tracker.update_state(
@@ -200,17 +227,28 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     @_traced_once
     def test_step(self, data):
+        """Evaluates a mini-batch; `evaluate` traces it. Override it at will.
+
+        Args:
+            data: A mini-batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
+
+        Returns:
+            Dictionary from the names of metrics to their values.
+        """
         with following_inputs():
             return super().test_step(data)
 
     @worker_lost.naming_failures
     @functools.wraps(keras.Model.fit)
     def fit(self, *args, **kwargs):
-        given = _FIT.bind(self, *args, **kwargs).arguments
+        bound = _FIT.bind(self, *args, **kwargs)
+        given = bound.arguments
+        if "callbacks" in given:
+            given["callbacks"] = measuring_first(given["callbacks"])
         run = Run(given.get("initial_epoch", 0), given.get("callbacks"), [])
         self._note_run(run)
         try:
-            return super().fit(*args, **kwargs)
+            return super().fit(*bound.args[1:], **bound.kwargs)
         finally:
             # Keras ends no callback of a run that fails.
             self._stop_recording()

@@ -4,6 +4,9 @@ balanced     the cut of a graph into stages that cost nearly the same
 contiguous   the best cut of a sequence of costs, by dynamic programming
 layer_costs  what calls of layers do and keep, found by tracing them
 flops        floating-point operations of a graph
+recomputed   what a stage keeps and computes, whichever layers it recomputes
+auto_remat   those that it recomputes to fit, and the cut for that
+memory_limit what a device may take (sizes: bytes, as people write them)
 lopsided     what is said of layers that make a cut uneven
 config       the arguments of a pipeline, checked
 """

@@ -23,12 +23,14 @@ _NUM_TIMINGS = 5
 
 
 def check(balance: Any) -> None:
-    """Refuses what neither names nor computes a cost.
+    """Refuses what neither names nor computes a cost, nor leaves it open.
 
     Raises:
         ValueError: If it is neither a name nor a function.
         TypeError: If it is a function of other arguments.
     """
+    if balance is None:
+        return
     if not callable(balance):
         if not isinstance(balance, str) or balance not in _NAMES:
             raise ValueError(expected(balance))
@@ -45,13 +47,13 @@ def expected(balance: Any) -> str:
     """Returns what an error says of another `balance`."""
     return (
         f"`balance` must be one of {list(_NAMES)}, a function "
-        "`cost(layer, input_shape)`, or a list of layer counts. "
+        "`cost(layer, input_shape)`, a list of layer counts, or None. "
         f"Received: balance={balance!r}"
     )
 
 
 def counts(
-    balance: str | Callable,
+    balance: str | Callable | None,
     graph: Graph,
     schedule: Schedule,
     remat: str,
@@ -67,7 +69,9 @@ def counts(
             the forward pass; `"time"`, the measured seconds of a forward and
             a backward pass; `"memory"`, the bytes of a layer's weights and
             their gradients and of what it keeps for the backward pass; or a
-            function `cost(layer, input_shape)` that returns a number.
+            function `cost(layer, input_shape)` that returns a number. `None`
+            is `"flops"`, or `"parameters"` where those of a layer cannot be
+            found, or none has any.
         graph: `Graph` of built layers; their variables need no values. An
             unknown batch size of its inputs counts as 1.
         schedule: The `Schedule`, which tells what stages recompute.
@@ -76,27 +80,31 @@ def counts(
         device: The device on which `"time"` measures.
         weights: For each call, the weights that no earlier call uses. Defaults
             to those of the layers.
-        tell: Function that is told what was balanced, the calls, what each of
-            them costs, and how many each stage has.
+        tell: Function that is told the calls, how many each stage has, and a
+            dictionary of what each of them costs, by what that is: first what
+            was balanced, then what is known, too.
         length: Integer, what other sizes than that of a batch count as where
             they are not known.
 
     Raises:
         ValueError: If a cost is negative or no number, or cannot be found.
     """
+    if schedule.num_stages == 1 and balance is None:
+        return [len(graph.nodes)]
+    costs = _costs(balance, graph, remat, device, weights, length)
+    balanced = next(iter(costs))
     # A stage that recomputes takes a third more time, so that a stage that
     # never does, such as the last one of `1f1b`, gets more layers. What a
     # function given as `balance` measures is unknown: its costs stay as they
     # are.
     factors = None
-    if balance in ("flops", "time"):
+    if balanced in ("flops", "time"):
         factors = [
             1 + schedule.recomputed_share(stage, remat) / 3
             for stage in range(schedule.num_stages)
         ]
-    costs = _costs(balance, graph, remat, device, weights, length)
     found = split(
-        costs,
+        costs[balanced],
         schedule.num_stages,
         [
             layer_costs.size_in_bytes([value.spec for value in values])
@@ -104,7 +112,7 @@ def counts(
         ],
         factors,
     )
-    tell(balance, graph.nodes, costs, found)
+    tell(graph.nodes, found, costs)
     return found
 
 
@@ -115,22 +123,31 @@ def _costs(
     device: str,
     weights: Sequence[Sequence[keras.Variable]] | None,
     length: int,
-) -> list[float]:
-    """Returns the cost of each call of a layer."""
+) -> dict[str, list[float]]:
+    """Returns the cost of each call of a layer, as `counts` tells it."""
     if weights is None:
         weights = _own_weights(graph)
+    if balance is None:
+        try:
+            found = _costs("flops", graph, remat, device, weights, length)
+        except ValueError:
+            found = {}
+        if any(found.get("flops", ())):
+            return found
+        balance = "parameters"
     if balance == "parameters":
-        return [sum(math.prod(w.shape) for w in own) for own in weights]
+        sizes = [sum(math.prod(w.shape) for w in own) for own in weights]
+        return {balance: sizes}
     if balance in ("flops", "memory"):
         traces, _ = layer_costs.trace(graph, length=length)
-        if balance == "flops":
-            return [x.forward_flops for x in traces]
-        return [
+        memory = [
             2 * layer_costs.size_in_bytes(own)
             + x.output_bytes
             + (0 if remat == "always" else x.stored_bytes)
             for own, x in zip(weights, traces, strict=True)
         ]
+        found = {"flops": [x.forward_flops for x in traces], "memory": memory}
+        return {balance: found[balance], **found}
     # Operations are not counted here: layers whose operations cannot be
     # counted have these costs, too.
     _, contents = layer_costs.walk(graph, specs_of, length=length)
@@ -140,8 +157,8 @@ def _costs(
     ]
     if balance == "time":
         with tf.device(device):
-            return [seconds(*call) for call in calls]
-    return [_asked(balance, *call) for call in calls]
+            return {balance: [seconds(*call) for call in calls]}
+    return {"cost": [_asked(balance, *call) for call in calls]}
 
 
 def specs_of(node: Node, specs: dict) -> tuple[None, Any]:

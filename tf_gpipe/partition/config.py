@@ -15,7 +15,9 @@ from tf_gpipe.devices import sharing
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import lopsided
+from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.schedule.tasks import check_remat
 
@@ -33,20 +35,28 @@ class PipelineConfig:
 
     num_stages: int | None
     num_micro_batches: int | None
-    balance: str | Callable | Sequence[int]
+    balance: str | Callable | Sequence[int] | None
     schedule: str | Schedule
     remat: str
     devices: Sequence[str] | Sequence[Sequence[str]] | None
     boundary_dtype: str | None = None
     nominal_length: int = layer_costs.NOMINAL_LENGTH
+    memory_limit: int | str | float | None = None
+    batch_size: int | None = None
 
     def __post_init__(self):
-        for name in ("num_stages", "num_micro_batches", "nominal_length"):
+        for name in (
+            "num_stages",
+            "num_micro_batches",
+            "nominal_length",
+            "batch_size",
+        ):
             value = getattr(self, name)
             if value is None and name != "nominal_length":
                 continue
             setattr(self, name, checks.positive_integer(name, value))
         check_remat(self.remat)
+        self._check_limit()
         checks.one_of(
             "boundary_dtype",
             self.boundary_dtype,
@@ -80,6 +90,26 @@ class PipelineConfig:
                 rows = self.devices
             for row in rows:
                 placement.assign(row, len(row))
+
+    def _check_limit(self) -> None:
+        if self.remat != AUTO_REMAT:
+            for name in ("memory_limit", "batch_size"):
+                value = getattr(self, name)
+                if value is not None:
+                    raise ValueError(
+                        f"`{name}` is for remat='auto', which recomputes as "
+                        f"much as it must. Received: {name}={value!r}, "
+                        f"remat={self.remat!r}"
+                    )
+            return
+        if self.memory_limit is None:
+            raise ValueError(
+                "remat='auto' needs a `memory_limit`: bytes of a device as "
+                "an integer or as a string such as '8GB', or a share of the "
+                "activations that the fullest device takes with "
+                "remat='never', such as 0.5. Received: memory_limit=None"
+            )
+        MemoryLimit.of(self.memory_limit)
 
     def _check_counts(self, counts: list) -> None:
         if not all(map(checks.is_positive_integer, counts)):
@@ -128,7 +158,7 @@ class PipelineConfig:
                 "`balance` must place every layer: its counts must sum to "
                 f"{num_layers}, the number of layers. Received: "
                 f"balance={balance}, which sums to {sum(balance)}. "
-                "balance='parameters' finds the counts for you."
+                "Without `balance` they are found for you."
             )
         num_devices = schedules.spread(self.schedule, num_stages, num_devices)
         number = schedules.num_with_rows(

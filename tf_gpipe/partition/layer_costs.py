@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -12,13 +13,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import progress
 from tf_gpipe import upstream
 from tf_gpipe.partition import flops
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Taken
 from tf_gpipe.stage.graph import Value
-from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import in_mode
 from tf_gpipe.stage.traced_function import reached
 
@@ -33,6 +34,9 @@ _ALIASES = frozenset(
 _SHAPES = frozenset("Shape ShapeN Size Rank".split())
 # What a size that is not known counts as, but for the rows of a batch.
 NOMINAL_LENGTH = 128
+
+# What has been traced of a graph, by the keys of calls.
+_traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +66,14 @@ def trace(
     """Returns the `LayerCosts` of each call, and the specs of all values.
 
     Nothing is allocated or run: the variables of the layers, which are built,
-    need no values. `rows` and `length` are as of `walk`.
+    need no values. What is traced is kept as long as the graph. `rows` and
+    `length` are as of `walk`.
 
     Raises:
         ValueError: If the costs of a layer cannot be found.
     """
-    return walk(graph, _trace, rows, length)
+    known = _traced.setdefault(graph, {})
+    return walk(graph, _trace, rows, length, known)
 
 
 def walk(
@@ -75,6 +81,7 @@ def walk(
     visit: Callable[[Node, Specs], tuple],
     rows: int | None = None,
     length: int = NOMINAL_LENGTH,
+    known: dict[str, tuple] | None = None,
 ) -> tuple[list, Specs]:
     """Returns what `visit` finds of each call, and the specs of all values.
 
@@ -89,15 +96,17 @@ def walk(
             or 1 where it is not known.
         length: Integer, what other sizes count as that are not known, of the
             graph's inputs and of what layers return.
+        known: Dictionary of what calls were found to do, which is added to.
     """
+    known = {} if known is None else known
     specs = {
         value: _with_sizes(_with_rows(value.spec, rows), 1, length)
         for value in graph.inputs
     }
-    batch = {x.shape[0] for x in keras.tree.flatten(list(specs.values()))}
-    known: dict[str, tuple] = {}
+    tensors = keras.tree.flatten(list(specs.values()))
+    batch = {n for x in tensors for n in x.shape[:1]}
     found = []
-    for node in graph.nodes:
+    for node in progress.track(graph.nodes, "looking at layers"):
         key = _key(node, specs)
         if key not in known:
             known[key] = visit(node, specs)
@@ -154,19 +163,6 @@ def size_in_bytes(tensors: Any) -> int:
         for x in keras.tree.flatten(tensors)
         if x is not None
     )
-
-
-def sends(parts: Sequence[Graph | Stage], k: int, size: Callable) -> dict:
-    """Returns the bytes that part `k` sends to each of the later ones.
-
-    `size` is a function that returns the bytes of a `Value`.
-    """
-    made = set(parts[k].outputs)
-    sent = {
-        to: sum(size(x) for x in parts[to].inputs if x in made)
-        for to in range(k + 1, len(parts))
-    }
-    return {to: total for to, total in sent.items() if total}
 
 
 def variables_of(layer: keras.Operation) -> list[keras.Variable]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition.recomputed import Choice
+from tf_gpipe.partition.recomputed import StageCalls
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.search import search
@@ -13,6 +15,7 @@ from tf_gpipe.schedule.simulate import Times
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.stage import Stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +26,9 @@ class StageCosts:
         flops: Integer, the floating-point operations of the forward pass.
         backward_flops: Integer, those of the backward pass.
         weight_flops: Integer, those of them for gradients of weights alone.
+        before_flops: Integer, those of layers that are recomputed before the
+            backward pass, where a micro-batch is.
+        within_flops: Integer, those of layers recomputed within it.
         given: Bytes of the model's inputs that it takes.
         sizes: `Sizes` in bytes, without what is fixed.
         sends: Dictionary from each later stage to the bytes sent there.
@@ -34,6 +40,30 @@ class StageCosts:
     given: int
     sizes: Sizes
     sends: dict[int, int]
+    before_flops: int = 0
+    within_flops: int = 0
+
+    @property
+    def whole_backward_flops(self) -> int:
+        """The operations of the backward pass, recomputation in it too."""
+        return self.backward_flops + self.within_flops
+
+    def recomputing(self, choice: Choice, splits: bool) -> "StageCosts":
+        """Returns the costs where some layers are recomputed.
+
+        If the schedule `splits` backward passes, what has been recomputed is
+        there until the gradients of weights are.
+        """
+        work = int(choice.work)
+        return dataclasses.replace(
+            self,
+            before_flops=work if choice.before else 0,
+            within_flops=0 if choice.before else work,
+            sizes=self.sizes._replace(
+                kept=choice.kept,
+                again=choice.all_again if splits else choice.again,
+            ),
+        )
 
     def of_micro_batches(self, count: int) -> Sizes:
         """Returns its sizes in a step of so many micro-batches.
@@ -64,6 +94,7 @@ def find(
         made_before.update(x for node in part.nodes for x in node.made)
         found.append(
             StageCosts(
+                before_flops=sum(x.forward_flops for x in own),
                 flops=sum(x.forward_flops for x in own),
                 backward_flops=sum(x.backward_flops for x in own),
                 weight_flops=sum(x.weight_flops for x in own),
@@ -77,7 +108,7 @@ def find(
                         2 * x.largest_bytes + x.output_bytes for x in own
                     ),
                 ),
-                sends=layer_costs.sends(parts, k, size),
+                sends=sends(parts, k, size),
             )
         )
     return found
@@ -87,6 +118,7 @@ def of_graph(
     graph: Graph,
     counts: Sequence[int],
     length: int = layer_costs.NOMINAL_LENGTH,
+    recomputed: Sequence[Sequence[range]] | None = None,
 ) -> list[StageCosts]:
     """Returns the costs of the stages of a graph that is cut.
 
@@ -94,16 +126,26 @@ def of_graph(
         graph: `Graph` of built layers.
         counts: List of the numbers of calls in each stage.
         length: Integer, what sizes that are not known count as.
+        recomputed: The places of the calls of each stage that are recomputed,
+            in an order without split backward passes; those in a range
+            together. By default those of a stage at once.
 
     Raises:
         ValueError: If the costs of a layer cannot be found.
     """
     traces, specs = layer_costs.trace(graph, length=length)
-    return find(
-        graph.parts(list(counts)),
-        traces,
-        lambda x: layer_costs.size_in_bytes(specs[x]),
-    )
+    parts = graph.parts(list(counts))
+
+    def size(value: Value) -> int:
+        return layer_costs.size_in_bytes(specs[value])
+
+    found = find(parts, traces, size)
+    for k, again in enumerate(recomputed or ()):
+        own = traces[sum(counts[:k]) : sum(counts[: k + 1])]
+        work = [x.forward_flops for x in own]
+        choice = StageCalls(parts[k], own, size, work).choice(again)
+        found[k] = found[k].recomputing(choice, splits=False)
+    return found
 
 
 def searched(
@@ -115,17 +157,29 @@ def searched(
     device_flops: float = 1.0,
 ) -> Schedule:
     """Returns the schedule `"auto"` of stages, operations taken for time."""
-    forward = [x.flops / device_flops for x in costs]
     times = Times.of(
         len(costs),
-        forward,
-        [x.backward_flops / device_flops for x in costs],
-        recompute=forward,
+        [x.flops / device_flops for x in costs],
+        [x.whole_backward_flops / device_flops for x in costs],
+        recompute=[x.before_flops / device_flops for x in costs],
         transfer=transfer,
         weights=[x.weight_flops / device_flops for x in costs],
     )
     sizes = [x.of_micro_batches(num_micro_batches) for x in costs]
     return search(times, num_micro_batches, num_devices, remat, sizes)
+
+
+def sends(parts: Sequence[Graph | Stage], k: int, size: Callable) -> dict:
+    """Returns the bytes that part `k` sends to each of the later ones.
+
+    `size` is a function that returns the bytes of a `Value`.
+    """
+    made = set(parts[k].outputs)
+    sent = {
+        to: sum(size(x) for x in parts[to].inputs if x in made)
+        for to in range(k + 1, len(parts))
+    }
+    return {to: total for to, total in sent.items() if total}
 
 
 def resolved(
@@ -134,6 +188,7 @@ def resolved(
     schedule: Schedule,
     remat: str,
     length: int = layer_costs.NOMINAL_LENGTH,
+    costs: Sequence[StageCosts] | None = None,
 ) -> Schedule:
     """Returns the schedule `"auto"` of a graph that is cut.
 
@@ -147,13 +202,14 @@ def resolved(
         schedule: One of as many stages, micro-batches and devices.
         remat: The remat mode.
         length: As of `of_graph`.
+        costs: Those of the stages, if they are known.
     """
     num_micro_batches, num_devices = (
         schedule.num_micro_batches,
         len(schedule.tasks),
     )
     try:
-        costs = of_graph(graph, counts, length)
+        costs = costs or of_graph(graph, counts, length)
     except ValueError as error:
         times = Times.of(
             len(counts), recompute=0.0 if remat == "never" else 1.0

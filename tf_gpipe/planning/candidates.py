@@ -5,9 +5,12 @@ This module imports no TensorFlow.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 from tf_gpipe.planning.plans import words
+from tf_gpipe.planning.speeds import Device
+from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import REMAT_MODES
 
@@ -98,6 +101,44 @@ def candidates(
                     yield Candidate(
                         count, copies, num_stages, number, name, mode
                     )
+
+
+def placements(
+    machine: Machine, candidate: Candidate
+) -> list[list[list[Device]]]:
+    """Returns rows of devices, one a replica, in orders that are worth trying.
+
+    The fastest devices, by rows of nearly equal speed.
+    """
+    count, copies = candidate.num_devices, candidate.num_replicas
+    if machine.alike:
+        chosen = machine.devices[: count * copies]
+        return [[chosen[r * count : (r + 1) * count] for r in range(copies)]]
+    fastest = sorted(
+        range(len(machine.devices)),
+        key=lambda i: -machine.devices[i].speed.flops,
+    )
+    largest = sorted(
+        range(len(machine.devices)),
+        key=lambda i: -(machine.devices[i].memory or math.inf),
+    )
+    found: dict[tuple, list] = {}
+    for order in (fastest, largest):
+        chosen_rows = [
+            order[r * count : (r + 1) * count] for r in range(copies)
+        ]
+        for arranged in (
+            sorted,
+            list,
+            lambda row: row[::-1],
+            lambda row: sorted(row, key=largest.index),
+        ):
+            rows = [arranged(row) for row in chosen_rows]
+            found.setdefault(
+                tuple(map(tuple, rows)),
+                [[machine.devices[i] for i in row] for row in rows],
+            )
+    return list(found.values())
 
 
 def layouts(num_devices: int, replicates: bool) -> list[tuple[int, int]]:

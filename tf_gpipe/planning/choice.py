@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from tf_gpipe.planning.candidates import Candidate
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.candidates import candidates
+from tf_gpipe.planning.candidates import placements
 from tf_gpipe.planning.drafts import Choice
 from tf_gpipe.planning.drafts import Draft
-from tf_gpipe.planning.drafts import placements
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
+from tf_gpipe.schedule.tasks import Schedule
 
 # More devices than one must make a step shorter by more than this.
 _HARDLY = 1.02
-# How many of the best orders are searched for something better.
+# For how many of the best something better is searched: another order of
+# tasks, other layers to recompute.
 _NUM_SEARCHED = 3
 
 
@@ -53,7 +56,9 @@ class Chooser:
         if among is None:
             bare = fixed
             if fixed.schedule == schedules.AUTO:
-                bare = dataclasses.replace(fixed, schedule=None)
+                bare = dataclasses.replace(bare, schedule=None)
+            if fixed.remat == AUTO_REMAT:
+                bare = dataclasses.replace(bare, remat=None)
             among = candidates(
                 len(machine.devices),
                 len(layers.graph.nodes),
@@ -91,6 +96,7 @@ class Chooser:
             for known in list(names.values())[::-1][:_NUM_SEARCHED]:
                 for choice in self._searched(known, fixed):
                     self._keep(best, choice)
+        best = self._with_auto_remat(best, fixed)
         found = _fastest(best)
         one = [
             x
@@ -106,6 +112,28 @@ class Chooser:
             ] or found
         return found[:count]
 
+    def _with_auto_remat(
+        self, best: dict[tuple, Choice], fixed: Fixed
+    ) -> dict[tuple, Choice]:
+        """Returns choices with those that recompute some layers among them."""
+        machine, alone = self._machine, fixed.remat == AUTO_REMAT
+        if fixed.remat is not None and not alone:
+            return best
+        memories = {x.memory for x in machine.devices}
+        if len(memories) > 1 or None in memories:
+            return best
+        found = {} if alone else dict(best)
+        known = [
+            x for x in _fastest(best) if alone or x.candidate.remat != "never"
+        ]
+        for x in known[:_NUM_SEARCHED]:
+            auto = dataclasses.replace(x.candidate, remat=AUTO_REMAT)
+            for devices in placements(machine, auto):
+                schedule: Schedule = x.plan.tasks  # type: ignore[assignment]
+                draft = self._draft(auto, devices, schedule)
+                self._keep(found, draft.recomputing())
+        return found
+
     @staticmethod
     def _keep(best: dict[tuple, Choice], choice: Choice | None) -> None:
         if choice is None:
@@ -114,7 +142,7 @@ class Chooser:
         if key not in best or choice.seconds < best[key].seconds:
             best[key] = choice
 
-    def _drafts(self, candidate: Candidate) -> list["Draft"]:
+    def _drafts(self, candidate: Candidate) -> list[Draft]:
         """Returns the candidate with each order of devices and its best cut."""
         schedule = schedules.get(
             candidate.schedule,
@@ -126,17 +154,20 @@ class Chooser:
         )
         found = []
         for devices in placements(self._machine, candidate):
-            draft = Draft(
-                self._layers,
-                self._times,
-                self._machine,
-                candidate,
-                devices,
-                schedule,
-            )
+            draft = self._draft(candidate, devices, schedule)
             if draft.cut():
                 found.append(draft)
         return found
+
+    def _draft(self, candidate, devices, schedule: Schedule) -> Draft:
+        return Draft(
+            self._layers,
+            self._times,
+            self._machine,
+            candidate,
+            devices,
+            schedule,
+        )
 
     def _searched(self, known: Choice, fixed: Fixed) -> list[Choice]:
         """Returns orders that are searched for a choice's stages."""

@@ -1,25 +1,28 @@
 """A candidate on devices: its cut, the times of its stages, its plan."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
 
 import numpy as np
 
+from tf_gpipe.partition.auto_remat import AutoRemat
 from tf_gpipe.partition.contiguous import split
+from tf_gpipe.partition.memory_limit import MemoryLimit
+from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.planning import cuts
 from tf_gpipe.planning.candidates import Candidate
 from tf_gpipe.planning.estimates import StageTimes
 from tf_gpipe.planning.estimates import estimate
 from tf_gpipe.planning.plans import Plan
-from tf_gpipe.planning.speeds import Device
-from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.memory import peak_activations
 from tf_gpipe.schedule.search import search
 from tf_gpipe.schedule.simulate import Times
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 
 # The share of a device's memory that a plan may need: what operations need
@@ -45,44 +48,6 @@ class Choice:
     @property
     def seconds(self) -> float:
         return self.plan.step_seconds or 0.0
-
-
-def placements(
-    machine: Machine, candidate: Candidate
-) -> list[list[list[Device]]]:
-    """Returns rows of devices, one a replica, in orders that are worth trying.
-
-    The fastest devices, by rows of nearly equal speed.
-    """
-    count, copies = candidate.num_devices, candidate.num_replicas
-    if machine.alike:
-        chosen = machine.devices[: count * copies]
-        return [[chosen[r * count : (r + 1) * count] for r in range(copies)]]
-    fastest = sorted(
-        range(len(machine.devices)),
-        key=lambda i: -machine.devices[i].speed.flops,
-    )
-    largest = sorted(
-        range(len(machine.devices)),
-        key=lambda i: -(machine.devices[i].memory or math.inf),
-    )
-    found: dict[tuple, list] = {}
-    for order in (fastest, largest):
-        chosen_rows = [
-            order[r * count : (r + 1) * count] for r in range(copies)
-        ]
-        for arranged in (
-            sorted,
-            list,
-            lambda row: row[::-1],
-            lambda row: sorted(row, key=largest.index),
-        ):
-            rows = [arranged(row) for row in chosen_rows]
-            found.setdefault(
-                tuple(map(tuple, rows)),
-                [[machine.devices[i] for i in row] for row in rows],
-            )
-    return list(found.values())
 
 
 class Draft:
@@ -182,10 +147,15 @@ class Draft:
             rooms,
         )
 
-    def _measure(self) -> None:
+    def _measure(self, decided: AutoRemat | None = None) -> None:
         """Puts together what the stages of the cut take."""
         counts, machine = self.counts, self._machine
-        self._costs = self._layers.stages(counts, self._micro_batch)
+        self._recomputed = decided.parts if decided else None
+        self._costs = (
+            decided.costs
+            if decided
+            else self._layers.stages(counts, self._micro_batch)
+        )
         ends = list(itertools.accumulate(counts))
         parts = [slice(b - n, b) for n, b in zip(counts, ends, strict=True)]
         forward, backward, weights = (
@@ -210,6 +180,7 @@ class Draft:
                 for k, stage in enumerate(self._costs)
                 for to, size in stage.sends.items()
             },
+            *self._recomputation(forward, parts),
         )
         own = [sum(self._layers.bytes[part]) for part in parts]
         self._parameter_bytes = own
@@ -224,6 +195,21 @@ class Draft:
                 self._updates[device] += machine.latency * 2 * (copies - 1) + (
                     2 * (copies - 1) / copies * size / 3
                 ) / (machine.bandwidth or self._speeds[device].memory)
+
+    def _recomputation(self, forward, parts) -> tuple[list, list]:
+        """Returns what stages recompute before and within backward passes."""
+        if self._recomputed is None:
+            return forward, [0.0] * len(forward)
+        before, within = [], []
+        for seconds, part, again in zip(
+            self._seconds, parts, self._recomputed, strict=True
+        ):
+            own = seconds[0][part]
+            taken = float(sum(own[list(x)].sum() for x in again))
+            at_once = len(again) == 1
+            before.append(taken if at_once else 0.0)
+            within.append(0.0 if at_once else taken)
+        return before, within
 
     @property
     def bound(self) -> float:
@@ -252,7 +238,9 @@ class Draft:
             self._schedule,
             self.candidate.remat,
             self._stage_times,
+            self._recomputed,
         )
+        auto = self.candidate.remat == AUTO_REMAT
         names = [[x.name for x in row] for row in self._rows]
         there = all(x is not None for row in names for x in row)
         alike = len(set(self._memory)) == 1
@@ -265,11 +253,39 @@ class Draft:
                 relative_step_time=plan.relative_step_time / copies,
                 device_memory=self._memory[0] if alike else self._memory,
                 num_replicas=copies,
+                memory_limit=self._limit if auto else None,
+                batch_size=math.ceil(self._layers.rows / copies)
+                if auto
+                else None,
                 device_names=(names if copies > 1 else names[0])
                 if there
                 else None,
             ),
         )
+
+    @property
+    def _limit(self) -> int:
+        """The bytes that a device may take, where all have as many."""
+        return int(FITTING * self._memory[0])
+
+    def recomputing(self) -> Choice | None:
+        """Returns the choice with `remat="auto"`, if one fits."""
+        forward, backward, _ = self._seconds[0]
+        search = functools.partial(
+            self._layers.recomputation,
+            self._micro_batch,
+            self._schedule,
+            MemoryLimit.of(self._limit),
+        )
+        work = list(zip(forward + backward, forward, strict=True))
+        try:
+            self.counts = search(work).with_best_cut().counts
+            # As a model decides, which knows no times.
+            decided = search().with_counts(self.counts)
+        except TooLittleMemoryError:
+            return None
+        self._measure(decided)
+        return self.choice() if self._fits() else None
 
     def searched(self, candidate: Candidate) -> Choice | None:
         """Returns the choice with an order that is searched, if one fits."""
@@ -289,7 +305,7 @@ class Draft:
                     len(sizes),
                     times.forward,
                     times.backward,
-                    times.forward,
+                    times.before,
                     times.transfer,
                     times.weights,
                 ),

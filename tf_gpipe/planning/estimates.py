@@ -26,12 +26,17 @@ class StageTimes(NamedTuple):
         backward: List, of its backward pass.
         weights: List, of the share of that for gradients of weights.
         transfer: Dictionary from pairs of stages to the time of a transfer.
+        before: List, of what is recomputed before the backward pass of a
+            micro-batch.
+        within: List, of what is recomputed in the course of it.
     """
 
     forward: list[float]
     backward: list[float]
     weights: list[float]
     transfer: Mapping[tuple[int, int], float]
+    before: list[float]
+    within: list[float]
 
     def simulated(
         self, schedule: Schedule, remat: str, transfers: bool = True
@@ -40,8 +45,8 @@ class StageTimes(NamedTuple):
         return simulate(
             schedule,
             self.forward,
-            self.backward,
-            recompute=self.forward,
+            [x + y for x, y in zip(self.backward, self.within, strict=True)],
+            recompute=self.before,
             transfer=self.transfer if transfers else 0.0,
             remat=remat,
             weights=self.weights,
@@ -55,15 +60,22 @@ def estimate(
     schedule: Schedule,
     remat: str,
     times: StageTimes,
+    recomputed: Sequence[Sequence[range]] | None = None,
 ) -> Plan:
-    """Returns the plan of a pipeline, in the unit of `times`."""
+    """Returns the plan of a pipeline, in the unit of `times`.
+
+    `recomputed` has for each stage the places of the calls that it recomputes,
+    where they are not all that it has.
+    """
     sizes = [x.of_micro_batches(schedule.num_micro_batches) for x in costs]
     simulation = times.simulated(schedule, remat)
     makespan = simulation.makespan
     without = times.simulated(schedule, remat, transfers=False).makespan
     alone = schedule.num_micro_batches * sum(times.forward + times.backward)
     return Plan(
-        stages=_stages(layers, counts, costs, schedule, remat, sizes),
+        stages=_stages(
+            layers, counts, costs, schedule, remat, sizes, recomputed
+        ),
         devices=schedule.devices,
         device_activation_bytes=[
             int(x) for x in device_peaks(schedule, remat, sizes)
@@ -87,7 +99,9 @@ def _idle(simulation: Execution, num_devices: int) -> list[float]:
     return [round(1 - x / whole, 12) if whole else 0.0 for x in busy]
 
 
-def _stages(layers, counts, costs, schedule, remat, sizes) -> list[StagePlan]:
+def _stages(
+    layers, counts, costs, schedule, remat, sizes, recomputed
+) -> list[StagePlan]:
     stages, first = [], 0
     peak = functools.partial(peak_activations, schedule, remat)
     for k, (count, cost) in enumerate(zip(counts, costs, strict=True)):
@@ -96,6 +110,11 @@ def _stages(layers, counts, costs, schedule, remat, sizes) -> list[StagePlan]:
         stages.append(
             StagePlan(
                 layers=layers.names[own],
+                recomputed=_recomputed(
+                    layers.names[own],
+                    schedule.recomputed_share(k, remat),
+                    recomputed and recomputed[k],
+                ),
                 parameters=sum(
                     math.prod(w.shape)
                     for w in itertools.chain(*layers.weights[own])
@@ -108,3 +127,12 @@ def _stages(layers, counts, costs, schedule, remat, sizes) -> list[StagePlan]:
             )
         )
     return stages
+
+
+def _recomputed(names, share, parts) -> list[str]:
+    """Returns the names of the layers that a stage recomputes."""
+    if not share:
+        return []
+    if parts is None:
+        return names
+    return [names[i] for part in parts for i in part]

@@ -8,11 +8,14 @@ from typing import Any
 
 import keras
 
+from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition import flops
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.layer_costs import LayerCosts
+from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.planning import planned_graph
+from tf_gpipe.schedule.tasks import Schedule
 
 
 class KnownLayers:
@@ -72,6 +75,30 @@ class KnownLayers:
         costs, sizes = self.costs(rows)
         return stage_costs.find(
             self.graph.parts(list(counts)), costs, sizes.__getitem__
+        )
+
+    def recomputation(
+        self,
+        rows: int,
+        schedule: Schedule,
+        limit: MemoryLimit,
+        work: Sequence[tuple[float, float]] | None = None,
+    ) -> auto_remat.Search:
+        """Returns the search for what stages recompute to fit a limit.
+
+        For micro-batches of so many rows; `work` is as of `Search`.
+        """
+        # As a model does, which then recomputes the same.
+        costs, sizes = self._traced(rows)
+        return auto_remat.Search(
+            self.graph,
+            costs,
+            sizes.__getitem__,
+            self.bytes,
+            schedule,
+            schedule.devices,
+            limit,
+            work,
         )
 
     def _trace(self, rows: int) -> tuple[list[LayerCosts], dict[Any, int]]:

@@ -9,7 +9,9 @@ import os
 from typing import Any
 
 from tf_gpipe import checks
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.schedule.tasks import check_remat
 
 _FORMAT = "tf_gpipe.Plan"
 _VERSION = 1
@@ -86,10 +88,14 @@ def _check(plan: Any) -> None:
         or tasks.num_micro_batches != plan.num_micro_batches
         or tasks.devices != plan.devices
         or tasks.name != plan.schedule
+        or len(tasks.tasks) != plan.num_devices
     ):
         raise ValueError("its tasks are not those of its stages")
     for stage in stages:
         checks.positive_integer("layers", len(stage.layers))
     checks.positive_integer("num_replicas", plan.num_replicas)
+    check_remat(plan.remat)
+    if (plan.remat == AUTO_REMAT) != (plan.memory_limit is not None):
+        raise ValueError("its memory limit is not that of its remat mode")
     # What needs the rest to be numbers, and of the right number.
     str(plan)

@@ -10,14 +10,17 @@ import keras
 
 from tf_gpipe import checks
 from tf_gpipe.partition import balanced
+from tf_gpipe.partition import sizes
 from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
-from tf_gpipe.planning import sizes
+from tf_gpipe.partition.memory_limit import MemoryLimit
+from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.planning.estimates import StageTimes
 from tf_gpipe.planning.estimates import estimate
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 
 
@@ -29,8 +32,9 @@ def plan(
     num_micro_batches: int | None = None,
     schedule: str | Schedule = "1f1b",
     num_devices: int | None = None,
-    balance: str | Callable | Sequence[int] = "parameters",
+    balance: str | Callable | Sequence[int] | None = None,
     remat: str = "always",
+    memory_limit: int | str | float | None = None,
     optimizer: str | keras.optimizers.Optimizer = "adam",
     dtype_policy: str | keras.DTypePolicy | None = None,
     device_memory: int | str | None = None,
@@ -53,11 +57,17 @@ def plan(
             for several inputs.
         num_stages: Integer K.
         num_micro_batches: Integer M. Defaults to 4 a device.
-        schedule: As for `PipelinedSequential`.
+        schedule: Name of a schedule, such as `"1f1b"`, or a
+            `tf_gpipe.Schedule`; those that `PipelinedSequential` takes.
         num_devices: Integer, over which the interleaved schedules and
             `"auto"` spread the stages. Defaults to one a stage.
-        balance: As for `PipelinedSequential`; not `"time"`.
-        remat: As for `PipelinedSequential`.
+        balance: List of K layer counts, `"parameters"`, `"flops"`, `"memory"`,
+            or a function `cost(layer, input_shape)`. Not `"time"`, which would
+            have to be measured.
+        remat: Which micro-batches compute their activations again:
+            `"always"`, `"except_last"`, `"never"` or `"auto"`.
+        memory_limit: As for `PipelinedSequential`. In bytes it counts the
+            weights, the sums of their gradients and the optimizer's slots.
         optimizer: Keras optimizer, or its name; its slots are counted.
         dtype_policy: Keras dtype policy, or its name, of the layers that have
             the global one. Defaults to the global one.
@@ -81,11 +91,17 @@ def plan(
 
     >>> layers = [keras.layers.Dense(64) for _ in range(8)]
     >>> found = plan(layers, (32, 64), num_stages=2, num_micro_batches=8)
-    >>> [stage.parameters for stage in found.stages]
-    [16640, 16640]
+    >>> [stage.parameters for stage in found.stages]  # the last recomputes none
+    [12480, 20800]
     """
     config = PipelineConfig(
-        num_stages, num_micro_batches, balance, schedule, remat, devices=None
+        num_stages,
+        num_micro_batches,
+        balance,
+        schedule,
+        remat,
+        devices=None,
+        memory_limit=memory_limit,
     )
     if config.num_stages is None:
         checks.positive_integer("num_stages", num_stages)
@@ -135,7 +151,11 @@ def plan(
         "alone needs more, or the mini-batch is too large."
     )
     for change in planner.changes(config, found):
-        if planner.plan(dataclasses.replace(config, **change)).fits:
+        try:
+            fits = planner.plan(dataclasses.replace(config, **change)).fits
+        except TooLittleMemoryError:
+            fits = False
+        if fits:
             words = ", ".join(f"{k}={v!r}" for k, v in change.items())
             advice = f"It would fit with {words}."
             break
@@ -168,18 +188,7 @@ class _Planner:
             self._num_devices or config.num_stages or 1,
             rows=layers.rows,
         )
-        counts: Any = config.balance
-        if not isinstance(counts, list):
-            counts = balanced.counts(
-                counts,
-                layers.graph,
-                schedule,
-                config.remat,
-                weights=layers.weights,
-            )
-        costs = layers.stages(
-            counts, layers.micro_batch(schedule.num_micro_batches)
-        )
+        counts, costs, recomputed = self._costs(config, schedule)
         # Between two stages, however many tensors.
         transfer = {
             (k, to): self._latency + size / (self._bandwidth or math.inf)
@@ -208,16 +217,24 @@ class _Planner:
                 [x.backward_flops / unit for x in costs],
                 [x.weight_flops / unit for x in costs],
                 transfer,
+                [x.before_flops / unit for x in costs],
+                [x.within_flops / unit for x in costs],
             ),
+            recomputed,
         )
+        limit = config.memory_limit
         return dataclasses.replace(
             found,
             device_memory=self._device_memory,
             step_seconds=found.step_seconds if self._device_flops else None,
+            memory_limit=limit,
+            batch_size=None if limit is None else layers.rows,
         )
 
     def changes(self, config, found):
         """Returns changes that could make a plan fit, the smallest first."""
+        if found.remat == AUTO_REMAT:
+            return [{"memory_limit": found.device_memory}]
         changes: list[dict[str, Any]] = []
         named = not isinstance(config.schedule, Schedule)
         m = found.num_micro_batches
@@ -238,3 +255,30 @@ class _Planner:
                 )
             ]
         return changes
+
+    def _costs(self, config, schedule):
+        """Returns the cut, the costs of its stages, and what is recomputed."""
+        layers = self._layers
+        rows = layers.micro_batch(schedule.num_micro_batches)
+        if config.remat != AUTO_REMAT:
+            counts = self._counts(config, schedule)
+            return counts, layers.stages(counts, rows), None
+        search = layers.recomputation(
+            rows, schedule, MemoryLimit.of(config.memory_limit)
+        )
+        if config.balance == "flops":
+            decided = search.with_best_cut()
+        else:
+            decided = search.with_counts(self._counts(config, schedule))
+        return decided.counts, decided.costs, decided.parts
+
+    def _counts(self, config, schedule):
+        if isinstance(config.balance, list):
+            return config.balance
+        return balanced.counts(
+            config.balance,
+            self._layers.graph,
+            schedule,
+            config.remat,
+            weights=self._layers.weights,
+        )

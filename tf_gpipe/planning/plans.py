@@ -1,4 +1,4 @@
-"""What a plan tells, as data and as a table.
+"""What a plan tells, as data.
 
 This module imports no TensorFlow.
 """
@@ -6,8 +6,8 @@ This module imports no TensorFlow.
 import dataclasses
 from typing import Any
 
-from tf_gpipe import table
 from tf_gpipe.planning import plan_files
+from tf_gpipe.planning import plan_table
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import Schedule
 
@@ -18,6 +18,8 @@ class StagePlan:
 
     Attributes:
         layers: List of the names of its layers.
+        recomputed: List of the names of those that it recomputes, for all
+            micro-batches or some of them.
         parameters: Integer.
         parameter_bytes: Integer: weights, gradient accumulators and
             optimizer slots.
@@ -37,6 +39,7 @@ class StagePlan:
     flops: int
     backward_flops: int
     sends: dict[int, int]
+    recomputed: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def boundary_bytes(self) -> int:
@@ -102,6 +105,17 @@ class Plan:
         rivals: List of `Rival`s, the next best choices of `tune`.
         reason: String, what `tune` has to say of its choice.
         tasks: The `tf_gpipe.Schedule`.
+        memory_limit: That of `remat="auto"`, or `None`.
+        batch_size: Integer, the rows that it is for, or `None`.
+
+    Example:
+
+    >>> layers = [keras.layers.Dense(512) for _ in range(8)]
+    >>> plan = tf_gpipe.plan(
+    ...     layers, (64, 512), num_stages=2, device_memory="8MB"
+    ... )
+    >>> plan.fits, plan.stages[0].parameters
+    (False, 1050624)
     """
 
     stages: list[StagePlan]
@@ -124,6 +138,8 @@ class Plan:
     rivals: list[Rival] = dataclasses.field(default_factory=list)
     reason: str = ""
     tasks: Schedule | None = None
+    memory_limit: int | str | float | None = None
+    batch_size: int | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -140,12 +156,20 @@ class Plan:
             "schedule": schedule,
             "remat": self.remat,
             "devices": self.device_names,
+            **(
+                {}
+                if self.memory_limit is None
+                else {
+                    "memory_limit": self.memory_limit,
+                    "batch_size": self.batch_size,
+                }
+            ),
         }
 
     @property
     def num_devices(self) -> int:
         """How many devices each replica has."""
-        return 1 + max(self.devices)
+        return len(self.device_activation_bytes)
 
     @property
     def device_bytes(self) -> list[int]:
@@ -242,96 +266,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        rows = []
-        for k, stage in enumerate(self.stages):
-            device = self.devices[k]
-            rows.append(
-                {
-                    "Stage": str(k),
-                    "Device": str(device),
-                    "Layers": str(len(stage.layers)),
-                    "Parameters": f"{stage.parameters:,}",
-                    "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
-                    "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",
-                    "GFLOPs": f"{stage.flops / 1e9:,.2f}",
-                    "Boundary MiB": f"{stage.boundary_bytes / 2**20:,.2f}",
-                    "Idle": f"{self.device_idle[device]:.0%}"
-                    if self.device_idle
-                    else "",
-                }
-            )
-        return table.render(rows, self._notes(), width=110)
-
-    def _notes(self) -> list[str]:
-        total = sum(stage.parameters for stage in self.stages)
-        lines = [
-            f"{total:,} parameters; schedule {self.schedule} of "
-            f"{self.num_micro_batches} micro-batches, remat {self.remat}",
-            f"bubble {self.bubble:.1%}, step time "
-            f"{self.relative_step_time:.3f} of one device's",
-        ]
-        if self.description:
-            lines.insert(1, f"order of tasks: {self.description}")
-        skips = [
-            f"{k} to {to} ({size_text(size)})"
-            for k, stage in enumerate(self.stages)
-            for to, size in stage.sends.items()
-            if to != k + 1
-        ]
-        if skips:
-            lines.append(f"skips from stage {', '.join(skips)} a micro-batch")
-        if self.step_seconds is not None:
-            lines.append(
-                f"a step takes {self.step_seconds:.3g} s, of which transfers "
-                f"between stages cost {self.transfer_share:.1%}"
-            )
-        if self.measured_seconds is not None:
-            lines.append(f"tried: a step took {self.measured_seconds:.3g} s")
-        for line in self._of_memory():
-            lines.append(line)
-        lines += [x for x in (self.advice, *self.reason.split("\n")) if x]
-        lines += self._of_rivals()
-        return lines
-
-    def _of_memory(self) -> list[str]:
-        known = [
-            (size / memory, size, memory)
-            for size, memory in zip(
-                self.device_bytes, self.memories, strict=True
-            )
-            if memory is not None
-        ]
-        if not known:
-            return []
-        _, size, memory = max(known)
-        return [
-            f"the fullest device needs {size_text(size)} of "
-            f"{size_text(memory)}: " + ("fits" if self.fits else "does not fit")
-        ]
-
-    def _of_rivals(self) -> list[str]:
-        own = self.measured_seconds or self.step_seconds
-        if not self.rivals or not own:
-            return []
-        found = []
-        for i, x in enumerate(self.rivals):
-            more = x.seconds / own - 1
-            text = f"{more:.1%} slower"
-            if more < 0:
-                # Of one device, to which more would hardly add.
-                text = f"{-more:.1%} faster, too little for more devices"
-            found.append(
-                f"{'then' if i else 'next best'}: {x.words}, {text}"
-                + (", tried" if x.tried else "")
-            )
-        return found
-
-
-def size_text(size: float) -> str:
-    """Returns a number of bytes as people read it."""
-    if size < 2**30:
-        return f"{size / 2**20:,.1f} MiB"
-    return f"{size / 2**30:,.2f} GiB"
+        return plan_table.text(self)
 
 
 def words(

@@ -15,6 +15,7 @@ and weights (W) of a stage and a micro-batch. The same list is run by
     listing      orders that are made by a rule
     search       the best of them for the stages at hand
     timeline     pictures of what was simulated or measured
+    page         the same to zoom into, as an HTML file
 
 Pure Python: TensorFlow is not imported here.
 """

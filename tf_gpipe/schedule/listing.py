@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.simulate import Times
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import BACKWARD
 from tf_gpipe.schedule.tasks import FORWARD
 from tf_gpipe.schedule.tasks import WEIGHTS
@@ -73,9 +74,10 @@ class Problem:
     def recomputes(self, stage: int, micro_batch: int) -> bool:
         """Returns whether a stage computes a micro-batch again.
 
-        The last one does not: it goes backward at once.
+        The last one does not, where that is all or nothing: it goes backward
+        at once.
         """
-        return (
+        return self.remat == AUTO_REMAT or (
             self.remat != "never"
             and stage < self.num_stages - 1
             and (
@@ -102,10 +104,9 @@ class _Stage:
         self.recompute = times.recompute[index]
         self.urgent = rules.forward[index], rules.backward[index]
         self.size = size
-        self.whole = size.inputs + size.stored
         # What a forward pass leaves, at most, and what a backward pass adds.
-        self.keeps = size.inputs if self.again[0] else self.whole
-        self.adds = size.passing + (size.stored if self.again[0] else 0)
+        self.keeps = size.left(self.again[0])
+        self.adds = size.passing + (size.added if self.again[0] else 0)
         # Micro-batches that have gone forward, backward and by weights.
         self.done = [0, 0, 0]
         # When what each needs is there.
@@ -245,9 +246,7 @@ class _Run:
         m = stage.done[0]
         stage.done[0] += 1
         end = now + stage.forward
-        self.held[device] += (
-            stage.size.inputs if stage.again[m] else stage.whole
-        )
+        self.held[device] += stage.size.left(stage.again[m])
         self._ran(FORWARD, stage, m, device, end)
         if stage.last:
             stage.can_backward[m] = end
@@ -265,7 +264,7 @@ class _Run:
         stage.done[1] += 1
         if stage.again[m]:
             now = max(now + stage.recompute, stage.can_backward[m])
-            self.held[device] += stage.size.stored
+            self.held[device] += stage.size.added
         end = now + stage.inputs
         self._ran(BACKWARD, stage, m, device, end)
         if not stage.index:
@@ -281,7 +280,9 @@ class _Run:
     def _weights(self, now: float, device: int, stage: _Stage) -> None:
         m = stage.done[2]
         stage.done[2] += 1
-        self.held[device] -= stage.whole
+        again = stage.again[m]
+        self.held[device] -= stage.size.left(again)
+        self.held[device] -= stage.size.added if again else 0
         self._ran(WEIGHTS, stage, m, device, now + stage.weights)
 
     def _ran(

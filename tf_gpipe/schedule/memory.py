@@ -23,12 +23,27 @@ class Sizes(NamedTuple):
         stored: What the backward pass of one micro-batch needs beside
             `inputs`.
         passing: What a backward pass needs only while it runs.
+        kept: What of `stored` is there from the forward pass on where a
+            micro-batch is recomputed.
+        again: What a recomputation adds to that at a time; `None` for the
+            rest of `stored`, all at once.
     """
 
     fixed: float = 0
     inputs: float = 1
     stored: float = 0
     passing: float = 0
+    kept: float = 0
+    again: float | None = None
+
+    @property
+    def added(self) -> float:
+        """What a recomputation adds to what is kept."""
+        return self.stored - self.kept if self.again is None else self.again
+
+    def left(self, again: bool) -> float:
+        """Returns what a forward pass leaves, to be computed `again` or not."""
+        return self.inputs + (self.kept if again else self.stored)
 
 
 def peak_activations(
@@ -53,16 +68,15 @@ def peak_activations(
     for task in schedule.steps(remat):
         if task.stage not in sizes:
             continue
-        _, inputs, stored, passing = sizes[task.stage]
+        own = sizes[task.stage]
+        again = schedule.recomputes(task._replace(kind=BACKWARD), remat)
         if task.kind == FORWARD:
-            backward = task._replace(kind=BACKWARD)
-            again = schedule.recomputes(backward, remat)
-            held += inputs if again else inputs + stored
+            held += own.left(again)
         elif task.kind == RECOMPUTE:
-            held += stored
-        most = max(most, held + (passing if task.kind == BACKWARD else 0))
+            held += own.added
+        most = max(most, held + (own.passing if task.kind == BACKWARD else 0))
         if task.kind == last:
-            held -= inputs + stored
+            held -= own.left(again) + (own.added if again else 0)
     return most
 
 

@@ -54,6 +54,20 @@ class Times(NamedTuple):
     ) -> "Times":
         """Returns those that the arguments of `simulate` mean.
 
+        Args:
+            num_stages: Integer K.
+            forward: Time of a forward pass; one for all stages, or a list.
+            backward: As `forward`, of the whole backward pass.
+            recompute: As `forward`, of the recomputation before it.
+            transfer: Time from a stage to the next one; or a list, or a
+                dictionary from pairs of stages.
+            weights: As `forward`, the share of `backward` for gradients of
+                weights. Defaults to half of it.
+            update: As `forward`, of the optimizer's update.
+
+        Returns:
+            `Times`.
+
         Raises:
             ValueError: If there is a wrong number of them, or one is negative.
         """
@@ -78,7 +92,14 @@ class Times(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a device runs a task, in seconds or in any other unit."""
+    """When a device runs a task, in seconds or in any other unit.
+
+    Attributes:
+        device: Integer, the number of the device.
+        task: The `Task`.
+        start: Float.
+        end: Float.
+    """
 
     device: int
     task: Task
@@ -94,6 +115,8 @@ class Execution:
             `"R"`).
         devices: List with the name of each device. Defaults to `"device 0"`
             and so on, up to the last one with a span.
+        in_seconds: Boolean, whether times are in seconds, and not in a unit
+            that only says how long tasks are beside one another.
 
     Attributes:
         spans: List of the `Span`s by start.
@@ -102,6 +125,8 @@ class Execution:
         makespan: Float, the time from `start` to the end of the last task.
         busy: List with the time that each device works.
         bubble: Float, the share of the time that devices are idle.
+        idle: Dictionary from each stage to the share of the time that its
+            device is idle.
         peak_micro_batches: List with the largest number of micro-batches of
             which each stage keeps something at a time.
 
@@ -110,7 +135,10 @@ class Execution:
     """
 
     def __init__(
-        self, spans: Iterable[Span], devices: Sequence[str] | None = None
+        self,
+        spans: Iterable[Span],
+        devices: Sequence[str] | None = None,
+        in_seconds: bool = False,
     ):
         self.spans = sorted(spans, key=lambda x: (x.start, x.device))
         if not self.spans:
@@ -124,6 +152,7 @@ class Execution:
                 f"Received: devices={devices}"
             )
         self.devices = list(devices)
+        self.in_seconds = in_seconds
         self.start = self.spans[0].start
         self.makespan = max(span.end for span in self.spans) - self.start
         self.busy = [0.0] * len(self.devices)
@@ -135,6 +164,13 @@ class Execution:
         whole = len(self.busy) * self.makespan
         # Rounded, so that a share such as 0.2 prints as 0.2.
         self.bubble = round(1 - sum(self.busy) / whole, 12) if whole else 0.0
+        places = sorted({(x.task.stage, x.device) for x in self.spans})
+        self.idle = {
+            stage: 1 - self.busy[device] / self.makespan
+            if self.makespan
+            else 0.0
+            for stage, device in places
+        }
         # A stage keeps something of a micro-batch up to the last task of it.
         splits = any(span.task.kind == WEIGHTS for span in self.spans)
         last = WEIGHTS if splits else BACKWARD

@@ -24,17 +24,26 @@ BACKWARD = "B"
 WEIGHTS = "W"
 RECOMPUTE = "R"
 
-# Which micro-batches are recomputed.
+# Which micro-batches are recomputed, all layers of a stage or none.
 REMAT_MODES = ("always", "except_last", "never")
+# All micro-batches, and of each stage the layers that memory asks for.
+AUTO_REMAT = "auto"
 
 
 def check_remat(mode: str) -> None:
     """Raises a ValueError if there is no such remat mode."""
-    checks.one_of("remat", mode, REMAT_MODES)
+    checks.one_of("remat", mode, (*REMAT_MODES, AUTO_REMAT))
 
 
 class Task(NamedTuple):
-    """One pass of one micro-batch through one stage."""
+    """One pass of one micro-batch through one stage.
+
+    Attributes:
+        kind: `"F"` (forward), `"B"` (backward), `"W"` (gradients of weights,
+            where backward passes are split) or `"R"` (recomputation).
+        stage: Integer, the number of the stage, from 0.
+        micro_batch: Integer, that of the micro-batch, from 0.
+    """
 
     kind: str
     stage: int
@@ -45,7 +54,14 @@ class Task(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Task":
-        """Returns the task that `str` writes as `text`, such as `"F2.0"`."""
+        """Returns the task that `str` writes as a text.
+
+        Args:
+            text: String, such as `"F2.0"`.
+
+        Raises:
+            ValueError: If it is no text of a task.
+        """
         match = re.fullmatch(r"([FBW])(\d+)\.(\d+)", text)
         if match is None:
             raise ValueError(
@@ -134,7 +150,11 @@ class Schedule:
         )
 
     def of_first(self, num_micro_batches: int) -> "Schedule":
-        """Returns the same order, of the first micro-batches alone."""
+        """Returns the same order, of the first micro-batches alone.
+
+        Args:
+            num_micro_batches: Integer, how many.
+        """
         return Schedule(
             [
                 [task for task in row if task.micro_batch < num_micro_batches]
@@ -167,7 +187,11 @@ class Schedule:
                 )
 
     def needs(self, task: Task) -> list[Task]:
-        """Returns the tasks whose results `task` uses."""
+        """Returns the tasks whose results a task uses.
+
+        Args:
+            task: A `Task`.
+        """
         if task.kind == FORWARD:
             return [task._replace(stage=task.stage - 1)] if task.stage else []
         if task.kind == RECOMPUTE:
@@ -210,14 +234,28 @@ class Schedule:
         return tuple(done)
 
     def recomputes(self, task: Task, remat: str) -> bool:
-        """Returns whether a backward task recomputes, in a remat mode."""
+        """Returns whether a backward task recomputes, in a remat mode.
+
+        Args:
+            task: A `Task` of kind `"B"`.
+            remat: `"always"`, `"except_last"`, `"auto"` or `"never"`.
+        """
+        if remat == AUTO_REMAT:
+            # Also right after the forward task: some of the layers at a time
+            # need less than all of them.
+            return True
         if remat == "never" or task in self.direct:
             return False
         is_last = task.micro_batch == self.num_micro_batches - 1
         return remat == "always" or not is_last
 
     def recomputed_share(self, stage: int, remat: str) -> float:
-        """Returns the share of micro-batches that a stage recomputes."""
+        """Returns the share of micro-batches that a stage recomputes.
+
+        Args:
+            stage: Integer, the number of the stage.
+            remat: `"always"`, `"except_last"` or `"never"`.
+        """
         return statistics.mean(
             self.recomputes(Task(BACKWARD, stage, m), remat)
             for m in range(self.num_micro_batches)
@@ -229,6 +267,12 @@ class Schedule:
         Each comes before its backward task as a task of its own, which waits
         for no gradient: it fills the bubble where a device waits for one
         (Huang et al., 2019, section 2.3).
+
+        Args:
+            remat: `"always"`, `"except_last"` or `"never"`.
+
+        Returns:
+            List of `Task`s.
         """
         steps = []
         for task in self.order:

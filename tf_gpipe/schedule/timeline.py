@@ -5,8 +5,11 @@ This module imports no TensorFlow, and matplotlib only to draw an image.
 """
 
 import collections
+import io
 import os
+import re
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from tf_gpipe.schedule.simulate import Execution
@@ -23,12 +26,20 @@ KINDS = {
 }
 # From Okabe and Ito's palette for the colour-blind. The colours differ in
 # lightness, too, and all are light enough for black digits.
-_COLOURS = {
+COLOURS = {
     FORWARD: "#56B4E9",
     RECOMPUTE: "#F0E442",
     BACKWARD: "#D55E00",
     WEIGHTS: "#009E73",
 }
+SHARED_CORES = (
+    "Logical CPU devices share the cores of a machine: tasks that run at the\n"
+    "same time take longer, and the bubble is not that of real devices."
+)
+_DEVICE = re.compile(
+    r"(?:/job:(?P<job>\w+))?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?"
+    r"/?(?:device:)?(?P<kind>[A-Za-z_]+):(?P<index>\d+)"
+)
 # The least columns for the time in a text chart, however long the names are.
 _MIN_COLUMNS = 20
 
@@ -38,9 +49,10 @@ def text_chart(step: Execution, width: int = 80) -> str:
 
     A task is as wide as it is long, and begins with its kind and micro-batch
     (its stage before that, if the device has several) where they fit. Dots
-    are idle time. The last line has the makespan and the bubble.
+    are idle time. Below are the makespan, the bubble and what letters mean.
 
     Args:
+        step: The `Execution`.
         width: Integer, the characters of a row with its name. At least 20 are
             for the time.
 
@@ -52,13 +64,15 @@ def text_chart(step: Execution, width: int = 80) -> str:
     device 0  F0--F1--........B1--B0--
     device 1  ....F0--F1--B1--B0--....
     makespan 6, bubble 33.3%
+    F forward, B backward, with the micro-batch; . idle
     """
-    margin = max(map(len, step.devices)) + 2
+    names = short_names(step.devices)
+    margin = max(map(len, names)) + 2
     columns = max(width - margin, _MIN_COLUMNS)
     scale = columns / step.makespan if step.makespan else 0.0
     rows = [["."] * columns for _ in step.devices]
     for (device, task, start, end), label in zip(
-        step.spans, _labels(step), strict=True
+        step.spans, labels(step), strict=True
     ):
         left = round((start - step.start) * scale)
         size = round((end - step.start) * scale) - left
@@ -68,10 +82,56 @@ def text_chart(step: Execution, width: int = 80) -> str:
         rows[device][left : left + size] = label.ljust(size, "-")
     lines = [
         name.ljust(margin) + "".join(row)
-        for name, row in zip(step.devices, rows, strict=True)
+        for name, row in zip(names, rows, strict=True)
     ]
-    lines.append(f"makespan {step.makespan:g}, bubble {step.bubble:.1%}")
+    column = f"; a column is {_time(step, step.makespan / columns)}"
+    lines.append(f"{totals(step)}{column if step.in_seconds else ''}")
+    present = {span.task.kind for span in step.spans}
+    kinds = ", ".join(f"{x} {KINDS[x]}" for x in KINDS if x in present)
+    numbers = "stage.micro-batch" if _several(step) else "the micro-batch"
+    lines.append(f"{kinds}, with {numbers}; . idle")
+    if shares_cores(step.devices):
+        lines.append(SHARED_CORES)
     return "\n".join(lines)
+
+
+def totals(step: Execution) -> str:
+    """Returns the makespan, with its unit, and the bubble in words."""
+    return f"makespan {_time(step, step.makespan)}, bubble {step.bubble:.1%}"
+
+
+def short_names(devices: Sequence[str]) -> list[str]:
+    """Returns the names of TensorFlow's devices without what is the same.
+
+    Example:
+
+    >>> short_names(["/device:CPU:0", "/job:worker/task:1/device:GPU:0"])
+    ['CPU:0', 'worker:1/GPU:0']
+    >>> short_names([f"/job:worker/task:1/device:GPU:{i}" for i in (0, 1)])
+    ['GPU:0', 'GPU:1']
+    """
+    found = [_DEVICE.fullmatch(name) for name in devices]
+    hosts = {x and (x["job"], x["task"]) for x in found}
+    names = []
+    for name, match in zip(devices, found, strict=True):
+        if match is None:
+            names.append(name)
+            continue
+        host = f"{match['job']}:{match['task'] or 0}/" if match["job"] else ""
+        here = host if len(hosts) > 1 else ""
+        names.append(f"{here}{match['kind'].upper()}:{match['index']}")
+    return names
+
+
+def shares_cores(devices: Sequence[str]) -> bool:
+    """Returns whether some devices are logical ones of the same CPU."""
+    found = [_DEVICE.fullmatch(name) for name in devices]
+    cpus = {
+        (x["job"], x["task"], x["index"])
+        for x in found
+        if x and x["kind"].upper() == "CPU"
+    }
+    return len({x[:2] for x in cpus}) < len(cpus)
 
 
 def chrome_trace(step: Execution) -> dict:
@@ -79,22 +139,37 @@ def chrome_trace(step: Execution) -> dict:
 
     Written to a file with `json.dump`, Perfetto (https://ui.perfetto.dev) and
     `chrome://tracing` show it: a thread a device, from the first start on.
+    See the "Trace Event Format" (Google, 2016).
+
+    Args:
+        step: An `Execution`.
+
+    Returns:
+        Dictionary that JSON can hold.
+
+    Example:
+
+    >>> from tf_gpipe.schedule.schedules import gpipe
+    >>> from tf_gpipe.schedule.simulate import simulate
+    >>> trace = chrome_trace(simulate(gpipe(2, 2)))
+    >>> trace["traceEvents"][-1]["name"]
+    'B0.0'
     """
 
     def microseconds(time: float) -> float:
         # To the picosecond, so that a time such as 0.2 prints as 0.2.
         return round(time * 1e6, 6)
 
-    events: list[dict] = [
-        {
-            "name": "thread_name",
-            "ph": "M",
-            "pid": 0,
-            "tid": device,
-            "args": {"name": name},
-        }
-        for device, name in enumerate(step.devices)
-    ]
+    def metadata(what: str, device: int, **args: Any) -> dict:
+        return {"name": what, "ph": "M", "pid": 0, "tid": device, "args": args}
+
+    events = [metadata("process_name", 0, name=f"pipeline, {totals(step)}")]
+    for device, name in enumerate(short_names(step.devices)):
+        events += [
+            metadata("thread_name", device, name=name),
+            # Else viewers sort them by their first events.
+            metadata("thread_sort_index", device, sort_index=device),
+        ]
     events += [
         {
             "name": str(task),
@@ -108,7 +183,7 @@ def chrome_trace(step: Execution) -> dict:
         }
         for device, task, start, end in step.spans
     ]
-    return {"traceEvents": events}
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def check_picture(path: str | os.PathLike) -> None:
@@ -151,6 +226,17 @@ def picture(steps: Mapping[str, Execution], path: str | os.PathLike) -> None:
     >>> from tf_gpipe.schedule.simulate import simulate
     >>> picture({"simulated": simulate(gpipe(4, 8))}, "a.png")
     """
+    _figure(steps).savefig(path)
+
+
+def png(steps: Mapping[str, Execution]) -> bytes:
+    """Returns the picture of `picture` as the content of a PNG file."""
+    with io.BytesIO() as content:
+        _figure(steps).savefig(content, format="png")
+        return content.getvalue()
+
+
+def _figure(steps: Mapping[str, Execution]) -> Any:
     if not steps:
         raise ValueError(f"There is nothing to draw. Received: steps={steps}")
     Figure, Patch = _matplotlib()
@@ -167,27 +253,28 @@ def picture(steps: Mapping[str, Execution], path: str | os.PathLike) -> None:
             [span.device for span in step.spans],
             [span.end - span.start for span in step.spans],
             left=[span.start - step.start for span in step.spans],
-            color=[_COLOURS[span.task.kind] for span in step.spans],
+            color=[COLOURS[span.task.kind] for span in step.spans],
             edgecolor="black",
             linewidth=0.5,
         )
         texts = ax.bar_label(
             bars,
-            _labels(step),
+            labels(step),
             label_type="center",
             fontsize=8,
             in_layout=False,
         )
         labelled += zip(bars, texts, strict=True)
-        ax.set_title(f"{title}: bubble {step.bubble:.1%}")
-        ax.set_yticks(range(len(step.devices)), step.devices)
+        ax.set_title(f"{title}: {totals(step)}")
+        ax.set_yticks(range(len(step.devices)), short_names(step.devices))
         ax.set_ylim(len(step.devices) - 0.5, -0.5)
         ax.set_xlim(0, longest or 1.0)
-    axes[-1].set_xlabel("time")
+    in_seconds = any(step.in_seconds for step in steps.values())
+    axes[-1].set_xlabel("time in seconds" if in_seconds else "time")
     present = {x.task.kind for step in steps.values() for x in step.spans}
     figure.legend(
         handles=[
-            Patch(facecolor=_COLOURS[kind], edgecolor="black", label=name)
+            Patch(facecolor=COLOURS[kind], edgecolor="black", label=name)
             for kind, name in KINDS.items()
             if kind in present
         ],
@@ -199,7 +286,7 @@ def picture(steps: Mapping[str, Execution], path: str | os.PathLike) -> None:
     for bar, text in labelled:
         room = bar.get_window_extent().width
         text.set_visible(text.get_window_extent().width < room)
-    figure.savefig(path)
+    return figure
 
 
 def _matplotlib() -> tuple[Any, Any]:
@@ -215,11 +302,30 @@ def _matplotlib() -> tuple[Any, Any]:
     return Figure, Patch
 
 
-def _labels(step: Execution) -> list[str]:
+def labels(step: Execution) -> list[str]:
     """Returns the label of each span: micro-batch, or stage and micro-batch."""
-    stages = {(span.device, span.task.stage) for span in step.spans}
-    count = collections.Counter(device for device, _ in stages)
+    count = _stages(step)
     return [
         str(task)[1:] if count[device] > 1 else str(task.micro_batch)
         for device, task, _, _ in step.spans
     ]
+
+
+def _several(step: Execution) -> bool:
+    """Returns whether a device has several stages."""
+    return max(_stages(step).values()) > 1
+
+
+def _stages(step: Execution) -> collections.Counter:
+    """Returns the number of stages of each device."""
+    stages = {(span.device, span.task.stage) for span in step.spans}
+    return collections.Counter(device for device, _ in stages)
+
+
+def _time(step: Execution, value: float) -> str:
+    if not step.in_seconds:
+        return f"{value:g}"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value * 1e6:.3g} µs"

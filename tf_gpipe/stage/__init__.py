@@ -13,6 +13,8 @@ rematerialisation):
     function           the layers as a pure function: state in, state out
     phases             its forward, recompute, backward and weights phases
     traced_phases      those phases, cut from one trace of the function
+    traced_backward    of them, the backward phase
+    recomputed_parts   what of the trace is computed again
     shared_layers      one trace for layers that are alike (likeness)
     tape               the same by a gradient tape: eagerly, and within XLA
     traced_function    parts of a trace as functions of their own

@@ -27,7 +27,9 @@ _FEW_WEIGHTS = 2**18
 _SHARE = 1 / 8
 
 
-def find(graph: Graph, counts: Sequence[int]) -> list[Graph]:
+def find(
+    graph: Graph, counts: Sequence[int], pieces: Sequence[int]
+) -> list[Graph]:
     """Returns blocks that may be alike, in the order of the pipeline.
 
     Such as a Transformer's, or residual ones of a few calls each. In the
@@ -40,13 +42,14 @@ def find(graph: Graph, counts: Sequence[int]) -> list[Graph]:
     Args:
         graph: The model.
         counts: How many of its calls each stage has.
+        pieces: Parts of these counts, such as calls that are recomputed.
 
     Returns:
-        List of blocks, each within a stage, with one value that others take
+        List of blocks, each within a piece, with one value that others take
         and a small part of the stage's weights. Calls that repeat nothing next
         to them are a block each.
     """
-    sequence = _Sequence(graph, counts)
+    sequence = _Sequence(graph, counts, pieces)
     blocks = []
     start = 0
     while start < len(graph.nodes):
@@ -68,11 +71,14 @@ def likeness_of(block: Graph) -> Likeness | None:
 class _Sequence:
     """The calls of a model, one after the other."""
 
-    def __init__(self, graph: Graph, counts: Sequence[int]):
+    def __init__(
+        self, graph: Graph, counts: Sequence[int], pieces: Sequence[int]
+    ):
         self._graph = graph
-        self._stage = [
-            k for k, count in enumerate(counts) for _ in range(count)
-        ]
+        self._stage, self._piece = (
+            [k for k, count in enumerate(each) for _ in range(count)]
+            for each in (counts, pieces)
+        )
         self._weights = [_num_weights(node.layer) for node in graph.nodes]
         self._of_stage: dict[int, int] = collections.Counter()
         for k, count in zip(self._stage, self._weights, strict=True):
@@ -132,7 +138,7 @@ class _Sequence:
         stage = self._stage[start]
         most = max(_FEW_WEIGHTS, _SHARE * self._of_stage[stage])
         return end == start + 1 or (
-            stage == self._stage[end - 1]
+            self._piece[start] == self._piece[end - 1]
             and sum(self._weights[start:end]) <= most
             and len(self._taken(start, end)) == 1
         )

@@ -61,6 +61,8 @@ class StageFunction:
         updated: The variables whose new values `Result.updates` holds, known
             after the first pass.
         added: Where each of `Result.losses` comes from, known then too.
+        ends: How many operations the graph had when the layers were run last:
+            before them, then after each of the stage's calls.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class StageFunction:
         self.carried = carried
         self.updated: list[keras.Variable] = []
         self.added: list[AddedLoss] = []
+        self.ends: list[int] = []
         self._training = training
         self._foreign = foreign
         self._stopped = [value in stopped for value in stage.inputs]
@@ -121,7 +124,8 @@ class StageFunction:
         losses: list[tf.Tensor] = []
         added: list[AddedLoss] = []
 
-        def take_losses(node):
+        def after(node):
+            ends.append(_num_operations())
             # Layer by layer: a layer that is called again clears what it has
             # added to the scope before.
             for i, loss in enumerate(scope.losses):
@@ -135,15 +139,16 @@ class StageFunction:
             holding([v for v, _ in others], [x for _, x in others]),
             _Recorder(mapping, self._foreign) as scope,
         ):
-            before = _num_operations()
+            ends = [_num_operations()]
             run_stage(
                 self.stage,
                 values,
                 self._training,
-                take_losses,
+                after,
                 lambda node: instead(node, values, scope),
             )
-            assigned = self._assigned([v for v, _ in others], before)
+            assigned = self._assigned([v for v, _ in others], ends[0])
+            self.ends = ends
             self.updated = [*scope.updated.values(), *assigned]
             self.added = added
             updates = [

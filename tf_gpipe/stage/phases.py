@@ -1,6 +1,7 @@
 """The phases of a stage as functions, traced once for all micro-batches."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -32,14 +33,18 @@ class StagePhases:
                           v
                        weights ------> gradients of weights
 
-    No two of them compute the same, unless remat asks for it: then the
-    forward phase stores nothing, and a phase of its own recomputes what it
-    would have stored. Where the gradients of weights need not be apart, the
-    backward phase computes them.
+    No two of them compute the same, unless remat asks for it. Then the
+    forward phase stores nothing that the recomputed layers make within them.
+    Where these are recomputed together, a phase of its own does so, before the
+    backward phase. Where they are several parts, the backward phase recomputes
+    each when the gradient has come there. Where the gradients of weights need
+    not be apart, the backward phase computes them.
 
     Args:
         function: `StageFunction`.
         splits: Whether the gradients of weights are apart.
+        recomputed: The calls of the stage that are recomputed, places in
+            `Stage.nodes`: those in a range together.
         jit_compile: Whether XLA compiles the phases.
         instead: Function that returns what runs layers that have phases of
             their own; see `run_stage`. It is called where there are gradients.
@@ -49,12 +54,14 @@ class StagePhases:
         self,
         function: StageFunction,
         splits: bool,
+        recomputed: Sequence[range],
         jit_compile: bool,
         instead: Callable[[], Instead] = lambda: in_line,
     ):
         self.function = function
         self._instead = instead
         self._splits = splits
+        self._recomputed = recomputed
         self._jit_compile = jit_compile
         self._plain = TellingFunction(function, jit_compile)
         self._differentiated = tf.function(self._differentiate, autograph=False)
@@ -75,11 +82,17 @@ class StagePhases:
         Args:
             inputs: What the stage takes.
             carried: The values of what the function carries.
-            remat: Whether `PhasedCall.recompute` will run it again.
+            remat: Whether what is recomputed will be; `PhasedCall.recompute`
+                must be called then.
         """
         with self.function.on_device():
             phases = self.traced(inputs, carried)
             return PhasedCall(phases, tensors((inputs, carried)), remat)
+
+    def read_weights_again(self) -> None:
+        """Makes phases read weights that have been assigned in the graph."""
+        for phases in self._by_graph.values():
+            phases.read_weights_again()
 
     def traced(self, inputs: Activations, carried: list) -> Phases:
         """Returns the phases, cut from a trace for such arguments."""
@@ -92,6 +105,7 @@ class StagePhases:
                 self._traces[graph],
                 self._splits,
                 self._jit_compile,
+                self._recomputed,
             )
         return self._by_graph[graph]
 
@@ -118,6 +132,7 @@ class StagePhases:
             self._traces[graph] = Trace(
                 len(tensors(inputs)),
                 num_forward,
+                self.function.ends,
                 result,
                 arriving,
                 by_input,
@@ -136,20 +151,24 @@ class PhasedCall:
     def __init__(self, phases: Phases, inputs: list[tf.Tensor], remat: bool):
         self._phases = phases
         self._inputs = inputs
+        self._remat = remat
         # Known once the backward phase has run.
         self._backward: Any = None
         self.kept: Any = None
-        self.result, self._drawn = phases.forward(
+        self.result, self._stored = phases.forward(
             phases.weights(), inputs, not remat
         )
-        self._stored = self._drawn
 
     def recompute(self) -> list[tf.Tensor]:
-        """Runs the stage again. Returns what the backward phase needs."""
+        """Runs layers again, if they are recomputed before the backward phase.
+
+        Returns what that needs.
+        """
         phases = self._phases
-        self._stored = phases.recompute(
-            phases.weights(), self._inputs, self._drawn
-        )
+        if phases.recomputes_before:
+            self._stored = phases.recompute(
+                phases.weights(), self._inputs, self._stored
+            )
         return self._stored
 
     def backward(self, upstream: list, sums: GradientSum) -> list:
@@ -168,7 +187,7 @@ class PhasedCall:
             if x.dtype.is_floating
         ]
         self._backward = self._phases.backward(
-            tuple(arrived is not None for _, arrived in pairs)
+            tuple(arrived is not None for _, arrived in pairs), self._remat
         )
         values = [
             tf.zeros_like(x) if arrived is None else tf.cast(arrived, x.dtype)

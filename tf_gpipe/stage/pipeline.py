@@ -6,7 +6,9 @@ import functools
 import keras
 
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import RECOMPUTE
 from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.schedule.tasks import Task
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.stage import Activations
@@ -23,7 +25,7 @@ class Pipeline:
     graph: Graph
     stages: tuple[Stage, ...]
     schedule: Schedule
-    remat: str  # one of `REMAT_MODES`
+    remat: str  # one of `REMAT_MODES`, or `AUTO_REMAT`
     boundary_dtype: str | None  # of what travels from device to device
     # What mini-batches are cut into that have as many rows. `None` for those
     # of the schedule, whatever the rows.
@@ -34,6 +36,10 @@ class Pipeline:
     )
     # States of Keras's global seed generator, by id.
     seeds: dict[int, keras.Variable] = dataclasses.field(default_factory=dict)
+
+    # The calls of each stage that are recomputed, if not all of them: places
+    # in `Stage.nodes`, those in a range together. Of remat "auto".
+    chosen: tuple[tuple[range, ...], ...] | None = None
 
     # By their numbers of micro-batches; see `with_rows`.
     _others: dict[int, "Pipeline"] = dataclasses.field(
@@ -63,6 +69,26 @@ class Pipeline:
                 ),
             )
         return self._others[number]
+
+    def recomputed(self, k: int) -> tuple[range, ...]:
+        """Returns the calls of a stage that are recomputed, those together.
+
+        In the micro-batches that are recomputed at all.
+        """
+        if self.remat == "never":
+            return ()
+        if self.chosen is None:
+            return (range(len(self.stages[k].nodes)),)
+        return self.chosen[k]
+
+    @functools.cached_property
+    def steps(self) -> list[Task]:
+        """The tasks of a step, recomputations among them, in order."""
+        return [
+            task
+            for task in self.schedule.steps(self.remat)
+            if task.kind != RECOMPUTE or self.recomputed(task.stage)
+        ]
 
     @property
     def last(self) -> int:

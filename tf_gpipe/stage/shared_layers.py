@@ -112,7 +112,9 @@ class _Shared:
         self._function = StageFunction(
             stage, [*seeds, *states], training, (), ()
         )
-        self._phases = StagePhases(self._function, splits, jit_compile=False)
+        self._phases = StagePhases(
+            self._function, splits, recomputed=(), jit_compile=False
+        )
         known = {id(v) for v in [*seeds, *self._variables]}
         self._weights = stage.trainable(self._variables)
         self._serves: dict[Phases, bool] = {}
@@ -193,7 +195,7 @@ class _Shared:
         trained = [v for v, _ in phases.trace.by_variable]
 
         def gradient(arrived: tf.Tensor) -> list:
-            backward = phases.backward((True,))
+            backward = phases.backward((True,), False)
             by_input, kept = backward.run(
                 weights, stored, [tf.convert_to_tensor(arrived)], []
             )

@@ -70,6 +70,7 @@ class Stage:
 
     @property
     def device(self) -> str:
+        """Device string of the current replica, or else of the first one."""
         return self.devices[replicas.current()]
 
     def count_params(self) -> int:
@@ -102,11 +103,14 @@ class Stage:
         }
 
     def trainable(self, variables: Sequence[keras.Variable]) -> list:
-        """Returns those of `variables` that training changes.
+        """Returns those of some variables that training changes.
 
         As `keras.Model.trainable_variables` of a model that is not frozen
         itself, which asks variables: there may be one that is trained in a
         layer that is frozen. Tapes do not follow one that was not made to be.
+
+        Args:
+            variables: List of `keras.Variable`s.
         """
         return [v for v in variables if v.trainable and v.value.trainable]
 

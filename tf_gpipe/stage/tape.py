@@ -26,7 +26,9 @@ class TapedStage:
     def __init__(self, function: StageFunction, repeatable: bool):
         self.function = function
         self.repeatable = repeatable
-        self._phases = StagePhases(function, splits=False, jit_compile=False)
+        self._phases = StagePhases(
+            function, splits=False, recomputed=(), jit_compile=False
+        )
         self._lookups: dict[Phases, list[Lookup]] = {}
 
     def __call__(self, inputs: Activations, carried: list) -> Result:

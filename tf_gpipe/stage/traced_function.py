@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -194,6 +195,7 @@ class TracedFunction:
         fetches: Sequence[tf.Tensor],
         effects: Iterable[tf.Operation] = (),
         then: Callable | None = None,
+        after: Mapping[tf.Operation, Collection[tf.Operation]] | None = None,
     ) -> Callable:
         """Returns a part as a function.
 
@@ -203,6 +205,7 @@ class TracedFunction:
             effects: Operations of the graph that the part runs as well.
             then: Function of the values of `fetches`, and of any other
                 arguments of the call, which the part ends with.
+            after: Operations that wait for others, if the part has these.
 
         Returns:
             Function that emits a call of the part: from the values of `feeds`,
@@ -224,7 +227,7 @@ class TracedFunction:
         operations = reached(
             [*makers(fetches), *effects], lambda op: makers(op.inputs)
         )
-        definition = self._definition_of(operations)
+        definition = self._definition_of(operations, after or {})
         used = {x.name for op in operations for x in op.inputs}
         computed = [x.name for x in fetches if x.name not in given]
 
@@ -254,9 +257,14 @@ class TracedFunction:
 
         return FunctionCall(run, optimized=True, jit_compile=self._jit_compile)
 
-    def _definition_of(self, operations: Collection[tf.Operation]) -> Any:
-        """Returns the graph of some operations."""
+    def _definition_of(
+        self,
+        operations: Collection[tf.Operation],
+        after: Mapping[tf.Operation, Collection[tf.Operation]],
+    ) -> Any:
+        """Returns the graph of some operations, some of them after others."""
         kept = {op.name for op in operations}
+        waits = {op.name: [x.name for x in xs] for op, xs in after.items()}
         definition = tf.compat.v1.GraphDef(versions=self._definition.versions)
         for node in self._definition.node:
             if node.name in kept:
@@ -269,6 +277,9 @@ class TracedFunction:
                     for x in node.input
                     if not x.startswith("^") or x[1:] in kept
                 ]
+                copy.input.extend(
+                    f"^{x}" for x in waits.get(node.name, ()) if x in kept
+                )
         return definition
 
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.stage import accumulator
 from tf_gpipe.stage import lookups
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function_call import FunctionCall
@@ -21,6 +20,8 @@ from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.lookups import Lookup
 from tf_gpipe.stage.pack import pack
 from tf_gpipe.stage.pack import unpack
+from tf_gpipe.stage.recomputed_parts import RecomputedParts
+from tf_gpipe.stage.traced_backward import Backward
 from tf_gpipe.stage.traced_function import TracedFunction
 
 
@@ -29,6 +30,7 @@ class Trace(NamedTuple):
 
     num_inputs: int  # how many tensors the stage takes, without what it carries
     num_forward: int  # how many of the graph's operations are forward
+    ends: list[int]  # how many, before the layers and after each of their calls
     result: Result
     upstream: list  # a placeholder, or None, for each of `result.targets`
     by_input: list  # a gradient or None for each flat input
@@ -52,13 +54,18 @@ class Phases:
         trace: The `Trace`.
         splits: Whether the gradients of weights are apart.
         jit_compile: Whether XLA compiles the phases.
+        recomputed: As of `StagePhases`.
 
     Attributes:
+        recomputes_before: Whether layers are recomputed before the backward
+            phase, and not as it comes to them.
         forward: `FunctionCall` from the pack of weights, the stage's inputs,
             and whether to store what the backward phase needs, to the `Result`
-            and a pack of that; or, if not, of what `recompute` needs.
+            and a pack of that; or, if not, of what is `kept`.
         recompute: `FunctionCall` from the pack of weights, the stage's inputs
             and that pack to the pack of what the backward phase needs.
+        parts: `RecomputedParts`.
+        kept: What the forward phase stores where layers are recomputed.
 
     Raises:
         ValueError: If XLA cannot compile the phases.
@@ -71,6 +78,7 @@ class Phases:
         trace: Trace,
         splits: bool,
         jit_compile: bool,
+        recomputed: Sequence[range] = (),
     ):
         self.trace = trace
         self.splits = splits
@@ -97,12 +105,15 @@ class Phases:
                 "the backward pass, as recurrent layers do. Received: "
                 "compile(jit_compile=True). Use False."
             )
-        # What a recomputation would draw anew, or find changed.
-        self._drawn = [
-            x
-            for op in self.traced.draws(self.traced.makers(self.stored))
-            for x in op.outputs
-        ]
+        self.parts = RecomputedParts(
+            self.traced, self._of_calls(recomputed), self.early
+        )
+        self.kept = self.parts.kept(self.stored, self.early)
+        self.recomputes_before = len(recomputed) == 1
+        if self.recomputes_before:
+            # Which it is given besides.
+            given = {id(x) for x in self.inputs}
+            self.kept = [x for x in self.kept if id(x) not in given]
         # XLA knows no packs: what it compiles reads variables itself.
         self._reads = [] if jit_compile else self.traced.reads()
         self._packs: dict[Any, list[tf.Tensor]] = {}
@@ -114,7 +125,8 @@ class Phases:
     def weights(self) -> list[tf.Tensor]:
         """Returns the pack of the weights that the stage reads.
 
-        A list of a tensor, or an empty one, the same in all of a graph.
+        A list of a tensor, or an empty one, the same in all of a graph, until
+        `read_weights_again`.
         """
         graph = tf.compat.v1.get_default_graph()
         if graph not in self._packs:
@@ -122,6 +134,10 @@ class Phases:
             for x in self._packs[graph]:
                 upstream.search_no_callees(x.op)
         return self._packs[graph]
+
+    def read_weights_again(self) -> None:
+        """Makes `weights` return a pack of what the weights hold then."""
+        self._packs.clear()
 
     def weights_of(self, others: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
         """Returns such a pack of other variables.
@@ -165,11 +181,12 @@ class Phases:
         fetches: list[tf.Tensor],
         effects: Iterable[tf.Operation] = (),
         then: Callable | None = None,
+        after: Mapping[tf.Operation, Collection[tf.Operation]] | None = None,
     ) -> Callable:
         """As `TracedFunction.part`, fed the pack of weights first."""
         like = [reads[0] for _, reads in self._reads]
         read = [x for _, reads in self._reads for x in reads]
-        part = self.traced.part([*feeds, *read], fetches, effects, then)
+        part = self.traced.part([*feeds, *read], fetches, effects, then, after)
 
         def run(
             weights: list[tf.Tensor], values: Sequence[tf.Tensor], *args: Any
@@ -186,7 +203,7 @@ class Phases:
         result = tensors(self.trace.result)
         part = self.part(
             self.inputs,
-            result + (self.stored if stores else self._drawn),
+            result + (self.stored if stores else self.kept),
             self._early_effects,
         )
         found = part(weights, inputs)
@@ -199,8 +216,8 @@ class Phases:
         inputs: list[tf.Tensor],
         packed: list[tf.Tensor],
     ) -> list[tf.Tensor]:
-        part = self.part(self.inputs + self._drawn, self.stored)
-        values = [*inputs, *unpack(packed, self._drawn)]
+        part = self.part(self.inputs + self.kept, self.stored)
+        values = [*inputs, *unpack(packed, self.kept)]
         return pack(part(weights, values))
 
     def lookups(self, gradients: Iterable[tuple]) -> list[Lookup]:
@@ -210,119 +227,34 @@ class Phases:
             self.traced, self.inputs[:size], self.inputs[size:], gradients
         )
 
-    def backward(self, arrived: tuple[bool, ...]) -> "Backward":
+    def _of_calls(self, recomputed: Sequence[range]) -> list[set[tf.Operation]]:
+        """Returns the forward operations of each range of the stage's calls.
+
+        What is before the first call and after the last one goes with it.
+        """
+        ends = [0, *self.trace.ends[1:-1], self.trace.num_forward]
+        inputs = {x.op for x in self.inputs}
+        return [
+            self.early.intersection(
+                self.traced.operations[ends[part.start] : ends[part.stop]]
+            )
+            - inputs
+            for part in recomputed
+        ]
+
+    def backward(self, arrived: tuple[bool, ...], remat: bool) -> Backward:
         """Returns the backward phase.
 
         Args:
             arrived: For each placeholder of a gradient, whether there is one.
                 What depends on none that is there is `None`, as by a tape.
+            remat: Whether the forward phase has stored less than this needs.
         """
-        if arrived not in self._backward:
+        again = remat and not self.recomputes_before
+        key = arrived, again
+        if key not in self._backward:
             there = itertools.compress(self.upstream, arrived)
-            self._backward[arrived] = Backward(self, self.traced.users(there))
-        return self._backward[arrived]
-
-
-class Backward:
-    """The backward phase of a stage, and after it the phase of weights.
-
-    Args:
-        phases: The `Phases` that it is of.
-        alive: The operations that follow from the gradients that arrive.
-
-    Attributes:
-        dense: List of the variables whose gradients are dense.
-        sparse: List of the `Lookup`s, of gradients that are sparse.
-        run: `FunctionCall` from the pack of weights, that of what the stage
-            has stored, the values of the gradients that arrive, and where to
-            add gradients (a list with the handle of an accumulator of the
-            dense ones, or an empty one). To the gradients of inputs, and what
-            `weights` takes if that is apart, or else returns.
-        weights: `FunctionCall` from the pack of weights, that, and where to
-            add gradients, to a list of a tensor that is ready once dense ones
-            are added, or of a pack of them, and the list of the sparse ones.
-    """
-
-    def __init__(self, phases: Phases, alive: set[tf.Operation]):
-        def lives(gradient: Any) -> bool:
-            return any(x.op in alive for x in tensors(gradient))
-
-        self._phases = phases
-        self._by_input = [
-            x if lives(x) else None for x in phases.trace.by_input
-        ]
-        pairs = [p for p in phases.trace.by_variable if lives(p[1])]
-        dense = [p for p in pairs if not isinstance(p[1], tf.IndexedSlices)]
-        self.dense = [v for v, _ in dense]
-        self.sparse = phases.lookups(pairs)
-        self._slices = [x.slices for x in self.sparse]
-        self._gradients = [x for _, x in dense] + tensors(self._slices)
-        # What the phase of weights is fed.
-        self._kept: list[tf.Tensor] = []
-        if phases.splits:
-            done = {*phases.early, *(x.op for x in phases.upstream)}
-            made = tensors(self._by_input)
-            done |= phases.traced.makers(made, phases.late_effects)
-            self._kept = phases.traced.live(self._gradients, done)
-        self.run = FunctionCall(self._run)
-        self.weights = FunctionCall(self._weights)
-
-    def _run(
-        self,
-        weights: list[tf.Tensor],
-        packed: list[tf.Tensor],
-        values: list[tf.Tensor],
-        place: list[tf.Tensor],
-    ) -> tuple:
-        phases, by_input = self._phases, tensors(self._by_input)
-        size = len(by_input)
-
-        def then(found: Sequence[tf.Tensor], place: list[tf.Tensor]) -> tuple:
-            rest = found[size:]
-            kept = pack(rest) if phases.splits else self._placed(rest, place)
-            return found[:size], kept
-
-        part = self._ending(
-            phases.stored + phases.upstream,
-            by_input + (self._kept if phases.splits else self._gradients),
-            then,
-            phases.late_effects,
-        )
-        made, kept = part(
-            weights, [*unpack(packed, phases.stored), *values], place
-        )
-        return filled(self._by_input, made), kept
-
-    def _weights(
-        self,
-        weights: list[tf.Tensor],
-        packed: list[tf.Tensor],
-        place: list[tf.Tensor],
-    ) -> tuple[list, list]:
-        part = self._ending(self._kept, self._gradients, self._placed)
-        return part(weights, unpack(packed, self._kept), place)
-
-    def _ending(
-        self,
-        feeds: list[tf.Tensor],
-        fetches: list[tf.Tensor],
-        then: Callable,
-        effects: Iterable[tf.Operation] = (),
-    ) -> Callable:
-        """Returns a part that ends with `then`, in it if that is possible."""
-        phases = self._phases
-        if not phases.jit_compile:
-            return phases.part(feeds, fetches, effects, then)
-        # XLA knows no packs. All gradients are there before any is added.
-        part = phases.part(feeds, fetches, effects)
-        return lambda weights, values, place: then(part(weights, values), place)
-
-    def _placed(
-        self, found: Sequence[tf.Tensor], place: list[tf.Tensor]
-    ) -> tuple[list, list]:
-        """Adds gradients of weights where there is a place, or packs them."""
-        size = len(self.dense)
-        dense, sparse = list(found[:size]), filled(self._slices, found[size:])
-        if place:
-            return [accumulator.add(place[0], dense)], sparse
-        return pack(dense), sparse
+            self._backward[key] = Backward(
+                self, self.traced.users(there), again
+            )
+        return self._backward[key]

@@ -63,6 +63,9 @@ class MiniBatch:
         gradients: Which gradients are asked for, a `Gradients`.
         stages: How the stages run, a `StageMode`. Eagerly they run `INLINE`.
         timed: Whether to take the time of each task.
+        previous: The mini-batch of the training step before, if that is in the
+            same graph: its stages serve again, and each device begins this one
+            when it is done with that.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class MiniBatch:
         gradients: Gradients = Gradients.OF_ALL,
         stages: StageMode = StageMode.FUNCTIONS,
         timed: bool = False,
+        previous: "MiniBatch | None" = None,
     ):
         self.pipeline = pipeline
         inputs = replicas.fed(inputs)
@@ -89,12 +93,16 @@ class MiniBatch:
         self._loss_sum = GradientSum(self.split.num_micro_batches > 1)
         self._loss_weights: list[keras.Variable] = []
         self._stages = RunningStages(pipeline, training, gradients, stages)
+        if previous is not None:
+            self._stages = previous._stages.serving(self._stages)
         self._outputs = Outputs(
             pipeline, self.split, self._exchange, self._dependence
         )
-        self._steps = pipeline.schedule.steps(pipeline.remat)
+        self._steps = pipeline.steps
         clock = Clock() if timed and not tf.executing_eagerly() else None
         self._order = TaskOrder(pipeline, clock)
+        if previous is not None:
+            self._order.follow(previous._order)
 
     def forward(self, tape: bool) -> None:
         """Runs all forward tasks; with a `tape` if backward ones follow."""
@@ -226,7 +234,9 @@ class MiniBatch:
         with self._order.task(task, inputs) as finish:
             if tape:
                 backward = task._replace(kind=BACKWARD)
-                remat = self.pipeline.schedule.recomputes(
+                remat = bool(
+                    self.pipeline.recomputed(k)
+                ) and self.pipeline.schedule.recomputes(
                     backward, self.pipeline.remat
                 )
                 call = stage.start(inputs, carried, remat)

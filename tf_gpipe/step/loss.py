@@ -170,10 +170,24 @@ def _in_place_of_each(
             return compile_loss(*args)
 
     if not compile_loss.built:
+        _check_losses(upstream.loss_as_given(compile_loss), args[1])
         # Never run: only Keras knows which labels go with what.
         build = functools.partial(call, compile_loss)
         tf.function(build, autograph=False).get_concrete_function()
     return upstream.call_with_each(compile_loss, function, call)
+
+
+def _check_losses(given: Any, y_pred: Any) -> None:
+    """Refuses what Keras trips over as it builds losses."""
+    if (
+        isinstance(given, (list, tuple))
+        and None in given
+        and not keras.tree.is_nested(y_pred)
+    ):
+        raise ValueError(
+            "A model with a single output has no output without a loss: "
+            f"`loss` must not have `None` in it. Received: loss={given}"
+        )
 
 
 def _needs_values(

@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -87,12 +88,27 @@ class RunningStages:
         pipeline = self._pipeline
         return SharedLayers(
             blocks.find(
-                pipeline.graph, [len(x.nodes) for x in pipeline.stages]
+                pipeline.graph,
+                [len(x.nodes) for x in pipeline.stages],
+                self._pieces(),
             ),
             self._seed,
             self._training,
             pipeline.schedule.splits,
         ).run
+
+    def _pieces(self) -> list[int]:
+        """Returns how many calls there are, in a row, with the same fate.
+
+        Of a stage those that are recomputed together, or not at all.
+        """
+        found = []
+        for stage in self._pipeline.stages:
+            bounds = {0, len(stage.nodes)}
+            for part in self._pipeline.recomputed(stage.index):
+                bounds |= {part.start, part.stop}
+            found += [b - a for a, b in itertools.pairwise(sorted(bounds))]
+        return found
 
     @property
     def inline(self) -> bool:
@@ -102,6 +118,20 @@ class RunningStages:
     def asked_again(self) -> bool:
         """Whether gradients may be asked for more than once."""
         return self._gradients is Gradients.OF_LAYER
+
+    def serving(self, others: "RunningStages") -> "RunningStages":
+        """Returns stages for the next training step of a graph.
+
+        These, if they run as `others` would, so that they are traced once.
+        """
+        if self.inline or self._kind() != others._kind():
+            return others
+        for stage in self._stages.values():
+            stage.read_weights_again()
+        return self
+
+    def _kind(self) -> tuple:
+        return self._pipeline, self._training, self._gradients, self._how
 
     def __getitem__(self, k: int) -> Any:
         """Returns the `StagePhases` or the `TapedStage` of a stage."""
@@ -113,6 +143,7 @@ class RunningStages:
                 else StagePhases(
                     function,
                     self._pipeline.schedule.splits,
+                    self._pipeline.recomputed(k),
                     jit_compile=self._how is StageMode.XLA_FUNCTIONS,
                     instead=lambda: self._instead,
                 )

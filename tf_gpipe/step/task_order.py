@@ -34,6 +34,10 @@ class TaskOrder:
         # When each task started and ended.
         self._times: dict[Task, list[tf.Tensor]] = {}
 
+    def follow(self, before: "TaskOrder") -> None:
+        """Makes each device begin after the tasks of another order."""
+        self._done.update(before._done)
+
     @contextlib.contextmanager
     def task(
         self, task: Task, needs: Any = ()
@@ -83,7 +87,7 @@ class TaskOrder:
         """
         if not self._times:
             return None
-        order = self._pipeline.schedule.steps(self._pipeline.remat)
+        order = self._pipeline.steps
         rows: list[int] = []
         parts = []
         for stage in self._pipeline.stages:

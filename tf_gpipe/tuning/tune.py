@@ -10,8 +10,8 @@ import keras
 
 from tf_gpipe import checks
 from tf_gpipe.devices import placement
+from tf_gpipe.partition import sizes
 from tf_gpipe.planning import choice
-from tf_gpipe.planning import sizes
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.candidates import candidates
 from tf_gpipe.planning.choice import Chooser
@@ -24,6 +24,7 @@ from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
 from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import measured_speeds
@@ -82,7 +83,8 @@ def tune(
         num_stages: Integer K, if it is not to be chosen.
         num_micro_batches: Integer M, likewise.
         schedule: String, likewise; `"gpipe"` for losses that need it.
-        remat: String, likewise.
+        remat: String, likewise; `"auto"` needs a `device_memory`, of which it
+            gets 90 %.
         replicas: Boolean, whether there may be several pipelines, or several
             copies of the model, under a `tf.distribute` strategy. Devices of
             `tf_gpipe.connect` have none.
@@ -123,6 +125,11 @@ def tune(
         len(names),
         lambda x: sizes.to_bytes(x, "device_memory"),
     )
+    if remat == AUTO_REMAT and (len(set(memories)) > 1 or None in memories):
+        raise ValueError(
+            "remat='auto' needs the `device_memory` of devices that are alike. "
+            f"Received: device_memory={device_memory!r}"
+        )
     flops = _each("device_flops", device_flops, len(names), _flops)
     until = time.monotonic() + float(budget_seconds)
     # Of those that are not there nothing can be tried.
@@ -270,7 +277,7 @@ def _fixed(num_stages, num_micro_batches, schedule, remat) -> Fixed:
         if x is not None
     }
     checks.one_of("schedule", schedule, (*schedules.NAMES, None))
-    checks.one_of("remat", remat, (*REMAT_MODES, None))
+    checks.one_of("remat", remat, (*REMAT_MODES, AUTO_REMAT, None))
     return Fixed(**found, schedule=schedule, remat=remat)
 
 

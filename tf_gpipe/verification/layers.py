@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gpipe import progress
 from tf_gpipe import upstream
 from tf_gpipe.schedule import schedules
 from tf_gpipe.stage.graph import Graph
@@ -90,7 +91,7 @@ class Layers:
         found: list[str] = []
         values = dict(zip(self._graph.inputs, self._inputs, strict=True))
         m = self._pipeline.schedule.num_micro_batches
-        for node in self._graph.nodes:
+        for node in progress.track(self._graph.nodes, "comparing layers"):
             name = node.layer.name
             # Before it runs, as every one of the calls that follow.
             inputs = [values[x] for x in node.inputs]
@@ -291,6 +292,7 @@ def _returning(pipeline: Pipeline, made: list[Value]) -> Pipeline:
         pipeline.schedule,
         pipeline.remat,
         pipeline.boundary_dtype,
+        chosen=pipeline.chosen,
     )
 
 

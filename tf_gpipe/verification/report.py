@@ -50,6 +50,7 @@ class Difference(NamedTuple):
 
     @property
     def ok(self) -> bool:
+        """Whether the difference is one of rounding."""
         return self.difference <= self.tolerance
 
 

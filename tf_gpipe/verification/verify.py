@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gpipe import progress
 from tf_gpipe import upstream
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.models.pipelined import Pipelined
@@ -66,10 +67,16 @@ def verify(
 
     Example:
 
-    ```python
-    report = tf_gpipe.verify(model, x[:64], y[:64])
-    assert report.ok, report
-    ```
+    >>> model = tf_gpipe.PipelinedSequential(
+    ...     [keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(1)],
+    ...     num_stages=2,
+    ...     devices=["CPU:0", "CPU:0"],
+    ... )
+    >>> model.compile("sgd", "mse")
+    >>> x = np.ones((16, 8), "float32")
+    >>> report = tf_gpipe.verify(model, x, x[:, :1])
+    >>> report.ok, report.first_layer
+    (True, None)
     """
     try:
         problem = _unfit(model, x)
@@ -305,6 +312,7 @@ class _Verification:
             schedule,
             pipeline.remat,
             pipeline.boundary_dtype,
+            chosen=pipeline.chosen,
         )
         try:
             yield
@@ -313,7 +321,8 @@ class _Verification:
 
     def _try(self, who: str, what: str, step: Callable) -> Step | None:
         try:
-            return step()
+            with progress.doing(f"{who}, in {what}"):
+                return step()
         except tf.errors.UnavailableError:
             raise  # A worker is lost.
         except Exception as e:

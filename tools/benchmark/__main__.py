@@ -6,8 +6,10 @@ import os
 # Before TensorFlow is imported: it reports at start that there is no GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+from tf_gpipe import progress  # noqa: E402
 from tools.benchmark import baselines  # noqa: E402
 from tools.benchmark import breakdown  # noqa: E402
+from tools.benchmark import checkpoint  # noqa: E402
 from tools.benchmark import memory  # noqa: E402
 from tools.benchmark import peers  # noqa: E402
 from tools.benchmark import pipeline  # noqa: E402
@@ -30,6 +32,7 @@ def main():
         peers,
         baselines,
         breakdown,
+        checkpoint,
         memory,
         table2,
         table3,
@@ -56,7 +59,8 @@ def main():
         command.set_defaults(main=module.main)
     args = parser.parse_args()
     try:
-        report = args.main(args)
+        with progress.shown(not args.json), progress.doing(args.command):
+            report = args.main(args)
         if report:
             report.print(args.json)
             if args.plot:

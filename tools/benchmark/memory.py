@@ -7,6 +7,7 @@ from tf_gpipe.commands import workers
 from tf_gpipe.partition.layer_costs import size_in_bytes
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
 from tools import command_line
 from tools import worker_usage
@@ -27,9 +28,15 @@ def add_arguments(parser):
     )
     parser.add_argument(
         "--remat",
-        type=command_line.choices(REMAT_MODES),
+        type=command_line.choices((*REMAT_MODES, AUTO_REMAT)),
         default="always,never",
         help="the remat mode of each pipeline",
+    )
+    parser.add_argument(
+        "--memory_limit",
+        type=command_line.positive_number,
+        default=0.5,
+        help="the share of the activations of never that auto may take",
     )
     parser.add_argument(
         "--workload", choices=workloads.WORKLOADS, default="transformer"
@@ -113,6 +120,8 @@ def _measured(args, schedule, mode, x, y, processes, activations):
         "schedule": schedule,
         "remat": mode,
     }
+    if mode == AUTO_REMAT:
+        options["memory_limit"] = args.memory_limit
     plan = tf_gpipe.plan(make(), x.shape, optimizer="sgd", **options)
     processes = processes[: schedules.spread(schedule, args.num_stages)]
     model = tf_gpipe.PipelinedSequential(

@@ -63,6 +63,12 @@ def add_arguments(parser):
         help="the remat mode of each pipeline",
     )
     parser.add_argument(
+        "--steps_per_execution",
+        type=command_line.positives,
+        default="1",
+        help="steps of each pipeline that follow one another in a graph",
+    )
+    parser.add_argument(
         "--workload",
         choices=workloads.WORKLOADS,
         help="what stages compute; transformer if not given",
@@ -108,12 +114,16 @@ def main(args):
         forward = wait / 3 / args.batch_size
     grid = list(
         itertools.product(
-            args.num_stages, args.num_micro_batches, args.schedule, args.remat
+            args.num_stages,
+            args.num_micro_batches,
+            args.schedule,
+            args.remat,
+            args.steps_per_execution,
         )
     )
     most = max(
         schedules.spread(schedule, num_stages, args.num_devices)
-        for num_stages, _, schedule, _ in grid
+        for num_stages, _, schedule, *_ in grid
     )
     with devices(args.on, most) as (names, processes, note):
 
@@ -126,7 +136,7 @@ def main(args):
         # This starts TensorFlow.
         x, y = workloads.data(layers(1), args.batch_size)
 
-        def run(num_stages, num_micro_batches, schedule, remat):
+        def run(num_stages, num_micro_batches, schedule, remat, steps):
             count = schedules.spread(schedule, num_stages, args.num_devices)
             model = tf_gpipe.PipelinedSequential(
                 layers(num_stages),
@@ -139,15 +149,16 @@ def main(args):
             )
             # XLA is for the pipelines only: one device is what it is against.
             jit_compile = args.jit_compile and num_stages > 1
-            workloads.compiled(model, jit_compile or "auto")
-            return Run(model, x, y, processes, args.num_steps)
+            workloads.compiled(model, jit_compile or "auto", steps)
+            num_steps = max(args.num_steps, steps)
+            return Run(model, x, y, processes, num_steps)
 
-        one = 1, 1, "1f1b", "never"
+        one = 1, 1, "1f1b", "never", 1
         runs = {one: run(*one), **{key: run(*key) for key in grid}}
         seconds = timed(runs, args.num_repeats)
     found = []
     for key, each in runs.items():
-        num_stages, num_micro_batches, schedule, mode = key
+        num_stages, num_micro_batches, schedule, mode, steps = key
         speedup = timing.median_ratio(seconds[one], seconds[key])
         num_devices = len(each.model._pipeline.schedule.tasks)
         ideal = ideal_speedup(num_devices, num_micro_batches, mode)
@@ -158,11 +169,13 @@ def main(args):
                 "num_micro_batches": num_micro_batches,
                 "schedule": schedule,
                 "remat": mode,
+                "steps_per_execution": steps,
                 "samples_per_second": args.batch_size
                 / statistics.median(seconds[key]),
                 "speedup": speedup,
                 "ideal": ideal,
                 "fraction": speedup / ideal,
+                "idle": 1 - speedup / num_devices,
                 "simulated": simulated_speedup(each.model),
                 "cores_used": statistics.median(each.cores),
                 "client_cores_used": statistics.median(each.client),
@@ -177,10 +190,12 @@ def main(args):
                 "M": row["num_micro_batches"],
                 "schedule": row["schedule"],
                 "remat": row["remat"],
+                "steps": row["steps_per_execution"],
                 "samples/s": row["samples_per_second"],
                 "speed-up": row["speedup"],
                 "ideal": row["ideal"],
                 "fraction": row["fraction"],
+                "idle": row["idle"],
                 "simulated": row["simulated"],
                 "cores": row["cores_used"],
                 "client's": row["client_cores_used"],

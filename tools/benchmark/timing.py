@@ -6,6 +6,8 @@ import time
 import keras
 import tensorflow as tf
 
+from tf_gpipe import progress
+
 
 class _Clock(keras.callbacks.Callback):
     """From the first batch's begin to the last batch's end."""
@@ -45,7 +47,7 @@ def interleaved(measures, num_repeats):
         Dict of lists of `num_repeats` numbers.
     """
     results = {name: [] for name in measures}
-    for _ in range(num_repeats):
+    for _ in progress.track(range(num_repeats), "measuring"):
         for name, measure in measures.items():
             results[name].append(measure())
     return results

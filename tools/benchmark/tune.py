@@ -9,6 +9,7 @@ import keras
 
 import tf_gpipe
 from tf_gpipe.commands import workers
+from tf_gpipe.planning import plans
 from tf_gpipe.schedule import schedules
 from tools import command_line
 from tools import local_devices
@@ -202,8 +203,14 @@ def _measured(args, where, count, model, share):
     own = seconds.pop("tune", float("nan"))
     best = min(seconds, key=seconds.get)
     return {
-        "chosen": chosen._notes()[0].partition("; ")[2]
-        + f", K={len(chosen.stages)} on {chosen.num_devices}",
+        "chosen": plans.words(
+            chosen.num_devices,
+            chosen.num_replicas,
+            len(chosen.stages),
+            chosen.num_micro_batches,
+            chosen.schedule,
+            chosen.remat,
+        ),
         "seconds": own,
         "others": seconds,
         "best": best,

@@ -309,11 +309,12 @@ def data(layers, batch_size):
     return x, labels.astype("int32")
 
 
-def compiled(model, jit_compile="auto"):
+def compiled(model, jit_compile="auto", steps_per_execution=1):
     """Compiles a model as all benchmarks do, and returns it."""
     model.compile(
         keras.optimizers.SGD(1e-3),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         jit_compile=jit_compile,
+        steps_per_execution=steps_per_execution,
     )
     return model

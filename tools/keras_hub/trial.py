@@ -7,7 +7,6 @@ prints what was found as JSON. Without a task it is the backbone alone.
 
 import argparse
 import json
-import math
 import os
 import sys
 import tempfile
@@ -25,14 +24,14 @@ import tensorflow as tf  # noqa: E402
 import tf_gpipe  # noqa: E402
 from tf_gpipe.commands import devices  # noqa: E402
 from tf_gpipe.stage import opening  # noqa: E402
+from tools import same_steps  # noqa: E402
 from tools.keras_hub import backbones  # noqa: E402
 from tools.keras_hub import data  # noqa: E402
+from tools.keras_hub import table  # noqa: E402
 from tools.keras_hub import tiny  # noqa: E402
 
 STAGES = (2, 4)
 STEPS = 3
-# Of gradients that are zero but for rounding, as of the bias of keys.
-_NOISE = 1e-3
 # What tasks need beside their backbone.
 _ARGUMENTS = {
     "dropout": 0.0,
@@ -70,6 +69,8 @@ def pipelined(model, num_stages, **kwargs):
         made = tf_gpipe.PipelinedModel.from_model(
             model,
             num_stages=num_stages,
+            # Of which the table tells how equal they are.
+            balance="parameters",
             devices=[f"CPU:{i}" for i in range(num_stages)],
             **kwargs,
         )
@@ -83,6 +84,10 @@ def micro_batches(model):
     # Routers add losses that compare the tokens of a batch.
     kinds = [type(x).__name__ for x in layers]
     routers = any("Moe" in x for x in kinds)
+    # In training, rows are dropped by chance.
+    routers = routers or "DropPath" in kinds
+    # Attention over positions that follow from all rows.
+    routers = routers or "XLNetEncoder" in kinds
     # Similarities of all texts and images.
     pairs = any("LIP" in x and "Head" in x for x in kinds)
     if routers or pairs or any(isinstance(x, norms) for x in layers):
@@ -98,48 +103,6 @@ def compile_for_numbers(model, y):
         keras.tree.map_structure(lambda _: "mse", y),
     )
     model.optimizer.build(model.trainable_variables)
-
-
-def train(model, x, y, steps=STEPS):
-    """Returns the losses and gradients of a few steps."""
-
-    @tf.function
-    def step(x, y):
-        if isinstance(model, tf_gpipe.models.pipelined.Pipelined):
-            loss, gradients, _ = model.loss_and_gradients(x, y)
-        else:
-            with tf.GradientTape() as tape:
-                made = model(x, training=True)
-                loss = model.compute_loss(x, y, made, training=True)
-            gradients = tape.gradient(loss, model.trainable_variables)
-        gradients = [
-            None if g is None else tf.convert_to_tensor(g) for g in gradients
-        ]
-        model.optimizer.apply(gradients, model.trainable_variables)
-        return loss, [
-            tf.zeros(v.shape, v.dtype) if g is None else g
-            for g, v in zip(gradients, model.trainable_variables, strict=True)
-        ]
-
-    x, y = keras.tree.map_structure(tf.convert_to_tensor, (x, y))
-    return [
-        keras.tree.map_structure(np.asarray, step(x, y)) for _ in range(steps)
-    ]
-
-
-def difference(expected, received):
-    """Returns the largest one of a variable's gradients, relative to it."""
-    worst = 0.0
-    for (loss, ours), (other, theirs) in zip(expected, received, strict=True):
-        worst = max(worst, abs(loss - other) / max(abs(loss), 1e-30))
-        largest = max((np.abs(g).max() for g in ours if g.size), default=0.0)
-        for a, b in zip(ours, theirs, strict=True):
-            if not a.size:
-                continue
-            scale = max(np.abs(a).max(), _NOISE * largest, 1e-30)
-            found = np.abs(a - b).max() / scale
-            worst = max(worst, found if math.isfinite(found) else math.inf)
-    return float(worst)
 
 
 def numbers(found, backbone, task):
@@ -176,8 +139,15 @@ def numbers(found, backbone, task):
             "parameters": [x.count_params() for x in model.stages],
             "warnings": told_of,
         }
-        received = train(model, x_k, y_k)
-        place[dtype] = difference(expected_k, received)
+        received = same_steps.train(model, x_k, y_k, STEPS)
+        place[dtype] = same_steps.difference(expected_k, received)
+        if place[dtype] > table.LIMITS[dtype]:
+            same = (backbone, task, dtype, x_k, y_k)
+            place["rounding"] = rounding(*same, expected_k)
+            if rows > 1:
+                place["of micro-batches"] = same_steps.difference(
+                    in_micro_batches(*same, rows), received
+                )
         made.append(model)
     keras.config.set_floatx("float32")
     return made[0], plain, x, y
@@ -191,7 +161,38 @@ def trained(backbone, task, dtype):
         keras.tree.map_structure(np.asarray, plain(x, training=False))
     )
     compile_for_numbers(plain, y)
-    return plain, x, y, train(plain, x, y)
+    return plain, x, y, same_steps.train(plain, x, y, STEPS)
+
+
+def rounding(backbone, task, dtype, x, y, expected):
+    """Returns how far a plain model is from itself but for rounding.
+
+    From one that runs eagerly, without what TensorFlow rewrites in graphs; or
+    from one whose weights are each the next larger or smaller number.
+    """
+    model = make(backbone, task, dtype)
+    compile_for_numbers(model, y)
+    tf.config.run_functions_eagerly(True)
+    try:
+        eager = same_steps.train(model, x, y, STEPS)
+    finally:
+        tf.config.run_functions_eagerly(False)
+    model = make(backbone, task, dtype)
+    rng = np.random.default_rng(2)
+    for variable in model.trainable_variables:
+        value = np.asarray(variable)
+        towards = rng.choice([-np.inf, np.inf], value.shape)
+        variable.assign(np.nextafter(value, towards.astype(value.dtype)))
+    compile_for_numbers(model, y)
+    changed = same_steps.train(model, x, y, STEPS)
+    return max(same_steps.difference(expected, x) for x in (eager, changed))
+
+
+def in_micro_batches(backbone, task, dtype, x, y, parts):
+    """Returns what `same_steps.train` does of a plain model, part by part."""
+    model = make(backbone, task, dtype)
+    compile_for_numbers(model, y)
+    return same_steps.train(model, x, y, STEPS, parts)
 
 
 def _computes_in_float32(model, x):
@@ -222,17 +223,20 @@ def uses(found, backbone, task, model, plain, x, y):
     for name, use in USES.items():
         if name == "generate" and not isinstance(plain, _GENERATE):
             continue
-        for kind, subjects in (
+        # What trains is tried in float64, too, where rounding may be all.
+        ways = [
             ("pipeline", lambda: (model, plain)),
             ("to_keras()", lambda: (model.to_keras(), plain)),
             ("plain Keras", lambda: (plain, plain)),
-        ):
-            twice = name == "enable_lora" and kind != "pipeline"
-            if twice and kind == "to_keras()":
-                continue
+        ]
+        if name == "enable_lora":
+            ways[1:] = [
+                ("pipeline", lambda: _doubles(backbone, task)),
+                ("plain Keras", lambda: (make(backbone, task),) * 2),
+            ]
+        for kind, subjects in ways:
             try:
-                pair = (make(backbone, task),) * 2 if twice else subjects()
-                use(*pair, x, y)
+                use(*subjects(), x, y)
             except Exception as e:
                 found.setdefault("errors", {})[f"{name}, {kind}"] = told(e)
                 continue
@@ -240,16 +244,24 @@ def uses(found, backbone, task, model, plain, x, y):
             break
         else:
             found[name] = "plain Keras fails"
+        keras.config.set_floatx("float32")
+
+
+def _doubles(backbone, task):
+    """Returns a pipeline and a plain model in float64."""
+    plain = make(backbone, task, "float64")
+    model = make(backbone, task, "float64")
+    rows = micro_batches(model)
+    return pipelined(model, STAGES[0], num_micro_batches=rows)[0], plain
 
 
 def _same(expected, received):
-    keras.tree.map_structure(
-        lambda a, b: np.testing.assert_allclose(
-            np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5
-        ),
-        expected,
-        received,
-    )
+    def check(a, b):
+        a, b = np.asarray(a), np.asarray(b)
+        largest = np.abs(a).max(initial=1.0) if a.dtype.kind == "f" else 1.0
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5 * largest)
+
+    keras.tree.map_structure(check, expected, received)
 
 
 def _predict(model, plain, x, y):
@@ -316,7 +328,7 @@ USES = {
 def run(backbone, task=None):
     """Returns what is found of a model, as a dictionary."""
     start = time.perf_counter()
-    found = {"backbone": backbone, "task": task}
+    found = {}
     if task is not None and _has_a_loss_of_its_own(backbone, task):
         # Which wants boxes, or permutations of tokens.
         found["trains"] = "the backbone alone"

@@ -32,6 +32,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
+from tf_gpipe import progress  # noqa: E402
 from tools import command_line  # noqa: E402
 from tools import local_devices  # noqa: E402
 from tools.table1 import comparison  # noqa: E402
@@ -95,6 +96,11 @@ def main(argv=None):
         parser.error("--run on a GPU trains amoebanet_d only")
     if args.run and not gpus and (args.rows or args.micro_batch_size):
         parser.error("--rows and --micro_batch_size with --run need a GPU")
+    with progress.shown(not args.json):
+        _compare_or_measure(rows, gpus, args)
+
+
+def _compare_or_measure(rows, gpus, args):
     if not args.run:
         comparison.compare(rows, args)
         return

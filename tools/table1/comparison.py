@@ -10,6 +10,7 @@ import rich.box
 import rich.console
 import rich.table
 
+from tf_gpipe import progress
 from tools import child_process
 from tools.table1 import notes
 from tools.table1.planned import plan_row
@@ -30,9 +31,11 @@ def compare(rows, args):
             multiprocessing.get_context("spawn"),
             initializer=child_process.end_with_parent,
         ) as pool:
-            found = list(pool.map(planned, rows))
+            found = list(
+                progress.track(pool.map(planned, rows), "planning", len(rows))
+            )
     else:
-        found = list(map(planned, rows))
+        found = [planned(x) for x in progress.track(rows, "planning")]
     console = rich.console.Console(width=100, highlight=False)
     for model, family in FAMILIES.items():
         own = [x for x in found if x["model"] == model]

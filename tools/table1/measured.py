@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import model_zoo
 import tf_gpipe
+from tf_gpipe import progress
 from tf_gpipe.commands import workers
 from tools import worker_usage
 from tools.benchmark.report import Report
@@ -27,7 +28,7 @@ GPU_MIB = 8192
 def on_gpu(rows, devices, args):
     """Prints what the devices need at most in a step of each row."""
     lines, runs = [], []
-    for row in rows:
+    for row in progress.track(rows, "measuring"):
         peaks = None
         if row.num_stages <= len(devices):
             peaks = _peaks(row, devices[: row.num_stages], args)
@@ -89,7 +90,8 @@ def on_workers(models, args):
     with workers.connected(
         2, environment=worker_usage.GIVE_BACK, one_core=True
     ) as processes:
-        for model, remat in itertools.product(models, ("never", "always")):
+        cases = list(itertools.product(models, ("never", "always")))
+        for model, remat in progress.track(cases, "measuring"):
             print(f"{model}, remat {remat}", file=sys.stderr)
             options = {
                 "num_stages": len(processes),

@@ -25,6 +25,8 @@ _PIPELINE: dict[str, Callable[[], Any]] = {
     "remat": lambda: "always",
     "devices": lambda: ["CPU:0", "CPU:1"],
     "boundary_dtype": lambda: None,
+    "memory_limit": lambda: None,
+    "batch_size": lambda: None,
 }
 
 
@@ -394,6 +396,7 @@ def _own() -> list[Use]:
                 "addresses": lambda: ["127.0.0.1:1"],
                 "timeout": lambda: 0.1,
                 "heartbeat": lambda: 30,
+                "at_least": lambda: 1,
             },
             lambda **kw: tf_gpipe.connect(**kw),
         ),

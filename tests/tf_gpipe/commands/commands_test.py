@@ -3,15 +3,21 @@
 import contextlib
 import importlib
 import io
+import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
+import keras
 from absl.testing import absltest
 from absl.testing import parameterized
 
+import model_zoo
+import tf_gpipe
 from tf_gpipe import __main__ as program
 from tf_gpipe import commands
+from tf_gpipe.commands import flags
 
 # The others are what commands share.
 NAMES = [
@@ -63,6 +69,56 @@ class CommandsTest(parameterized.TestCase):
             "tf_gpipe: unknown command. Expected one of: plan, supervise, "
             "timeline, verify, worker, workers. Received: train\n",
         )
+
+    def test_near_miss(self):
+        _, _, err = run("timelin")
+        self.assertEndsWith(err, "Received: timelin. Did you mean timeline?\n")
+
+    def test_models_of_the_zoo(self):
+        self.assertEqual(list(flags.ZOO), model_zoo.names())
+
+    @parameterized.parameters([[]], *([[x]] for x in NAMES))
+    def test_help_imports_no_tensorflow(self, argv):
+        """Which takes seconds. `-X importtime` tells what is imported."""
+        result = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "tf_gpipe"]
+            + [*argv, "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        imported = {
+            line.rpartition("|")[2].strip()
+            for line in result.stderr.splitlines()
+        }
+        self.assertContainsSubset(
+            {"tf_gpipe", "argparse"} if argv else {"tf_gpipe"}, imported
+        )
+        self.assertNoCommonElements({"tensorflow", "keras", "numpy"}, imported)
+
+    def test_nothing_that_tensorflow_logs(self):
+        result = subprocess.run(
+            [sys.executable, "-m", "tf_gpipe", "plan"]
+            + ["--model_args=num_blocks=1,num_filters=2"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={
+                k: v for k, v in os.environ.items() if not k.startswith("TF_")
+            },
+        )
+        self.assertEqual(result.stderr, "")
+        self.assertIn("Parameters", result.stdout)
+
+    def test_classes_are_found_where_it_is_no_command(self):
+        """Whichever is imported first."""
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        path = os.path.join(folder, "a.keras")
+        tf_gpipe.PipelinedSequential(
+            [keras.Input((2,)), keras.layers.Dense(1)], num_stages=1
+        ).save(path)
+        code = f"import tf_gpipe, keras; keras.models.load_model({path!r})"
+        subprocess.run([sys.executable, "-c", code], check=True)
 
     def test_no_command_is_imported_before_it_is_known(self):
         code = (

@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+import tempfile
 from unittest import mock
 
 import keras
@@ -38,6 +39,19 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         return planner.plan(
             layers, (batch_size, *image.output.shape[1:]), **kwargs
         )
+
+    def test_pareto(self):
+        with tempfile.TemporaryDirectory() as directory:
+            picture = f"{directory}/pareto.png"
+            points = found("--pareto", f"--picture={picture}", SMALL)["points"]
+            with open(picture, "rb") as f:
+                self.assertEqual(f.read(4), b"\x89PNG")
+        self.assertEqual([x["name"] for x in points[:2]], ["never", "always"])
+        # At most the time of never where all of its memory is there.
+        self.assertEqual(points[-1]["time"], 1.0)
+        for x in points[2:]:
+            share = float(x["name"].split()[1].rstrip("%")) / 100
+            self.assertLessEqual(x["share"], share + 1e-9)
 
     def test_command(self):
         result = subprocess.run(

@@ -107,7 +107,7 @@ class SuperviseTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ((), "a command to run is needed"),
-        (("/nonsuch",), "cannot run /nonsuch"),
+        (("/nonsuch",), "program that can be run. Received: /nonsuch"),
     )
     def test_wrong_arguments(self, args, message):
         process = started(*args)

@@ -56,6 +56,8 @@ class TimelineTest(parameterized.TestCase):
                 "device 0  F0-F1--R1-..........B1----R0-B0-----",
                 "device 1  ...F0--F1-R1-B1-----R0-B0----.......",
                 "makespan 11, bubble 27.3%",
+                "F forward, R recompute, B backward, with the micro-batch; "
+                ". idle",
                 "most micro-batches kept, by stage: 2, 2",
             ],
         )
@@ -70,8 +72,9 @@ class TimelineTest(parameterized.TestCase):
         )
         with open(trace) as f:
             events = json.load(f)["traceEvents"]
-        # Two names; each device has two of each kind.
-        self.assertLen(events, 2 + 2 * 3 * 2)
+        # Names of the process and the threads, and the order of these; each
+        # device has two of each kind.
+        self.assertLen(events, 1 + 2 * 2 + 2 * 3 * 2)
         with open(picture, "rb") as f:
             self.assertEqual(f.read(4), b"\x89PNG")
 

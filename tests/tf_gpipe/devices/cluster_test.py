@@ -281,6 +281,15 @@ class ConnectTest(tf.test.TestCase, parameterized.TestCase):
             cluster.connect(["a:1"], **{name: value})
 
     @parameterized.parameters(
+        (0, ValueError, "positive integer"),
+        ("1", ValueError, "positive integer"),
+        (2, ValueError, "at most the number of `addresses`, 1"),
+    )
+    def test_at_least(self, at_least, error, message):
+        with self.assertRaisesRegex(error, message):
+            cluster.connect(["a:1"], at_least=at_least)
+
+    @parameterized.parameters(
         ("timeout", -1),
         ("timeout", float("nan")),
         ("timeout", float("inf")),

@@ -727,7 +727,11 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         x = L.RepeatVector(50)(x)
         outputs = L.Dense(2)(x)
         model = tf_gpipe.PipelinedModel(
-            inputs, outputs, num_stages=2, num_micro_batches=2
+            inputs,
+            outputs,
+            num_stages=2,
+            num_micro_batches=2,
+            balance="parameters",
         )
         self.assertIsInstance(
             model.stages[0].layers[-1], L.GlobalAveragePooling2D

@@ -353,7 +353,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         keras.utils.set_random_seed(2)
         for a, b in zip(expected, train(model), strict=True):
             self.assertAllClose(a, b, rtol=1e-4)
-        self.assertEqual(model.get_config()["balance"], "parameters")
+        self.assertEqual(model.get_config()["balance"], model.balance)
 
     def test_seed_that_is_set_later(self):
         model = tf_gpipe.PipelinedSequential(

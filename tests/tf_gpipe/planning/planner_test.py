@@ -182,6 +182,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
                 (64, 8, 16),
                 num_stages=2,
                 num_micro_batches=8,
+                balance="parameters",
                 remat=remat,
             ).stages[0]
             for remat in ("always", "never")
@@ -479,7 +480,12 @@ class FitsTest(tf.test.TestCase, parameterized.TestCase):
     def advised(self, device_memory, **options):
         """Returns what the advice says, once it has been followed."""
         layers = [LAYERS.Dense(32, activation="relu") for _ in range(8)]
-        options = {"num_stages": 2, "device_memory": device_memory, **options}
+        options = {
+            "num_stages": 2,
+            "device_memory": device_memory,
+            "balance": "parameters",
+            **options,
+        }
         found = plan(layers, (64, 32), **options)
         self.assertFalse(found.fits)
         self.assertIn(found.advice, str(found))
@@ -491,7 +497,8 @@ class FitsTest(tf.test.TestCase, parameterized.TestCase):
 
     def fullest(self, **options):
         layers = [LAYERS.Dense(32, activation="relu") for _ in range(8)]
-        found = plan(layers, (64, 32), num_stages=2, **options)
+        options = {"num_stages": 2, "balance": "parameters", **options}
+        found = plan(layers, (64, 32), **options)
         return max(found.device_bytes)
 
     def test_more_micro_batches(self):

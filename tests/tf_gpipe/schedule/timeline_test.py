@@ -28,6 +28,7 @@ class TextChartTest(parameterized.TestCase):
                 "device 1  ...F0-F1-F2-F3-......B3-B2-B1-B0-...",
                 "device 2  ......F0-F1-F2-F3-B3-B2-B1-B0-......",
                 "makespan 12, bubble 33.3%",
+                "F forward, B backward, with the micro-batch; . idle",
             ],
         ),
         (
@@ -37,6 +38,7 @@ class TextChartTest(parameterized.TestCase):
                 "device 1  ...F0-F1-...B0-F2-B1-F3-B2-...B3-...",
                 "device 2  ......F0-B0-F1-B1-F2-B2-F3-B3-......",
                 "makespan 12, bubble 33.3%",
+                "F forward, B backward, with the micro-batch; . idle",
             ],
         ),
     )
@@ -51,7 +53,8 @@ class TextChartTest(parameterized.TestCase):
             timeline.text_chart(Execution(spans, ["a", "b"]), width=39),
             "a  F0-F1--R1-..........B1----R0-B0-----\n"
             "b  ...F0--F1-R1-B1-----R0-B0----.......\n"
-            "makespan 11, bubble 27.3%",
+            "makespan 11, bubble 27.3%\n"
+            "F forward, R recompute, B backward, with the micro-batch; . idle",
         )
 
     def test_several_stages_a_device(self):
@@ -60,7 +63,8 @@ class TextChartTest(parameterized.TestCase):
             timeline.text_chart(step, width=50),
             "device 0  F0.0F0.1F2.0F2.1....B2.0....B2.1B0.0B0.1\n"
             "device 1  ....F1.0F1.1F3.0B3.0F3.1B3.1B1.0B1.1....\n"
-            "makespan 10, bubble 20.0%",
+            "makespan 10, bubble 20.0%\n"
+            "F forward, B backward, with stage.micro-batch; . idle",
         )
 
     def test_label_without_room(self):
@@ -74,18 +78,67 @@ class TextChartTest(parameterized.TestCase):
         # Names leave 20 columns to the time, whatever the width.
         self.assertEqual(
             timeline.text_chart(Execution(spans, ["a"]), width=1),
-            "a  F-F..B10------------\nmakespan 20, bubble 9.5%",
+            "a  F-F..B10------------\nmakespan 20, bubble 9.5%\n"
+            "F forward, B backward, with the micro-batch; . idle",
         )
 
     def test_no_time(self):
         spans = [Span(0, Task("F", 0, 0), 1.0, 1.0)]
         self.assertEqual(
             timeline.text_chart(Execution(spans), width=30),
-            "device 0  ....................\nmakespan 0, bubble 0.0%",
+            "device 0  ....................\nmakespan 0, bubble 0.0%\n"
+            "F forward, with the micro-batch; . idle",
         )
 
+    def test_seconds_on_cores_that_are_shared(self):
+        spans = [
+            Span(0, Task("F", 0, 0), 7.0, 7.02),
+            Span(1, Task("F", 1, 0), 7.02, 7.04),
+        ]
+        names = [f"/job:worker/replica:0/task:3/device:CPU:{i}" for i in (0, 1)]
+        *rows, totals, _, shared = timeline.text_chart(
+            Execution(spans, names, in_seconds=True), width=27
+        ).split("\n", 4)
+        self.assertEqual(
+            rows, ["CPU:0  F0--------..........", "CPU:1  ..........F0--------"]
+        )
+        self.assertEqual(
+            totals, "makespan 40 ms, bubble 50.0%; a column is 2 ms"
+        )
+        self.assertEqual(shared, timeline.SHARED_CORES)
 
-class ChromeTraceTest(absltest.TestCase):
+    @parameterized.parameters(
+        (["/device:CPU:0", "/device:CPU:1"], True),
+        (["CPU:0", "/device:CPU:0"], False),
+        (
+            [
+                "/job:worker/task:0/device:CPU:0",
+                "/job:worker/task:1/device:CPU:0",
+            ],
+            False,
+        ),
+        (["GPU:0", "GPU:1"], False),
+        (["device 0", "device 1"], False),
+    )
+    def test_shared_cores(self, names, expected):
+        self.assertEqual(timeline.shares_cores(names), expected)
+
+    @parameterized.parameters(
+        (["/device:GPU:0", "device 1"], ["GPU:0", "device 1"]),
+        (
+            [f"/job:worker/replica:0/task:{i}/device:TPU:0" for i in (0, 1)],
+            ["worker:0/TPU:0", "worker:1/TPU:0"],
+        ),
+        (
+            ["CPU:0", "/job:worker/task:1/device:CPU:0"],
+            ["CPU:0", "worker:1/CPU:0"],
+        ),
+    )
+    def test_short_names(self, names, expected):
+        self.assertEqual(timeline.short_names(names), expected)
+
+
+class ChromeTraceTest(parameterized.TestCase):
     def test_events(self):
         spans = [
             Span(0, Task("F", 0, 1), 5.0, 5.5),
@@ -94,9 +147,8 @@ class ChromeTraceTest(absltest.TestCase):
         ]
         trace = timeline.chrome_trace(Execution(spans, ["a", "b"]))
 
-        def thread(tid, name):
-            args = {"name": name}
-            return dict(name="thread_name", ph="M", pid=0, tid=tid, args=args)
+        def metadata(what, tid, **args):
+            return dict(name=what, ph="M", pid=0, tid=tid, args=args)
 
         def event(name, cat, ts, dur, tid):
             return dict(
@@ -114,20 +166,64 @@ class ChromeTraceTest(absltest.TestCase):
             trace,
             {
                 "traceEvents": [
-                    thread(0, "a"),
-                    thread(1, "b"),
+                    metadata(
+                        "process_name",
+                        0,
+                        name="pipeline, makespan 2.5, bubble 50.0%",
+                    ),
+                    metadata("thread_name", 0, name="a"),
+                    metadata("thread_sort_index", 0, sort_index=0),
+                    metadata("thread_name", 1, name="b"),
+                    metadata("thread_sort_index", 1, sort_index=1),
                     event("F0.1", "forward", 0.0, 5e5, 0),
                     event("R1.1", "recompute", 5e5, 5e5, 1),
                     event("B1.1", "backward", 1e6, 1.5e6, 1),
-                ]
+                ],
+                "displayTimeUnit": "ms",
             },
         )
         self.assertEqual(json.loads(json.dumps(trace)), trace)
 
+    @parameterized.parameters("gpipe", "1f1b", "zero_bubble", "zb_v")
+    def test_is_in_the_trace_event_format(self, name):
+        """As "Trace Event Format" has it, of events of the kinds M and X."""
+        schedule = schedules.get(name, 4, 6)
+        step = simulate(schedule, recompute=1.0)
+        trace = json.loads(json.dumps(timeline.chrome_trace(step)))
+        self.assertIn(trace["displayTimeUnit"], ("ms", "ns"))
+        until, named = {}, set()
+        for event in trace["traceEvents"]:
+            place = event["pid"], event["tid"]
+            self.assertIsInstance(event["name"], str)
+            self.assertTrue(all(isinstance(x, int) for x in place))
+            self.assertIsInstance(event["args"], dict)
+            if event["ph"] == "M":
+                kinds = {
+                    "process_name": ("name", str),
+                    "thread_name": ("name", str),
+                    "thread_sort_index": ("sort_index", int),
+                }
+                key, kind = kinds[event["name"]]
+                self.assertIsInstance(event["args"][key], kind)
+                named.add((event["name"], place))
+                continue
+            self.assertEqual(event["ph"], "X")
+            self.assertIsInstance(event["cat"], str)
+            self.assertGreaterEqual(event["ts"], 0)
+            self.assertGreaterEqual(event["dur"], 0)
+            # Complete events of a thread are nested, or one after another.
+            self.assertGreaterEqual(event["ts"], until.get(place, 0))
+            until[place] = event["ts"] + event["dur"]
+            self.assertIn(("thread_name", place), named)
+        self.assertLen(until, len(step.devices))
+        self.assertIn(("process_name", (0, 0)), named)
+
     def test_default_names(self):
         step = simulate(schedules.gpipe(2, 1))
         events = timeline.chrome_trace(step)["traceEvents"]
-        names = [e["args"]["name"] for e in events if e["ph"] == "M"]
+        names = [
+            e["args"]["name"] for e in events if e["name"] == "thread_name"
+        ]
         self.assertEqual(names, ["device 0", "device 1"])
         # A unit is a second.
         self.assertEqual(events[-1]["ts"], 4e6)
@@ -154,7 +250,7 @@ class PictureTest(absltest.TestCase):
         )
         pixels = image.imread(path)[..., :3]
         self.assertGreater(pixels.shape[1], pixels.shape[0])
-        for colour in timeline._COLOURS.values():
+        for colour in timeline.COLOURS.values():
             same = abs(pixels - colors.to_rgb(colour)).max(axis=-1) < 0.01
             # Much more than the legend's.
             self.assertGreater(same.mean(), 0.02, colour)
@@ -169,7 +265,13 @@ class PictureTest(absltest.TestCase):
             timeline.picture({"On paper": Execution(spans, ["x", "y"])}, path)
         with open(path) as f:
             text = f.read()
-        words = ["On paper: bubble 20.0%", "x", "y", "forward", "backward"]
+        words = [
+            "On paper: makespan 15, bubble 20.0%",
+            "x",
+            "y",
+            "forward",
+            "backward",
+        ]
         for word in [*words, "0.0", "3.1"]:
             self.assertIn(f">{word}</text>", text)
         self.assertNotIn("recompute", text)

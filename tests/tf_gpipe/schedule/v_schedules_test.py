@@ -9,6 +9,7 @@ from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.memory import device_peaks
 from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import Schedule
 
 
 def memory(plan):
@@ -79,6 +80,22 @@ class VSchedulesTest(parameterized.TestCase):
     def test_rows(self, name, num_micro_batches, rows):
         plan = schedules.get(name, 4, num_micro_batches)
         self.assertEqual(str(plan).splitlines(), rows)
+
+    @parameterized.parameters((3, 0.031), (4, 0.03), (5, 0.03), (8, 0.03))
+    def test_no_bubble_between_steps(self, num_devices, bubble):
+        """Eight steps in one graph, a stage's next one after its last one."""
+        M = 2 * num_devices
+        one = schedules.get("zb_v", 2 * num_devices, M)
+        rows = [
+            [t._replace(micro_batch=t.micro_batch + i * M) for t in row]
+            for row in one.tasks
+            for i in range(8)
+        ]
+        several = Schedule(
+            [sum(rows[i : i + 8], []) for i in range(0, len(rows), 8)]
+        )
+        self.assertLess(simulate(several).bubble, bubble)
+        self.assertGreater(simulate(one).bubble, 1.5 * bubble)
 
     @parameterized.parameters("zb_v", "v_half", "v_min")
     def test_uneven_costs(self, name):

@@ -50,7 +50,8 @@ class BlocksTest(parameterized.TestCase, tf.test.TestCase):
         stages = model.stages
         nodes = [node for stage in stages for node in stage.nodes]
         graph = Graph(nodes, stages[0].inputs, stages[-1].outputs)
-        found = blocks.find(graph, [len(stage.nodes) for stage in stages])
+        counts = [len(stage.nodes) for stage in stages]
+        found = blocks.find(graph, counts, counts)
         # In the order of the pipeline, and none is in two stages.
         self.assertEqual([x for block in found for x in block.nodes], nodes)
         stage_of = {x: stage for stage in stages for x in stage.nodes}

@@ -1,0 +1,105 @@
+"""The scripts and notebooks in examples/ run, and show that they worked."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+# The last line that each prints.
+SHOWS = {
+    "causal_lm_lora.py": r"after 'cd': cd",
+    "contrastive.py": r"nearest neighbour is the same digit: 0\.9",
+    "custom_train_step.py": r"loss: (0\.\d+) as a pipeline, \1",
+    "keras_hub_classifier.py": r"classes of the two texts: \[1 0\]",
+    "mnist_from_scratch.py": r"accuracy of the exported model: 0\.9",
+    "resnet_transfer.py": r"base as it was: True",
+    "two_hosts.py": r"loss: [\d.]+ at first, [\d.]+ in the end",
+    "unet_segmentation.py": r"union on other images: 0\.[789]",
+}
+NOTEBOOKS = {
+    "kaggle_two_t4.ipynb": r"bubble [\d.]+%",
+    "laptop_cpu.ipynb": r"accuracy: 0\.\d+",
+    "one_gpu.ipynb": r"M=8, remat always: \d+ MiB",
+}
+QUICK = ("contrastive.py", "custom_train_step.py")
+
+
+def cells(path):
+    """Returns a notebook's cells of code, as one program.
+
+    It is run without a kernel: in a process, as cells run one after another.
+    What is installed by a magic command stands in text.
+    """
+    notebook = json.loads(path.read_text())
+    return "\n".join(
+        "".join(x["source"])
+        for x in notebook["cells"]
+        if x["cell_type"] == "code"
+    )
+
+
+class ExamplesTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(*QUICK)
+    def test_quick(self, name):
+        self.check_script(name)
+
+    @pytest.mark.slow
+    @parameterized.parameters(*(x for x in SHOWS if x not in QUICK))
+    def test_script(self, name):
+        self.check_script(name)
+
+    @pytest.mark.slow
+    @parameterized.parameters(*NOTEBOOKS)
+    def test_notebook(self, name):
+        printed = self.run_code(cells(EXAMPLES / name), name)
+        self.assertRegex(printed, NOTEBOOKS[name])
+
+    def check_script(self, name):
+        printed = self.run_code((EXAMPLES / name).read_text(), name)
+        self.assertRegex(printed, SHOWS[name])
+
+    def run_code(self, code, name):
+        if "import keras_hub" in code:
+            pytest.importorskip("keras_hub", exc_type=ImportError)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=self.enterContext(tempfile.TemporaryDirectory()),
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(done.returncode, 0, f"{name}: {done.stderr[-3000:]}")
+        return done.stdout
+
+    def test_all_are_here(self):
+        found = [x.name for x in EXAMPLES.glob("*.py")]
+        self.assertCountEqual(found, SHOWS)
+        found = [x.name for x in EXAMPLES.glob("*.ipynb")]
+        self.assertCountEqual(found, NOTEBOOKS)
+
+    @parameterized.parameters(*SHOWS)
+    def test_is_short(self, name):
+        self.assertLessEqual(
+            len((EXAMPLES / name).read_text().splitlines()), 60
+        )
+
+    @parameterized.parameters(*NOTEBOOKS)
+    def test_notebook_has_no_outputs(self, name):
+        notebook = json.loads((EXAMPLES / name).read_text())
+        self.assertEqual(notebook["nbformat"], 4)
+        for cell in notebook["cells"]:
+            self.assertFalse(cell.get("outputs"))
+        self.assertTrue(re.search(r"split_cpu\(2\)", cells(EXAMPLES / name)))
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,213 @@
+"""What users can reach is documented: arguments, results, an example."""
+
+import doctest
+import inspect
+import pathlib
+import re
+
+import keras
+import tensorflow as tf
+from absl.testing import parameterized
+
+import model_zoo
+import tf_gpipe
+from tf_gpipe.planning.plans import StagePlan
+from tf_gpipe.schedule import search
+from tf_gpipe.schedule import simulate
+from tf_gpipe.schedule import tasks
+from tf_gpipe.schedule import timeline
+from tf_gpipe.stage.stage import Stage
+from tf_gpipe.verification import report
+
+ROOT = pathlib.Path(__file__).parents[1]
+PIPELINES = (tf_gpipe.PipelinedSequential, tf_gpipe.PipelinedModel)
+CALLBACKS = (tf_gpipe.callbacks.Timeline, tf_gpipe.callbacks.Checkpoint)
+# What results are made of, and what takes them.
+PARTS = (
+    Stage,
+    StagePlan,
+    report.Difference,
+    report.Report,
+    search.search,
+    simulate.Execution,
+    simulate.Span,
+    simulate.Times,
+    simulate.simulate,
+    tasks.Task,
+    timeline.chrome_trace,
+    timeline.picture,
+    timeline.text_chart,
+)
+# They do more, less or other than of a plain model, and say so.
+OWN_WORDS = (
+    "call",
+    "compute_output_spec",
+    "build",
+    "stateless_call",
+    "summary",
+)
+NAMES = [
+    getattr(tf_gpipe, x)
+    for x in tf_gpipe.__all__
+    if x not in ("__version__", "callbacks")
+]
+NAMES += [*CALLBACKS, *PARTS, model_zoo.get, model_zoo.names]
+
+
+def own_members(cls):
+    """Returns the public members of a class that Keras has none of."""
+    found = {}
+    for name in dir(cls):
+        owners = [c for c in cls.__mro__ if name in vars(c)]
+        if name.startswith("_") or not all(
+            x.__module__.startswith("tf_gpipe") for x in owners
+        ):
+            continue
+        member = vars(owners[0])[name]
+        if callable(getattr(member, "__func__", member)) or isinstance(
+            member, property
+        ):
+            found[f"{cls.__name__}.{name}"] = member
+    return found
+
+
+MEMBERS = {
+    key: member
+    for cls in NAMES
+    if inspect.isclass(cls)
+    for key, member in own_members(cls).items()
+    # A named tuple's fields are the attributes of its class.
+    if isinstance(member, (property, classmethod)) or inspect.isfunction(member)
+}
+
+
+def arguments(thing):
+    """Returns the names of the arguments that it takes."""
+    thing = getattr(thing, "__func__", thing)
+    # Which the library makes.
+    if isinstance(thing, property) or thing is Stage:
+        return []
+    if inspect.isclass(thing) and "__init__" in vars(thing):
+        thing = thing.__init__
+    found = inspect.signature(thing).parameters
+    return [x for x in found if x not in ("self", "cls")]
+
+
+def keras_words(cls, name):
+    """Returns what Keras says of a method, if it says anything."""
+    for base in cls.__mro__:
+        words = getattr(vars(base).get(name), "__doc__", None)
+        if not base.__module__.startswith("tf_gpipe") and words:
+            return inspect.cleandoc(words)
+    return None
+
+
+class PublicNamesTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(*NAMES)
+    def test_name(self, thing):
+        words = inspect.getdoc(thing)
+        self.check_arguments(thing, words)
+        if inspect.isclass(thing) and arguments(thing):
+            self.assertRegex(words, "(?m)^(Attributes|Args):$")
+        returns = inspect.signature(thing).return_annotation
+        if inspect.isfunction(thing) and returns is not None:
+            self.assertRegex(words, "Returns:|Returns ")
+        if thing not in PARTS or inspect.isfunction(thing):
+            self.assertRegex(words, r"(?m)^Example:\n\n(>>> |```python)")
+
+    @parameterized.parameters(*MEMBERS)
+    def test_member(self, key):
+        member = MEMBERS[key]
+        words = inspect.getdoc(getattr(member, "__func__", member))
+        self.assertTrue(words, key)
+        self.check_arguments(member, words)
+
+    def check_arguments(self, thing, words):
+        """Each argument is there by its name, after `Args:`."""
+        self.assertTrue(words)
+        self.assertNotRegex(words, r"As of `|As for `PipelinedS")
+        _, *documented = re.split(r"(?m)^(?:Args|Attributes):$", words)
+        for name in arguments(thing):
+            self.assertRegex(
+                "".join(documented),
+                rf"(?m)^    \*{{0,2}}{name}: ",
+                f"{thing} takes {name}.",
+            )
+
+    @parameterized.product(
+        cls=PIPELINES,
+        name=sorted(
+            {
+                name
+                for cls in PIPELINES
+                for name in dir(cls)
+                if not name.startswith("_")
+            }
+        ),
+    )
+    def test_overrides_have_keras_words(self, cls, name):
+        """`help(model.fit)` is not empty."""
+        if not hasattr(cls, name):
+            return
+        owner = next(c for c in cls.__mro__ if name in vars(c))
+        if not owner.__module__.startswith("tf_gpipe"):
+            return
+        mine = vars(owner)[name]
+        words = inspect.getdoc(getattr(mine, "__func__", mine))
+        self.assertTrue(words, name)
+        theirs = keras_words(cls, name)
+        if name in OWN_WORDS:
+            return
+        if theirs is not None:
+            self.assertEqual(words, theirs)
+
+    @parameterized.parameters(
+        "fit",
+        "evaluate",
+        "predict",
+        "compile",
+        "train_on_batch",
+        "save",
+        "save_weights",
+        "load_weights",
+        "get_weights",
+        "export",
+    )
+    def test_help_of_a_model(self, name):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((2,)), keras.layers.Dense(2)], num_stages=1
+        )
+        method = getattr(model, name)
+        self.assertGreater(len(inspect.getdoc(method)), 40)
+        self.assertEqual(
+            inspect.signature(method).parameters.keys(),
+            inspect.signature(getattr(keras.Model(), name)).parameters.keys(),
+        )
+
+    def test_reference(self):
+        """docs/api.md has all of them."""
+        page = (ROOT / "docs" / "api.md").read_text()
+        listed = re.findall(r"(?m)^::: (\S+)$", page)
+        for thing in NAMES:
+            self.assertTrue(
+                [x for x in listed if x.split(".")[-1] == thing.__name__]
+                or thing.__module__ == "model_zoo",
+                f"{thing} is not in docs/api.md",
+            )
+
+    def test_examples_are_run(self):
+        """By documentation_test, where they are no sketches."""
+        finder = doctest.DocTestFinder(exclude_empty=True)
+        sketches = [
+            thing.__name__
+            for thing in NAMES
+            if ">>> " not in inspect.getdoc(thing)
+            and "Example:" in inspect.getdoc(thing)
+        ]
+        self.assertTrue(finder.find(tf_gpipe.split_cpu))
+        # Workers of other hosts.
+        self.assertEqual(sketches, ["connect"])
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,264 @@
+"""`remat="auto"`: layers are recomputed as far as a memory limit asks."""
+
+import collections
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L  # noqa: N812
+
+import tf_gpipe
+from tests.tf_gpipe import comparison
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.memory import Sizes
+from tf_gpipe.schedule.memory import peak_activations
+
+_LOSS = keras.losses.MeanSquaredError
+_RUN = {
+    "num_stages": 2,
+    "num_micro_batches": 4,
+    "balance": "flops",
+    "devices": ["CPU:0", "CPU:1"],
+}
+
+
+def residual():
+    """A model with skips, dropout and batch statistics."""
+    x = inputs = keras.Input((8,))
+    for i in range(4):
+        y = L.Dense(32, activation="gelu", name=f"wide_{i}")(x)
+        y = L.Dropout(0.2, seed=i)(y)
+        y = L.Dense(8, name=f"narrow_{i}")(y)
+        x = L.LayerNormalization()(L.Add()([x, y]))
+        if i == 1:
+            x = L.BatchNormalization()(x)
+    return keras.Model(inputs, L.Dense(3)(x))
+
+
+def data():
+    rng = np.random.default_rng(0)
+    return [
+        (
+            rng.normal(size=(12, 8)).astype("float32"),
+            rng.normal(size=(12, 3)).astype("float32"),
+        )
+    ]
+
+
+def planned(**kwargs):
+    return tf_gpipe.plan(
+        residual(),
+        (256, 8),
+        **{"num_stages": 4, "num_micro_batches": 8, "balance": "flops"}
+        | kwargs,
+    )
+
+
+class PlanTest(parameterized.TestCase):
+    @parameterized.parameters(0.45, 0.6, 0.8)
+    def test_fits_a_share_of_what_never_takes(self, share):
+        never = planned(remat="never")
+        auto = planned(remat="auto", memory_limit=share)
+        limit = share * max(never.device_activation_bytes)
+        self.assertLessEqual(max(auto.device_activation_bytes), limit)
+        always = planned(remat="always")
+        self.assertLess(auto.relative_step_time, always.relative_step_time)
+        self.assertTrue(any(x.recomputed for x in auto.stages))
+
+    def test_recomputes_nothing_where_all_fits(self):
+        auto = planned(remat="auto", memory_limit=1.0)
+        self.assertFalse(any(x.recomputed for x in auto.stages))
+
+    def test_bytes_count_weights_and_slots(self):
+        limit = max(planned(remat="never").device_bytes)
+        auto = planned(remat="auto", memory_limit=limit)
+        self.assertLessEqual(max(auto.device_bytes), limit)
+        less = planned(remat="auto", memory_limit=int(0.9 * limit))
+        self.assertLessEqual(max(less.device_bytes), 0.9 * limit)
+        self.assertTrue(any(x.recomputed for x in less.stages))
+
+    def test_tells_what_cannot_fit(self):
+        with self.assertRaisesRegex(ValueError, r"too low for stage \d.*more"):
+            planned(remat="auto", memory_limit=0.01)
+
+    def test_split_backward_passes_save_little(self):
+        with self.assertRaisesRegex(ValueError, "schedule='1f1b'"):
+            planned(remat="auto", memory_limit=0.3, schedule="zero_bubble")
+
+    def test_advice_is_the_limit_of_the_device(self):
+        limit = max(planned(remat="never").device_bytes) - 1
+        found = planned(
+            remat="auto", memory_limit=1.0, device_memory=int(limit)
+        )
+        self.assertIn(f"memory_limit={int(limit)}", found.advice)
+
+    def test_stages_that_share_a_device(self):
+        kwargs = {"schedule": "interleaved", "num_devices": 2}
+        never = planned(remat="never", **kwargs)
+        auto = planned(remat="auto", memory_limit=0.6, **kwargs)
+        self.assertLessEqual(
+            max(auto.device_activation_bytes),
+            0.6 * max(never.device_activation_bytes),
+        )
+
+    def test_peak_of_what_is_kept_and_recomputed(self):
+        sizes = {0: Sizes(inputs=1, stored=10, kept=4, again=2)}
+        schedule = schedules.gpipe(2, 3)
+        self.assertEqual(peak_activations(schedule, "auto", sizes), 3 * 5 + 2)
+
+
+class TrainTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(schedule=("1f1b", "gpipe"), share=(0.45, 0.7))
+    def test_trains_as_never(self, schedule, share):
+        runs = []
+        for kwargs in (
+            {"remat": "never"},
+            {"remat": "auto", "memory_limit": share},
+        ):
+            counts = [11, 11] if schedule != "1f1b" else "flops"
+            runs.append(
+                comparison.train(
+                    residual,
+                    data(),
+                    loss=_LOSS(),
+                    **{**_RUN, "balance": counts},
+                    schedule=schedule,
+                    **kwargs,
+                )
+            )
+        (never, logs), (auto, others) = runs
+        self.assertTrue(any(auto._pipeline.recomputed(k) for k in range(2)))
+        self.assertAllClose(logs, others, rtol=1e-6)
+        # Not the same bits where TensorFlow fuses other operations.
+        for a, b in zip(never.weights, auto.weights, strict=True):
+            self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
+
+    def test_split_backward_passes(self):
+        found = []
+        for chosen in ((), (range(0, 5), range(5, 9))):
+            keras.utils.set_random_seed(1)
+            model = tf_gpipe.PipelinedModel.from_model(
+                residual(),
+                **{**_RUN, "balance": [11, 11]},
+                schedule="zero_bubble",
+                remat="auto",
+                memory_limit=1.0,
+            )
+            object.__setattr__(model._pipeline, "chosen", (chosen, chosen))
+            model.compile("sgd", _LOSS())
+            model.train_on_batch(*data()[0])
+            found.append(model.get_weights())
+        for a, b in zip(*found, strict=True):
+            self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
+
+    @parameterized.parameters("eager", "layer", "xla")
+    def test_other_ways_to_run(self, how):
+        found = []
+        for kwargs in (
+            {"remat": "never"},
+            {"remat": "auto", "memory_limit": 0.6},
+        ):
+            keras.utils.set_random_seed(1)
+            model = tf_gpipe.PipelinedModel.from_model(
+                residual(), **_RUN, **kwargs
+            )
+            model.compile(
+                "sgd",
+                _LOSS(),
+                run_eagerly=how == "eager",
+                jit_compile=how == "xla",
+            )
+            ((x, y),) = data()
+            if how == "layer":
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(model(x, training=True) ** 2)
+                found.append(tape.gradient(loss, model.trainable_weights))
+            else:
+                model.train_on_batch(x, y)
+                found.append(model.get_weights())
+        for a, b in zip(*found, strict=True):
+            self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
+
+    def test_computes_again_what_is_chosen(self):
+        calls = collections.Counter()
+
+        def counted(name):
+            @tf.custom_gradient
+            def run(x):
+                def count(x):
+                    calls[name] += 1
+                    return x
+
+                # Stateless, so graph optimisation may merge two of them.
+                y = tf.numpy_function(count, [x], tf.float32, stateful=False)
+                y = tf.ensure_shape(y, x.shape)
+                # Its gradient needs what it makes.
+                return y, lambda upstream: upstream * tf.sign(tf.abs(y) + 1)
+
+            return L.Lambda(run)
+
+        def make():
+            layers = [keras.Input((6,))]
+            for i in range(4):
+                layers += [counted(i), L.Dense(6)]
+            return layers
+
+        pipeline = tf_gpipe.PipelinedSequential(
+            make(),
+            **{**_RUN, "num_stages": 1, "balance": [8], "devices": ["CPU:0"]},
+        )
+        choice = ((range(0, 2), range(4, 6)),)
+        object.__setattr__(pipeline._pipeline, "chosen", choice)
+        object.__setattr__(pipeline._pipeline, "remat", "auto")
+        pipeline.compile("sgd", "mse")
+        x = np.ones((8, 6), "float32")
+        pipeline.train_on_batch(x, x)
+        self.assertEqual(calls, {0: 8, 1: 4, 2: 8, 3: 4})
+
+
+class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
+    def make(self, **kwargs):
+        return tf_gpipe.PipelinedModel.from_model(
+            residual(), **_RUN, **{"remat": "auto", **kwargs}
+        )
+
+    @parameterized.parameters(
+        ({}, "needs a `memory_limit`"),
+        ({"memory_limit": 0.0}, "share above 0"),
+        ({"memory_limit": 1.5}, "share above 0"),
+        ({"memory_limit": "much"}, "positive number of bytes"),
+        ({"memory_limit": "8GB"}, "`batch_size`"),
+        ({"memory_limit": 0.5, "remat": "never"}, "is for remat='auto'"),
+        ({"memory_limit": 1000, "batch_size": 12}, "too low for stage 0"),
+    )
+    def test_refuses(self, kwargs, text):
+        with self.assertRaisesRegex(ValueError, text):
+            self.make(**kwargs)
+
+    def test_counts_the_slots_of_the_optimizer(self):
+        model = self.make(memory_limit="30KB", batch_size=12)
+        before = model._pipeline
+        model.compile(keras.optimizers.SGD(), "mse")
+        ((x, y),) = data()
+        model.train_on_batch(x, y)
+        self.assertIsNot(model._pipeline, before)
+        self.assertLessEqual(
+            sum(map(len, model._pipeline.recomputed(0))),
+            sum(map(len, before.recomputed(0))),
+        )
+
+    def test_saves_its_arguments(self):
+        model = self.make(memory_limit=0.6)
+        again = type(model).from_config(model.get_config())
+        self.assertEqual(again.memory_limit, 0.6)
+        self.assertEqual(again._pipeline.chosen, model._pipeline.chosen)
+
+    def test_summary_names_what_is_recomputed(self):
+        lines = []
+        self.make(memory_limit=0.5).summary(print_fn=lines.append)
+        self.assertRegex(lines[-1], r"Stage 0 recomputes \d+ of")
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,63 @@
+"""The page of a step: one file, with all that it shows."""
+
+import os
+import re
+import sys
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest
+
+from tf_gpipe.schedule import page
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.simulate import Execution
+from tf_gpipe.schedule.simulate import simulate
+
+
+class PageTest(absltest.TestCase):
+    def written(self, steps, **kwargs):
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        path = os.path.join(folder, "a.html")
+        page.write(steps, path, **kwargs)
+        with open(path, encoding="utf-8") as f:
+            return f.read()
+
+    def test_is_one_file_with_charts_and_the_table(self):
+        spans = simulate(schedules.zero_bubble(3, 4), recompute=1.0).spans
+        names = [f"/device:CPU:{i}" for i in range(3)]
+        text = self.written(
+            {
+                "simulated": Execution(spans),
+                "measured": Execution(spans, names, in_seconds=True),
+            },
+            about=[{"layers": f"of stage {k}"} for k in range(3)],
+        )
+        # Nothing is loaded from elsewhere.
+        self.assertEmpty(
+            re.findall(r"<(?:script|link)[^>]+(?:src|href)=", text)
+        )
+        own = text[text.rindex("Plotly.newPlot(") :]
+        for word in ("simulated: makespan", "measured: makespan", "CPU:2"):
+            self.assertIn(word, own)
+        for kind in ("forward", "recompute", "backward", "weights"):
+            # Once in the legend, though it has bars in both charts.
+            self.assertEqual(own.count(f'"name":"{kind}","orient'), 2)
+            self.assertIn(f'"{kind}"', own)
+        self.assertIn("of stage 2", own)
+        self.assertIn("share the cores", own)
+        self.assertIn("W: weights of stage 1, micro-batch 3", own)
+
+    def test_refuses_nothing(self):
+        with self.assertRaisesRegex(ValueError, "nothing to show.*steps={}"):
+            page.write({}, "a.html")
+
+    def test_without_plotly(self):
+        with mock.patch.dict(sys.modules, {"plotly.graph_objects": None}):
+            with self.assertRaisesRegex(
+                ImportError, r"pip install tf_gpipe\[plot\]"
+            ):
+                page.check()
+
+
+if __name__ == "__main__":
+    absltest.main()

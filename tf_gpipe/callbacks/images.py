@@ -1,0 +1,57 @@
+"""Pictures of steps as images of TensorBoard."""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tf_gpipe.schedule import timeline
+from tf_gpipe.schedule.simulate import Execution
+
+# Beside `train` and `validation` of `keras.callbacks.TensorBoard`.
+_RUN = "timeline"
+
+
+class Images:
+    """Writes pictures of steps into a directory of logs.
+
+    Args:
+        log_dir: Path of the directory, which is made if it is not there.
+
+    Raises:
+        ImportError: If TensorBoard or matplotlib is not installed.
+        TypeError, ValueError: If it is no path of a directory.
+    """
+
+    def __init__(self, log_dir: str):
+        timeline.check_picture(f"{_RUN}.png")
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ImportError(
+                "Logs for TensorBoard need it. Install it with "
+                "`pip install tf_gpipe[plot]`."
+            )
+        expected = (
+            "`log_dir` must be the path of a directory, which is made if it "
+            f"is not there. Received: log_dir={log_dir!r}"
+        )
+        try:
+            if not os.fspath(log_dir):
+                raise ValueError("it is empty")
+            self._folder = os.path.join(os.fspath(log_dir), _RUN)
+            os.makedirs(self._folder, exist_ok=True)
+        except TypeError as error:
+            raise TypeError(expected) from error
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{expected} ({error})") from error
+        self._writer: Any = None
+
+    def write(self, steps: Mapping[str, Execution], epoch: int) -> None:
+        """Writes the picture of steps, by their titles, after an epoch."""
+        if self._writer is None:
+            self._writer = tf.summary.create_file_writer(self._folder)
+        image = tf.io.decode_png(timeline.png(steps), channels=3)
+        with self._writer.as_default(step=epoch):
+            tf.summary.image("timeline", image[tf.newaxis])
+        self._writer.flush()

@@ -1,0 +1,83 @@
+"""The tasks of recorded steps as lines of a profile of TensorFlow."""
+
+import pathlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tf_gpipe import upstream
+from tf_gpipe.schedule import timeline
+from tf_gpipe.schedule.simulate import Span
+
+# Of the host, whose lines a trace viewer shows one by one.
+_HOST = "/host:CPU"
+# Which tells when the profile was made.
+_ABOUT = "Task Environment"
+
+
+class Recorded(NamedTuple):
+    """A step that was recorded.
+
+    Attributes:
+        start: Float, when it started, in seconds since 1970.
+        spans: List of its `Span`s, in seconds from then.
+        devices: List of the names of its devices.
+    """
+
+    start: float
+    spans: list[Span]
+    devices: list[str]
+
+
+def name_tasks(log_dir: str, steps: Iterable[Recorded]) -> int:
+    """Adds the tasks of steps to the newest profile in a directory.
+
+    Returns how many there were. See `Timeline.name_tasks`.
+    """
+    found = sorted(
+        pathlib.Path(log_dir).rglob("*.xplane.pb"),
+        key=lambda x: x.stat().st_mtime_ns,
+    )
+    if not found:
+        raise ValueError(
+            "There is no profile: no file *.xplane.pb. Profile some steps with "
+            "keras.callbacks.TensorBoard(profile_batch=...), and wait until it "
+            f"has ended. Received: log_dir={str(log_dir)!r}"
+        )
+    space = upstream.read_profile(found[-1].read_bytes())
+    (host,) = (x for x in space.planes if x.name == _HOST)
+    # Nanoseconds since 1970. Lines begin at times from then on.
+    (about,) = (x for x in space.planes if x.name == _ABOUT)
+    limits = {
+        about.stat_metadata[x.metadata_id].name: x.uint64_value
+        for x in about.stats
+    }
+    first, last = limits["profile_start_time"], limits["profile_stop_time"]
+    inside = [x for x in steps if first <= x.start * 1e9 <= last]
+    if not inside:
+        raise ValueError(
+            "None of the last recorded steps was profiled. Let the Timeline "
+            "callback record the steps of `profile_batch`: without `steps` it "
+            "records all but the first one."
+        )
+    kinds: dict[str, int] = {}
+    unused = 1 + max(host.event_metadata, default=0)
+    for device, name in enumerate(timeline.short_names(inside[-1].devices)):
+        line = host.lines.add(
+            id=1 + max(x.id for x in host.lines),
+            name=f"pipeline {name}",
+            timestamp_ns=0,
+        )
+        for step in inside:
+            begin = step.start * 1e9 - first
+            for span in (x for x in step.spans if x.device == device):
+                kind = kinds.setdefault(str(span.task), unused + len(kinds))
+                line.events.add(
+                    metadata_id=kind,
+                    offset_ps=int((begin + span.start * 1e9) * 1000),
+                    duration_ps=int((span.end - span.start) * 1e12),
+                )
+    for name, kind in kinds.items():
+        host.event_metadata[kind].id = kind
+        host.event_metadata[kind].name = name
+    found[-1].write_bytes(space.SerializeToString())
+    return sum(len(x.spans) for x in inside)

@@ -1,0 +1,41 @@
+"""What Keras says of its methods, where a pipeline has its own."""
+
+import inspect
+from typing import Any
+
+
+def with_keras_words(cls: type) -> type:
+    """Gives what a class has in place of Keras's the docstrings of Keras.
+
+    Python looks for them only where a method without one is defined, and
+    Keras's decorators hide that place: `help(model.fit)` would be empty. A
+    method that passes all of its arguments on gets Keras's signature, too.
+    """
+    for name in dir(cls):
+        owners = [c for c in cls.__mro__ if name in vars(c)]
+        if name.startswith("_") or not _is_ours(owners[0]):
+            continue
+        mine: Any = vars(owners[0])[name]
+        mine = getattr(mine, "__func__", mine)
+        theirs = [vars(c)[name] for c in owners if not _is_ours(c)]
+        words = [x.__doc__ for x in theirs if x.__doc__]
+        if words and not getattr(mine, "__doc__", None):
+            mine.__doc__ = inspect.cleandoc(words[0])
+        if theirs and _passes_on(mine):
+            mine.__signature__ = inspect.signature(theirs[0])
+    return cls
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "tf_gpipe"
+
+
+def _passes_on(method: Any) -> bool:
+    """Returns whether a method's arguments are `(self, *args, **kwargs)`."""
+    if not inspect.isfunction(method):
+        return False
+    kinds = [x.kind for x in inspect.signature(method).parameters.values()]
+    return kinds[1:] == [
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    ]

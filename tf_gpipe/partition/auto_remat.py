@@ -1,0 +1,308 @@
+"""`remat="auto"`: what each stage recomputes, and the cut that goes with it.
+
+As AdaPipe does (Sun et al., ASPLOS 2024): of each stage those layers are
+recomputed with which it just fits into the memory of its device, and the model
+is cut so that the slowest stage is as fast as it can be then.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from collections.abc import Sequence
+
+from tf_gpipe.partition.contiguous import split
+from tf_gpipe.partition.layer_costs import LayerCosts
+from tf_gpipe.partition.memory_limit import MemoryLimit
+from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.partition.recomputed import Choice
+from tf_gpipe.partition.recomputed import StageCalls
+from tf_gpipe.partition.stage_costs import StageCosts
+from tf_gpipe.partition.stage_costs import find
+from tf_gpipe.schedule.memory import peak_activations
+from tf_gpipe.schedule.tasks import AUTO_REMAT
+from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import Value
+
+# How often a cut is made for what the last one made stages recompute.
+_NUM_CUTS = 12
+# Steps in which the memory of a device is shared out among its stages.
+_NUM_SHARES = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoRemat:
+    """What has been decided.
+
+    Attributes:
+        counts: List of the numbers of calls in each stage.
+        parts: For each stage the places of the calls that are recomputed;
+            those in a range together.
+        costs: List of the `StageCosts`.
+        limit: The bytes that each device has, for activations alone where
+            the memory limit is a share of these.
+    """
+
+    counts: list[int]
+    parts: tuple[tuple[range, ...], ...]
+    costs: list[StageCosts]
+    limit: float
+
+
+class Search:
+    """The search for a cut, and for what its stages recompute.
+
+    Args:
+        graph: `Graph` of built layers.
+        traces: The `LayerCosts` of its calls.
+        size: Function that returns the bytes of a `Value`.
+        fixed: Bytes of each call's weights, gradients and slots.
+        schedule: The `Schedule`, whatever costs it may be searched for later.
+        devices: A name or number for each stage; stages with the same one
+            share a device.
+        limit: `MemoryLimit`.
+        work: The time that each call takes without recomputation, and how much
+            more if it is recomputed, for the cut; by default operations.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        traces: Sequence[LayerCosts],
+        size: Callable[[Value], int],
+        fixed: Sequence[int],
+        schedule: Schedule,
+        devices: Sequence,
+        limit: MemoryLimit,
+        work: Sequence[tuple[float, float]] | None = None,
+    ):
+        self._graph, self._traces, self._size = graph, traces, size
+        self._fixed = [0] * len(fixed) if limit.is_share else list(fixed)
+        self._schedule = schedule
+        self._devices = list(devices)
+        self._limit = limit
+        if work is None:
+            work = [
+                (x.forward_flops + x.backward_flops, x.forward_flops)
+                for x in traces
+            ]
+        self._work = work
+        # By the first call and the one after the last.
+        self._choices: dict[tuple[int, int], list[Choice]] = {}
+
+    def with_counts(self, counts: Sequence[int]) -> AutoRemat:
+        """Returns what is recomputed with a given cut.
+
+        Raises:
+            TooLittleMemoryError: If a device has too little memory.
+        """
+        return self._fitted(list(counts), self._bytes(list(counts)))
+
+    def with_best_cut(self) -> AutoRemat:
+        """Returns the cut whose slowest stage is fastest, as far as is tried.
+
+        Raises:
+            TooLittleMemoryError: If a device has too little, with each cut.
+        """
+        num_stages = self._schedule.num_stages
+        crossing = [sum(map(self._size, x)) for x in self._graph.crossing()]
+        costs = [x for x, _ in self._work]
+        cut = functools.partial(split, costs, num_stages, crossing)
+        counts = cut(factors=[1.0] * num_stages)
+        limit = self._bytes(counts)
+        best: AutoRemat | None = None
+        least = float("inf")
+        refused: TooLittleMemoryError | None = None
+        seen: set[tuple[int, ...]] = set()
+        factors = [1.0] * num_stages
+
+        def tried(counts: list[int]) -> list[float] | None:
+            """Returns the time of each stage, or `None` if that is known."""
+            nonlocal best, least, refused
+            if tuple(counts) in seen:
+                return None
+            seen.add(tuple(counts))
+            try:
+                found = self._fitted(counts, limit)
+            except TooLittleMemoryError as error:
+                refused = refused or error
+                return None
+            times = self._times(found)
+            if max(times) < least * (1 - 1e-9):
+                best, least = found, max(times)
+            return times
+
+        for _ in range(_NUM_CUTS):
+            times = tried(counts)
+            if times is None:
+                # The first stages hold most.
+                if best is not None:
+                    break
+                factors = [
+                    x * (1 + 0.1 * (num_stages - 1 - k) / num_stages)
+                    for k, x in enumerate(factors)
+                ]
+            else:
+                alone = self._times(None, counts)
+                factors = [
+                    t / a if a else 1.0
+                    for t, a in zip(times, alone, strict=True)
+                ]
+            counts = cut(factors=factors)
+        while best is not None:
+            # A call more or less for the slowest stage's neighbours.
+            before = least
+            for counts in _neighbours(best.counts):
+                tried(counts)
+            if not least < before:
+                return best
+        raise refused  # type: ignore[misc]
+
+    def _bytes(self, counts: list[int]) -> float:
+        """Returns the bytes that a device may take."""
+        if not self._limit.is_share:
+            return self._limit.value
+        never = find(self._graph.parts(counts), self._traces, self._size)
+        peaks = self._peaks(never, "never", [0] * len(counts))
+        return self._limit.value * max(peaks.values())
+
+    def _peaks(self, costs, remat, fixed) -> dict:
+        """Returns the most that each device holds at a time."""
+        sizes = [
+            x.of_micro_batches(self._schedule.num_micro_batches) for x in costs
+        ]
+        own: dict = {}
+        for k, (device, size) in enumerate(
+            zip(self._devices, sizes, strict=True)
+        ):
+            own.setdefault(device, {})[k] = size._replace(
+                fixed=size.fixed + fixed[k]
+            )
+        return {
+            device: peak_activations(self._schedule, remat, x)
+            for device, x in own.items()
+        }
+
+    def _fitted(self, counts: list[int], limit: float) -> AutoRemat:
+        bounds = [sum(counts[:k]) for k in range(len(counts) + 1)]
+        spans = list(zip(bounds, bounds[1:], strict=False))
+        parts = self._graph.parts(counts)
+        fixed = [sum(self._fixed[a:b]) for a, b in spans]
+        plain = find(parts, self._traces, self._size)
+        chosen: list[Choice] = [None] * len(counts)  # type: ignore[list-item]
+        for device in dict.fromkeys(self._devices):
+            own = [k for k, x in enumerate(self._devices) if x == device]
+            found = self._fitted_device(own, parts, spans, plain, fixed, limit)
+            for k, choice in zip(own, found, strict=True):
+                chosen[k] = choice
+        costs = [
+            self._with_choice(x, choice)
+            for x, choice in zip(plain, chosen, strict=True)
+        ]
+        return AutoRemat(counts, tuple(x.parts for x in chosen), costs, limit)
+
+    def _fitted_device(self, own, parts, spans, plain, fixed, limit):
+        """Returns the choices of a device's stages."""
+        choices = {k: self._choices_of(parts[k], spans[k]) for k in own}
+
+        def peak(stages: dict[int, Choice]) -> float:
+            return peak_activations(
+                self._schedule,
+                AUTO_REMAT,
+                {
+                    k: self._sizes(plain[k], choice, fixed[k])
+                    for k, choice in stages.items()
+                },
+            )
+
+        alone = {k: [peak({k: x}) for x in choices[k]] for k in own}
+
+        def within(share: float) -> dict[int, Choice]:
+            """Returns choices with which each stage takes such a share.
+
+            Of what it takes without recomputation, or the least that it can.
+            """
+            found = {}
+            for k in own:
+                most = limit if len(own) == 1 else share * alone[k][0]
+                pairs = zip(choices[k], alone[k], strict=True)
+                fits = next((x for x, size in pairs if size <= most), None)
+                least = alone[k].index(min(alone[k]))
+                found[k] = fits or choices[k][least]
+            return found
+
+        least = peak(within(0.0))
+        if least > limit:
+            raise self._too_little(own, least, limit, fixed)
+        for share in range(_NUM_SHARES, -1, -1):
+            found = within(share / _NUM_SHARES)
+            if peak(found) <= limit:
+                break
+        return [found[k] for k in own]
+
+    def _choices_of(self, part: Graph, span: tuple[int, int]) -> list[Choice]:
+        if span not in self._choices:
+            own = slice(*span)
+            self._choices[span] = StageCalls(
+                part,
+                self._traces[own],
+                self._size,
+                [again for _, again in self._work[own]],
+            ).choices()
+        return self._choices[span]
+
+    def _sizes(self, costs: StageCosts, choice: Choice, fixed: float):
+        found = self._with_choice(costs, choice)
+        sizes = found.of_micro_batches(self._schedule.num_micro_batches)
+        return sizes._replace(fixed=sizes.fixed + fixed)
+
+    def _with_choice(self, costs: StageCosts, choice: Choice) -> StageCosts:
+        return costs.recomputing(choice, self._schedule.splits)
+
+    def _times(self, found: AutoRemat | None, counts=None) -> list[float]:
+        """Returns the time of each stage for a micro-batch."""
+        counts = found.counts if found else counts
+        times, first = [], 0
+        for k, count in enumerate(counts):
+            own = self._work[first : first + count]
+            first += count
+            times.append(sum(x for x, _ in own))
+            for part in found.parts[k] if found else ():
+                times[k] += sum(
+                    again for _, again in own[part.start : part.stop]
+                )
+        return times
+
+    def _too_little(self, own, least, limit, fixed) -> TooLittleMemoryError:
+        stages = " and ".join(f"stage {k}" for k in own)
+        weights = ""
+        if not self._limit.is_share:
+            weights = (
+                f", {sum(fixed[k] for k in own):,.0f} of it for weights, "
+                "gradients and the optimizer"
+            )
+        repair = "more stages, more micro-batches"
+        if self._schedule.splits:
+            # Where what is recomputed stays up to the gradients of weights.
+            repair += ", schedule='1f1b' (whose backward passes are not split)"
+        return TooLittleMemoryError(
+            f"The memory limit is too low for {stages}, which with all that "
+            f"can be recomputed {'take' if len(own) > 1 else 'takes'} "
+            f"{least:,.0f} bytes{weights}. A device may take {limit:,.0f}. "
+            f"Received: memory_limit={self._limit.given!r}. Use {repair}, "
+            "balance='flops' (which cuts the model for the limit), or a "
+            "higher limit."
+        )
+
+
+def _neighbours(counts: list[int]) -> list[list[int]]:
+    """Returns the cuts that differ in the place of one call."""
+    found = []
+    for k in range(len(counts) - 1):
+        for step in (-1, 1):
+            changed = list(counts)
+            changed[k] += step
+            changed[k + 1] -= step
+            if min(changed) > 0:
+                found.append(changed)
+    return found

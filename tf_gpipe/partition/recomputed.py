@@ -1,0 +1,266 @@
+"""Which layers of a stage are recomputed: what each choice keeps and costs.
+
+A knapsack a stage, at the grain of layers, as in AdaPipe (Sun et al., ASPLOS
+2024). The layers that are recomputed together keep what they take from others
+alone, and all that they make is there again at once: few long parts keep
+little, and many short ones need little at a time.
+"""
+
+import math
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tf_gpipe.partition.layer_costs import LayerCosts
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import Value
+
+# Steps in which the memory that a stage keeps is counted.
+_BINS = 192
+# Sizes of parts that are tried, from the largest layer to the whole stage.
+_SIZES = 5
+# Calls that are recomputed together at most, unless all of a stage are.
+_LONGEST = 32
+# What a call is: kept, or in a part that is recomputed.
+_KEPT, _PART = 0, 1
+
+
+class Choice(NamedTuple):
+    """Calls of a stage that are recomputed.
+
+    Attributes:
+        parts: Places of calls in the stage; those in a range together.
+        work: Float, the time that recomputing them takes.
+        kept: Integer, bytes that a micro-batch keeps up to its backward pass,
+            without the stage's inputs.
+        again: Integer, bytes that recomputing adds to that at a time: of the
+            part that needs most.
+        all_again: Integer, bytes of all parts.
+    """
+
+    parts: tuple[range, ...]
+    work: float
+    kept: int
+    again: int
+    all_again: int
+
+    @property
+    def before(self) -> bool:
+        """Whether it is recomputed before the backward pass, not within it."""
+        return len(self.parts) == 1
+
+
+class _Made(NamedTuple):
+    """A value that a stage makes."""
+
+    maker: int  # the call that makes it
+    needed: bool  # by that call, later
+    size: int
+    takers: dict[int, bool]  # calls that take it, and whether they need it
+
+    @property
+    def used(self) -> bool:
+        """Whether the backward pass needs it."""
+        return self.needed or any(self.takers.values())
+
+    @property
+    def first(self) -> int | None:
+        """The first call that takes it and needs it later."""
+        return min(
+            (i for i, needs in self.takers.items() if needs), default=None
+        )
+
+
+class StageCalls:
+    """The calls of a stage, of which some may be recomputed.
+
+    Args:
+        part: Graph of the stage.
+        traces: The costs of its calls.
+        size: Function that returns the bytes of a `Value`.
+        work: The time that each call takes again, in any unit.
+    """
+
+    def __init__(
+        self,
+        part: Graph,
+        traces: Sequence[LayerCosts],
+        size: Callable[[Value], int],
+        work: Sequence[float],
+    ):
+        self._work = list(work)
+        self._stored = [x.stored_bytes for x in traces]
+        self._values: list[_Made] = []
+        taken: dict[Value, dict[int, bool]] = {}
+        for i, (node, trace) in enumerate(zip(part.nodes, traces, strict=True)):
+            for value, keeps in zip(
+                node.inputs, trace.kept_inputs, strict=True
+            ):
+                taken.setdefault(value, {})[i] = keeps
+        given = set(part.inputs)
+        for i, (node, trace) in enumerate(zip(part.nodes, traces, strict=True)):
+            self._values += [
+                _Made(i, trace.keeps_outputs, size(x), taken.get(x, {}))
+                for x in node.made
+                if x not in given
+            ]
+
+    def choice(self, parts: Sequence[range]) -> Choice:
+        """Returns what it means to recompute some of the calls."""
+        count = len(self._work)
+        part_of = [-1] * count
+        for number, part in enumerate(parts):
+            part_of[part.start : part.stop] = [number] * len(part)
+        kept = 0
+        again = [0] * len(parts)
+        for own, stored in zip(part_of, self._stored, strict=True):
+            if own < 0:
+                kept += stored
+            else:
+                again[own] += stored
+        for x in self._values:
+            own = part_of[x.maker]
+            # Another part starts from it.
+            starts = any(part_of[i] not in (-1, own) for i in x.takers)
+            if starts or (own < 0 and x.used):
+                kept += x.size
+            elif x.used:
+                again[own] += x.size
+        return Choice(
+            tuple(parts),
+            sum(x for x, k in zip(self._work, part_of, strict=True) if k >= 0),
+            kept,
+            max(again, default=0),
+            sum(again),
+        )
+
+    def choices(self) -> list[Choice]:
+        """Returns the choices that are best for some memory, least work first.
+
+        None of them is worse than another one in work, in what it keeps and
+        in what it adds at a time.
+        """
+        count = len(self._work)
+        whole = self.choice([range(count)])
+        single = self.choice([range(i, i + 1) for i in range(count)])
+        found = [self.choice([]), whole, single]
+        for size in np.geomspace(
+            max(1, single.again), max(1, single.again, whole.again), _SIZES
+        ):
+            for parts in self._cheapest(size * (1 + 1e-9)):
+                found.append(self.choice(parts))
+        best: list[Choice] = []
+        for x in sorted(found, key=lambda x: x[1:]):
+            if not any(
+                y.kept <= x.kept
+                and y.again <= x.again
+                and y.all_again <= x.all_again
+                for y in best
+            ):
+                best.append(x)
+        return best
+
+    def _cheapest(self, most: float) -> Iterator[list[range]]:
+        """Returns the parts of least work for each amount of memory.
+
+        By dynamic programming over the calls. Parts add at most `most` bytes.
+        What a call takes from one that is not next to it counts each time.
+        """
+        table = _Table(len(self._work), max(1, self.choice([]).kept))
+        makers, takes = self._by_call()
+        for start in range(len(self._work)):
+            for before in (_KEPT, _PART):
+                near = start - 1 if before == _PART else -1
+                # What the call keeps that no call before it does.
+                kept = self._stored[start]
+                kept += sum(x.size for x in makers[start] if x.needed)
+                kept += sum(
+                    x.size
+                    for x in takes[start]
+                    if x.first == start and not x.needed and x.maker != near
+                )
+                table.offer((start, before), (start + 1, _KEPT), kept, 0.0)
+                given: dict[int, int] = {}
+                again, work = 0, 0.0
+                for end in range(start, min(len(takes), start + _LONGEST)):
+                    again += self._stored[end]
+                    again += sum(x.size for x in makers[end] if x.used)
+                    if again > most and end > start:
+                        break
+                    work += self._work[end]
+                    for x in takes[end]:
+                        # What the call before keeps anyway costs nothing.
+                        there = x.needed and x.maker == start - 1 != near
+                        if x.maker < start and not there:
+                            given[id(x)] = x.size
+                    table.offer(
+                        (start, before),
+                        (end + 1, _PART),
+                        sum(given.values()),
+                        work,
+                    )
+        yield from table.best()
+
+    def _by_call(self) -> tuple[list[list[_Made]], list[list[_Made]]]:
+        """Returns the values that each call makes, and those that it takes."""
+        makers: list[list[_Made]] = [[] for _ in self._work]
+        takes: list[list[_Made]] = [[] for _ in self._work]
+        for value in self._values:
+            makers[value.maker].append(value)
+            for i in value.takers:
+                takes[i].append(value)
+        return makers, takes
+
+
+class _Table:
+    """The least work for each amount of memory, after each call of a stage.
+
+    Apart for what the last call is: kept, or the end of a part.
+    """
+
+    def __init__(self, count: int, memory: int):
+        self._count = count
+        self._unit = memory / _BINS
+        shape = count + 1, 2, _BINS + 1
+        self._least = np.full(shape, math.inf)
+        self._least[0, _KEPT] = 0.0
+        # The place that is reached from, and the memory that this takes.
+        self._from = np.zeros((*shape, 3), np.int32)
+
+    def offer(
+        self,
+        start: tuple[int, int],
+        end: tuple[int, int],
+        size: int,
+        work: float,
+    ) -> None:
+        """Notes a way from a place, a call and what it is, to a later one."""
+        taken = round(size / self._unit)
+        if taken > _BINS:
+            return
+        row = self._least[start][: _BINS + 1 - taken] + work
+        better = row < self._least[end][taken:]
+        self._least[end][taken:][better] = row[better]
+        self._from[end][taken:][better] = *start, taken
+
+    def best(self) -> Iterator[list[range]]:
+        """Returns the parts of the best ways to the end."""
+        before = math.inf
+        for room in range(_BINS + 1):
+            kind = int(np.argmin(self._least[self._count, :, room]))
+            work = self._least[self._count, kind, room]
+            if work < before:
+                before = work
+                yield self._parts(kind, room)
+
+    def _parts(self, kind: int, room: int) -> list[range]:
+        parts, end = [], self._count
+        while end:
+            start, earlier, taken = map(int, self._from[end, kind, room])
+            if kind == _PART:
+                parts.append(range(start, end))
+            end, kind, room = start, earlier, room - taken
+        return parts[::-1]

@@ -1,0 +1,206 @@
+"""A page with steps to zoom into, as one HTML file.
+
+They are `tf_gpipe.schedule.simulate.Execution`s, simulated or measured. This
+module imports no TensorFlow, and Plotly only to write a page.
+"""
+
+import collections
+import importlib
+import os
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+from tf_gpipe.schedule import timeline
+from tf_gpipe.schedule.simulate import Execution
+
+# Pixels of a device's row, around a chart, and of a row of the table.
+_ROW, _AROUND, _CELLS = 34, 90, 30
+# Above all charts and below, as Plotly has them.
+_MARGINS = 180
+
+
+def check() -> None:
+    """Refuses a page where there is nothing to write it with.
+
+    Raises:
+        ImportError: If Plotly is not installed.
+    """
+    _plotly()
+
+
+def write(
+    steps: Mapping[str, Execution],
+    path: str | os.PathLike,
+    about: Sequence[Mapping[str, str]] = (),
+) -> None:
+    """Writes a page with a chart of each step, and a table of the stages.
+
+    It is whole in itself, with Plotly's JavaScript (5 MB), and needs no
+    network. All charts begin at 0 and have one time axis: zooming into one
+    zooms into all.
+
+    Args:
+        steps: Dict from the title of a chart to an `Execution`; the table is
+            of the last one.
+        path: Where to write the HTML.
+        about: For each stage, more cells of its row by their columns.
+
+    Raises:
+        ImportError: If Plotly is not installed.
+        ValueError: If there are no steps.
+
+    Example:
+
+    >>> from tf_gpipe.schedule.schedules import gpipe
+    >>> from tf_gpipe.schedule.simulate import simulate
+    >>> write({"simulated": simulate(gpipe(4, 8))}, "step.html")
+    """
+    if not steps:
+        raise ValueError(f"There is nothing to show. Received: steps={steps}")
+    go, subplots = _plotly()
+    *_, last = steps.values()
+    rows = _stage_rows(last, about)
+    heights = [_AROUND + _ROW * len(x.devices) for x in steps.values()]
+    heights.append(_AROUND + _CELLS * (len(rows) + 1))
+    figure = subplots.make_subplots(
+        len(heights),
+        1,
+        row_heights=heights,
+        vertical_spacing=min(0.1, 80 / sum(heights)),
+        shared_xaxes="all",
+        specs=[*([{"type": "xy"}] for _ in steps), [{"type": "table"}]],
+        subplot_titles=[f"{x}: {timeline.totals(y)}" for x, y in steps.items()],
+    )
+    named: set[str] = set()
+    for row, step in enumerate(steps.values(), 1):
+        for kind, bars in _bars(step).items():
+            figure.add_trace(
+                go.Bar(
+                    **bars,
+                    orientation="h",
+                    name=timeline.KINDS[kind],
+                    legendgroup=kind,
+                    showlegend=kind not in named,
+                    marker={
+                        "color": timeline.COLOURS[kind],
+                        "line": {"color": "black", "width": 0.5},
+                    },
+                    textposition="inside",
+                    insidetextanchor="middle",
+                    textangle=0,
+                    textfont={"color": "black"},
+                    constraintext="inside",
+                ),
+                row=row,
+                col=1,
+            )
+            named.add(kind)
+        figure.update_yaxes(
+            categoryorder="array",
+            categoryarray=timeline.short_names(step.devices),
+            autorange="reversed",
+            fixedrange=True,
+            row=row,
+            col=1,
+        )
+        figure.update_xaxes(
+            # A title would need room between the charts.
+            ticksuffix=" ms" if step.in_seconds else "",
+            showticklabels=True,
+            rangemode="tozero",
+            row=row,
+            col=1,
+        )
+    columns = list(rows[0])
+    figure.add_trace(
+        go.Table(
+            header={"values": columns, "align": "left"},
+            cells={
+                "values": [[x[name] for x in rows] for name in columns],
+                "align": "left",
+                "height": _CELLS,
+            },
+        ),
+        row=len(heights),
+        col=1,
+    )
+    if timeline.shares_cores(last.devices):
+        figure.add_annotation(
+            text=timeline.SHARED_CORES.replace("\n", " "),
+            **{"xref": "paper", "yref": "paper", "x": 0, "y": 0},
+            **{"yshift": -40, "xanchor": "left", "showarrow": False},
+        )
+    figure.update_layout(
+        barmode="overlay",
+        bargap=0.15,
+        height=_MARGINS + sum(heights),
+        title="A step of the pipeline",
+        uniformtext={"minsize": 8, "mode": "hide"},
+        legend={"traceorder": "normal"},
+    )
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def _bars(step: Execution) -> dict[str, dict[str, Any]]:
+    """Returns the bars of each kind of task, as Plotly takes them."""
+    scale = 1e3 if step.in_seconds else 1.0
+    unit = " ms" if step.in_seconds else ""
+    names = timeline.short_names(step.devices)
+    found: dict[str, dict[str, Any]] = collections.defaultdict(
+        lambda: {x: [] for x in ("base", "x", "y", "text", "hovertext")}
+    )
+    for label, (device, task, start, end) in zip(
+        timeline.labels(step), step.spans, strict=True
+    ):
+        bars = found[task.kind]
+        first, long = (start - step.start) * scale, (end - start) * scale
+        bars["base"].append(first)
+        bars["x"].append(long)
+        bars["y"].append(names[device])
+        bars["text"].append(label)
+        bars["hovertext"].append(
+            f"{task.kind}: {timeline.KINDS[task.kind]} of stage {task.stage}, "
+            f"micro-batch {task.micro_batch}<br>on {step.devices[device]}<br>"
+            f"from {first:.4g} to {first + long:.4g}, {long:.4g}{unit}"
+        )
+    for bars in found.values():
+        bars["hoverinfo"] = "text"
+    return {kind: found[kind] for kind in timeline.KINDS if kind in found}
+
+
+def _stage_rows(
+    step: Execution, about: Sequence[Mapping[str, str]]
+) -> list[dict[str, str]]:
+    """Returns a row for each stage, by the names of columns."""
+    scale, unit = (1e3, " ms") if step.in_seconds else (1.0, "")
+    busy: dict = collections.defaultdict(float)
+    places: dict[int, int] = {}
+    for device, task, start, end in step.spans:
+        busy[task.stage, task.kind] += (end - start) * scale
+        places[task.stage] = device
+    names = timeline.short_names(step.devices)
+    kinds = [x for x in timeline.KINDS if any(kind == x for _, kind in busy)]
+    return [
+        {
+            "stage": str(stage),
+            "device": names[places[stage]],
+            **(about[stage] if stage < len(about) else {}),
+            **{timeline.KINDS[x]: f"{busy[stage, x]:.4g}{unit}" for x in kinds},
+            "idle": f"{step.idle[stage]:.1%}",
+        }
+        for stage in sorted(places)
+    ]
+
+
+def _plotly() -> tuple[Any, Any]:
+    """Returns its `graph_objects` and `subplots`."""
+    try:
+        return (
+            importlib.import_module("plotly.graph_objects"),
+            importlib.import_module("plotly.subplots"),
+        )
+    except ImportError as e:
+        raise ImportError(
+            "A page needs Plotly. Install it with `pip install tf_gpipe[plot]`."
+        ) from e

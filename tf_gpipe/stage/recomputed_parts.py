@@ -1,0 +1,89 @@
+"""The parts of a traced stage that are computed again."""
+
+from collections.abc import Collection
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_gpipe.stage.traced_function import TracedFunction
+
+
+class RecomputedParts:
+    """The parts of a traced stage that are computed again.
+
+    Each is some operations of the forward pass. What they make is not stored
+    for the backward pass, but what they take from elsewhere is, and random
+    numbers that they draw. From that each is run again, when the gradient has
+    come to it:
+
+        forward      a --> [b --> c] --> [d --> e] --> f        a, c stored
+        backward     f' --> [d, e] --> e', d' --> [b, c] --> c', b' --> a'
+
+    Args:
+        traced: The `TracedFunction`.
+        parts: List with the operations of each part.
+        early: All operations that run before the backward pass.
+    """
+
+    def __init__(
+        self,
+        traced: TracedFunction,
+        parts: Sequence[set[tf.Operation]],
+        early: set[tf.Operation],
+    ):
+        self._traced = traced
+        # What they would draw anew, or find changed, is not run again.
+        drawn = set(traced.draws(early))
+        self._parts = [part - drawn for part in parts]
+        self._places = {op: i for i, op in enumerate(traced.operations)}
+
+    def kept(
+        self, stored: list[tf.Tensor], early: set[tf.Operation]
+    ) -> list[tf.Tensor]:
+        """Returns what of the forward pass is stored.
+
+        Args:
+            stored: What the backward pass needs.
+            early: All operations that run before it.
+        """
+        again = set().union(*self._parts)
+        found = {id(x): x for x in stored if x.op not in again}
+        for part in self._parts:
+            made = [x for x in stored if x.op in part]
+            found.update(
+                (id(x), x) for x in self._traced.live(made, early - part)
+            )
+        return self._in_order(found.values())
+
+    def waits(
+        self, alive: Collection[tf.Operation]
+    ) -> dict[tf.Operation, list[tf.Operation]]:
+        """Returns what operations of the parts wait for, in the backward pass.
+
+        A part waits for the gradients that the first operation takes which
+        follows both from the part and from gradients. In the order in which
+        operations were traced all that waits for a part comes after that one:
+        so no two parts wait for each other.
+
+        Args:
+            alive: The operations that follow from the gradients that arrive.
+        """
+        found = {}
+        for part in self._parts:
+            made = [x for op in part for x in op.outputs]
+            users = self._traced.users(made).intersection(alive)
+            if not users:
+                continue
+            first = min(users, key=self._places.__getitem__)
+            gradients = [x.op for x in first.inputs if x.op in alive]
+            for op in part:
+                # Others wait for these.
+                if not any(x.op in part for x in op.inputs):
+                    found[op] = gradients
+        return found
+
+    def _in_order(self, tensors: Collection[tf.Tensor]) -> list[tf.Tensor]:
+        # The same step the same graph.
+        return sorted(
+            tensors, key=lambda x: (self._places[x.op], x.value_index)
+        )

@@ -1,0 +1,123 @@
+"""The backward phase of a stage, cut from a trace of it and its gradient."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_gpipe.stage import accumulator
+from tf_gpipe.stage.function_call import FunctionCall
+from tf_gpipe.stage.function_call import filled
+from tf_gpipe.stage.function_call import tensors
+from tf_gpipe.stage.pack import pack
+from tf_gpipe.stage.pack import unpack
+
+
+class Backward:
+    """The backward phase of a stage, and after it the phase of weights.
+
+    Args:
+        phases: The `Phases` that it is of.
+        alive: The operations that follow from the gradients that arrive.
+        again: Whether it recomputes layers, each part of them when the
+            gradient has come there.
+
+    Attributes:
+        dense: List of the variables whose gradients are dense.
+        sparse: List of the `Lookup`s, of gradients that are sparse.
+        run: `FunctionCall` from the pack of weights, that of what the stage
+            has stored, the values of the gradients that arrive, and where to
+            add gradients (a list with the handle of an accumulator of the
+            dense ones, or an empty one). To the gradients of inputs, and what
+            `weights` takes if that is apart, or else returns.
+        weights: `FunctionCall` from the pack of weights, that, and where to
+            add gradients, to a list of a tensor that is ready once dense ones
+            are added, or of a pack of them, and the list of the sparse ones.
+    """
+
+    def __init__(self, phases: Any, alive: set[tf.Operation], again: bool):
+        def lives(gradient: Any) -> bool:
+            return any(x.op in alive for x in tensors(gradient))
+
+        self._phases = phases
+        self._fed = phases.kept if again else phases.stored
+        self._after = phases.parts.waits(alive) if again else {}
+        self._by_input = [
+            x if lives(x) else None for x in phases.trace.by_input
+        ]
+        pairs = [p for p in phases.trace.by_variable if lives(p[1])]
+        dense = [p for p in pairs if not isinstance(p[1], tf.IndexedSlices)]
+        self.dense = [v for v, _ in dense]
+        self.sparse = phases.lookups(pairs)
+        self._slices = [x.slices for x in self.sparse]
+        self._gradients = [x for _, x in dense] + tensors(self._slices)
+        # What the phase of weights is fed.
+        self._kept: list[tf.Tensor] = []
+        if phases.splits:
+            done = {*phases.early, *(x.op for x in phases.upstream)}
+            made = tensors(self._by_input)
+            done |= phases.traced.makers(made, phases.late_effects)
+            self._kept = phases.traced.live(self._gradients, done)
+        self.run = FunctionCall(self._run)
+        self.weights = FunctionCall(self._weights)
+
+    def _run(
+        self,
+        weights: list[tf.Tensor],
+        packed: list[tf.Tensor],
+        values: list[tf.Tensor],
+        place: list[tf.Tensor],
+    ) -> tuple:
+        phases, by_input = self._phases, tensors(self._by_input)
+        size = len(by_input)
+
+        def then(found: Sequence[tf.Tensor], place: list[tf.Tensor]) -> tuple:
+            rest = found[size:]
+            kept = pack(rest) if phases.splits else self._placed(rest, place)
+            return found[:size], kept
+
+        part = self._ending(
+            self._fed + phases.upstream,
+            by_input + (self._kept if phases.splits else self._gradients),
+            then,
+            phases.late_effects,
+        )
+        made, kept = part(weights, [*unpack(packed, self._fed), *values], place)
+        return filled(self._by_input, made), kept
+
+    def _weights(
+        self,
+        weights: list[tf.Tensor],
+        packed: list[tf.Tensor],
+        place: list[tf.Tensor],
+    ) -> tuple[list, list]:
+        part = self._ending(self._kept, self._gradients, self._placed)
+        return part(weights, unpack(packed, self._kept), place)
+
+    def _ending(
+        self,
+        feeds: list[tf.Tensor],
+        fetches: list[tf.Tensor],
+        then: Callable,
+        effects: Iterable[tf.Operation] = (),
+    ) -> Callable:
+        """Returns a part that ends with `then`, in it if that is possible."""
+        phases = self._phases
+        after = self._after
+        if not phases.jit_compile:
+            return phases.part(feeds, fetches, effects, then, after)
+        # XLA knows no packs. All gradients are there before any is added.
+        part = phases.part(feeds, fetches, effects, after=after)
+        return lambda weights, values, place: then(part(weights, values), place)
+
+    def _placed(
+        self, found: Sequence[tf.Tensor], place: list[tf.Tensor]
+    ) -> tuple[list, list]:
+        """Adds gradients of weights where there is a place, or packs them."""
+        size = len(self.dense)
+        dense, sparse = list(found[:size]), filled(self._slices, found[size:])
+        if place:
+            return [accumulator.add(place[0], dense)], sparse
+        return pack(dense), sparse

@@ -1,0 +1,93 @@
+"""A command that tries models, a process a model, one after another.
+
+What is found is kept in a file, and not sought again: a command that was
+stopped goes on where it was.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+
+from tools import child_process
+from tools.command_line import positive_number
+
+BUILD = pathlib.Path(__file__).parents[1] / "build"
+
+
+def command(doc, models, trial, path, markdown):
+    """Returns the `main` of a command.
+
+    Args:
+        doc: String, its description.
+        models: Function that returns a list of tuples of names, or `None`, by
+            which the module is asked; the first is that by which models are
+            chosen.
+        trial: Name of a module that prints what it finds as JSON, in the last
+            line.
+        path: `pathlib.Path` of the file.
+        markdown: Function from a list of what was found to the table.
+    """
+
+    def main(argv=None):
+        parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+        parser.add_argument(
+            "--models",
+            default="",
+            help="beginnings of names, with commas between; all, if left out",
+        )
+        parser.add_argument("--timeout", type=positive_number, default=300)
+        parser.add_argument("--file", type=pathlib.Path, default=path)
+        parser.add_argument(
+            "--json", action="store_true", help="a line of JSON a model"
+        )
+        args = parser.parse_args(argv)
+        wanted = tuple(args.models.split(","))
+        found = found_in(args.file)
+        args.file.parent.mkdir(parents=True, exist_ok=True)
+        rows = []
+        for names in models():
+            if not names[0].startswith(wanted):
+                continue
+            row = found.get(names)
+            if row is None:
+                row = {"names": names, **tried(trial, names, args.timeout)}
+                with args.file.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            rows.append(row)
+            if args.json:
+                print(json.dumps(row), flush=True)
+        if not args.json:
+            print(markdown(rows))
+        return 0
+
+    return main
+
+
+def found_in(path):
+    """Returns what the file has, by names."""
+    if not path.exists():
+        return {}
+    rows = [json.loads(x) for x in path.read_text().splitlines()]
+    return {tuple(x["names"]): x for x in rows}
+
+
+def tried(trial, names, timeout):
+    """Returns what a process finds of a model."""
+    command = [sys.executable, "-m", trial, *(x for x in names if x)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            timeout=timeout,
+            text=True,
+            preexec_fn=child_process.end_with_parent,
+        )
+    except subprocess.TimeoutExpired:
+        return {"errors": {"process": f"more than {timeout:g} s"}}
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        what = f"exit status {done.returncode}: {' '.join(last)[:300]}"
+        return {"errors": {"process": what}}
+    return json.loads(done.stdout.splitlines()[-1])

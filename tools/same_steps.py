@@ -1,0 +1,85 @@
+"""Steps of a model and of a pipeline of it, compared gradient by gradient."""
+
+import math
+from operator import itemgetter
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_gpipe
+
+# Of gradients that are zero but for rounding, as of the bias of keys.
+_NOISE = 1e-3
+
+
+def step_of(model, parts=1):
+    """Returns a function that takes a step, and returns loss and gradients.
+
+    Those of a plain model may be means over so many equal `parts` of a batch.
+    """
+
+    def loss_and_gradients(x, y):
+        with tf.GradientTape() as tape:
+            made = model(x, training=True)
+            loss = model.compute_loss(x, y, made, training=True)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    @tf.function
+    def step(x, y):
+        if isinstance(model, tf_gpipe.models.pipelined.Pipelined):
+            loss, gradients, _ = model.loss_and_gradients(x, y)
+        else:
+            size = keras.tree.flatten(x)[0].shape[0] // parts
+            cuts = [slice(i * size, (i + 1) * size) for i in range(parts)]
+            found = [
+                loss_and_gradients(
+                    *keras.tree.map_structure(itemgetter(cut), (x, y))
+                )
+                for cut in cuts
+            ]
+            loss, gradients = (
+                keras.tree.map_structure(lambda *t: _mean(t), *each)
+                for each in zip(*found, strict=True)
+            )
+        gradients = [
+            None if g is None else tf.convert_to_tensor(g) for g in gradients
+        ]
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss, [
+            tf.zeros(v.shape, v.dtype) if g is None else g
+            for g, v in zip(gradients, model.trainable_variables, strict=True)
+        ]
+
+    return lambda x, y: step(
+        *keras.tree.map_structure(tf.convert_to_tensor, (x, y))
+    )
+
+
+def train(model, x, y, steps, parts=1):
+    """Returns the losses and gradients of a few steps, as of `step_of`."""
+    step = step_of(model, parts)
+    return [
+        keras.tree.map_structure(np.asarray, step(x, y)) for _ in range(steps)
+    ]
+
+
+def _mean(tensors):
+    if tensors[0] is None:
+        return None
+    return sum(map(tf.convert_to_tensor, tensors)) / len(tensors)
+
+
+def difference(expected, received):
+    """Returns the largest one of a variable's gradients, relative to it."""
+    worst = 0.0
+    for (loss, ours), (other, theirs) in zip(expected, received, strict=True):
+        worst = max(worst, abs(loss - other) / max(abs(loss), 1e-30))
+        largest = max((np.abs(g).max() for g in ours if g.size), default=0.0)
+        for a, b in zip(ours, theirs, strict=True):
+            if not a.size:
+                continue
+            scale = max(np.abs(a).max(), _NOISE * largest, 1e-30)
+            found = np.abs(a - b).max() / scale
+            worst = max(worst, found if math.isfinite(found) else math.inf)
+    return float(worst)
