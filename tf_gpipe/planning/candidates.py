@@ -96,8 +96,9 @@ def candidates(
                 num_stages,
             ):
                 continue
+            most = min(rows // copies, schedules.most_rows(num_stages))
             for number, mode in itertools.product(sizes, modes):
-                if 1 <= number <= rows // copies:
+                if 1 <= number <= most:
                     yield Candidate(
                         count, copies, num_stages, number, name, mode
                     )

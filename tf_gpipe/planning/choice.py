@@ -96,7 +96,10 @@ class Chooser:
             for known in list(names.values())[::-1][:_NUM_SEARCHED]:
                 for choice in self._searched(known, fixed):
                     self._keep(best, choice)
-        best = self._with_auto_remat(best, fixed)
+        fits = {draft.candidate for draft in drafts}
+        best = self._with_auto_remat(
+            best, fixed, [x for x in among if x not in fits]
+        )
         found = _fastest(best)
         one = [
             x
@@ -113,9 +116,15 @@ class Chooser:
         return found[:count]
 
     def _with_auto_remat(
-        self, best: dict[tuple, Choice], fixed: Fixed
+        self,
+        best: dict[tuple, Choice],
+        fixed: Fixed,
+        too_large: Iterable[Candidate],
     ) -> dict[tuple, Choice]:
-        """Returns choices with those that recompute some layers among them."""
+        """Returns choices with those that recompute some layers among them.
+
+        In place of all layers, or where they would not fit without.
+        """
         machine, alone = self._machine, fixed.remat == AUTO_REMAT
         if fixed.remat is not None and not alone:
             return best
@@ -126,7 +135,18 @@ class Chooser:
         known = [
             x for x in _fastest(best) if alone or x.candidate.remat != "never"
         ]
-        for x in known[:_NUM_SEARCHED]:
+        free = dataclasses.replace(
+            machine,
+            devices=[
+                dataclasses.replace(x, memory=None) for x in machine.devices
+            ],
+        )
+        faster = Chooser(self._layers, self._times, free).ranked(
+            dataclasses.replace(fixed, remat="never"),
+            _NUM_SEARCHED,
+            [x for x in too_large if x.remat == "never"],
+        )
+        for x in (*known[:_NUM_SEARCHED], *faster):
             auto = dataclasses.replace(x.candidate, remat=AUTO_REMAT)
             for devices in placements(machine, auto):
                 schedule: Schedule = x.plan.tasks  # type: ignore[assignment]
@@ -178,8 +198,11 @@ class Chooser:
                 num_stages=each * known.candidate.num_devices,
                 schedule=schedules.AUTO,
             )
-            if candidate.num_stages > len(self._layers.graph.nodes) or (
-                fixed.num_stages not in (None, candidate.num_stages)
+            if (
+                candidate.num_stages > len(self._layers.graph.nodes)
+                or fixed.num_stages not in (None, candidate.num_stages)
+                or candidate.num_micro_batches
+                > schedules.most_rows(candidate.num_stages)
             ):
                 continue
             base = dataclasses.replace(

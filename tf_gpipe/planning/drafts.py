@@ -19,6 +19,7 @@ from tf_gpipe.planning.estimates import estimate
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule.memory import Sizes
+from tf_gpipe.schedule.memory import device_peaks
 from tf_gpipe.schedule.memory import peak_activations
 from tf_gpipe.schedule.search import search
 from tf_gpipe.schedule.simulate import Times
@@ -227,7 +228,20 @@ class Draft:
     def _fits(self) -> bool:
         if all(x is None for x in self._memory):
             return True
-        return self.choice().plan.fits_with(FITTING)
+        number = self._schedule.num_micro_batches
+        used = device_peaks(
+            self._schedule,
+            self.candidate.remat,
+            [x.of_micro_batches(number) for x in self._costs],
+        )
+        for device, size in zip(
+            self._schedule.devices, self._parameter_bytes, strict=True
+        ):
+            used[device] += size
+        return all(
+            memory is None or size <= FITTING * memory
+            for size, memory in zip(used, self._memory, strict=True)
+        )
 
     def choice(self) -> Choice:
         """Returns what is planned."""

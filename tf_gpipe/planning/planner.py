@@ -66,8 +66,11 @@ def plan(
             have to be measured.
         remat: Which micro-batches compute their activations again:
             `"always"`, `"except_last"`, `"never"` or `"auto"`.
-        memory_limit: As for `PipelinedSequential`. In bytes it counts the
-            weights, the sums of their gradients and the optimizer's slots.
+        memory_limit: What a device may take, with `remat="auto"`: an integer
+            of bytes, or a string such as `"8GB"`, for weights, the sums of
+            their gradients, the optimizer's slots and activations; or a
+            float, a share of the activations that the fullest device takes
+            with `remat="never"`.
         optimizer: Keras optimizer, or its name; its slots are counted.
         dtype_policy: Keras dtype policy, or its name, of the layers that have
             the global one. Defaults to the global one.

@@ -192,7 +192,14 @@ class Plan:
         return self.fits_with(1.0)
 
     def fits_with(self, share: float) -> bool:
-        """Returns whether each device needs at most a share of its memory."""
+        """Returns whether each device needs at most a share of its memory.
+
+        Args:
+            share: Float, from 0 to 1.
+
+        Returns:
+            Boolean.
+        """
         return all(
             memory is None or size <= share * memory
             for size, memory in zip(

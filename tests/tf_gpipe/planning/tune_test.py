@@ -149,6 +149,49 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
             },
         )
 
+    def test_some_layers_are_recomputed(self):
+        layers = [keras.layers.Conv2D(8, 3, padding="same") for _ in range(8)]
+        options = dict(
+            spec=(16, 16, 16, 8),
+            devices=2,
+            num_stages=2,
+            num_micro_batches=4,
+            schedule="1f1b",
+            replicas=False,
+        )
+        whole, least = (
+            tuned(layers, **options, remat=remat)
+            for remat in ("never", "always")
+        )
+        memory = int(0.9 * max(whole.device_bytes) / FITTING)
+        found = tuned(layers, **options, device_memory=memory)
+        self.assertEqual(found.remat, "auto")
+        self.assertLess(found.step_seconds, least.step_seconds)
+        self.assertGreater(found.step_seconds, whole.step_seconds)
+        self.assertLessEqual(max(found.device_bytes), FITTING * memory)
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((16, 16, 8)), *layers],
+            plan=found,
+            devices=[f"{KIND}:0", f"{KIND}:1"],
+        )
+        model.compile("adam", "mse")
+        x = tf.ones((16, 16, 16, 8))
+        model.train_on_batch(x, x)
+        self.assertEqual(
+            [x.layers for x in found.stages],
+            [[y.name for y in x.layers] for x in model.stages],
+        )
+        self.assertEqual((model.remat, model.batch_size), ("auto", 16))
+
+    def test_recomputation_needs_a_memory(self):
+        for memory in (None, ["1GB", "2GB"]):
+            with self.assertRaisesRegex(ValueError, "needs the `device_memory"):
+                tuned(devices=2, remat="auto", device_memory=memory)
+
+    def test_more_rows_than_micro_batches(self):
+        found = tuned(make_layers(2, 4), (8192, 4), 1)
+        self.assertLessEqual(found.num_micro_batches, 4096)
+
     def test_same_arguments_same_plan(self):
         self.assertEqual(str(tuned()), str(tuned()))
 
@@ -193,6 +236,30 @@ class TrialTest(tf.test.TestCase):
         self.assertFalse(optimizer.built)
         self.assertIsNotNone(found.measured_seconds)
         self.assertIn("tried", str(found))
+
+    def test_slots_of_a_trained_model_stay(self):
+        optimizer = keras.optimizers.Adam()
+        model = keras.Sequential([keras.Input((8,)), *make_layers(2, 8)])
+        model.compile(optimizer, "mse")
+        model.train_on_batch(tf.ones((8, 8)), tf.ones((8, 8)))
+        variables = [*optimizer.variables, *model.variables]
+        before = [x.numpy() for x in variables]
+        tf_gpipe.tune(
+            model,
+            (8, 8),
+            [f"{KIND}:0", f"{KIND}:1"],
+            optimizer=optimizer,
+            budget_seconds=60,
+            num_stages=2,
+            num_micro_batches=2,
+            schedule="1f1b",
+            remat="never",
+        )
+        self.assertIs(model.optimizer, optimizer)
+        after = [*optimizer.variables, *model.variables]
+        self.assertEqual([id(x) for x in after], [id(x) for x in variables])
+        for x, y in zip(after, before, strict=True):
+            self.assertAllEqual(x, y)
 
 
 class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
