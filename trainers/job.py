@@ -155,6 +155,12 @@ flags.DEFINE_string(
     "dataset", None, "Dataset by its name in TFDS; see above for which."
 )
 flags.DEFINE_string(
+    "mode",
+    "train",
+    "What to do: train, export (a SavedModel for serving, into --workdir), or "
+    "what else the trainer does with the model in --workdir; see above.",
+)
+flags.DEFINE_string(
     "data_dir", None, "Directory of TFDS datasets. Default: that of TFDS."
 )
 flags.DEFINE_string(

@@ -115,7 +115,7 @@ class Plan:
     ...     layers, (64, 512), num_stages=2, device_memory="8MB"
     ... )
     >>> plan.fits, plan.stages[0].parameters
-    (False, 1050624)
+    (False, 787968)
     """
 
     stages: list[StagePlan]
