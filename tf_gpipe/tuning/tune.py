@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tf_gpipe import checks
+from tf_gpipe import progress
 from tf_gpipe.devices import placement
 from tf_gpipe.partition import sizes
 from tf_gpipe.planning import choice
@@ -208,12 +209,21 @@ def _tried(ranked, layers, known, optimizer, until):
     left = list(ranked)
     done: list[Choice] = []
     tried: dict[int, float] = {}
-    while left and len(done) < _NUM_TRIED and time.monotonic() < until:
+    longest = 0.0
+    while (
+        left
+        and len(done) < _NUM_TRIED
+        # Most of a trial is tracing, of which nothing can be left out.
+        and time.monotonic() + longest < until
+    ):
         each = next((x for x in left if x.candidate.num_replicas == 1), None)
         if each is None:
             break
         left.remove(each)
-        seconds = trials.step_seconds(layers, spec, optimizer, each.plan)
+        start = time.monotonic()
+        with progress.doing(f"trying {each.candidate}"):
+            seconds = trials.step_seconds(layers, spec, optimizer, each.plan)
+        longest = max(longest, time.monotonic() - start)
         if seconds is not None:
             tried[id(each)] = seconds
             done.append(each)
