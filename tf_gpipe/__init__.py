@@ -18,6 +18,7 @@ __all__ = [
     "connect",
     "plan",
     "split_cpu",
+    "tune",
     "verify",
 ]
 
@@ -43,6 +44,7 @@ if _TYPE_CHECKING or not _is_command():
     from tf_gpipe.public import connect
     from tf_gpipe.public import plan
     from tf_gpipe.public import split_cpu
+    from tf_gpipe.public import tune
     from tf_gpipe.public import verify
 else:
     # TensorFlow takes seconds, which the help of a command need not wait for.

@@ -15,6 +15,7 @@ COMMANDS = {
     "plan": "shows what each stage will need, before it is allocated",
     "supervise": "runs a program, and starts it again when it dies",
     "timeline": "shows when each device runs what, and what it waits for",
+    "tune": "finds the arguments of the fastest pipeline that fits",
     "verify": "compares a pipeline with the plain Keras model",
     "worker": "runs stages for a program on another host",
     "workers": "runs a command with worker processes on this host",

@@ -5,9 +5,10 @@ from tf_gpipe.devices.cluster import connect
 from tf_gpipe.devices.local import split_cpu
 from tf_gpipe.models.functional import PipelinedModel
 from tf_gpipe.models.sequential import PipelinedSequential
-from tf_gpipe.planning.planner import Plan
 from tf_gpipe.planning.planner import plan
+from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.tuning.tune import tune
 from tf_gpipe.verification.verify import verify
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "connect",
     "plan",
     "split_cpu",
+    "tune",
     "verify",
 ]

@@ -214,3 +214,18 @@ def _expected(flag):
     if flag.present and empty and flag.default != "":
         return "left out, or be something"
     return None
+
+
+def chosen(name, among):
+    """Returns the value of a flag that trainers take different values of.
+
+    Raises:
+        UserError: If it is none of these.
+    """
+    value = flags.FLAGS[name].value
+    if value not in among:
+        raise UserError(
+            f"--{name} must be one of {', '.join(among)}. Received: "
+            f"--{name}={value}"
+        )
+    return value

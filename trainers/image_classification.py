@@ -30,6 +30,12 @@ the weights of a model that was trained on other images.
 
     python -m trainers.image_classification --init_from=/tmp/cifar10
 
+With the model in a working directory:
+
+    --mode=predict    writes the probabilities of the test images to
+                      predictions.csv there
+    --mode=export     writes a SavedModel for serving to export there
+
 More hardware:
 
     --strategy=mirrored --num_replicas=2     two pipelines on this host
@@ -61,6 +67,7 @@ from trainers import optimization
 from trainers import transfer
 from trainers.augmentation import Augmentation
 from trainers.command_line import UserError
+from trainers.command_line import chosen
 from trainers.command_line import from_flags
 from trainers.command_line import parsed
 from trainers.job import Job
@@ -70,14 +77,7 @@ from trainers.optimization import Optimization
 _MODEL = flags.DEFINE_enum(
     "model", "resnet_small", model_zoo.names(), "Model of model_zoo."
 )
-_MODE = flags.DEFINE_enum(
-    "mode",
-    "train",
-    ["train", "predict", "export"],
-    "Whether to train and test; or, with the model in --workdir, to write the "
-    "probabilities of the test images to predictions.csv there, or a "
-    "SavedModel for serving to export.",
-)
+_MODES = ("train", "predict", "export")
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size",
     128,
@@ -224,7 +224,10 @@ def train_and_evaluate(
         return None, {}
 
     def make():
-        network = job.pipelined(model, hyper_parameters)
+        optimizer = make_optimizer()
+        network = job.pipelined(
+            model, hyper_parameters, optimizer, rows=batch_size
+        )
         if network.output_shape != (None, data.num_classes):
             raise UserError(
                 "A classifier must return a logit for each of the "
@@ -237,7 +240,7 @@ def train_and_evaluate(
         if data.num_classes > 5:
             metrics.append(_TopKAccuracy(5, name="top_5"))
         network.compile(
-            make_optimizer(),
+            optimizer,
             keras.losses.CategoricalCrossentropy(
                 from_logits=True, label_smoothing=label_smoothing
             ),
@@ -288,7 +291,7 @@ def main():
     train_and_evaluate(
         from_flags(JobConfig, flags=flags.FLAGS.flags_into_string()),
         from_flags(Optimization),
-        mode=_MODE.value,
+        mode=chosen("mode", _MODES),
         model=_MODEL.value,
         dataset=flags.FLAGS.dataset,
         batch_size=_BATCH_SIZE.value,

@@ -40,6 +40,7 @@ from trainers.workdir import Workdir
 
 # In the working directory.
 _CHECKPOINTS = "checkpoints"
+_PLAN = "plan.json"
 
 
 def _balance(text):
@@ -99,6 +100,12 @@ class JobConfig(PipelineConfig, HardwareConfig):
     `None` for no such file.
     """
 
+    tune: bool = setting(
+        False,
+        "Choose all of the pipeline but the devices, in a minute of "
+        "measurements and trials, and keep it in --workdir. Without "
+        "accelerators there are --num_stages devices.",
+    )
     dtype_policy: str = setting(
         "float32",
         "Precision of all layers. The mixed ones keep weights in float32.",
@@ -146,6 +153,12 @@ define_flags(JobConfig)
 # Of what a run is about, as each trainer sees it.
 flags.DEFINE_string(
     "dataset", None, "Dataset by its name in TFDS; see above for which."
+)
+flags.DEFINE_string(
+    "mode",
+    "train",
+    "What to do: train, export (a SavedModel for serving, into --workdir), or "
+    "what else the trainer does with the model in --workdir; see above.",
 )
 flags.DEFINE_string(
     "data_dir", None, "Directory of TFDS datasets. Default: that of TFDS."
@@ -212,6 +225,16 @@ class Job:
         self._place = self.workdir and Workdir(self.workdir)
         self._checkpoint = None
         self._position = Position()
+        if config.tune and config.strategy != "none":
+            raise UserError(
+                "--tune chooses one pipeline, for devices of this host or "
+                f"--workers. Received: --tune, --strategy={config.strategy}"
+            )
+        if config.tune and config.elastic:
+            raise UserError(
+                "--tune keeps a pipeline for all of --workers, and --elastic "
+                "goes on without some. Received: --tune --elastic"
+            )
         with self._told_in_one_line():
             try:
                 num_devices = schedules.spread(
@@ -224,8 +247,28 @@ class Job:
         if self._place and trains and self.hardware.is_chief:
             self._place.lock()
 
-    def pipelined(self, name, hyper_parameters):
-        """Returns a model of the zoo as the configuration's pipeline."""
+    def pipelined(
+        self, name, hyper_parameters, optimizer="adam", rows=1, length=128
+    ):
+        """Returns a model of the zoo as the configuration's pipeline.
+
+        Args:
+            name: String.
+            hyper_parameters: Dictionary.
+            optimizer: Keras optimizer, or its name,
+            rows: Integer, those of a mini-batch, and
+            length: Integer, what open sizes of inputs are, for `--tune`.
+        """
+        if self.config.tune:
+            model = model_zoo.get(name, **hyper_parameters)
+            plan = self._kept_plan()
+            if plan is None:
+                plan = self._tuned(model, rows, length, optimizer)
+                print(plan, end="")
+                if self.workdir:
+                    self.workdir.mkdir(parents=True, exist_ok=True)
+                    plan.save(self.workdir / _PLAN)
+            return models.pipelined(model, plan=plan)
         names = [field.name for field in dataclasses.fields(PipelineConfig)]
         return models.pipelined(
             model_zoo.get(name, **hyper_parameters),
@@ -254,14 +297,14 @@ class Job:
             # The model is made without values for its weights.
             with keras.StatelessScope(initialize_variables=False):
                 model = model_zoo.get(name, **hyper_parameters)
+            if self.config.tune:
+                with _dtype_policy(self.config.dtype_policy):
+                    return self._kept_plan() or self._tuned(
+                        model, rows, length, optimizer
+                    )
             return tf_gpipe.plan(
                 model,
-                keras.tree.map_structure(
-                    lambda x: keras.KerasTensor(
-                        (rows, *(n or length for n in x.shape[1:])), x.dtype
-                    ),
-                    models.inputs(model),
-                ),
+                _batch_of(model, rows, length),
                 optimizer=optimizer,
                 dtype_policy=self.config.dtype_policy,
                 **{
@@ -271,6 +314,20 @@ class Job:
             )
         except (TypeError, ValueError) as error:
             raise UserError(error) from error
+
+    def _kept_plan(self):
+        """Returns the plan in the working directory, or `None`."""
+        path = self.workdir and self.workdir / _PLAN
+        return tf_gpipe.Plan.load(path) if path and path.exists() else None
+
+    def _tuned(self, model, rows, length, optimizer):
+        return tf_gpipe.tune(
+            model,
+            _batch_of(model, rows, length),
+            devices=self.hardware.devices,
+            optimizer=optimizer,
+            replicas=False,
+        )
 
     def export(self, model):
         """Writes the model for serving, as a SavedModel in `workdir`.
@@ -319,18 +376,18 @@ class Job:
                 checkpoint is not one of this model, or hosts do not see the
                 same one.
         """
-        before = keras.config.dtype_policy()
-        keras.config.set_dtype_policy(self.config.dtype_policy)
         try:
-            with self._told_in_one_line(), self.hardware.strategy.scope():
+            with (
+                _dtype_policy(self.config.dtype_policy),
+                self._told_in_one_line(),
+                self.hardware.strategy.scope(),
+            ):
                 model = make()
                 if self.workdir:
                     self._restore(model)
         # A TypeError is a hyper-parameter that the model does not have.
         except (TypeError, ValueError) as error:
             raise UserError(error) from error
-        finally:
-            keras.config.set_dtype_policy(before)
         return model
 
     def _restore(self, model):
@@ -561,7 +618,32 @@ def _what_runs_where(model, config, batch):
     )
     return (
         f"Training {len(model.stages)} stages on {names}, schedule "
-        f"{config.schedule}, remat {config.remat}, {config.dtype_policy}: "
-        f"batches of {batch}, {config.num_micro_batches} micro-batches a "
+        f"{_name(model.schedule)}, remat {model.remat}, {config.dtype_policy}: "
+        f"batches of {batch}, {model.num_micro_batches} micro-batches a "
         "replica."
     )
+
+
+def _batch_of(model, rows, length):
+    """Returns the specs of a mini-batch; open sizes are as of `length`."""
+    return keras.tree.map_structure(
+        lambda x: keras.KerasTensor(
+            (rows, *(n or length for n in x.shape[1:])), x.dtype
+        ),
+        models.inputs(model),
+    )
+
+
+@contextlib.contextmanager
+def _dtype_policy(policy):
+    """A scope with this dtype policy."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def _name(schedule):
+    return getattr(schedule, "name", schedule)

@@ -17,7 +17,8 @@ translates with it: texts that are given, or else the lines of standard input.
     python -m trainers.translation --workdir=/tmp/django \\
         --mode=evaluate --beam_size=4
 
-only tests it, here by beam search. These two modes take the flags that are not
+only tests it, here by beam search, and --mode=export writes a SavedModel for
+serving. These modes take the flags that are not
 given from the run in the working directory, which has:
 
     flags.txt         the flags, to repeat the run with --flagfile
@@ -68,6 +69,7 @@ from trainers import token_batches
 from trainers import token_pairs
 from trainers import translation_evaluation
 from trainers.command_line import UserError
+from trainers.command_line import chosen
 from trainers.command_line import from_flags
 from trainers.command_line import parsed
 from trainers.devices import HardwareConfig
@@ -108,13 +110,7 @@ _MODEL_ARGS = {
     "head_size": 32,
     "dropout": 0.2,
 }
-_MODE = flags.DEFINE_enum(
-    "mode",
-    "train",
-    ["train", "evaluate", "translate", "export"],
-    "Whether to train and evaluate, only evaluate, translate texts, or write a "
-    "SavedModel for serving into --workdir.",
-)
+_MODES = ("train", "evaluate", "translate", "export")
 _TO = flags.DEFINE_string(
     "to", None, "Language to translate into, with --mode=translate."
 )
@@ -276,7 +272,15 @@ def train_and_evaluate(
         return None, []
     # Only now: preparing a dataset, the first time, draws random numbers too.
     keras.utils.set_random_seed(config.seed)
-    network = _build(job, optimization, model, label_smoothing, steps_per_epoch)
+    network = _build(
+        job,
+        optimization,
+        model,
+        label_smoothing,
+        steps_per_epoch,
+        rows=max(1, batch_tokens // (2 * max_length)),
+        length=max_length,
+    )
     validation_batches = None
     if config.validate_every:
         found = token_pairs.tokenise(
@@ -413,16 +417,28 @@ def _hyper_parameters(model_args):
     return {**_MODEL_ARGS, **model_args}
 
 
-def _build(job, optimization, model, label_smoothing=0.0, steps_per_epoch=1):
+def _build(
+    job,
+    optimization,
+    model,
+    label_smoothing=0.0,
+    steps_per_epoch=1,
+    rows=1,
+    length=1,
+):
     def make():
+        optimizer = optimization.make(
+            job.config.num_epochs * steps_per_epoch, steps_per_epoch
+        )
         network = job.pipelined(
             "transformer_nmt",
             {**model.model_args, "vocabulary": model.vocabulary.size},
+            optimizer,
+            rows=rows,
+            length=length,
         )
         network.compile(
-            optimization.make(
-                job.config.num_epochs * steps_per_epoch, steps_per_epoch
-            ),
+            optimizer,
             SmoothedCrossentropy(label_smoothing),
             metrics=token_metrics(),
         )
@@ -481,7 +497,7 @@ def _pairs():
 
 
 def main(texts):
-    mode = _MODE.value
+    mode = chosen("mode", _MODES)
     if mode != "translate" and (texts or _TO.value):
         raise UserError(
             "Texts and --to are for --mode=translate. Received: "

@@ -13,8 +13,9 @@ PACKAGE = pathlib.Path(tf_gpipe.__file__).parent
 FLOORS = (
     ("__init__", "__main__", "commands", "worker"),
     ("public",),
-    ("verification", "callbacks"),
-    ("models", "planning", "checkpoints"),
+    ("verification", "callbacks", "tuning"),
+    ("models", "checkpoints"),
+    ("planning",),
     ("step", "partition"),
     ("stage",),
     ("devices",),

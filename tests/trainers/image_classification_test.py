@@ -304,6 +304,30 @@ class TrainTest(TestCase):
         self.assertNotEmpty(list(workdir.glob("logs/train/*")))
 
     @pytest.mark.slow
+    def test_tuned(self):
+        """A dry run shows what is chosen; a run keeps it, another takes it."""
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        workdir = folder / "run"
+        model, text = self.train(tune=True, dry_run=True, workdir=workdir)
+        self.assertIsNone(model)
+        self.assertIn("next best", text)
+        self.assertFalse(workdir.exists())
+        model, text = self.train(tune=True, workdir=workdir, num_epochs=1)
+        self.assertIn("tried", text)
+        plan = tf_gpipe.Plan.load(workdir / "plan.json")
+        self.assertEqual(model.balance, plan.arguments["balance"])
+        _, shown = self.train(tune=True, dry_run=True, workdir=workdir)
+        self.assertEndsWith(shown, str(plan))
+        _, text = self.train(tune=True, workdir=workdir)
+        self.assertNotIn("tried", text)
+        for kwargs, message in (
+            ({"strategy": "mirrored"}, "--tune chooses one pipeline"),
+            ({"elastic": True, "workers": ["a:1"]}, "--tune --elastic"),
+        ):
+            with self.assertRaisesRegex(UserError, message):
+                self.train(tune=True, **kwargs)
+
+    @pytest.mark.slow
     def test_shown_before_and_after(self):
         """Dry run, page, logs, predictions and an exported model."""
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))

@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device_memory",
-        type=_bytes,
+        type=size,
         metavar="SIZE",
         help="what a device has for weights and activations: bytes, or a "
         "number with KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB "
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--bandwidth",
-        type=_bytes,
+        type=size,
         metavar="SIZE",
         help="what goes from a stage to the next one in a second; needs "
         "--device_flops",
@@ -171,7 +171,7 @@ def _balance(text: str) -> str | list[int]:
     return [flags.positive(count) for count in text.split(",")]
 
 
-def _bytes(text: str) -> int:
+def size(text: str) -> int:
     try:
         return sizes.to_bytes(text)
     except ValueError as error:

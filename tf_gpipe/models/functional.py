@@ -7,11 +7,13 @@ from typing import Any
 import keras
 
 from tf_gpipe import upstream
+from tf_gpipe.models import planned
 from tf_gpipe.models import user_class
 from tf_gpipe.models.keras_words import with_keras_words
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.opening import functional
@@ -47,7 +49,9 @@ class PipelinedModel(Pipelined, upstream.Functional):
         num_stages: Integer K, at most the number of calls of layers, those in
             models within the model among them. Defaults to one stage a visible
             accelerator (a CPU where there is none), or two where the schedule
-            puts several on a device; at most one a layer.
+            puts several on a device; at most one a layer. With `"auto"` all
+            arguments up to `remat` are chosen, as by `tf_gpipe.tune` without
+            measurements, for mini-batches of the size that the `Input` tells.
         num_micro_batches: Integer M. Batches need not be divisible by it. One
             of fewer rows is cut into as many micro-batches as it has rows.
             Defaults to 4 a device, the paper's rule for a small bubble.
@@ -108,6 +112,11 @@ class PipelinedModel(Pipelined, upstream.Functional):
             `memory_limit` in bytes is for; by default those of the model's
             `Input`. A share is that of micro-batches of 32 rows where it is
             not known.
+        plan: `tf_gpipe.Plan`, which `tf_gpipe.tune` or `tf_gpipe.plan` has
+            made for these layers. It decides `num_stages`,
+            `num_micro_batches`, `balance`, `schedule`, `remat`,
+            `memory_limit` and `batch_size`, and `devices` unless they are
+            given. Defaults to `None`.
         trainable: Boolean, whether the layers are trainable, or `None` to
             leave them as they are.
 
@@ -137,7 +146,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
         outputs: Any,
         name: str | None = None,
         *,
-        num_stages: int | None = None,
+        num_stages: int | str | None = None,
         num_micro_batches: int | None = None,
         balance: str | Callable | Sequence[int] | None = None,
         schedule: str | Schedule = "1f1b",
@@ -147,20 +156,28 @@ class PipelinedModel(Pipelined, upstream.Functional):
         nominal_length: int = layer_costs.NOMINAL_LENGTH,
         memory_limit: int | str | float | None = None,
         batch_size: int | None = None,
+        plan: Plan | None = None,
         trainable: bool | None = None,
     ):
         super().__init__(inputs, outputs, name=name, trainable=trainable)
+        arguments = planned.arguments(
+            plan,
+            {
+                "num_stages": num_stages,
+                "num_micro_batches": num_micro_batches,
+                "balance": balance,
+                "schedule": schedule,
+                "remat": remat,
+                "devices": devices,
+                "memory_limit": memory_limit,
+                "batch_size": batch_size,
+            },
+            lambda: planned.of_model(self),
+        )
         self._configure(
-            num_stages=num_stages,
-            num_micro_batches=num_micro_batches,
-            balance=balance,
-            schedule=schedule,
-            remat=remat,
-            devices=devices,
+            **arguments,
             boundary_dtype=boundary_dtype,
             nominal_length=nominal_length,
-            memory_limit=memory_limit,
-            batch_size=batch_size,
         )
         for x in self.inputs:
             if upstream.is_optional(x):

@@ -8,11 +8,13 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.models import planned
 from tf_gpipe.models import user_class
 from tf_gpipe.models.keras_words import with_keras_words
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.saving import not_a_config
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.opening import chain
@@ -46,7 +48,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         num_stages: Integer K, at most the number of layers, those of models
             in the list among them. Defaults to one stage a visible
             accelerator (a CPU where there is none), or two where the schedule
-            puts several on a device; at most one a layer.
+            puts several on a device; at most one a layer. With `"auto"` all
+            arguments up to `remat` are chosen, as by `tf_gpipe.tune` without
+            measurements, for mini-batches of the size that the `Input` tells.
         num_micro_batches: Integer M. Batches need not be divisible by it. One
             of fewer rows is cut into as many micro-batches as it has rows.
             Defaults to 4 a device, the paper's rule for a small bubble.
@@ -106,6 +110,11 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             `memory_limit` in bytes is for; by default those of the model's
             `Input`. A share is that of micro-batches of 32 rows where it is
             not known.
+        plan: `tf_gpipe.Plan`, which `tf_gpipe.tune` or `tf_gpipe.plan` has
+            made for these layers. It decides `num_stages`,
+            `num_micro_batches`, `balance`, `schedule`, `remat`,
+            `memory_limit` and `batch_size`, and `devices` unless they are
+            given. Defaults to `None`.
         trainable: Boolean, whether the layers are trainable.
         name: String.
 
@@ -138,7 +147,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         self,
         layers: Sequence[keras.Layer] | keras.Sequential | None = None,
         *,
-        num_stages: int | None = None,
+        num_stages: int | str | None = None,
         num_micro_batches: int | None = None,
         balance: str | Callable | Sequence[int] | None = None,
         schedule: str | Schedule = "1f1b",
@@ -148,21 +157,29 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         nominal_length: int = layer_costs.NOMINAL_LENGTH,
         memory_limit: int | str | float | None = None,
         batch_size: int | None = None,
+        plan: Plan | None = None,
         trainable: bool = True,
         name: str | None = None,
     ):
         super().__init__(trainable=trainable, name=name)
+        arguments = planned.arguments(
+            plan,
+            {
+                "num_stages": num_stages,
+                "num_micro_batches": num_micro_batches,
+                "balance": balance,
+                "schedule": schedule,
+                "remat": remat,
+                "devices": devices,
+                "memory_limit": memory_limit,
+                "batch_size": batch_size,
+            },
+            lambda: planned.of_layers(layers),
+        )
         self._configure(
-            num_stages=num_stages,
-            num_micro_batches=num_micro_batches,
-            balance=balance,
-            schedule=schedule,
-            remat=remat,
-            devices=devices,
+            **arguments,
             boundary_dtype=boundary_dtype,
             nominal_length=nominal_length,
-            memory_limit=memory_limit,
-            batch_size=batch_size,
         )
         if layers is None:
             return

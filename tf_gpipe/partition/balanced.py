@@ -156,14 +156,14 @@ def _costs(
         return {balance: found[balance], **found}
     # Operations are not counted here: layers whose operations cannot be
     # counted have these costs, too.
-    _, contents = layer_costs.walk(graph, _specs, length=length)
+    _, contents = layer_costs.walk(graph, specs_of, length=length)
     calls = [
         (node, [contents[value] for value in node.inputs])
         for node in graph.nodes
     ]
     if balance == "time":
         with tf.device(device):
-            return {balance: [_seconds(*call) for call in calls]}
+            return {balance: [seconds(*call) for call in calls]}
     return {"cost": [_asked(balance, *call) for call in calls]}
 
 
@@ -173,7 +173,7 @@ def _knows_rows(graph: Graph) -> bool:
     return any(x is not None and x.shape and x.shape[0] for x in specs)
 
 
-def _specs(node: Node, specs: dict) -> tuple[None, Any]:
+def specs_of(node: Node, specs: dict) -> tuple[None, Any]:
     """Returns nothing of a call, and what its layer tells that it returns."""
     args, kwargs = node.arguments(specs)
     return None, node.layer.compute_output_spec(*args, **kwargs)
@@ -206,13 +206,16 @@ def _asked(balance: Callable, node: Node, contents: list) -> float:
     return float(cost)
 
 
-def _seconds(node: Node, contents: list) -> float:
-    """Returns the seconds of a forward and a backward pass.
+def seconds(node: Node, contents: list, backward: bool = True) -> float:
+    """Returns the seconds of a forward and, if asked, a backward pass.
 
-    Inputs and weights are made up, so that nothing of the layer changes.
+    On the current device. Inputs and weights are made up, so that nothing of
+    the layer changes.
     """
     run = layer_costs.forward_and_backward(node)
-    function = tf.function(lambda *args: run(*args)[1], autograph=False)
+    function = tf.function(
+        lambda *args: run(*args)[1 if backward else 0], autograph=False
+    )
     with layer_costs.naming(node):
         args = keras.tree.map_structure(
             _made_up, (contents, layer_costs.variables_of(node.layer))

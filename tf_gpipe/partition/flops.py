@@ -8,6 +8,7 @@ one for each element of the operand, and moving data counts nothing.
 import math
 from collections.abc import Iterable
 from typing import Any
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -27,6 +28,14 @@ _FREE = frozenset(
     Tile Transpose Unpack ZerosLike
     """.split()
 )
+# Of them, those that move nothing: their result is in the memory of another.
+_STILL = frozenset(
+    """
+    Const EnsureShape Enter ExpandDims Identity IdentityN NoOp Placeholder
+    PlaceholderWithDefault PreventGradient ReadVariableOp Reshape Shape Squeeze
+    StopGradient
+    """.split()
+)
 _REDUCTIONS = frozenset("Sum Mean Prod Max Min All Any L2Loss".split())
 _POOLS = frozenset("MaxPool AvgPool MaxPool3D AvgPool3D".split())
 # The attributes that name the functions which an operation calls.
@@ -44,6 +53,45 @@ def count(operations: Iterable[tf.Operation]) -> int:
         ValueError: If a shape, or how often a loop runs, is not known.
     """
     return sum(_count(op) for op in operations)
+
+
+class Traffic(NamedTuple):
+    """What operations cost beside their arithmetic.
+
+    Attributes:
+        moved: Integer, the bytes that they read and write.
+        operations: Integer, how many a device starts.
+    """
+
+    moved: int = 0
+    operations: int = 0
+
+
+def traffic(operations: Iterable[tf.Operation]) -> Traffic:
+    """Returns the `Traffic` of operations of a graph.
+
+    Each reads its operands and writes its results, as where none are fused.
+
+    Raises:
+        ValueError: If a shape, or how often a loop runs, is not known.
+    """
+    moved = started = 0
+    for op in operations:
+        called = [traffic(graph.get_operations()) for graph in called_by(op)]
+        if called:
+            times = iterations(op) if op.type.endswith("While") else 1
+            most = max(called)
+            moved += times * most.moved
+            started += times * most.operations
+        elif op.type not in _STILL:
+            moved += sum(_bytes(x) for x in (*op.inputs, *op.outputs))
+            started += 1
+    return Traffic(moved, started)
+
+
+def _bytes(x: tf.Tensor) -> int:
+    # Integers are axes and the like, small and often of unknown number.
+    return _size(x) * x.dtype.size if x.dtype.is_floating else 0
 
 
 def _count(op: tf.Operation) -> int:

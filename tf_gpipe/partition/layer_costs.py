@@ -53,6 +53,11 @@ class LayerCosts:
     keeps_outputs: bool
     output_bytes: int
     largest_bytes: int  # of a tensor in between
+    # What the passes cost beside their arithmetic, and of the backward pass
+    # that for weights alone.
+    forward: flops.Traffic = flops.Traffic()
+    backward: flops.Traffic = flops.Traffic()
+    by_weights: flops.Traffic = flops.Traffic()
 
 
 def trace(
@@ -239,10 +244,11 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
         ]
         of_outputs = {_root(x).name for x in keras.tree.flatten(outputs)}
         elsewhere = of_outputs.union(names, *of_inputs)
+        for_weights = late - _needed_by(by_inputs)
         found = LayerCosts(
             forward_flops=flops.count(early),
             backward_flops=flops.count(late),
-            weight_flops=flops.count(late - _needed_by(by_inputs)),
+            weight_flops=flops.count(for_weights),
             stored_bytes=sum(
                 _kept_bytes(x)
                 for name, x in kept.items()
@@ -260,6 +266,9 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
                 ),
                 default=0,
             ),
+            forward=flops.traffic(early),
+            backward=flops.traffic(late),
+            by_weights=flops.traffic(for_weights),
         )
         return found, keras.tree.map_structure(
             lambda x: keras.KerasTensor(

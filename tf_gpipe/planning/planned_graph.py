@@ -18,7 +18,7 @@ from tf_gpipe.stage.opening import functional
 
 def of(model: Any, input_spec: Any) -> Graph:
     """Returns the graph of what `plan` is given, and the spec of the input."""
-    spec = keras.tree.map_shape_structure(_with_all_sizes, input_spec)
+    spec = spec_of(input_spec)
     if isinstance(model, upstream.Functional):
         graph, flat = functional(model), keras.tree.flatten(spec)
         if [x.ndim for x in flat] != [x.spec.ndim for x in graph.inputs]:
@@ -54,6 +54,11 @@ def of(model: Any, input_spec: Any) -> Graph:
     if not all(isinstance(x, keras.Operation) for x in layers):
         raise TypeError(expected)
     return chain(layers, spec)
+
+
+def spec_of(input_spec: Any) -> Any:
+    """Returns a nested structure of `KerasTensor`s with all sizes."""
+    return keras.tree.map_shape_structure(_with_all_sizes, input_spec)
 
 
 def _with_all_sizes(x: Any) -> keras.KerasTensor:

@@ -1,8 +1,6 @@
 """What a pipeline will need, before anything of it is allocated."""
 
 import dataclasses
-import functools
-import itertools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -11,21 +9,17 @@ from typing import Any
 import keras
 
 from tf_gpipe import checks
-from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition import balanced
-from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import sizes
 from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
-from tf_gpipe.planning import planned_graph
+from tf_gpipe.planning.estimates import StageTimes
+from tf_gpipe.planning.estimates import estimate
+from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.plans import Plan
-from tf_gpipe.planning.plans import StagePlan
 from tf_gpipe.schedule import schedules
-from tf_gpipe.schedule.memory import device_peaks
-from tf_gpipe.schedule.memory import peak_activations
-from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 
@@ -72,8 +66,11 @@ def plan(
             have to be measured.
         remat: Which micro-batches compute their activations again:
             `"always"`, `"except_last"`, `"never"` or `"auto"`.
-        memory_limit: As for `PipelinedSequential`. In bytes it counts the
-            weights, the sums of their gradients and the optimizer's slots.
+        memory_limit: What a device may take, with `remat="auto"`: an integer
+            of bytes, or a string such as `"8GB"`, for weights, the sums of
+            their gradients, the optimizer's slots and activations; or a
+            float, a share of the activations that the fullest device takes
+            with `remat="never"`.
         optimizer: Keras optimizer, or its name; its slots are counted.
         dtype_policy: Keras dtype policy, or its name, of the layers that have
             the global one. Defaults to the global one.
@@ -129,8 +126,10 @@ def plan(
         )
     if device_memory is not None:
         device_memory = sizes.to_bytes(device_memory, "device_memory")
-    speeds = {"device_flops": device_flops, "bandwidth": bandwidth}
-    for name, value in speeds.items():
+    for name, value in (
+        ("device_flops", device_flops),
+        ("bandwidth", bandwidth),
+    ):
         if value is not None:
             checks.number(name, value, "a positive number", above=True)
     checks.number("latency", latency, "a number of seconds, 0 or more")
@@ -139,18 +138,15 @@ def plan(
             "What transfers cost depends on the speed of the devices: "
             "`bandwidth` and `latency` need `device_flops`."
         )
-    planner = _Planner(layers, input_spec, optimizer, dtype_policy)
-
-    def planned(config: PipelineConfig) -> Plan:
-        return planner.plan(
-            config,
-            num_devices=num_devices,
-            device_memory=device_memory,
-            latency=latency,
-            **speeds,
-        )
-
-    found = planned(config)
+    planner = _Planner(
+        KnownLayers(layers, input_spec, optimizer, dtype_policy),
+        num_devices,
+        device_memory,
+        device_flops,
+        bandwidth,
+        latency,
+    )
+    found = planner.plan(config)
     if found.fits:
         return found
     advice = (
@@ -159,7 +155,7 @@ def plan(
     )
     for change in planner.changes(config, found):
         try:
-            fits = planned(dataclasses.replace(config, **change)).fits
+            fits = planner.plan(dataclasses.replace(config, **change)).fits
         except TooLittleMemoryError:
             fits = False
         if fits:
@@ -170,53 +166,40 @@ def plan(
 
 
 class _Planner:
-    """Layers copied without values, and what is known of them."""
+    """Plans pipelines of the same layers, mini-batch and devices."""
 
-    def __init__(self, model, input_spec, optimizer, dtype_policy):
-        graph = planned_graph.of(model, input_spec)
-        self.names = [node.layer.name for node in graph.nodes]
-        copies, specs = planned_graph.copies(graph, optimizer, dtype_policy)
-        for value, spec in specs.items():
-            value.spec = spec
-        self.weights: list[list] = []
-        self.bytes: list[int] = []
-        nodes, seen = [], set()
-        for node, (copy, size) in zip(graph.nodes, copies, strict=True):
-            # A layer that is called again brings no weights of its own.
-            again = id(node.layer) in seen
-            seen.add(id(node.layer))
-            self.weights.append([] if again else getattr(copy, "weights", []))
-            self.bytes.append(0 if again else size)
-            nodes.append(dataclasses.replace(node, layer=copy))
-        self.graph = dataclasses.replace(graph, nodes=nodes)
-        self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
-        # What the layers do with micro-batches of so many rows.
-        self.trace = functools.cache(
-            functools.partial(layer_costs.trace, self.graph)
-        )
-
-    def plan(
+    def __init__(
         self,
-        config,
-        *,
+        layers,
         num_devices,
         device_memory,
         device_flops,
         bandwidth,
         latency,
     ):
+        self._layers = layers
+        self._num_devices = num_devices
+        self._device_memory = device_memory
+        self._device_flops = device_flops
+        self._bandwidth = bandwidth
+        self._latency = latency
+
+    def plan(self, config: PipelineConfig) -> Plan:
+        layers = self._layers
         schedule = config.schedule_of(
-            len(self.graph.nodes),
-            num_devices or config.num_stages,
-            rows=self.rows,
+            len(layers.graph.nodes),
+            self._num_devices or config.num_stages or 1,
+            rows=layers.rows,
         )
         counts, costs, recomputed = self._costs(config, schedule)
         # Between two stages, however many tensors.
         transfer = {
-            (k, to): latency + size / (bandwidth or math.inf)
+            (k, to): self._latency + size / (self._bandwidth or math.inf)
             for k, stage in enumerate(costs)
             for to, size in stage.sends.items()
         }
+        # Without a speed, one operation is the unit of time.
+        unit = self._device_flops or 1.0
         if config.schedule == schedules.AUTO:
             schedule = stage_costs.searched(
                 costs,
@@ -224,44 +207,31 @@ class _Planner:
                 len(schedule.tasks),
                 config.remat,
                 transfer,
-                device_flops or 1.0,
+                unit,
             )
-        sizes = [x.of_micro_batches(schedule.num_micro_batches) for x in costs]
-        stages = self._stages(
-            counts, costs, schedule, config.remat, sizes, recomputed
-        )
-        # Without a speed, one operation is the unit of time.
-        forward = [x.flops / (device_flops or 1) for x in stages]
-        backward = [x.backward_flops / (device_flops or 1) for x in stages]
-        simulated = functools.partial(
-            simulate,
+        found = estimate(
+            layers,
+            costs,
+            counts,
             schedule,
-            forward,
-            [x.whole_backward_flops / (device_flops or 1) for x in costs],
-            recompute=[x.before_flops / (device_flops or 1) for x in costs],
-            remat=config.remat,
-            weights=[x.weight_flops / (device_flops or 1) for x in costs],
-        )
-        simulation = simulated(transfer=transfer)
-        makespan = simulation.makespan
-        alone = schedule.num_micro_batches * (sum(forward) + sum(backward))
-        return Plan(
-            stages=stages,
-            devices=schedule.devices,
-            device_activation_bytes=[
-                int(x) for x in device_peaks(schedule, config.remat, sizes)
-            ],
-            num_micro_batches=schedule.num_micro_batches,
-            schedule=schedule.name,
-            description=schedule.description,
-            remat=config.remat,
-            bubble=simulation.bubble,
-            relative_step_time=makespan / alone if alone else 1.0,
-            step_seconds=makespan if device_flops else None,
-            transfer_share=(
-                1 - simulated().makespan / makespan if makespan else 0.0
+            config.remat,
+            StageTimes(
+                [x.flops / unit for x in costs],
+                [x.backward_flops / unit for x in costs],
+                [x.weight_flops / unit for x in costs],
+                transfer,
+                [x.before_flops / unit for x in costs],
+                [x.within_flops / unit for x in costs],
             ),
-            device_memory=device_memory,
+            recomputed,
+        )
+        limit = config.memory_limit
+        return dataclasses.replace(
+            found,
+            device_memory=self._device_memory,
+            step_seconds=found.step_seconds if self._device_flops else None,
+            memory_limit=limit,
+            batch_size=None if limit is None else layers.rows,
         )
 
     def changes(self, config, found):
@@ -271,7 +241,7 @@ class _Planner:
         changes: list[dict[str, Any]] = []
         named = not isinstance(config.schedule, Schedule)
         m = found.num_micro_batches
-        while named and (m := 2 * m) <= self.rows:
+        while named and (m := 2 * m) <= self._layers.rows:
             changes.append({"num_micro_batches": m})
         if found.remat != "always":
             again = {"remat": "always"}
@@ -282,83 +252,36 @@ class _Planner:
             changes += [
                 {"num_stages": k, "remat": "always"}
                 for k in range(
-                    len(found.stages) + each, len(self.graph.nodes) + 1, each
+                    len(found.stages) + each,
+                    len(self._layers.graph.nodes) + 1,
+                    each,
                 )
             ]
         return changes
 
     def _costs(self, config, schedule):
-        traces, specs = self.trace(
-            math.ceil(self.rows / schedule.num_micro_batches)
+        """Returns the cut, the costs of its stages, and what is recomputed."""
+        layers = self._layers
+        rows = layers.micro_batch(schedule.num_micro_batches)
+        if config.remat != AUTO_REMAT:
+            counts = self._counts(config, schedule)
+            return counts, layers.stages(counts, rows), None
+        search = layers.recomputation(
+            rows, schedule, MemoryLimit.of(config.memory_limit)
         )
-        sizes = {x: layer_costs.size_in_bytes(y) for x, y in specs.items()}
-        if config.remat == AUTO_REMAT:
-            found = auto_remat.Search(
-                self.graph,
-                traces,
-                sizes.__getitem__,
-                self.bytes,
-                schedule,
-                schedule.devices,
-                MemoryLimit.of(config.memory_limit),
-            )
-            if config.balance == "flops":
-                decided = found.with_best_cut()
-            else:
-                decided = found.with_counts(self._counts(config, schedule))
-            return decided.counts, decided.costs, decided.parts
-        counts = self._counts(config, schedule)
-        return (
-            counts,
-            stage_costs.find(
-                self.graph.parts(counts), traces, sizes.__getitem__
-            ),
-            None,
-        )
+        if config.balance == "flops":
+            decided = search.with_best_cut()
+        else:
+            decided = search.with_counts(self._counts(config, schedule))
+        return decided.counts, decided.costs, decided.parts
 
     def _counts(self, config, schedule):
         if isinstance(config.balance, list):
             return config.balance
         return balanced.counts(
             config.balance,
-            self.graph,
+            self._layers.graph,
             schedule,
             config.remat,
-            weights=self.weights,
+            weights=self._layers.weights,
         )
-
-    def _stages(self, counts, costs, schedule, remat, sizes, recomputed):
-        stages, first = [], 0
-        for k, (count, cost) in enumerate(zip(counts, costs, strict=True)):
-            own = slice(first, first + count)
-            first = own.stop
-            peak = peak_activations(schedule, remat, {k: sizes[k]})
-            stages.append(
-                StagePlan(
-                    layers=self.names[own],
-                    recomputed=_recomputed(
-                        self.names[own],
-                        schedule.recomputed_share(k, remat),
-                        recomputed and recomputed[k],
-                    ),
-                    parameters=sum(
-                        math.prod(w.shape)
-                        for w in itertools.chain(*self.weights[own])
-                    ),
-                    parameter_bytes=sum(self.bytes[own]),
-                    activation_bytes=int(peak),
-                    flops=cost.flops,
-                    backward_flops=cost.backward_flops,
-                    sends=cost.sends,
-                )
-            )
-        return stages
-
-
-def _recomputed(names, share, parts):
-    """Returns the names of the layers that a stage recomputes."""
-    if not share:
-        return []
-    if parts is None:
-        return names
-    return [names[i] for part in parts for i in part]

@@ -1,4 +1,4 @@
-"""What a plan tells, as data and as a table.
+"""What a plan tells, as data.
 
 This module imports no TensorFlow.
 """
@@ -6,8 +6,10 @@ This module imports no TensorFlow.
 import dataclasses
 from typing import Any
 
-from tf_gpipe import table
-from tf_gpipe.schedule.tasks import AUTO_REMAT
+from tf_gpipe.planning import plan_files
+from tf_gpipe.planning import plan_table
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,28 @@ class StagePlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rival:
+    """Another choice than that of a plan, and how much slower it is.
+
+    Attributes:
+        words: String, what it is.
+        seconds: Float, its step; by the same measure as the plan's own.
+        tried: Boolean, whether that was measured.
+    """
+
+    words: str
+    seconds: float
+    tried: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a pipeline will need; see `plan`.
+    """The arguments of a pipeline, and what they lead to.
+
+    `tf_gpipe.plan` works out a plan for the arguments that it is given,
+    `tf_gpipe.tune` one for those that it finds best. Models take either:
+    `PipelinedSequential(layers, plan=plan)`, `PipelinedModel.from_model(model,
+    plan=plan)`. `print(plan)` shows it as a table.
 
     Attributes:
         stages: List of `StagePlan`s.
@@ -63,17 +85,28 @@ class Plan:
         schedule: String, its name.
         description: String, how it was found, if it was searched.
         remat: String.
-        bubble: Float, the share of the time that devices will be idle, with
-            operations taken for time.
+        bubble: Float, the share of the time that devices will be idle. Where
+            nothing is known of their speed, operations are taken for time.
+        device_idle: List with that share of each device.
         relative_step_time: Float, the time of a step relative to that of one
             device of the same speed without micro-batches or recomputation.
         step_seconds: Float, the time of a step; `None` where the speed of the
             devices is not known.
         transfer_share: Float, the share of that time by which the transfers
             between stages lengthen the step.
-        device_memory: Integer, bytes of each device, or `None`.
+        device_memory: Integer, bytes of each device, or a list with those of
+            each one, or `None`.
         advice: String, the smallest change with which it would fit; empty
             where it fits.
+        num_replicas: Integer, how many such pipelines share a mini-batch.
+        device_names: List of TensorFlow device strings, such a list a replica
+            if there are several; `None`: the visible accelerators.
+        measured_seconds: Float, the time of a step that was tried, or `None`.
+        rivals: List of `Rival`s, the next best choices of `tune`.
+        reason: String, what `tune` has to say of its choice.
+        tasks: The `tf_gpipe.Schedule`.
+        memory_limit: That of `remat="auto"`, or `None`.
+        batch_size: Integer, the rows that it is for, or `None`.
 
     Example:
 
@@ -95,9 +128,48 @@ class Plan:
     relative_step_time: float
     step_seconds: float | None = None
     transfer_share: float = 0.0
-    device_memory: int | None = None
+    device_memory: int | list[int] | None = None
     advice: str = ""
     description: str = ""
+    device_idle: list[float] = dataclasses.field(default_factory=list)
+    num_replicas: int = 1
+    device_names: list | None = None
+    measured_seconds: float | None = None
+    rivals: list[Rival] = dataclasses.field(default_factory=list)
+    reason: str = ""
+    tasks: Schedule | None = None
+    memory_limit: int | str | float | None = None
+    batch_size: int | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the classes of pipelines take, as keyword arguments."""
+        # An order that was searched is not searched again.
+        named = self.schedule in schedules.NAMES
+        schedule: Any = self.schedule
+        if not named or self.schedule == schedules.AUTO:
+            schedule = self.tasks
+        return {
+            "num_stages": len(self.stages),
+            "num_micro_batches": self.num_micro_batches,
+            "balance": [len(stage.layers) for stage in self.stages],
+            "schedule": schedule,
+            "remat": self.remat,
+            "devices": self.device_names,
+            **(
+                {}
+                if self.memory_limit is None
+                else {
+                    "memory_limit": self.memory_limit,
+                    "batch_size": self.batch_size,
+                }
+            ),
+        }
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices each replica has."""
+        return len(self.device_activation_bytes)
 
     @property
     def device_bytes(self) -> list[int]:
@@ -108,12 +180,68 @@ class Plan:
         return totals
 
     @property
+    def memories(self) -> list[int | None]:
+        """The bytes that each device of a replica has, where they are known."""
+        if isinstance(self.device_memory, list):
+            return list(self.device_memory)
+        return [self.device_memory] * self.num_devices
+
+    @property
     def fits(self) -> bool:
         """Whether every device has enough memory."""
-        return (
-            self.device_memory is None
-            or max(self.device_bytes) <= self.device_memory
+        return self.fits_with(1.0)
+
+    def fits_with(self, share: float) -> bool:
+        """Returns whether each device needs at most a share of its memory.
+
+        Args:
+            share: Float, from 0 to 1.
+
+        Returns:
+            Boolean.
+        """
+        return all(
+            memory is None or size <= share * memory
+            for size, memory in zip(
+                self.device_bytes, self.memories, strict=True
+            )
         )
+
+    def save(self, path: Any) -> None:
+        """Writes the plan into a file, as JSON.
+
+        Args:
+            path: Path of the file.
+
+        Raises:
+            ValueError: If it cannot be written.
+        """
+        plan_files.save(self, path)
+
+    @classmethod
+    def load(cls, path: Any) -> "Plan":
+        """Returns the plan that `save` has written into a file.
+
+        Args:
+            path: Path of the file.
+
+        Returns:
+            A `Plan`.
+
+        Raises:
+            ValueError: If there is no such file, or it is damaged or of
+                something else.
+
+        Example:
+
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "plan.json")
+        >>> layers = [keras.layers.Dense(8) for _ in range(4)]
+        >>> tf_gpipe.plan(layers, (8, 8), num_stages=2).save(path)
+        >>> tf_gpipe.Plan.load(path).arguments["balance"]
+        [2, 2]
+        """
+        return plan_files.load(path, cls, StagePlan, Rival)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as a dictionary that JSON can hold."""
@@ -123,9 +251,16 @@ class Plan:
             "bubble": self.bubble,
             "relative_step_time": self.relative_step_time,
             "step_seconds": self.step_seconds,
+            "measured_seconds": self.measured_seconds,
             "transfer_share": self.transfer_share,
+            "num_micro_batches": self.num_micro_batches,
+            "num_replicas": self.num_replicas,
+            "schedule": self.schedule,
+            "remat": self.remat,
             "description": self.description,
             "advice": self.advice,
+            "reason": self.reason,
+            "rivals": [dataclasses.asdict(x) for x in self.rivals],
             "stages": [
                 {
                     **dataclasses.asdict(stage),
@@ -138,78 +273,28 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        names = [str(k) for k in range(len(self.stages))]
-        devices = [str(device) for device in self.devices]
-        columns = [self._numbers(stage) for stage in self.stages]
-        runs = table.runs([tuple(x.values()) for x in columns])
-        # Else it says what the number of the stage does.
-        shared = devices != names
-        rows = [
-            {
-                "Stage": table.of_run(names, run),
-                **({"Device": table.of_run(devices, run)} if shared else {}),
-                **columns[run.start],
-            }
-            for run in runs
-        ]
-        lines = [
-            f"{sum(stage.parameters for stage in self.stages):,} parameters; "
-            f"schedule {self.schedule} of {self.num_micro_batches} "
-            f"micro-batches, remat {self.remat}",
-        ]
-        if len(rows) < len(self.stages):
-            lines.append("numbers of several stages are those of each")
-        if self.description:
-            lines.append(f"order of tasks: {self.description}")
-        skips = [
-            f"{k} to {to} ({_text(size)})"
-            for k, stage in enumerate(self.stages)
-            for to, size in stage.sends.items()
-            if to != k + 1
-        ]
-        if skips:
-            lines.append(f"skips from stage {', '.join(skips)} a micro-batch")
-        if self.step_seconds is not None:
-            lines.append(
-                f"a step takes {self.step_seconds:.3g} s, of which transfers "
-                f"between stages cost {self.transfer_share:.1%}"
-            )
-        return table.render(rows, lines, width=80, verdict=self._verdict())
-
-    def _numbers(self, stage: StagePlan) -> dict[str, str]:
-        return {
-            "Layers": str(len(stage.layers)),
-            **(
-                {"Again": str(len(stage.recomputed))}
-                if self.remat == AUTO_REMAT
-                else {}
-            ),
-            "Parameters": f"{stage.parameters:,}",
-            "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
-            "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",
-            "GFLOPs": f"{stage.flops / 1e9:,.2f}",
-            "Boundary MiB": f"{stage.boundary_bytes / 2**20:,.2f}",
-        }
-
-    def _verdict(self) -> str:
-        lines = [
-            f"bubble {self.bubble:.1%}, step time "
-            f"{self.relative_step_time:.3f} of one device's",
-        ]
-        if self.device_memory is not None:
-            fits = "fits" if self.fits else "does not fit"
-            lines.insert(
-                0,
-                f"{fits}: the fullest device needs "
-                f"{_text(max(self.device_bytes))} of "
-                f"{_text(self.device_memory)}",
-            )
-        if self.advice:
-            lines.insert(1, self.advice)
-        return "\n".join(lines)
+        return plan_table.text(self)
 
 
-def _text(size: int) -> str:
-    if size < 2**30:
-        return f"{size / 2**20:,.1f} MiB"
-    return f"{size / 2**30:,.2f} GiB"
+def words(
+    num_devices: int,
+    num_replicas: int,
+    num_stages: int,
+    num_micro_batches: int,
+    schedule: str,
+    remat: str,
+) -> str:
+    """Returns the choices of a plan in words."""
+    if num_devices == 1:
+        text = "one device" if num_replicas == 1 else "data parallelism"
+        if num_replicas > 1:
+            text += f" over {num_replicas} devices"
+        if num_micro_batches > 1:
+            text += f", M={num_micro_batches}"
+        return f"{text}, remat {remat}"
+    text = f"K={num_stages}, M={num_micro_batches}, {schedule}, remat {remat}"
+    if num_stages != num_devices:
+        text += f" on {num_devices} devices"
+    if num_replicas > 1:
+        text += f", {num_replicas} replicas"
+    return text

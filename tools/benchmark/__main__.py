@@ -17,6 +17,7 @@ from tools.benchmark import step  # noqa: E402
 from tools.benchmark import table2  # noqa: E402
 from tools.benchmark import table3  # noqa: E402
 from tools.benchmark import trace  # noqa: E402
+from tools.benchmark import tune  # noqa: E402
 
 
 def main():
@@ -35,6 +36,7 @@ def main():
         memory,
         table2,
         table3,
+        tune,
     ):
         name = module.__name__.rpartition(".")[-1]
         command = commands.add_parser(

@@ -330,6 +330,22 @@ def _own() -> list[Use]:
         "bandwidth": lambda: 1e9,
         "latency": lambda: 0.0,
     }
+    tune = {
+        **{x: plan[x] for x in ("layers", "input_spec", "optimizer")},
+        **{x: plan[x] for x in ("device_memory", "bandwidth", "latency")},
+        "devices": lambda: 2,
+        "device_flops": lambda: 1e9,
+        "budget_seconds": lambda: 0,
+        "replicas": lambda: True,
+        "num_stages": none,
+        "num_micro_batches": none,
+        "schedule": lambda: "1f1b",
+        "remat": none,
+    }
+
+    def of_plan(path: Any) -> list[Any]:
+        return [len(tf_gpipe.Plan.load(path).stages)]
+
     config = {x: y for x, y in _PIPELINE.items()}
     return [
         Use(
@@ -354,6 +370,16 @@ def _own() -> list[Use]:
             functools.partial(from_config, tf_gpipe.PipelinedModel),
         ),
         Use("plan", plan, planned),
+        Use("tune", tune, lambda **kw: str(tf_gpipe.tune(**kw))),
+        Use("Plan.load", {"path": _saved_plan}, of_plan),
+        Use(
+            "Plan.save", {"path": _saved_plan}, lambda **kw: _plan().save(**kw)
+        ),
+        Use(
+            "PipelinedSequential of a plan",
+            {"plan": _plan, "layers": layers, "devices": none},
+            lambda **kw: trained(tf_gpipe.PipelinedSequential(**kw)),
+        ),
         Use(
             "verify",
             {
@@ -401,6 +427,15 @@ def _own() -> list[Use]:
             lambda **kw: trained(keras.saving.load_model(**kw)),
         ),
     ]
+
+
+def _plan() -> tf_gpipe.Plan:
+    return tf_gpipe.plan(layers()[1:], (_ROWS, _DIM), num_stages=2)
+
+
+def _saved_plan() -> str:
+    _plan().save(_path("plan.json"))
+    return _path("plan.json")
 
 
 def _saved_model() -> str:

@@ -28,6 +28,13 @@ from trainers.job import Job
 # What makes a run short, where nothing else is drawn.
 _SHORT: dict[str, dict[str, str]] = {
     "plan": {"model_args": "num_classes=2,input_shape=(8,8,3)"},
+    "tune": {
+        "model_args": "num_classes=2,input_shape=(8,8,3)",
+        "budget_seconds": "0",
+        "num_devices": "2",
+        "batch_size": "4",
+        "schedule": "1f1b",
+    },
     "timeline": {},
     "verify": {"model": "tools.wrong_uses.calls:layers"},
     # A wrong port, so that no server starts.

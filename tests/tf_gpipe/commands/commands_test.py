@@ -67,7 +67,7 @@ class CommandsTest(parameterized.TestCase):
         self.assertEqual(
             err,
             "tf_gpipe: unknown command. Expected one of: plan, supervise, "
-            "timeline, verify, worker, workers. Received: train\n",
+            "timeline, tune, verify, worker, workers. Received: train\n",
         )
 
     def test_near_miss(self):

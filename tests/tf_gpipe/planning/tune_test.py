@@ -1,0 +1,363 @@
+"""The choice of a pipeline, against all others in the simulator."""
+
+import json
+import os
+import tempfile
+
+import keras
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_gpipe
+from tests.devices import KIND
+from tf_gpipe.planning import candidates
+from tf_gpipe.planning import cuts
+from tf_gpipe.planning.choice import Chooser
+from tf_gpipe.planning.drafts import FITTING
+from tf_gpipe.planning.known_layers import KnownLayers
+from tf_gpipe.planning.layer_times import LayerTimes
+from tf_gpipe.planning.speeds import Device
+from tf_gpipe.planning.speeds import Machine
+from tf_gpipe.planning.speeds import Speed
+
+SLOW = 1e9
+
+
+def make_layers(count=8, units=64):
+    return [keras.layers.Dense(units, "relu") for _ in range(count)]
+
+
+def tuned(layers=None, spec=(32, 64), devices=4, **kwargs):
+    options = dict(budget_seconds=0, device_flops=SLOW, bandwidth=1e9)
+    return tf_gpipe.tune(
+        make_layers() if layers is None else layers,
+        spec,
+        devices,
+        **{**options, **kwargs},
+    )
+
+
+def machine(speeds, memory=None, **kwargs):
+    return Machine(
+        [Device(memory=memory, speed=Speed.of_flops(x)) for x in speeds],
+        bandwidth=1e9,
+        **kwargs,
+    )
+
+
+class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ([SLOW] * 3, None),
+        ([SLOW] * 3, 240_000),
+        ([SLOW, SLOW / 3, SLOW / 2], None),
+    )
+    def test_it_is_the_best_of_all(self, speeds, memory):
+        layers = KnownLayers(make_layers(5), (12, 64), "adam")
+        layers.sampled = [1, 12]
+        where = machine(speeds, memory)
+        chooser = Chooser(layers, LayerTimes(layers), where)
+        every = list(candidates.candidates(len(speeds), 5, 12))
+        # One by one, so that nothing is left out as hopeless.
+        found = [
+            choice
+            for x in every
+            for choice in chooser.ranked(
+                candidates.Fixed(schedule=x.schedule, remat=x.remat), 1, [x]
+            )
+        ]
+        self.assertNotEmpty(found)
+        self.assertLess(len(found), len(every) + (memory is None))
+        best = chooser.ranked(candidates.Fixed(remat=None), 1, every)[0]
+        least = min(x.seconds for x in found)
+        self.assertLessEqual(best.seconds, least * (1 + 1e-9))
+        if "auto" not in (best.candidate.schedule, best.candidate.remat):
+            self.assertAllClose(best.seconds, least)
+        for x in found if memory else ():
+            self.assertLessEqual(max(x.plan.device_bytes), FITTING * memory)
+
+    def test_memory_excludes_the_fastest(self):
+        free = tuned()
+        most = max(free.device_bytes)
+        bound = tuned(device_memory=most)  # of which 10 % are to spare
+        self.assertLessEqual(max(bound.device_bytes), 0.9 * most)
+        self.assertGreaterEqual(bound.step_seconds, free.step_seconds)
+        self.assertNotEqual(
+            (bound.arguments, bound.num_replicas),
+            (free.arguments, free.num_replicas),
+        )
+        self.assertTrue(bound.fits)
+
+    def test_nothing_fits(self):
+        with self.assertRaisesRegex(ValueError, "10 % to spare"):
+            tuned(device_memory=1000)
+
+    def test_one_device_is_enough(self):
+        # The start of a task takes longer than all arithmetic.
+        found = tuned(spec=(2, 64), device_flops=1e13)
+        self.assertLen(found.stages, 1)
+        self.assertEqual(found.num_replicas, 1)
+        self.assertIn("One device is enough", str(found))
+        self.assertIn("next best", str(found))
+
+    def test_data_parallelism(self):
+        # Few weights, whose gradients are summed at once, and much work.
+        layers = [keras.layers.Conv2D(8, 3, padding="same") for _ in range(4)]
+        found = tuned(layers, (32, 16, 16, 8))
+        self.assertEqual((len(found.stages), found.num_replicas), (1, 4))
+        self.assertIn("Use data parallelism", str(found))
+
+    def test_lopsided_speeds(self):
+        speeds = [SLOW, 4 * SLOW, SLOW / 1000]
+        found = tuned(
+            make_layers(10), devices=3, device_flops=speeds, num_stages=2
+        )
+        # The third one is left out, and the fast one has most of the layers.
+        self.assertEqual(found.num_devices, 2)
+        self.assertIn("1 of 3 devices are left out", str(found))
+        few, many = sorted(found.arguments["balance"])
+        self.assertGreaterEqual(many, 3 * few)
+
+    def test_lopsided_memory(self):
+        layers = make_layers(10)
+        whole = tf_gpipe.plan(
+            layers, (32, 64), num_stages=1, num_micro_batches=8
+        ).device_bytes[0]
+        memory = [whole // 3, whole]
+        found = tuned(
+            layers, devices=2, device_memory=memory, num_stages=2, remat="never"
+        )
+        self.assertEqual(sorted(found.memories), memory)
+        for size, room in zip(found.device_bytes, found.memories, strict=True):
+            self.assertLessEqual(size, 0.9 * room)
+
+    def test_what_is_fixed_is_kept(self):
+        found = tuned(
+            num_stages=4, num_micro_batches=4, schedule="gpipe", remat="always"
+        )
+        self.assertEqual(
+            {
+                **found.arguments,
+                "balance": sum(found.arguments["balance"]),
+            },
+            {
+                "num_stages": 4,
+                "num_micro_batches": 4,
+                "balance": 8,
+                "schedule": "gpipe",
+                "remat": "always",
+                "devices": None,
+            },
+        )
+
+    def test_some_layers_are_recomputed(self):
+        layers = [keras.layers.Conv2D(8, 3, padding="same") for _ in range(8)]
+        options = dict(
+            spec=(16, 16, 16, 8),
+            devices=2,
+            num_stages=2,
+            num_micro_batches=4,
+            schedule="1f1b",
+            replicas=False,
+        )
+        whole, least = (
+            tuned(layers, **options, remat=remat)
+            for remat in ("never", "always")
+        )
+        memory = int(0.9 * max(whole.device_bytes) / FITTING)
+        found = tuned(layers, **options, device_memory=memory)
+        self.assertEqual(found.remat, "auto")
+        self.assertLess(found.step_seconds, least.step_seconds)
+        self.assertGreater(found.step_seconds, whole.step_seconds)
+        self.assertLessEqual(max(found.device_bytes), FITTING * memory)
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((16, 16, 8)), *layers],
+            plan=found,
+            devices=[f"{KIND}:0", f"{KIND}:1"],
+        )
+        model.compile("adam", "mse")
+        x = tf.ones((16, 16, 16, 8))
+        model.train_on_batch(x, x)
+        self.assertEqual(
+            [x.layers for x in found.stages],
+            [[y.name for y in x.layers] for x in model.stages],
+        )
+        self.assertEqual((model.remat, model.batch_size), ("auto", 16))
+
+    def test_recomputation_needs_a_memory(self):
+        for memory in (None, ["1GB", "2GB"]):
+            with self.assertRaisesRegex(ValueError, "needs the `device_memory"):
+                tuned(devices=2, remat="auto", device_memory=memory)
+
+    def test_more_rows_than_micro_batches(self):
+        found = tuned(make_layers(2, 4), (8192, 4), 1)
+        self.assertLessEqual(found.num_micro_batches, 4096)
+
+    def test_same_arguments_same_plan(self):
+        self.assertEqual(str(tuned()), str(tuned()))
+
+    def test_cut_within_memory(self):
+        # Of two layers a stage the first would hold 2 * 2 + 1.
+        rooms = [cuts.Room(4, 1, 1), cuts.Room(100, 1, 1)]
+        found = cuts.within([[1] * 4] * 2, [2] * 4, [0] * 4, [1] * 4, rooms)
+        self.assertEqual(found, [1, 3])
+        tight = [cuts.Room(2, 1, 1)] * 2
+        self.assertIsNone(
+            cuts.within([[1] * 4] * 2, [2] * 4, [0] * 4, [1] * 4, tight)
+        )
+
+
+class TrialTest(tf.test.TestCase):
+    def test_it_leaves_no_trace(self):
+        layers = [keras.Input((8,)), *make_layers(3, 8)]
+        model = keras.Sequential(layers)
+        optimizer = keras.optimizers.Adam()
+        before = model.get_weights()
+
+        def draws():
+            return float(keras.random.uniform(()))
+
+        keras.utils.set_random_seed(1)
+        expected = draws(), draws()
+        keras.utils.set_random_seed(1)
+        first = draws()
+        found = tf_gpipe.tune(
+            model,
+            (8, 8),
+            [f"{KIND}:0", f"{KIND}:1"],
+            optimizer=optimizer,
+            budget_seconds=120,
+            num_stages=2,
+            num_micro_batches=2,
+            schedule="1f1b",
+            remat="never",
+        )
+        self.assertEqual((first, draws()), expected)
+        self.assertAllEqual(before[0], model.get_weights()[0])
+        self.assertFalse(optimizer.built)
+        self.assertIsNotNone(found.measured_seconds)
+        self.assertIn("tried", str(found))
+
+    def test_slots_of_a_trained_model_stay(self):
+        optimizer = keras.optimizers.Adam()
+        model = keras.Sequential([keras.Input((8,)), *make_layers(2, 8)])
+        model.compile(optimizer, "mse")
+        model.train_on_batch(tf.ones((8, 8)), tf.ones((8, 8)))
+        variables = [*optimizer.variables, *model.variables]
+        before = [x.numpy() for x in variables]
+        tf_gpipe.tune(
+            model,
+            (8, 8),
+            [f"{KIND}:0", f"{KIND}:1"],
+            optimizer=optimizer,
+            budget_seconds=60,
+            num_stages=2,
+            num_micro_batches=2,
+            schedule="1f1b",
+            remat="never",
+        )
+        self.assertIs(model.optimizer, optimizer)
+        after = [*optimizer.variables, *model.variables]
+        self.assertEqual([id(x) for x in after], [id(x) for x in variables])
+        for x, y in zip(after, before, strict=True):
+            self.assertAllEqual(x, y)
+
+
+class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
+    devices = [f"{KIND}:0", f"{KIND}:1"]
+
+    def make(self, **kwargs):
+        return tuned(spec=(8, 64), devices=self.devices, num_stages=4, **kwargs)
+
+    @parameterized.parameters("zb_v", "auto")
+    def test_a_model_of_a_plan_keeps_its_cut(self, schedule):
+        plan = self.make(schedule=schedule)
+        inputs = keras.Input((64,))
+        layers = make_layers()
+        model = tf_gpipe.PipelinedSequential([inputs, *layers], plan=plan)
+        self.assertEqual(model.balance, plan.arguments["balance"])
+        self.assertEqual(model._pipeline.schedule.tasks, plan.tasks.tasks)
+        model.compile("sgd", "mse")
+        x = tf.ones((8, 64))
+        plain = keras.Sequential([inputs, *make_layers()])
+        plain.set_weights(model.get_weights())
+        plain.compile("sgd", "mse")
+        self.assertAllClose(
+            model.train_on_batch(x, x), plain.train_on_batch(x, x)
+        )
+        self.assertAllClose(model.get_weights(), plain.get_weights())
+        path = os.path.join(self.get_temp_dir(), "model.keras")
+        model.save(path)
+        loaded = keras.saving.load_model(path)
+        self.assertEqual(loaded.balance, plan.arguments["balance"])
+        self.assertEqual(loaded._pipeline.schedule.tasks, plan.tasks.tasks)
+
+    def test_functional(self):
+        x = inputs = keras.Input((64,))
+        for layer in make_layers():
+            x = layer(x)
+        plain = keras.Model(inputs, x)
+        plan = tuned(plain, (8, 64), self.devices, num_stages=2)
+        model = tf_gpipe.PipelinedModel.from_model(plain, plan=plan)
+        self.assertEqual(model.balance, plan.arguments["balance"])
+
+    def test_num_stages_auto(self):
+        layers = [keras.Input((64,), batch_size=8), *make_layers()]
+        model = tf_gpipe.PipelinedSequential(
+            layers, num_stages="auto", devices=self.devices
+        )
+        self.assertIsInstance(model.num_stages, int)
+        with self.assertRaisesRegex(ValueError, "batch_size=64"):
+            tf_gpipe.PipelinedSequential(
+                [keras.Input((64,)), *make_layers()], num_stages="auto"
+            )
+
+    def test_wrong(self):
+        plan = self.make()
+        layers = [keras.Input((64,)), *make_layers()]
+        for kwargs, error, message in (
+            ({"plan": 3}, TypeError, "must be a `tf_gpipe.Plan`"),
+            (
+                {"plan": plan, "num_stages": 2},
+                ValueError,
+                "decides .*Received: num_stages=2",
+            ),
+            (
+                {"plan": tuned(num_stages=2, devices=2)},
+                ValueError,
+                "every layer",
+            ),
+        ):
+            some = layers if "every" not in message else layers[:-1]
+            with self.assertRaisesRegex(error, message):
+                tf_gpipe.PipelinedSequential(some, **kwargs)
+
+    def test_file(self):
+        plan = self.make(schedule="auto", device_memory="1GB")
+        path = os.path.join(tempfile.mkdtemp(), "plan.json")
+        plan.save(path)
+        loaded = tf_gpipe.Plan.load(path)
+        self.assertEqual(str(loaded), str(plan))
+        self.assertEqual(loaded.tasks.tasks, plan.tasks.tasks)
+        with open(path) as file:
+            whole = file.read()
+        config = json.loads(whole)
+        for text in (
+            whole[: len(whole) // 2],
+            "[]",
+            "{}",
+            json.dumps({**config, "version": 99}),
+            json.dumps({**config, "stages": config["stages"][:-1]}),
+            json.dumps({**config, "bubble": "x"}),
+            json.dumps({**config, "num_micro_batches": 3}),
+            json.dumps({**config, "more": 1}),
+        ):
+            with open(path, "w") as file:
+                file.write(text)
+            with self.assertRaisesRegex(ValueError, "`Plan.save` has written"):
+                tf_gpipe.Plan.load(path)
+        with self.assertRaisesRegex(ValueError, "cannot be read"):
+            tf_gpipe.Plan.load(path + "x")
+
+
+if __name__ == "__main__":
+    tf.test.main()

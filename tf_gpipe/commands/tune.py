@@ -1,0 +1,116 @@
+"""Finds the arguments of the fastest pipeline that fits the devices.
+
+Examples:
+
+    python -m tf_gpipe tune --model=resnet_small --batch_size=64
+    python -m tf_gpipe tune --model=my_models:make --num_devices=8 \\
+        --device_memory=16GB --batch_size=256 --save=plan.json
+
+With --num_devices nothing is measured: it is for devices that are not here. A
+model takes the plan with `plan=tf_gpipe.Plan.load("plan.json")`.
+"""
+
+import json
+from collections.abc import Sequence
+
+from tf_gpipe.commands import flags
+from tf_gpipe.commands import plan as plan_command
+
+# What is chosen, unless it is given.
+_CHOSEN = ("num_stages", "num_micro_batches", "schedule", "remat")
+
+
+def make_parser():
+    parser = flags.make_parser(
+        "tune",
+        __doc__,
+        batch_size=64,
+        num_stages=None,
+        schedule=None,
+        remat=None,
+    )
+    for action in parser._actions:
+        if action.dest in _CHOSEN:
+            action.help = f"{action.help}; chosen if not given"
+        if action.dest == "num_devices":
+            action.help = "devices that are not here"
+    parser.add_argument(
+        "--optimizer",
+        default="adam",
+        help="name of a Keras optimizer, whose slots are counted",
+    )
+    parser.add_argument(
+        "--device_memory",
+        type=plan_command.size,
+        metavar="SIZE",
+        help="what a device has for weights and activations, as of plan",
+    )
+    parser.add_argument(
+        "--device_flops",
+        type=float,
+        help="operations a second that a device achieves; measured if not "
+        "given and the devices are here",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=plan_command.size,
+        metavar="SIZE",
+        help="what goes from a device to another in a second",
+    )
+    parser.add_argument(
+        "--latency",
+        type=float,
+        default=0.0,
+        help="seconds that a transfer takes besides",
+    )
+    parser.add_argument(
+        "--budget_seconds",
+        type=float,
+        default=60.0,
+        help="for measurements and trials; 0 for none",
+    )
+    parser.add_argument(
+        "--save", metavar="PATH", help="a file for the plan, as JSON"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.memory_limit is not None:
+        parser.error(
+            "--memory_limit follows from --device_memory: 90 % of it, with "
+            "--remat=auto"
+        )
+    with flags.in_effect(parser, args):
+        import keras
+
+        from tf_gpipe.commands import models
+        from tf_gpipe.tuning.tune import tune
+
+        # The model is made without values for its weights.
+        with keras.StatelessScope(initialize_variables=False):
+            model = models.get(args.model, args.model_args)
+        found = tune(
+            model,
+            keras.tree.map_structure(
+                lambda x: keras.KerasTensor(
+                    (args.batch_size, *x.shape[1:]), x.dtype
+                ),
+                models.inputs(model),
+            ),
+            devices=args.num_devices,
+            device_memory=args.device_memory,
+            optimizer=args.optimizer,
+            budget_seconds=args.budget_seconds,
+            device_flops=args.device_flops,
+            bandwidth=args.bandwidth,
+            latency=args.latency,
+            **{name: getattr(args, name) for name in _CHOSEN},
+        )
+        if args.save:
+            found.save(args.save)
+    print(found, end="")
+    if args.json:
+        print(json.dumps(found.to_dict()))

@@ -1,0 +1,148 @@
+"""The arguments of a pipeline that follow from a plan."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import checks
+from tf_gpipe.devices import placement
+from tf_gpipe.devices import replicas
+from tf_gpipe.planning.candidates import Fixed
+from tf_gpipe.planning.choice import Chooser
+from tf_gpipe.planning.known_layers import KnownLayers
+from tf_gpipe.planning.layer_times import LayerTimes
+from tf_gpipe.planning.plans import Plan
+from tf_gpipe.planning.speeds import Device
+from tf_gpipe.planning.speeds import Machine
+
+AUTO = "auto"
+# What a plan, or `num_stages="auto"`, decides, and its defaults.
+_DECIDED: dict[str, Any] = {
+    "num_stages": None,
+    "num_micro_batches": None,
+    "balance": None,
+    "schedule": "1f1b",
+    "remat": "always",
+    "memory_limit": None,
+    "batch_size": None,
+}
+
+
+def arguments(
+    plan: Any, given: dict[str, Any], layers: Callable[[], Any]
+) -> dict[str, Any]:
+    """Returns the arguments of a pipeline, with those of a plan.
+
+    Args:
+        plan: `Plan` or `None`.
+        given: Dictionary of the arguments that the user has given.
+        layers: Function that returns the layers or the model, and the spec of
+            its inputs.
+
+    Raises:
+        TypeError: If `plan` is something else.
+        ValueError: If it is not for these arguments, or cannot be made.
+    """
+    stages = given["num_stages"]
+    auto = isinstance(stages, str) and stages == AUTO
+    if plan is None and not auto:
+        return given
+    by = 'num_stages="auto"' if auto else "`plan`"
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(
+            "`plan` must be a `tf_gpipe.Plan`, as `tf_gpipe.tune` and "
+            f"`tf_gpipe.plan` return it. Received: plan={plan!r}"
+        )
+    if plan is not None and auto:
+        raise ValueError(
+            'Either `plan` decides, or num_stages="auto". Received both.'
+        )
+    others = [
+        name
+        for name, default in _DECIDED.items()
+        if not (name == "num_stages" and auto)
+        and not (type(given[name]) is type(default) and given[name] == default)
+    ]
+    if others:
+        raise ValueError(
+            f"{by} decides {', '.join(f'`{x}`' for x in _DECIDED)}. Leave them "
+            "out, or ask `tf_gpipe.tune` for a plan with them. Received: "
+            + ", ".join(f"{x}={given[x]!r}" for x in others)
+        )
+    if auto:
+        model, spec = layers()
+        plan = _chosen(model, spec, given["devices"])
+    _check_replicas(plan)
+    decided = dict(plan.arguments)
+    # Those that are chosen are some of those that are given.
+    if given["devices"] is not None and not auto:
+        del decided["devices"]
+    return {**given, **decided}
+
+
+def _check_replicas(plan: Plan) -> None:
+    strategy = None
+    if tf.distribute.has_strategy():
+        strategy = tf.distribute.get_strategy()
+    here = replicas.count(strategy)
+    if here == plan.num_replicas:
+        return
+    rows = plan.device_names or []
+    first = [row[0] for row in rows] if plan.num_replicas > 1 else []
+    raise ValueError(
+        f"`plan` is for {plan.num_replicas} replicas. Make the model under a "
+        "strategy of as many: with tf.distribute.MirroredStrategy("
+        f"{first or '...'}).scope(). Received: {here} replicas."
+        if plan.num_replicas > 1
+        else "`plan` is for one pipeline, and not for replicas of it. Ask "
+        "`tf_gpipe.tune` within no strategy, or make the model outside. "
+        f"Received: {here} replicas."
+    )
+
+
+def _chosen(model: Any, spec: Any, devices: Any) -> Plan:
+    """Returns the plan for a mini-batch of the size that the inputs tell."""
+    names = placement.listed(devices) or placement.accelerators()
+    if placement.is_grid(names):
+        raise ValueError(
+            'num_stages="auto" is for one pipeline: `devices` must be a list '
+            f"of device strings. Received: devices={devices!r}"
+        )
+    names = [placement.find(x) for x in names]
+    layers = KnownLayers(model, spec, "adam")
+    machine = Machine([Device(x) for x in names], replicates=False)
+    ranked = Chooser(layers, LayerTimes(layers), machine).ranked(Fixed(), 1)
+    return ranked[0].plan
+
+
+def of_layers(layers: Any) -> tuple[Any, Any]:
+    """Returns layers, and the spec of their inputs."""
+    first = layers
+    if isinstance(layers, keras.Sequential):
+        first = keras.Model.layers.fget(layers)
+    expected = (
+        'num_stages="auto" needs layers that begin with a `keras.Input`. '
+        f"Received: layers={layers!r}"
+    )
+    found = checks.items(first, expected)
+    given = getattr(found[0], "output", found[0]) if found else None
+    if not isinstance(given, keras.KerasTensor):
+        raise ValueError(expected)
+    return layers, _with_rows(given)
+
+
+def of_model(model: Any) -> tuple[Any, Any]:
+    """Returns a functional model, and the spec of its inputs."""
+    return model, keras.tree.map_structure(_with_rows, model.input)
+
+
+def _with_rows(x: Any) -> Any:
+    if x.shape[0] is None:
+        raise ValueError(
+            'num_stages="auto" needs the size of a mini-batch: begin with '
+            f"keras.Input({tuple(x.shape[1:])}, batch_size=64), or give "
+            "plan=tf_gpipe.tune(layers, (64, ...))."
+        )
+    return x

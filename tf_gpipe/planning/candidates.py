@@ -1,0 +1,174 @@
+"""The choices among which the best pipeline is searched.
+
+This module imports no TensorFlow.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from tf_gpipe.planning.plans import words
+from tf_gpipe.planning.speeds import Device
+from tf_gpipe.planning.speeds import Machine
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import REMAT_MODES
+
+# Of more micro-batches a device the bubble is hardly smaller.
+_MOST_A_DEVICE = 16
+# Of more devices, only powers of two and divisors are tried.
+_FEW = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """What is not to be chosen; `None` of the rest."""
+
+    num_stages: int | None = None
+    num_micro_batches: int | None = None
+    schedule: str | None = None
+    remat: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Some values of what is chosen.
+
+    Attributes:
+        num_devices: Integer, those of a replica.
+        num_replicas: Integer.
+        num_stages: Integer K.
+        num_micro_batches: Integer M.
+        schedule: String.
+        remat: String.
+    """
+
+    num_devices: int
+    num_replicas: int
+    num_stages: int
+    num_micro_batches: int
+    schedule: str
+    remat: str
+
+    @property
+    def key(self) -> tuple:
+        """What tells it apart from others that run much the same."""
+        return dataclasses.astuple(self)[:-1]
+
+    def __str__(self) -> str:
+        return words(*dataclasses.astuple(self))
+
+
+def candidates(
+    num_devices: int,
+    num_calls: int,
+    rows: int,
+    fixed: Fixed = Fixed(),  # noqa: B008
+    replicates: bool = True,
+) -> Iterator[Candidate]:
+    """Returns the choices, each once, without those that are searched.
+
+    Args:
+        num_devices: Integer, the devices that there are.
+        num_calls: Integer, the calls of layers.
+        rows: Integer, rows of the mini-batch.
+        fixed: `Fixed`.
+        replicates: Boolean, whether there may be several replicas.
+    """
+    names = [x for x in schedules.NAMES if x != schedules.AUTO]
+    # Of equally fast ones the first is taken.
+    modes: tuple[str, ...] = REMAT_MODES[::-1]
+    if fixed.schedule is not None:
+        names = [fixed.schedule]
+    if fixed.remat is not None:
+        modes = (fixed.remat,)
+    for count, copies in layouts(num_devices, replicates):
+        sizes = micro_batches(count, rows // copies)
+        if fixed.num_micro_batches is not None:
+            sizes = [fixed.num_micro_batches]
+        for name in names:
+            if count == 1 and name != (fixed.schedule or "1f1b"):
+                continue  # One device works all the time, in any order.
+            each = num_each(name, count)
+            num_stages = each * count
+            if num_stages > num_calls or fixed.num_stages not in (
+                None,
+                num_stages,
+            ):
+                continue
+            most = min(rows // copies, schedules.most_rows(num_stages))
+            for number, mode in itertools.product(sizes, modes):
+                if 1 <= number <= most:
+                    yield Candidate(
+                        count, copies, num_stages, number, name, mode
+                    )
+
+
+def placements(
+    machine: Machine, candidate: Candidate
+) -> list[list[list[Device]]]:
+    """Returns rows of devices, one a replica, in orders that are worth trying.
+
+    The fastest devices, by rows of nearly equal speed.
+    """
+    count, copies = candidate.num_devices, candidate.num_replicas
+    if machine.alike:
+        chosen = machine.devices[: count * copies]
+        return [[chosen[r * count : (r + 1) * count] for r in range(copies)]]
+    fastest = sorted(
+        range(len(machine.devices)),
+        key=lambda i: -machine.devices[i].speed.flops,
+    )
+    largest = sorted(
+        range(len(machine.devices)),
+        key=lambda i: -(machine.devices[i].memory or math.inf),
+    )
+    found: dict[tuple, list] = {}
+    for order in (fastest, largest):
+        chosen_rows = [
+            order[r * count : (r + 1) * count] for r in range(copies)
+        ]
+        for arranged in (
+            sorted,
+            list,
+            lambda row: row[::-1],
+            lambda row: sorted(row, key=largest.index),
+        ):
+            rows = [arranged(row) for row in chosen_rows]
+            found.setdefault(
+                tuple(map(tuple, rows)),
+                [[machine.devices[i] for i in row] for row in rows],
+            )
+    return list(found.values())
+
+
+def layouts(num_devices: int, replicates: bool) -> list[tuple[int, int]]:
+    """Returns the numbers of devices a replica and of replicas."""
+    counts = [
+        x
+        for x in range(1, num_devices + 1)
+        if num_devices <= _FEW or not num_devices % x or not x & (x - 1)
+    ]
+    found = {(x, 1) for x in counts}
+    if replicates:
+        found |= {(x, num_devices // x) for x in counts}
+    return sorted(found)
+
+
+def micro_batches(num_devices: int, rows: int) -> list[int]:
+    """Returns numbers of micro-batches, those of equal size where they are."""
+    most = min(_MOST_A_DEVICE * num_devices, rows)
+    if num_devices == 1:
+        # More than one only saves memory.
+        most = rows
+    powers = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    times = [num_devices * x for x in powers if num_devices * x <= most]
+    even = [x for x in {*powers, *times} if not rows % x]
+    return sorted(even if len(even) > 2 else {*powers, *times})
+
+
+def num_each(schedule: str, num_devices: int) -> int:
+    """Returns how many stages a device has."""
+    if schedule in schedules.TWO_EACH:
+        return 2
+    return 2 if schedule in schedules.ANY_NUMBER and num_devices > 1 else 1

@@ -1,0 +1,247 @@
+"""The fastest pipeline that fits, by the simulator."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence
+
+from tf_gpipe.planning.candidates import Candidate
+from tf_gpipe.planning.candidates import Fixed
+from tf_gpipe.planning.candidates import candidates
+from tf_gpipe.planning.candidates import placements
+from tf_gpipe.planning.drafts import Choice
+from tf_gpipe.planning.drafts import Draft
+from tf_gpipe.planning.known_layers import KnownLayers
+from tf_gpipe.planning.layer_times import LayerTimes
+from tf_gpipe.planning.speeds import Machine
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
+from tf_gpipe.schedule.tasks import Schedule
+
+# More devices than one must make a step shorter by more than this.
+_HARDLY = 1.02
+# For how many of the best something better is searched: another order of
+# tasks, other layers to recompute.
+_NUM_SEARCHED = 3
+
+
+class Chooser:
+    """Plans and ranks candidates.
+
+    Args:
+        layers: `KnownLayers`.
+        times: `LayerTimes`.
+        machine: `Machine`.
+    """
+
+    def __init__(
+        self, layers: KnownLayers, times: LayerTimes, machine: Machine
+    ):
+        self._layers = layers
+        self._times = times
+        self._machine = machine
+
+    def ranked(
+        self, fixed: Fixed, count: int, among: Iterable[Candidate] | None = None
+    ) -> list[Choice]:
+        """Returns the best choices, the fastest first.
+
+        Args:
+            fixed: `Fixed`.
+            count: Integer, how many; no two have the same `Candidate.key`.
+            among: `Candidate`s. Defaults to all.
+        """
+        layers, machine = self._layers, self._machine
+        searched = fixed.schedule in (None, schedules.AUTO)
+        if among is None:
+            bare = fixed
+            if fixed.schedule == schedules.AUTO:
+                bare = dataclasses.replace(bare, schedule=None)
+            if fixed.remat == AUTO_REMAT:
+                bare = dataclasses.replace(bare, remat=None)
+            among = candidates(
+                len(machine.devices),
+                len(layers.graph.nodes),
+                layers.rows,
+                bare,
+                machine.replicates,
+            )
+        among = list(among)
+        rows = [
+            layers.micro_batch(x.num_micro_batches, x.num_replicas)
+            for x in among
+        ]
+        if rows and not layers.sampled:
+            layers.sampled = sorted({min(rows), max(rows)})
+        best: dict[tuple, Choice] = {}
+        # The most promising first, so that others need not be simulated.
+        drafts = sorted(
+            (draft for candidate in among for draft in self._drafts(candidate)),
+            key=lambda draft: draft.bound,
+        )
+        for draft in drafts:
+            limit = math.inf
+            if len(best) >= count:
+                limit = sorted(x.seconds for x in best.values())[count - 1]
+            if draft.bound > _HARDLY * limit:
+                break
+            self._keep(best, draft.choice())
+        if searched and machine.alike:
+            found = _fastest(best)
+            names = {
+                (x.candidate.num_devices, x.candidate.num_micro_batches): x
+                for x in reversed(found)
+                if x.candidate.num_devices > 1
+            }
+            for known in list(names.values())[::-1][:_NUM_SEARCHED]:
+                for choice in self._searched(known, fixed):
+                    self._keep(best, choice)
+        fits = {draft.candidate for draft in drafts}
+        best = self._with_auto_remat(
+            best, fixed, [x for x in among if x not in fits]
+        )
+        found = _fastest(best)
+        one = [
+            x
+            for x in found
+            if x.candidate.num_devices * x.candidate.num_replicas == 1
+            and x.seconds <= _HARDLY * found[0].seconds
+        ]
+        if one:
+            found = [one[0], *(x for x in found if x is not one[0])]
+        if fixed.schedule == schedules.AUTO:
+            found = [
+                x for x in found if x.candidate.schedule == schedules.AUTO
+            ] or found
+        return found[:count]
+
+    def _with_auto_remat(
+        self,
+        best: dict[tuple, Choice],
+        fixed: Fixed,
+        too_large: Iterable[Candidate],
+    ) -> dict[tuple, Choice]:
+        """Returns choices with those that recompute some layers among them.
+
+        In place of all layers, or where they would not fit without.
+        """
+        machine, alone = self._machine, fixed.remat == AUTO_REMAT
+        if fixed.remat is not None and not alone:
+            return best
+        memories = {x.memory for x in machine.devices}
+        if len(memories) > 1 or None in memories:
+            return best
+        found = {} if alone else dict(best)
+        known = [
+            x for x in _fastest(best) if alone or x.candidate.remat != "never"
+        ]
+        free = dataclasses.replace(
+            machine,
+            devices=[
+                dataclasses.replace(x, memory=None) for x in machine.devices
+            ],
+        )
+        faster = Chooser(self._layers, self._times, free).ranked(
+            dataclasses.replace(fixed, remat="never"),
+            _NUM_SEARCHED,
+            [x for x in too_large if x.remat == "never"],
+        )
+        for x in (*known[:_NUM_SEARCHED], *faster):
+            auto = dataclasses.replace(x.candidate, remat=AUTO_REMAT)
+            for devices in placements(machine, auto):
+                schedule: Schedule = x.plan.tasks  # type: ignore[assignment]
+                draft = self._draft(auto, devices, schedule)
+                self._keep(found, draft.recomputing())
+        return found
+
+    @staticmethod
+    def _keep(best: dict[tuple, Choice], choice: Choice | None) -> None:
+        if choice is None:
+            return
+        key = choice.candidate.key
+        if key not in best or choice.seconds < best[key].seconds:
+            best[key] = choice
+
+    def _drafts(self, candidate: Candidate) -> list[Draft]:
+        """Returns the candidate with each order of devices and its best cut."""
+        schedule = schedules.get(
+            candidate.schedule,
+            candidate.num_stages,
+            candidate.num_micro_batches,
+            candidate.num_devices
+            if candidate.schedule in schedules.ANY_NUMBER
+            else None,
+        )
+        found = []
+        for devices in placements(self._machine, candidate):
+            draft = self._draft(candidate, devices, schedule)
+            if draft.cut():
+                found.append(draft)
+        return found
+
+    def _draft(self, candidate, devices, schedule: Schedule) -> Draft:
+        return Draft(
+            self._layers,
+            self._times,
+            self._machine,
+            candidate,
+            devices,
+            schedule,
+        )
+
+    def _searched(self, known: Choice, fixed: Fixed) -> list[Choice]:
+        """Returns orders that are searched for a choice's stages."""
+        found = []
+        for each in (1, 2):
+            candidate = dataclasses.replace(
+                known.candidate,
+                num_stages=each * known.candidate.num_devices,
+                schedule=schedules.AUTO,
+            )
+            if (
+                candidate.num_stages > len(self._layers.graph.nodes)
+                or fixed.num_stages not in (None, candidate.num_stages)
+                or candidate.num_micro_batches
+                > schedules.most_rows(candidate.num_stages)
+            ):
+                continue
+            base = dataclasses.replace(
+                candidate,
+                schedule="1f1b" if each == 1 else "interleaved_zero_bubble",
+            )
+            for draft in self._drafts(base)[:1]:
+                choice = draft.searched(candidate)
+                if choice is not None:
+                    found.append(choice)
+        return found
+
+
+def _fastest(best: dict[tuple, Choice]) -> list[Choice]:
+    # Of equally fast ones that with fewer devices, stages and micro-batches.
+    return sorted(
+        best.values(),
+        key=lambda x: (float(f"{x.seconds:.9g}"), *map(str, x.candidate.key)),
+    )
+
+
+def explanation(choices: Sequence[Choice], machine: Machine) -> str:
+    """Returns what there is to say of the best choice."""
+    best = choices[0].candidate
+    if best.num_devices == 1 and best.num_replicas == 1:
+        if len(machine.devices) == 1:
+            return ""
+        return (
+            "One device is enough: a pipeline over more would not be faster. "
+            "Plain Keras does the same."
+        )
+    if best.num_devices == 1:
+        return (
+            f"Use data parallelism: {best.num_replicas} replicas of the whole "
+            "model, under `tf.distribute.MirroredStrategy`, without a pipeline."
+        )
+    if best.num_replicas > 1:
+        return (
+            f"{best.num_replicas} replicas: make the model under "
+            "`tf.distribute.MirroredStrategy`, with the first device of each."
+        )
+    return ""

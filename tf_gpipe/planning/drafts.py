@@ -1,0 +1,337 @@
+"""A candidate on devices: its cut, the times of its stages, its plan."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from tf_gpipe.partition.auto_remat import AutoRemat
+from tf_gpipe.partition.contiguous import split
+from tf_gpipe.partition.memory_limit import MemoryLimit
+from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.planning import cuts
+from tf_gpipe.planning.candidates import Candidate
+from tf_gpipe.planning.estimates import StageTimes
+from tf_gpipe.planning.estimates import estimate
+from tf_gpipe.planning.plans import Plan
+from tf_gpipe.planning.speeds import Speed
+from tf_gpipe.schedule.memory import Sizes
+from tf_gpipe.schedule.memory import device_peaks
+from tf_gpipe.schedule.memory import peak_activations
+from tf_gpipe.schedule.search import search
+from tf_gpipe.schedule.simulate import Times
+from tf_gpipe.schedule.tasks import AUTO_REMAT
+from tf_gpipe.schedule.tasks import Schedule
+
+# The share of a device's memory that a plan may need: what operations need
+# while they run, and fragments, are not in it.
+FITTING = 0.9
+# Of larger models such a cut takes too long: stages are equal in memory then.
+_MOST_CALLS = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A candidate and its plan.
+
+    Attributes:
+        candidate: `Candidate`.
+        plan: `Plan`, with `step_seconds` of the whole step: updates, and the
+            sum of the gradients of replicas, are in it.
+    """
+
+    candidate: Candidate
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.step_seconds or 0.0
+
+
+class Draft:
+    """A candidate on given devices, cut, with the times of its stages."""
+
+    def __init__(self, layers, times, machine, candidate, rows, schedule):
+        self._layers = layers
+        self._machine = machine
+        self.candidate = candidate
+        self._rows = rows
+        self._schedule = schedule
+        slow = machine.slowdown(candidate.num_devices * candidate.num_replicas)
+        # All replicas wait for the slowest, and all must fit.
+        columns = list(zip(*rows, strict=True))
+        self._speeds: list[Speed] = [
+            min((x.speed for x in column), key=lambda x: x.flops).slower(slow)
+            for column in columns
+        ]
+        self._memory: list[Any] = [
+            min((x.memory for x in column if x.memory), default=None)
+            for column in columns
+        ]
+        self._micro_batch = layers.micro_batch(
+            candidate.num_micro_batches, candidate.num_replicas
+        )
+        self._seconds = [
+            times.of(self._micro_batch, self._speeds[d])
+            for d in schedule.devices
+        ]
+
+    def cut(self) -> bool:
+        """Finds the cut, and returns whether there is one that fits."""
+        schedule, remat = self._schedule, self.candidate.remat
+        shares = [
+            schedule.recomputed_share(k, remat)
+            for k in range(schedule.num_stages)
+        ]
+        whole = np.array(
+            [
+                x[0] + x[1] + share * x[0]
+                for x, share in zip(self._seconds, shares, strict=True)
+            ]
+        )
+        first = whole[0] if whole[0].any() else np.ones_like(whole[0])
+        total = first.sum()
+        _, sizes = self._layers.costs(self._micro_batch)
+        sends = [
+            sum(sizes[x] for x in values)
+            for values in self._layers.graph.crossing()
+        ]
+        self.counts = split(
+            first,
+            schedule.num_stages,
+            sends,
+            [max(x.sum() / total, 1e-9) for x in whole],
+        )
+        self._measure()
+        if self._fits():
+            return True
+        n = len(self._layers.names)
+        if n > _MOST_CALLS:
+            return False
+        costs, _ = self._layers.costs(self._micro_batch)
+        most = max(2 * x.largest_bytes + x.output_bytes for x in costs)
+        # What a backward pass needs while it runs may be elsewhere.
+        for spare in (0, most):
+            counts = self._cut_for_memory(whole, sends, spare)
+            if counts is None:
+                return False
+            self.counts = counts
+            self._measure()
+            if self._fits():
+                return True
+        return False
+
+    def _cut_for_memory(self, whole, sends, spare) -> list[int] | None:
+        schedule, remat = self._schedule, self.candidate.remat
+        costs, _ = self._layers.costs(self._micro_batch)
+        each = [schedule.devices.count(d) for d in schedule.devices]
+        rooms = []
+        for k, device in enumerate(schedule.devices):
+            memory = self._memory[device]
+            rooms.append(
+                cuts.Room(
+                    math.inf
+                    if memory is None
+                    else (FITTING * memory - spare) / each[k],
+                    peak_activations(schedule, remat, {k: Sizes(0, 0, 1)}),
+                    peak_activations(schedule, remat, {k: Sizes(0, 1, 0)}),
+                )
+            )
+        return cuts.within(
+            whole,
+            self._layers.bytes,
+            [x.stored_bytes + x.output_bytes for x in costs],
+            [0, *sends],
+            rooms,
+        )
+
+    def _measure(self, decided: AutoRemat | None = None) -> None:
+        """Puts together what the stages of the cut take."""
+        counts, machine = self.counts, self._machine
+        self._recomputed = decided.parts if decided else None
+        self._costs = (
+            decided.costs
+            if decided
+            else self._layers.stages(counts, self._micro_batch)
+        )
+        ends = list(itertools.accumulate(counts))
+        parts = [slice(b - n, b) for n, b in zip(counts, ends, strict=True)]
+        forward, backward, weights = (
+            [
+                float(x[i, part].sum())
+                for x, part in zip(self._seconds, parts, strict=True)
+            ]
+            for i in range(3)
+        )
+        start = [self._speeds[d].task for d in self._schedule.devices]
+        splits = 2 if self._schedule.splits else 1
+        self._stage_times = StageTimes(
+            [x + s for x, s in zip(forward, start, strict=True)],
+            [x + splits * s for x, s in zip(backward, start, strict=True)],
+            [
+                min(x, y) + s
+                for x, y, s in zip(weights, backward, start, strict=True)
+            ],
+            {
+                (k, to): machine.latency
+                + size / (machine.bandwidth or math.inf)
+                for k, stage in enumerate(self._costs)
+                for to, size in stage.sends.items()
+            },
+            *self._recomputation(forward, parts),
+        )
+        own = [sum(self._layers.bytes[part]) for part in parts]
+        self._parameter_bytes = own
+        # An update reads and writes what a stage has of its weights.
+        self._updates = [0.0] * len(self._speeds)
+        copies = self.candidate.num_replicas
+        for device, size in zip(self._schedule.devices, own, strict=True):
+            self._updates[device] += 2 * size / self._speeds[device].memory
+            if copies > 1:
+                # A ring: each gradient is sent and received 2(R-1)/R times.
+                # About a third of these bytes are gradients.
+                self._updates[device] += machine.latency * 2 * (copies - 1) + (
+                    2 * (copies - 1) / copies * size / 3
+                ) / (machine.bandwidth or self._speeds[device].memory)
+
+    def _recomputation(self, forward, parts) -> tuple[list, list]:
+        """Returns what stages recompute before and within backward passes."""
+        if self._recomputed is None:
+            return forward, [0.0] * len(forward)
+        before, within = [], []
+        for seconds, part, again in zip(
+            self._seconds, parts, self._recomputed, strict=True
+        ):
+            own = seconds[0][part]
+            taken = float(sum(own[list(x)].sum() for x in again))
+            at_once = len(again) == 1
+            before.append(taken if at_once else 0.0)
+            within.append(0.0 if at_once else taken)
+        return before, within
+
+    @property
+    def bound(self) -> float:
+        """What the step takes at least."""
+        number = self._schedule.num_micro_batches
+        busy = list(self._updates)
+        times = self._stage_times
+        for k, device in enumerate(self._schedule.devices):
+            again = self._schedule.recomputed_share(k, self.candidate.remat)
+            busy[device] += number * (
+                times.forward[k] * (1 + again) + times.backward[k]
+            )
+        return max(busy)
+
+    def _fits(self) -> bool:
+        if all(x is None for x in self._memory):
+            return True
+        number = self._schedule.num_micro_batches
+        used = device_peaks(
+            self._schedule,
+            self.candidate.remat,
+            [x.of_micro_batches(number) for x in self._costs],
+        )
+        for device, size in zip(
+            self._schedule.devices, self._parameter_bytes, strict=True
+        ):
+            used[device] += size
+        return all(
+            memory is None or size <= FITTING * memory
+            for size, memory in zip(used, self._memory, strict=True)
+        )
+
+    def choice(self) -> Choice:
+        """Returns what is planned."""
+        plan = estimate(
+            self._layers,
+            self._costs,
+            self.counts,
+            self._schedule,
+            self.candidate.remat,
+            self._stage_times,
+            self._recomputed,
+        )
+        auto = self.candidate.remat == AUTO_REMAT
+        names = [[x.name for x in row] for row in self._rows]
+        there = all(x is not None for row in names for x in row)
+        alike = len(set(self._memory)) == 1
+        copies = self.candidate.num_replicas
+        return Choice(
+            self.candidate,
+            dataclasses.replace(
+                plan,
+                step_seconds=(plan.step_seconds or 0.0) + max(self._updates),
+                relative_step_time=plan.relative_step_time / copies,
+                device_memory=self._memory[0] if alike else self._memory,
+                num_replicas=copies,
+                memory_limit=self._limit if auto else None,
+                batch_size=math.ceil(self._layers.rows / copies)
+                if auto
+                else None,
+                device_names=(names if copies > 1 else names[0])
+                if there
+                else None,
+            ),
+        )
+
+    @property
+    def _limit(self) -> int:
+        """The bytes that a device may take, where all have as many."""
+        return int(FITTING * self._memory[0])
+
+    def recomputing(self) -> Choice | None:
+        """Returns the choice with `remat="auto"`, if one fits."""
+        forward, backward, _ = self._seconds[0]
+        search = functools.partial(
+            self._layers.recomputation,
+            self._micro_batch,
+            self._schedule,
+            MemoryLimit.of(self._limit),
+        )
+        work = list(zip(forward + backward, forward, strict=True))
+        try:
+            self.counts = search(work).with_best_cut().counts
+            # As a model decides, which knows no times.
+            decided = search().with_counts(self.counts)
+        except TooLittleMemoryError:
+            return None
+        self._measure(decided)
+        return self.choice() if self._fits() else None
+
+    def searched(self, candidate: Candidate) -> Choice | None:
+        """Returns the choice with an order that is searched, if one fits."""
+        times = self._stage_times
+        memory = self._memory[0]
+        sizes = []
+        for cost, own in zip(self._costs, self._parameter_bytes, strict=True):
+            size = cost.of_micro_batches(candidate.num_micro_batches)
+            sizes.append(
+                size
+                if memory is None
+                else size._replace(fixed=size.fixed + own)
+            )
+        try:
+            order: Schedule = search(
+                Times.of(
+                    len(sizes),
+                    times.forward,
+                    times.backward,
+                    times.before,
+                    times.transfer,
+                    times.weights,
+                ),
+                candidate.num_micro_batches,
+                candidate.num_devices,
+                candidate.remat,
+                sizes,
+                None if memory is None else FITTING * memory,
+            )
+        except ValueError:
+            return None
+        # Of devices that are alike, it does not matter which has which stages.
+        self._schedule, self.candidate = order, candidate
+        self._measure()
+        return self.choice() if self._fits() else None

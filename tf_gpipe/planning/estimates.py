@@ -1,0 +1,138 @@
+"""What a pipeline needs whose every argument is decided."""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tf_gpipe.partition.stage_costs import StageCosts
+from tf_gpipe.planning.known_layers import KnownLayers
+from tf_gpipe.planning.plans import Plan
+from tf_gpipe.planning.plans import StagePlan
+from tf_gpipe.schedule.memory import device_peaks
+from tf_gpipe.schedule.memory import peak_activations
+from tf_gpipe.schedule.simulate import Execution
+from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import Schedule
+
+
+class StageTimes(NamedTuple):
+    """How long the passes of stages take, in seconds or operations.
+
+    Attributes:
+        forward: List, of the forward pass of a micro-batch.
+        backward: List, of its backward pass.
+        weights: List, of the share of that for gradients of weights.
+        transfer: Dictionary from pairs of stages to the time of a transfer.
+        before: List, of what is recomputed before the backward pass of a
+            micro-batch.
+        within: List, of what is recomputed in the course of it.
+    """
+
+    forward: list[float]
+    backward: list[float]
+    weights: list[float]
+    transfer: Mapping[tuple[int, int], float]
+    before: list[float]
+    within: list[float]
+
+    def simulated(
+        self, schedule: Schedule, remat: str, transfers: bool = True
+    ) -> Execution:
+        """Returns the step on paper."""
+        return simulate(
+            schedule,
+            self.forward,
+            [x + y for x, y in zip(self.backward, self.within, strict=True)],
+            recompute=self.before,
+            transfer=self.transfer if transfers else 0.0,
+            remat=remat,
+            weights=self.weights,
+        )
+
+
+def estimate(
+    layers: KnownLayers,
+    costs: Sequence[StageCosts],
+    counts: Sequence[int],
+    schedule: Schedule,
+    remat: str,
+    times: StageTimes,
+    recomputed: Sequence[Sequence[range]] | None = None,
+) -> Plan:
+    """Returns the plan of a pipeline, in the unit of `times`.
+
+    `recomputed` has for each stage the places of the calls that it recomputes,
+    where they are not all that it has.
+    """
+    sizes = [x.of_micro_batches(schedule.num_micro_batches) for x in costs]
+    simulation = times.simulated(schedule, remat)
+    makespan = simulation.makespan
+    without = times.simulated(schedule, remat, transfers=False).makespan
+    alone = schedule.num_micro_batches * sum(times.forward + times.backward)
+    return Plan(
+        stages=_stages(
+            layers, counts, costs, schedule, remat, sizes, recomputed
+        ),
+        devices=schedule.devices,
+        device_activation_bytes=[
+            int(x) for x in device_peaks(schedule, remat, sizes)
+        ],
+        num_micro_batches=schedule.num_micro_batches,
+        schedule=schedule.name,
+        description=schedule.description,
+        tasks=schedule,
+        remat=remat,
+        bubble=simulation.bubble,
+        relative_step_time=makespan / alone if alone else 1.0,
+        step_seconds=makespan,
+        device_idle=_idle(simulation, len(schedule.tasks)),
+        transfer_share=1 - without / makespan if makespan else 0.0,
+    )
+
+
+def _idle(simulation: Execution, num_devices: int) -> list[float]:
+    busy = [*simulation.busy, *[0.0] * num_devices][:num_devices]
+    whole = simulation.makespan
+    return [round(1 - x / whole, 12) if whole else 0.0 for x in busy]
+
+
+def _stages(
+    layers, counts, costs, schedule, remat, sizes, recomputed
+) -> list[StagePlan]:
+    stages, first = [], 0
+    peak = functools.partial(peak_activations, schedule, remat)
+    for k, (count, cost) in enumerate(zip(counts, costs, strict=True)):
+        own = slice(first, first + count)
+        first = own.stop
+        stages.append(
+            StagePlan(
+                layers=layers.names[own],
+                recomputed=_recomputed(
+                    layers.names[own],
+                    schedule.recomputed_share(k, remat),
+                    recomputed and recomputed[k],
+                ),
+                parameters=sum(
+                    math.prod(w.shape)
+                    for w in itertools.chain(*layers.weights[own])
+                ),
+                parameter_bytes=sum(layers.bytes[own]),
+                activation_bytes=int(peak({k: sizes[k]})),
+                flops=cost.flops,
+                backward_flops=cost.backward_flops,
+                sends=cost.sends,
+            )
+        )
+    return stages
+
+
+def _recomputed(names, share, parts) -> list[str]:
+    """Returns the names of the layers that a stage recomputes."""
+    if not share:
+        return []
+    if parts is None:
+        return names
+    return [names[i] for part in parts for i in part]

@@ -1,0 +1,135 @@
+"""What is known of a model's layers before anything of it is allocated."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tf_gpipe.partition import auto_remat
+from tf_gpipe.partition import flops
+from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition import stage_costs
+from tf_gpipe.partition.layer_costs import LayerCosts
+from tf_gpipe.partition.memory_limit import MemoryLimit
+from tf_gpipe.planning import planned_graph
+from tf_gpipe.schedule.tasks import Schedule
+
+
+class KnownLayers:
+    """Layers copied without values, and what they do.
+
+    Args:
+        model: As of `plan`.
+        input_spec: As of `plan`.
+        optimizer: As of `plan`.
+        dtype_policy: As of `plan`.
+
+    Attributes:
+        graph: `Graph` of the copies.
+        names: List of the names of the layers, one a call.
+        weights: List of the weights that no earlier call uses, one a call.
+        bytes: List of the bytes of these, of the sums of their gradients and
+            of their slots.
+        input_spec: Nested structure of `KerasTensor`s, the mini-batch.
+        rows: Integer, rows of the mini-batch.
+        sampled: List of numbers of rows of a micro-batch that are traced;
+            what layers do with others lies on lines through them. Empty:
+            each number is traced.
+    """
+
+    def __init__(self, model, input_spec, optimizer, dtype_policy=None):
+        graph = planned_graph.of(model, input_spec)
+        self.names = [node.layer.name for node in graph.nodes]
+        copies, specs = planned_graph.copies(graph, optimizer, dtype_policy)
+        for value, spec in specs.items():
+            value.spec = spec
+        self.weights: list[list] = []
+        self.bytes: list[int] = []
+        nodes, seen = [], set()
+        for node, (copy, size) in zip(graph.nodes, copies, strict=True):
+            # A layer that is called again brings no weights of its own.
+            again = id(node.layer) in seen
+            seen.add(id(node.layer))
+            self.weights.append([] if again else getattr(copy, "weights", []))
+            self.bytes.append(0 if again else size)
+            nodes.append(dataclasses.replace(node, layer=copy))
+        self.graph = dataclasses.replace(graph, nodes=nodes)
+        self.input_spec = planned_graph.spec_of(input_spec)
+        self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
+        self.sampled: list[int] = []
+        # Of micro-batches of so many rows.
+        self._traced = functools.cache(self._trace)
+        self.costs = functools.cache(self._costs)
+
+    def micro_batch(self, num_micro_batches: int, num_replicas: int = 1) -> int:
+        """Returns the rows of the largest micro-batch."""
+        return math.ceil(self.rows / num_replicas / num_micro_batches)
+
+    def stages(
+        self, counts: Sequence[int], rows: int
+    ) -> list[stage_costs.StageCosts]:
+        """Returns the costs of stages for micro-batches of so many rows."""
+        costs, sizes = self.costs(rows)
+        return stage_costs.find(
+            self.graph.parts(list(counts)), costs, sizes.__getitem__
+        )
+
+    def recomputation(
+        self,
+        rows: int,
+        schedule: Schedule,
+        limit: MemoryLimit,
+        work: Sequence[tuple[float, float]] | None = None,
+    ) -> auto_remat.Search:
+        """Returns the search for what stages recompute to fit a limit.
+
+        For micro-batches of so many rows; `work` is as of `Search`.
+        """
+        # As a model does, which then recomputes the same.
+        costs, sizes = self._traced(rows)
+        return auto_remat.Search(
+            self.graph,
+            costs,
+            sizes.__getitem__,
+            self.bytes,
+            schedule,
+            schedule.devices,
+            limit,
+            work,
+        )
+
+    def _trace(self, rows: int) -> tuple[list[LayerCosts], dict[Any, int]]:
+        costs, specs = layer_costs.trace(self.graph, rows)
+        sizes = {x: layer_costs.size_in_bytes(y) for x, y in specs.items()}
+        return costs, sizes
+
+    def _costs(self, rows: int) -> tuple[list[LayerCosts], dict[Any, int]]:
+        """Returns what calls cost for so many rows, and the size of values."""
+        if not self.sampled or rows in self.sampled:
+            return self._traced(rows)
+        low, high = min(self.sampled), max(self.sampled)
+        (a, a_sizes), (b, b_sizes) = self._traced(low), self._traced(high)
+        share = (rows - low) / (high - low)
+
+        def between(x, y):
+            if isinstance(x, flops.Traffic):
+                return flops.Traffic(*map(between, x, y))
+            if isinstance(x, (bool, tuple)):
+                return x
+            return round(x + share * (y - x))
+
+        made: dict[int, LayerCosts] = {}
+        for x, y in zip(a, b, strict=True):
+            # Calls that do the same share what is known of them.
+            if id(x) not in made:
+                made[id(x)] = LayerCosts(
+                    *(
+                        between(getattr(x, field.name), getattr(y, field.name))
+                        for field in dataclasses.fields(LayerCosts)
+                    )
+                )
+        costs = [made[id(x)] for x in a]
+        return costs, {x: between(y, b_sizes[x]) for x, y in a_sizes.items()}

@@ -1,0 +1,132 @@
+"""A plan as people read it: the verdict, a table, and notes.
+
+This module imports no TensorFlow.
+"""
+
+import itertools
+from typing import Any
+
+from tf_gpipe import table
+
+
+def text(plan: Any) -> str:
+    """Returns a `Plan` as a table."""
+    names = [str(k) for k in range(len(plan.stages))]
+    devices = [str(device) for device in plan.devices]
+    columns = [_numbers(stage) for stage in plan.stages]
+    runs = table.runs([tuple(x.values()) for x in columns])
+    # Else it says what the number of the stage does.
+    shared = devices != names
+    rows = [
+        {
+            "Stage": table.of_run(names, run),
+            **({"Device": table.of_run(devices, run)} if shared else {}),
+            **columns[run.start],
+        }
+        for run in runs
+    ]
+    notes = [
+        f"{sum(stage.parameters for stage in plan.stages):,} parameters; "
+        f"schedule {plan.schedule} of {plan.num_micro_batches} "
+        f"micro-batches, remat {plan.remat}",
+    ]
+    if any(stage.recomputed for stage in plan.stages):
+        notes.append("again: the layers of a stage that are recomputed")
+    if len(rows) < len(plan.stages):
+        notes.append("numbers of several stages are those of each")
+    if plan.description:
+        notes.append(f"order of tasks: {plan.description}")
+    skips = [
+        f"{k} to {to} ({_size(size)})"
+        for k, stage in enumerate(plan.stages)
+        for to, size in stage.sends.items()
+        if to != k + 1
+    ]
+    if skips:
+        notes.append(f"skips from stage {', '.join(skips)} a micro-batch")
+    notes += _of_idle(plan)
+    if plan.step_seconds is not None:
+        notes.append(
+            f"a step takes {plan.step_seconds:.3g} s, of which transfers "
+            f"between stages cost {plan.transfer_share:.1%}"
+        )
+    if plan.measured_seconds is not None:
+        notes.append(f"tried: a step took {plan.measured_seconds:.3g} s")
+    notes += _of_rivals(plan)
+    return table.render(rows, notes, width=80, verdict=_verdict(plan))
+
+
+def _numbers(stage: Any) -> dict[str, str]:
+    return {
+        "Layers": str(len(stage.layers)),
+        # Of its layers; a longer word would cost digits of other columns.
+        "Again": str(len(stage.recomputed)),
+        "Parameters": f"{stage.parameters:,}",
+        "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
+        "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",
+        "GFLOPs": f"{stage.flops / 1e9:,.2f}",
+        "Boundary MiB": f"{stage.boundary_bytes / 2**20:,.2f}",
+    }
+
+
+def _verdict(plan: Any) -> str:
+    """Returns what matters most: whether it fits, and how good it is."""
+    lines = []
+    known = [
+        (size / memory, size, memory)
+        for size, memory in zip(plan.device_bytes, plan.memories, strict=True)
+        if memory is not None
+    ]
+    if known:
+        _, size, memory = max(known)
+        fits = "fits" if plan.fits else "does not fit"
+        lines.append(
+            f"{fits}: the fullest device needs {_size(size)} of {_size(memory)}"
+        )
+    lines += [x for x in (plan.advice, *plan.reason.split("\n")) if x]
+    lines.append(
+        f"bubble {plan.bubble:.1%}, step time "
+        f"{plan.relative_step_time:.3f} of one device's"
+    )
+    return "\n".join(lines)
+
+
+def _of_idle(plan: Any) -> list[str]:
+    """Returns how idle devices are, where that is not the bubble of each."""
+    shares = [f"{x:.0%}" for x in plan.device_idle]
+    if len(set(shares)) < 2:
+        return []
+    found = []
+    for share, group in itertools.groupby(
+        range(len(shares)), shares.__getitem__
+    ):
+        first, *rest = group
+        found.append(
+            f"{first} to {rest[-1]} {share}" if rest else f"{first} {share}"
+        )
+    return [f"idle: device {', '.join(found)}"]
+
+
+def _of_rivals(plan: Any) -> list[str]:
+    own = plan.measured_seconds or plan.step_seconds
+    if not plan.rivals or not own:
+        return []
+    found = []
+    for i, x in enumerate(plan.rivals):
+        more = x.seconds / own - 1
+        words = f"{more:.1%} slower"
+        if more < 0:
+            # Of one device, to which more would hardly add.
+            words = f"{-more:.1%} faster, too little for more devices"
+        found.append(
+            f"{'then' if i else 'next best'}: {x.words}, {words}"
+            + (", tried" if x.tried else "")
+        )
+    return found
+
+
+def _size(size: float) -> str:
+    """Returns a number of bytes as people read it."""
+    if size < 2**30:
+        return f"{size / 2**20:,.1f} MiB"
+    return f"{size / 2**30:,.2f} GiB"

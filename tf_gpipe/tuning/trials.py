@@ -1,0 +1,147 @@
+"""Steps of pipelines that are made to be tried, and forgotten."""
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe.models.functional import PipelinedModel
+from tf_gpipe.models.sequential import PipelinedSequential
+from tf_gpipe.planning.plans import Plan
+from tf_gpipe.stage import abstract
+from tf_gpipe.stage import seeds
+
+_NUM_STEPS = 3
+
+
+class _Clock(keras.callbacks.Callback):
+    """Notes how long each step takes."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.seconds: list[float] = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+def step_seconds(
+    model: Any, spec: Any, optimizer: Any, plan: Plan
+) -> float | None:
+    """Returns the seconds of a step of a copy of a model.
+
+    The copy has weights, slots and seeds of its own; the model, and what draws
+    random numbers, stay as they are.
+
+    Args:
+        model: As of `tf_gpipe.tune`.
+        spec: Nested structure of `KerasTensor`s, the mini-batch.
+        optimizer: A Keras optimizer.
+        plan: The `Plan` of a single replica.
+
+    Returns:
+        The least of some steps, after one that traces; `None` where a device
+        runs out of memory.
+    """
+    with _nothing_drawn():
+        try:
+            copy = _copy(model, spec, plan)
+            x = keras.tree.map_structure(
+                lambda s: tf.ones(s.shape, s.dtype), spec
+            )
+            outputs = (
+                copy.output
+                if isinstance(copy, PipelinedModel)
+                else copy.compute_output_spec(spec)
+            )
+            copy.compile(
+                type(optimizer).from_config(optimizer.get_config()),
+                keras.tree.map_structure(lambda _: _loss, outputs),
+            )
+            y = keras.tree.map_structure(
+                lambda s: tf.ones([len(_first(x)), *[1] * (len(s.shape) - 1)]),
+                outputs,
+            )
+            clock = _Clock()
+            batches = tf.data.Dataset.from_tensors((x, y))
+            for count in (1, _NUM_STEPS):
+                copy.fit(
+                    batches.repeat(count),
+                    shuffle=False,
+                    verbose=0,
+                    callbacks=[clock],
+                )
+            return min(clock.seconds)
+        except tf.errors.ResourceExhaustedError:
+            return None
+
+
+def _loss(y_true: Any, y_pred: Any) -> Any:
+    """Nobody has told which loss it will be; most cost little."""
+    size = keras.ops.mean(
+        keras.ops.square(keras.ops.cast(y_pred, "float32")), axis=-1
+    )
+    return size if len(size.shape) else size[None]
+
+
+def _first(x: Any) -> Any:
+    return keras.tree.flatten(x)[0]
+
+
+def _copy(model: Any, spec: Any, plan: Plan) -> Any:
+    """Returns a pipeline of copies of the layers, with weights of its own."""
+    arguments = {**plan.arguments, "name": "tried"}
+    if isinstance(model, keras.Model) and not isinstance(
+        model, keras.Sequential
+    ):
+        # So that weights get their first values where their stage is.
+        with abstract.NoValues() as scope:
+            clone = keras.models.clone_model(model)
+        _freeze(clone.layers, model.layers)
+        made = PipelinedModel.from_model(clone, **arguments)
+        scope.assign()
+        return made
+    layers = model
+    if isinstance(model, keras.Sequential):
+        layers = model.layers
+    elif isinstance(model, keras.Layer):
+        layers = [model]
+    layers = [
+        x
+        for x in layers
+        if not isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
+    ]
+    copies: dict[int, Any] = {}
+    for x in layers:
+        if id(x) not in copies:
+            copies[id(x)] = type(x).from_config(x.get_config())
+    clones = [copies[id(x)] for x in layers]
+    _freeze(clones, layers)
+    if isinstance(spec, keras.KerasTensor):
+        clones.insert(0, keras.Input(spec.shape[1:], dtype=spec.dtype))
+    return PipelinedSequential(clones, **arguments)
+
+
+def _freeze(copies: Any, originals: Any) -> None:
+    for copy, original in zip(copies, originals, strict=True):
+        if isinstance(original, keras.Layer) and not original.trainable:
+            copy.trainable = False
+
+
+@contextlib.contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """A scope after which random numbers are those that would have come."""
+    drawn = random.getstate()
+    states = [(x, x.value.numpy()) for x in seeds.global_seed()]
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+        for variable, value in states:
+            variable.assign(value)

@@ -1,0 +1,371 @@
+"""The arguments of a pipeline, chosen for a model, a batch and devices."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tf_gpipe import checks
+from tf_gpipe import progress
+from tf_gpipe.devices import placement
+from tf_gpipe.partition import sizes
+from tf_gpipe.planning import choice
+from tf_gpipe.planning.candidates import Fixed
+from tf_gpipe.planning.candidates import candidates
+from tf_gpipe.planning.choice import Chooser
+from tf_gpipe.planning.drafts import Choice
+from tf_gpipe.planning.known_layers import KnownLayers
+from tf_gpipe.planning.layer_times import LayerTimes
+from tf_gpipe.planning.plans import Plan
+from tf_gpipe.planning.plans import Rival
+from tf_gpipe.planning.speeds import Device
+from tf_gpipe.planning.speeds import Machine
+from tf_gpipe.planning.speeds import Speed
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
+from tf_gpipe.schedule.tasks import REMAT_MODES
+from tf_gpipe.tuning import measured_layers
+from tf_gpipe.tuning import measured_speeds
+from tf_gpipe.tuning import trials
+
+_MOST_DEVICES = 1024
+_NUM_TRIED = 3
+_NUM_RANKED = 6
+_NUM_RIVALS = 3
+
+
+def tune(
+    layers: Sequence[keras.Layer] | keras.Model,
+    input_spec: Any,
+    devices: int | Sequence[str] | None = None,
+    device_memory: int | str | Sequence[int | str] | None = None,
+    optimizer: str | keras.optimizers.Optimizer = "adam",
+    budget_seconds: float = 60,
+    *,
+    num_stages: int | None = None,
+    num_micro_batches: int | None = None,
+    schedule: str | None = None,
+    remat: str | None = None,
+    replicas: bool = True,
+    device_flops: float | Sequence[float] | None = None,
+    bandwidth: float | None = None,
+    latency: float = 0.0,
+) -> Plan:
+    """Returns the plan of the fastest pipeline that fits the devices.
+
+    It plans pipelines of any number of stages, replicas and micro-batches that
+    the devices and the mini-batch allow, with each schedule and remat mode,
+    cut into stages of equal time; drops those that need more than 90 % of a
+    device's memory; and simulates the rest. A pass takes the time of its
+    arithmetic, of the bytes that it moves, and of the starts of its operations.
+    Where the devices are there, their speed and that of the layers is measured,
+    copies of the three best pipelines train a few steps, and what these steps
+    take decides. Weights, optimizer slots and seeds stay as they are.
+
+    Args:
+        layers: List of Keras layers, a `keras.Sequential`, or a functional
+            `keras.Model`.
+        input_spec: `keras.KerasTensor`, `tf.TensorSpec` or shape (of float32)
+            with the size of a mini-batch first; a nested structure of them
+            for several inputs.
+        devices: List of TensorFlow device strings, which may also be those of
+            `tf_gpipe.connect`; or an integer, of as many devices that are not
+            here, for which nothing is measured. Defaults to the visible
+            accelerators (CPUs where there are none).
+        device_memory: Integer, the bytes that a device has for weights and
+            activations, or a string such as `"16GB"`; or a list with one a
+            device. Defaults to `None`: all fits.
+        optimizer: Keras optimizer, or its name; its slots are counted.
+        budget_seconds: Float, about how long measurements and trials may take.
+            With 0 there are none, and the same arguments give the same plan.
+        num_stages: Integer K, if it is not to be chosen.
+        num_micro_batches: Integer M, likewise.
+        schedule: String, likewise; `"gpipe"` for losses that need it.
+        remat: String, likewise; `"auto"` needs a `device_memory`, of which it
+            gets 90 %.
+        replicas: Boolean, whether there may be several pipelines, or several
+            copies of the model, under a `tf.distribute` strategy. Devices of
+            `tf_gpipe.connect` have none.
+        device_flops: Float, operations a second of a device, or a list with
+            one a device. Defaults to what is measured, or that of a large
+            accelerator.
+        bandwidth: Float, bytes a second from device to device. Defaults to
+            what is measured; without measurements transfers take no time.
+        latency: Float, seconds that a transfer takes besides.
+
+    Returns:
+        A `Plan`, for the argument `plan` of the classes of pipelines.
+        `print(plan)` tells what was chosen, and what the next best lose by.
+
+    Raises:
+        ValueError: If an argument is not valid, nothing fits the devices, or
+            the costs of a layer cannot be found.
+
+    Example:
+
+    >>> layers = [keras.layers.Dense(64) for _ in range(8)]
+    >>> plan = tf_gpipe.tune(layers, (8, 64), devices=2, budget_seconds=0)
+    >>> plan.num_devices, plan.num_replicas  # of so little, one is enough
+    (1, 1)
+    """
+    fixed = _fixed(num_stages, num_micro_batches, schedule, remat)
+    checks.boolean("replicas", replicas)
+    checks.number(
+        "budget_seconds", budget_seconds, "a number of seconds, 0 or more"
+    )
+    if bandwidth is not None:
+        checks.number("bandwidth", bandwidth, "a positive number", above=True)
+    checks.number("latency", latency, "a number of seconds, 0 or more")
+    names = _names(devices)
+    memories = _each(
+        "device_memory",
+        device_memory,
+        len(names),
+        lambda x: sizes.to_bytes(x, "device_memory"),
+    )
+    if remat == AUTO_REMAT and (len(set(memories)) > 1 or None in memories):
+        raise ValueError(
+            "remat='auto' needs the `device_memory` of devices that are alike. "
+            f"Received: device_memory={device_memory!r}"
+        )
+    flops = _each("device_flops", device_flops, len(names), _flops)
+    until = time.monotonic() + float(budget_seconds)
+    # Of those that are not there nothing can be tried.
+    tries = budget_seconds > 0 and names[0] is not None
+    machine = Machine(
+        [Device(*x, Speed()) for x in zip(names, memories, strict=True)],
+        bandwidth,
+        latency,
+        replicates=all("/job:worker" not in str(x) for x in names),
+    )
+    if tries:
+        found = measured_speeds.measured([str(x) for x in names], memories)
+        if bandwidth is not None or latency:
+            found = dataclasses.replace(
+                found, bandwidth=bandwidth, latency=latency
+            )
+        machine = found
+    machine = dataclasses.replace(
+        machine,
+        replicates=machine.replicates and replicas,
+        devices=[
+            x if speed is None else dataclasses.replace(x, speed=speed)
+            for x, speed in zip(machine.devices, flops, strict=True)
+        ],
+    )
+    known = KnownLayers(layers, input_spec, optimizer)
+    times = LayerTimes(known)
+    if tries:
+        times = _measured_times(known, machine, fixed, until)
+    ranked = Chooser(known, times, machine).ranked(fixed, _NUM_RANKED)
+    if not ranked:
+        raise ValueError(_nothing_fits(known, machine, memories, fixed))
+    tried: dict[int, float] = {}
+    if tries:
+        ranked, tried = _tried(ranked, layers, known, optimizer, until)
+    if not ranked:
+        raise ValueError(
+            "None of the pipelines that were tried fits the memory of the "
+            "devices. Use more devices, or a smaller mini-batch."
+        )
+    return _decided(ranked, tried, machine)
+
+
+def _measured_times(known, machine, fixed, until) -> LayerTimes:
+    """Returns the times of layers, measured in a third of what is left."""
+    now = time.monotonic()
+    numbers = [
+        known.micro_batch(x.num_micro_batches, x.num_replicas)
+        for x in candidates(
+            len(machine.devices),
+            len(known.names),
+            known.rows,
+            dataclasses.replace(fixed, schedule=None),
+            machine.replicates,
+        )
+    ]
+    if not numbers:
+        return LayerTimes(known)
+    fastest = max(machine.devices, key=lambda x: x.speed.flops)
+    return LayerTimes(
+        known,
+        measured_layers.measured(
+            known,
+            sorted({min(numbers), max(numbers)}),
+            fastest.name,
+            now + max(0.0, until - now) / 3,
+        ),
+        fastest.speed,
+    )
+
+
+def _tried(ranked, layers, known, optimizer, until):
+    """Returns the choices with those that were tried first, and their times."""
+    spec = known.input_spec
+    optimizer = keras.optimizers.get(optimizer)
+    left = list(ranked)
+    done: list[Choice] = []
+    tried: dict[int, float] = {}
+    longest = 0.0
+    while (
+        left
+        and len(done) < _NUM_TRIED
+        # Most of a trial is tracing, of which nothing can be left out.
+        and time.monotonic() + longest < until
+    ):
+        each = next((x for x in left if x.candidate.num_replicas == 1), None)
+        if each is None:
+            break
+        left.remove(each)
+        start = time.monotonic()
+        with progress.doing(f"trying {each.candidate}"):
+            seconds = trials.step_seconds(layers, spec, optimizer, each.plan)
+        longest = max(longest, time.monotonic() - start)
+        if seconds is not None:
+            tried[id(each)] = seconds
+            done.append(each)
+    if not done:
+        return left, {}
+    # What all take longer than was reckoned, others will, too.
+    factor = math.exp(
+        sum(math.log(tried[id(x)] / x.seconds) for x in done) / len(done)
+    )
+    corrected = [
+        dataclasses.replace(
+            x,
+            plan=dataclasses.replace(x.plan, step_seconds=factor * x.seconds),
+        )
+        for x in left
+    ]
+    replicas = [x for x in corrected if x.candidate.num_replicas > 1]
+    first = sorted(
+        [*done, *replicas], key=lambda x: tried.get(id(x), x.seconds)
+    )
+    rest = [x for x in corrected if x.candidate.num_replicas == 1]
+    return [*first, *rest], tried
+
+
+def _decided(
+    ranked: list[Choice], tried: dict[int, float], machine: Machine
+) -> Plan:
+    best = ranked[0]
+    reason = choice.explanation(ranked, machine)
+    count = len(machine.devices)
+    used = best.candidate.num_devices * best.candidate.num_replicas
+    if 1 < used < count:
+        left_out = f"{count - used} of {count} devices are left out."
+        reason = "\n".join(filter(None, [left_out, reason]))
+    return dataclasses.replace(
+        best.plan,
+        measured_seconds=tried.get(id(best)),
+        reason=reason,
+        rivals=sorted(
+            (
+                Rival(
+                    str(x.candidate),
+                    tried.get(id(x), x.seconds),
+                    id(x) in tried,
+                )
+                for x in ranked[1:]
+            ),
+            key=lambda x: x.seconds,
+        )[:_NUM_RIVALS],
+    )
+
+
+def _fixed(num_stages, num_micro_batches, schedule, remat) -> Fixed:
+    numbers = {
+        "num_stages": num_stages,
+        "num_micro_batches": num_micro_batches,
+    }
+    found: dict[str, Any] = {
+        name: checks.positive_integer(name, x)
+        for name, x in numbers.items()
+        if x is not None
+    }
+    checks.one_of("schedule", schedule, (*schedules.NAMES, None))
+    checks.one_of("remat", remat, (*REMAT_MODES, AUTO_REMAT, None))
+    return Fixed(**found, schedule=schedule, remat=remat)
+
+
+def _names(devices: Any) -> list[str | None]:
+    """Returns the full names of devices, or so many `None`s."""
+    if devices is None:
+        return list(placement.accelerators())
+    if isinstance(devices, (int, float)) or checks.is_positive_integer(devices):
+        count = checks.positive_integer("devices", devices)
+        if count > _MOST_DEVICES:
+            raise ValueError(
+                f"There may be at most {_MOST_DEVICES} devices. Received: "
+                f"devices={devices!r}"
+            )
+        return [None] * count
+    listed = placement.listed(devices) or []
+    if not listed or placement.is_grid(listed):
+        raise ValueError(
+            "`devices` must be a list of device strings, or a number of "
+            "devices. How many replicas share them is chosen. Received: "
+            f"devices={devices!r}"
+        )
+    return [placement.find(x) for x in listed]
+
+
+def _each(name: str, value: Any, count: int, convert: Any) -> list:
+    """Returns a value a device, of one for all or a list."""
+    if value is None:
+        return [None] * count
+    if isinstance(value, (str, int, float)) or not hasattr(value, "__len__"):
+        return [convert(value)] * count
+    found = checks.items(
+        value, f"`{name}` must be a list. Received: {name}={value!r}"
+    )
+    if len(found) != count:
+        raise ValueError(
+            f"`{name}` must have one for each of {count} devices. Received: "
+            f"{name}={value!r}"
+        )
+    return [convert(x) for x in found]
+
+
+def _flops(value: Any) -> Speed:
+    checks.number("device_flops", value, "a positive number", above=True)
+    return Speed.of_flops(value)
+
+
+def _nothing_fits(known, machine, memories, fixed) -> str:
+    """Returns what an error says where there is no choice."""
+    free = Machine(
+        [dataclasses.replace(x, memory=None) for x in machine.devices],
+        replicates=machine.replicates,
+    )
+    among = list(
+        candidates(
+            len(free.devices),
+            len(known.names),
+            known.rows,
+            dataclasses.replace(
+                fixed,
+                schedule=None
+                if fixed.schedule == schedules.AUTO
+                else fixed.schedule,
+            ),
+            free.replicates,
+        )
+    )
+    given = ", ".join(
+        f"{k}={v!r}" for k, v in dataclasses.asdict(fixed).items() if v
+    )
+    if not among:
+        return (
+            f"No pipeline of {len(known.names)} layers, {known.rows} rows and "
+            f"{len(free.devices)} devices has {given}. Leave some of it out."
+        )
+    return (
+        "No pipeline fits the memory of the devices with 10 % to spare: "
+        f"device_memory={[x for x in memories]}. Use more devices, a smaller "
+        "mini-batch, or an optimizer with fewer slots; `tf_gpipe.plan` tells "
+        "what a pipeline needs." + (f" Or leave out {given}." if given else "")
+    )

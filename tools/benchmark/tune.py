@@ -1,0 +1,265 @@
+"""`tune`: what `tf_gpipe.tune` chooses, against fixed pipelines."""
+
+import contextlib
+import json
+import os
+import time
+
+import keras
+
+import tf_gpipe
+from tf_gpipe.commands import workers
+from tf_gpipe.planning import plans
+from tf_gpipe.schedule import schedules
+from tools import command_line
+from tools import local_devices
+from tools.benchmark import fresh
+from tools.benchmark import timing
+from tools.benchmark import workloads
+from tools.benchmark.report import Report
+
+# Schedule, micro-batches a device, remat.
+_CANDIDATES = (
+    ("1f1b", 1, "never"),
+    ("1f1b", 2, "always"),
+    ("1f1b", 4, "never"),
+    ("1f1b", 4, "always"),
+    ("gpipe", 2, "never"),
+    ("gpipe", 4, "always"),
+    ("eager_1f1b", 4, "never"),
+    ("zero_bubble", 2, "never"),
+    ("zero_bubble", 4, "never"),
+    ("interleaved", 2, "never"),
+    ("zb_v", 2, "never"),
+)
+
+
+def _waits(*shares):
+    """Returns layers that wait, in proportion to some shares."""
+    return lambda: [
+        keras.Input((workloads.NUM_CLASSES,)),
+        *(workloads.Wait(0.002 * x) for x in shares),
+    ]
+
+
+_MODELS = {
+    "transformer": lambda: workloads.transformer(4),
+    "wide_transformer": lambda: workloads.transformer(2, width=512),
+    "convolutional": lambda: workloads.convolutional(4),
+    "dense": lambda: workloads.dense(40, 256),
+    "equal_waits": _waits(*[1] * 8),
+    "uneven_waits": _waits(1, 1, 1, 4, 1, 2, 1, 1),
+    "long_tail": _waits(1, 1, 1, 1, 1, 1, 3, 5),
+    "many_waits": _waits(*[0.5] * 16),
+}
+# Where, how many devices, the model, and the share of what the fullest device
+# of 1F1B without remat needs that each device has; `None`: all that fits.
+CASES = {
+    f"{where}{count}_{model}" + (f"_{share:g}" if share else ""): (
+        where,
+        count,
+        model,
+        share,
+    )
+    for where, count, model, share in (
+        *(("logical", 2, x, None) for x in list(_MODELS)[:4]),
+        ("logical", 4, "transformer", 0.6),
+        ("logical", 4, "dense", None),
+        *(("workers", 2, x, None) for x in list(_MODELS)[:4]),
+        *(("workers", 2, x, 0.7) for x in list(_MODELS)[:4]),
+        *(("simulated", 4, x, None) for x in list(_MODELS)[4:]),
+        ("simulated", 2, "uneven_waits", None),
+        ("simulated", 2, "long_tail", None),
+    )
+}
+
+
+def add_arguments(parser):
+    parser.add_argument(
+        "--case",
+        type=command_line.choices(list(CASES)),
+        default=",".join(CASES),
+        help="which cases",
+    )
+    parser.add_argument(
+        "--only",
+        choices=list(CASES),
+        help="print what one case has found, as JSON, and no more",
+    )
+    parser.add_argument(
+        "--results",
+        metavar="PATH",
+        default="build/tune.json",
+        help="a file of cases that are done, which are not measured again",
+    )
+    parser.add_argument("--batch_size", type=command_line.positive, default=32)
+    parser.add_argument("--num_repeats", type=command_line.positive, default=2)
+    parser.add_argument(
+        "--budget_seconds", type=command_line.positive_number, default=60.0
+    )
+
+
+def main(args):
+    """What tune chooses, and up to twelve fixed pipelines, all measured.
+
+    Fixed are one device, and over all devices some schedules, numbers of
+    micro-batches and remat modes, cut by operations. Those that a plan says do
+    not fit the memory of a case with 10 % to spare are not measured. All train
+    the same batch, by turns. A ratio is the time of a step of what tune has
+    chosen over that of the best of the others.
+    """
+    if args.only:
+        print(json.dumps(_measured(args, *CASES[args.only])))
+        return None
+    done = {}
+    if os.path.exists(args.results):
+        with open(args.results) as file:
+            done = json.load(file)
+    for name in args.case:
+        if name in done:
+            continue
+        # TensorFlow's devices are fixed once it has started.
+        done[name] = fresh.measure(args, only=name, case=name)
+        os.makedirs(os.path.dirname(args.results) or ".", exist_ok=True)
+        with open(args.results, "w") as file:
+            json.dump(done, file, indent=1)
+    cases = {name: done[name] for name in args.case}
+    good = sum(x["ratio"] <= 1.05 for x in cases.values())
+    return Report(
+        f"tune: within 5 % of the best in {good} of {len(cases)} cases",
+        [
+            {
+                "case": name,
+                "chosen": x["chosen"],
+                "s": x["seconds"],
+                "best of the others": x["best"],
+                "their s": min(x["others"].values()),
+                "ratio": x["ratio"],
+                "measured": len(x["others"]),
+                "tune took s": x["tuning_seconds"],
+            }
+            for name, x in cases.items()
+        ],
+        {"cases": cases, "within": good},
+        "ratio",
+    )
+
+
+@contextlib.contextmanager
+def _devices(where, count):
+    if where == "logical":
+        yield local_devices.find(count)[0]
+        return
+    with workers.connected(count, one_core=where == "workers") as processes:
+        yield [x.device for x in processes]
+
+
+def _measured(args, where, count, model, share):
+    make, rows = _MODELS[model], args.batch_size
+    with _devices(where, count) as names:
+        if where == "simulated":
+            x = y = keras.ops.ones((rows, workloads.NUM_CLASSES))
+        else:
+            x, y = workloads.data(make(), rows)
+        fixed = _fixed(where, len(make()) - 1, count, rows)
+
+        def plan(options):
+            return tf_gpipe.plan(
+                make()[1:], x.shape, optimizer="sgd", **options
+            )
+
+        memory = None
+        if share:
+            most = plan(
+                fixed[f"1f1b, M={min(rows, 4 * count)}, never"]
+            ).device_bytes
+            memory = int(share * max(most))
+        options = fixed
+        if memory is not None:
+            options = {
+                name: each
+                for name, each in fixed.items()
+                if max(plan(each).device_bytes) <= 0.9 * memory
+            }
+        start = time.perf_counter()
+        chosen = tf_gpipe.tune(
+            make()[1:],
+            x.shape,
+            names,
+            memory,
+            optimizer="sgd",
+            budget_seconds=args.budget_seconds,
+            # TensorFlow has one strategy a process.
+            replicas=False,
+        )
+        taken = time.perf_counter() - start
+        runs = {
+            name: _run(make(), x, y, devices=_named(names, each), **each)
+            for name, each in options.items()
+        }
+        runs["tune"] = _run(make(), x, y, plan=chosen)
+        found = timing.interleaved(runs, args.num_repeats)
+    seconds = {name: min(times) for name, times in found.items()}
+    own = seconds.pop("tune", float("nan"))
+    best = min(seconds, key=seconds.get)
+    return {
+        "chosen": plans.words(
+            chosen.num_devices,
+            chosen.num_replicas,
+            len(chosen.stages),
+            chosen.num_micro_batches,
+            chosen.schedule,
+            chosen.remat,
+        ),
+        "seconds": own,
+        "others": seconds,
+        "best": best,
+        "ratio": own / seconds[best],
+        "tuning_seconds": taken,
+        "memory": memory,
+        "planned": max(chosen.device_bytes),
+    }
+
+
+def _named(names, options):
+    count = schedules.spread(options["schedule"], options["num_stages"])
+    if options["schedule"] == "interleaved":
+        count = len(names)
+    return names[: min(count, len(names))]
+
+
+def _fixed(where, num_layers, count, rows):
+    """Returns the arguments of the fixed pipelines."""
+    balance = "parameters" if where == "simulated" else "flops"
+    one = {
+        "num_stages": 1,
+        "num_micro_batches": 1,
+        "schedule": "1f1b",
+        "remat": "never",
+        "balance": balance,
+    }
+    found = {"one device": one}
+    for schedule, each, remat in _CANDIDATES:
+        two = schedule in ("interleaved", "zb_v")
+        number = min(rows, each * count)
+        name = f"{schedule}, M={number}, {remat}"
+        num_stages = (1 + two) * count
+        if num_stages <= num_layers:
+            found[name] = {
+                "num_stages": num_stages,
+                "num_micro_batches": number,
+                "schedule": schedule,
+                "remat": remat,
+                "balance": balance,
+            }
+    return found
+
+
+def _run(layers, x, y, **options):
+    model = tf_gpipe.PipelinedSequential(layers, **options)
+    if layers[1].__class__ is workloads.Wait:
+        model.compile("sgd", "mse")
+    else:
+        workloads.compiled(model)
+    timing.step_seconds(model, x, y, 1)
+    return lambda: timing.step_seconds(model, x, y, 2)
