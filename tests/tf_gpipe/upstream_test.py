@@ -972,6 +972,15 @@ class DevicesTest(tf.test.TestCase):
         self.assertIs(upstream.sums_over_replicas(strategy), way)
 
 
+class ProfileTest(tf.test.TestCase):
+    def test_read_profile(self):
+        """`Timeline.name_tasks` adds lines to what the profiler wrote."""
+        space = upstream.read_profile(b"")
+        space.planes.add(name="host").lines.add(name="pipeline CPU:0")
+        again = upstream.read_profile(space.SerializeToString())
+        self.assertEqual(again.planes[0].lines[0].name, "pipeline CPU:0")
+
+
 class PackageTest(tf.test.TestCase):
     def test_nobody_else_looks_inside(self):
         for path in PACKAGE.rglob("*.py"):

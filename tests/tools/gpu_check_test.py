@@ -14,6 +14,7 @@ from absl.testing import parameterized
 import tf_gpipe
 from tests.devices import KIND
 from tests.tools import gpu_faults
+from tf_gpipe.commands import models
 from tools.gpu import __main__ as command
 from tools.gpu import contract
 from tools.gpu import task_times
@@ -115,7 +116,6 @@ class GpuCheckTest(tf.test.TestCase, parameterized.TestCase):
     def test_a_fault_in_a_model(self):
         if KIND == "GPU":
             self.skipTest("Checks would split a GPU that is split.")
-        models = contract.verify.models
         self.addCleanup(setattr, models, "pipelined", models.pipelined)
         models.pipelined = lambda *_, **__: tf_gpipe.PipelinedSequential(
             [keras.Input((4,)), keras.layers.Dense(4), Fault()],

@@ -171,7 +171,7 @@ class TimelineTest(parameterized.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr)
         lines = result.stdout.splitlines()
         for task, line in enumerate(lines[:2]):
-            self.assertStartsWith(line, f"/job:worker/replica:0/task:{task}/")
+            self.assertStartsWith(line, f"worker:{task}/CPU:0")
         self.assertEqual(json.loads(lines[-1])["peak_micro_batches"], [2, 1])
 
 

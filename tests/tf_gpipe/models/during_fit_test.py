@@ -301,7 +301,7 @@ class ArgumentsTest(parameterized.TestCase):
             boundary_dtype="bfloat16",
         )
         names = [*vars(model._config)]
-        self.assertLen(names, 8)
+        self.assertLen(names, 10)
         copy = tf_gpipe.PipelinedSequential(
             model, **{name: getattr(model, name) for name in names}
         )
