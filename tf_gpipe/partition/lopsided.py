@@ -71,6 +71,9 @@ def _told(
     k = of_stage.index(fullest)
     place = max(stages[k], key=lambda i: costs[i])
     layer, most = nodes[place].layer, costs[place]
+    if not balanced and most <= total / len(counts):
+        # No layer makes it so: plans tell what each stage needs.
+        return None
     waits = ": the others wait for it" if what != "memory" else ""
     repair = (
         f"Use num_stages={max(1, int(total / most))}, or make several layers "
