@@ -134,7 +134,7 @@ class TrainTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(logs, others, rtol=1e-6)
         # Not the same bits where TensorFlow fuses other operations.
         for a, b in zip(never.weights, auto.weights, strict=True):
-            self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
+            self.assertAllClose(a, b, rtol=1e-5, atol=1e-5)
 
     def test_split_backward_passes(self):
         found = []
