@@ -167,7 +167,9 @@ def pipeline(layers, family, devices, options):
         devices: List of names.
         options: Dict, other arguments of `tf_gpipe.PipelinedSequential`.
     """
-    model = tf_gpipe.PipelinedSequential(layers, devices=devices, **options)
+    model = tf_gpipe.PipelinedSequential(
+        layers, devices=devices, **{"balance": "parameters", **options}
+    )
     model.compile(
         family.optimizer(),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -25,7 +25,7 @@ def plan(layers, family, batch_size, **options):
         layers,
         keras.KerasTensor((batch_size, *x.shape[1:]), x.dtype),
         optimizer=family.optimizer(),
-        **options,
+        **{"balance": "parameters", **options},
     )
 
 
