@@ -47,13 +47,16 @@ def make_train_function(
     if model.train_function is not None and not force:
         return
     keras_makes(force=force)
+    number = num_in_one_graph(model.steps_per_execution)
     # Keras's own loop runs replicas, and what is run eagerly.
-    if not (model.run_eagerly or upstream.strategy_of(model)):
-        model.train_function = _in_one_graph(model, model.train_function)
+    if number > 1 and not (model.run_eagerly or upstream.strategy_of(model)):
+        model.train_function = _in_one_graph(
+            model, model.train_function, number
+        )
 
 
 def _in_one_graph(
-    model: Any, one_by_one: Callable[[Iterator], Any]
+    model: Any, one_by_one: Callable[[Iterator], Any], number: int
 ) -> Callable[[Iterator], Any]:
     """Returns Keras's function of a model's steps with several in one graph.
 
@@ -61,8 +64,8 @@ def _in_one_graph(
         model: A pipeline.
         one_by_one: That function as Keras makes it. It runs steps for which
             there is not enough data, and data that is no `tf.data` iterator.
+        number: Integer, the steps in a graph.
     """
-    number = num_in_one_graph(model.steps_per_execution)
 
     @tf.function(reduce_retracing=True, autograph=False)
     def draw(iterator: tf.data.Iterator) -> list[Any]:
@@ -77,15 +80,15 @@ def _in_one_graph(
         return logs
 
     def function(iterator: Iterator) -> Any:
-        if number == 1 or not isinstance(iterator, tf.data.Iterator):
+        if not isinstance(iterator, tf.data.Iterator):
             return one_by_one(iterator)
         logs = None
         for _ in range(model.steps_per_execution // number):
             drawn = draw(iterator)
-            rest = [x.get_value() for x in drawn if x.has_value()]
-            if len(rest) == number:
+            if drawn[-1].has_value():
                 logs = run(drawn)
                 continue
+            rest = [x.get_value() for x in drawn if x.has_value()]
             if rest:
                 logs = one_by_one(iter(rest))
             break
