@@ -304,7 +304,7 @@ class Job:
                     )
             return tf_gpipe.plan(
                 model,
-                _batch_of(model, rows, length),
+                models.batch(model, rows, length),
                 optimizer=optimizer,
                 dtype_policy=self.config.dtype_policy,
                 **{
@@ -323,7 +323,7 @@ class Job:
     def _tuned(self, model, rows, length, optimizer):
         return tf_gpipe.tune(
             model,
-            _batch_of(model, rows, length),
+            models.batch(model, rows, length),
             devices=self.hardware.devices,
             optimizer=optimizer,
             replicas=False,
@@ -621,16 +621,6 @@ def _what_runs_where(model, config, batch):
         f"{_name(model.schedule)}, remat {model.remat}, {config.dtype_policy}: "
         f"batches of {batch}, {model.num_micro_batches} micro-batches a "
         "replica."
-    )
-
-
-def _batch_of(model, rows, length):
-    """Returns the specs of a mini-batch; open sizes are as of `length`."""
-    return keras.tree.map_structure(
-        lambda x: keras.KerasTensor(
-            (rows, *(n or length for n in x.shape[1:])), x.dtype
-        ),
-        models.inputs(model),
     )
 
 

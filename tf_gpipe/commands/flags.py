@@ -123,6 +123,46 @@ def make_parser(
     return parser
 
 
+def add_costs(parser: argparse.ArgumentParser, of_speed: str) -> None:
+    """Adds flags for what a model and its devices cost and have.
+
+    Args:
+        parser: Of a command.
+        of_speed: What the help of `--device_flops` says besides.
+    """
+    parser.add_argument(
+        "--optimizer",
+        default="adam",
+        help="name of a Keras optimizer, whose slots are counted",
+    )
+    parser.add_argument(
+        "--device_memory",
+        type=size,
+        metavar="SIZE",
+        help="what a device has for weights and activations: bytes, or a "
+        "number with KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB "
+        "(powers of 1024)",
+    )
+    parser.add_argument(
+        "--device_flops",
+        type=float,
+        help=f"operations a second that a device achieves, such as 1e13"
+        f"{of_speed}",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=size,
+        metavar="SIZE",
+        help="what goes from a device to the next one in a second",
+    )
+    parser.add_argument(
+        "--latency",
+        type=float,
+        default=0.0,
+        help="seconds that a transfer takes besides",
+    )
+
+
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> argparse.Namespace:
@@ -193,6 +233,17 @@ def parse_with_program(
             f"{args.command[0]}"
         )
     return args
+
+
+def size(text: str) -> int:
+    """Returns a number of bytes, as the type of a flag."""
+    try:
+        return sizes.to_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"not a size such as 8GB, 512MB, 16GiB or a count of bytes: "
+            f"{text!r}"
+        ) from error
 
 
 def positive(text: str) -> int:

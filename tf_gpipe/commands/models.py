@@ -69,6 +69,29 @@ def inputs(model: Any) -> Any:
     return getattr(model[0], "output", model[0])
 
 
+def batch(model: Any, num_rows: int, length: int | None = None) -> Any:
+    """Returns what is like a mini-batch of inputs of what `get` returns.
+
+    Sizes that the model leaves open are `length`, or stay open.
+    """
+    return keras.tree.map_structure(
+        lambda x: keras.KerasTensor(
+            (num_rows, *(length if n is None else n for n in x.shape[1:])),
+            x.dtype,
+        ),
+        inputs(model),
+    )
+
+
+def to_plan(
+    name: str, arguments: dict[str, Any], num_rows: int
+) -> tuple[Any, Any]:
+    """Returns what `get` does, without values for weights, and a `batch`."""
+    with keras.StatelessScope(initialize_variables=False):
+        model = get(name, arguments)
+    return model, batch(model, num_rows)
+
+
 def pipelined(model: Any, **kwargs: Any) -> Any:
     """Returns a pipeline of what `get` returns.
 

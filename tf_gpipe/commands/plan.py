@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from tf_gpipe import progress
 from tf_gpipe.commands import flags
-from tf_gpipe.partition import sizes
 
 # Where `--find_largest` gives up: no memory is used by what grows.
 _LIMIT = 2**24
@@ -29,37 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="what stages have in nearly equal parts: flops (the default), "
         "parameters or memory; or the layer counts of the stages with commas",
     )
-    parser.add_argument(
-        "--optimizer",
-        default="adam",
-        help="name of a Keras optimizer, whose slots are counted",
-    )
-    parser.add_argument(
-        "--device_memory",
-        type=size,
-        metavar="SIZE",
-        help="what a device has for weights and activations: bytes, or a "
-        "number with KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB "
-        "(powers of 1024)",
-    )
-    parser.add_argument(
-        "--device_flops",
-        type=float,
-        help="operations a second that a device achieves, such as 1e13",
-    )
-    parser.add_argument(
-        "--bandwidth",
-        type=size,
-        metavar="SIZE",
-        help="what goes from a stage to the next one in a second; needs "
-        "--device_flops",
-    )
-    parser.add_argument(
-        "--latency",
-        type=float,
-        default=0.0,
-        help="seconds that a transfer takes besides",
-    )
+    flags.add_costs(parser, "; --bandwidth and --latency need it")
     parser.add_argument(
         "--find_largest",
         metavar="NAME",
@@ -109,21 +78,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _plan(args, changed, device_memory, **kwargs):
-    import keras
-
     from tf_gpipe.commands import models
     from tf_gpipe.planning import planner
 
-    # The model is made without values for its weights.
-    with keras.StatelessScope(initialize_variables=False):
-        model = models.get(args.model, {**args.model_args, **changed})
-    spec = keras.tree.map_structure(
-        lambda x: keras.KerasTensor((args.batch_size, *x.shape[1:]), x.dtype),
-        models.inputs(model),
-    )
     return planner.plan(
-        model,
-        spec,
+        *models.to_plan(
+            args.model, {**args.model_args, **changed}, args.batch_size
+        ),
         num_stages=args.num_stages,
         num_micro_batches=args.num_micro_batches,
         schedule=args.schedule,
@@ -169,13 +130,3 @@ def _balance(text: str) -> str | list[int]:
     if not text[:1].isdecimal():
         return text
     return [flags.positive(count) for count in text.split(",")]
-
-
-def size(text: str) -> int:
-    try:
-        return sizes.to_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"not a size such as 8GB, 512MB, 16GiB or a count of bytes: "
-            f"{text!r}"
-        ) from error

@@ -14,7 +14,6 @@ import json
 from collections.abc import Sequence
 
 from tf_gpipe.commands import flags
-from tf_gpipe.commands import plan as plan_command
 
 # What is chosen, unless it is given.
 _CHOSEN = ("num_stages", "num_micro_batches", "schedule", "remat")
@@ -34,35 +33,7 @@ def make_parser():
             action.help = f"{action.help}; chosen if not given"
         if action.dest == "num_devices":
             action.help = "devices that are not here"
-    parser.add_argument(
-        "--optimizer",
-        default="adam",
-        help="name of a Keras optimizer, whose slots are counted",
-    )
-    parser.add_argument(
-        "--device_memory",
-        type=plan_command.size,
-        metavar="SIZE",
-        help="what a device has for weights and activations, as of plan",
-    )
-    parser.add_argument(
-        "--device_flops",
-        type=float,
-        help="operations a second that a device achieves; measured if not "
-        "given and the devices are here",
-    )
-    parser.add_argument(
-        "--bandwidth",
-        type=plan_command.size,
-        metavar="SIZE",
-        help="what goes from a device to another in a second",
-    )
-    parser.add_argument(
-        "--latency",
-        type=float,
-        default=0.0,
-        help="seconds that a transfer takes besides",
-    )
+    flags.add_costs(parser, "; measured if not given and the devices are here")
     parser.add_argument(
         "--budget_seconds",
         type=float,
@@ -84,22 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--remat=auto"
         )
     with flags.in_effect(parser, args):
-        import keras
-
         from tf_gpipe.commands import models
         from tf_gpipe.tuning.tune import tune
 
-        # The model is made without values for its weights.
-        with keras.StatelessScope(initialize_variables=False):
-            model = models.get(args.model, args.model_args)
         found = tune(
-            model,
-            keras.tree.map_structure(
-                lambda x: keras.KerasTensor(
-                    (args.batch_size, *x.shape[1:]), x.dtype
-                ),
-                models.inputs(model),
-            ),
+            *models.to_plan(args.model, args.model_args, args.batch_size),
             devices=args.num_devices,
             device_memory=args.device_memory,
             optimizer=args.optimizer,
