@@ -18,9 +18,6 @@ from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
 
-# Of a micro-batch, where a share of the memory is to be found for any.
-_NOMINAL_ROWS = 32
-
 
 def counts_of(
     name: str,
@@ -71,8 +68,8 @@ def decided(
             needed and not known.
     """
     limit = MemoryLimit.of(config.memory_limit)
-    size = _batch_size(graph, config)
-    rows = _NOMINAL_ROWS
+    size = config.batch_size or layer_costs.rows_of(graph)
+    rows = layer_costs.NOMINAL_ROWS
     if size is not None:
         rows = math.ceil(size / schedule.num_micro_batches)
     elif not limit.is_share:
@@ -91,14 +88,7 @@ def decided(
         [names[0] for names in devices],
         limit,
     )
-    if config.balance == "flops":
-        return found.with_best_cut()
-    return found.with_counts(counts())
-
-
-def _batch_size(graph: Graph, config: PipelineConfig) -> int | None:
-    given = [x.shape[0] for x in keras.tree.flatten(graph.inputs[0].spec)]
-    return config.batch_size or given[0]
+    return found.decided(config.balance, counts)
 
 
 def _fixed(
@@ -106,12 +96,8 @@ def _fixed(
 ) -> list[int]:
     """Returns the bytes of weights, their gradients and slots, by call."""
     optimizer = optimizer or keras.optimizers.Adam()
-    seen: set[int] = set()
     found = []
-    for node in graph.nodes:
-        weights = {id(v): v for v in getattr(node.layer, "weights", ())}
-        new = [v for key, v in weights.items() if key not in seen]
-        seen.update(weights)
+    for new in balanced.weights_of_calls(graph):
         trained = [v for v in new if v.trainable]
         found.append(
             layer_costs.size_in_bytes(

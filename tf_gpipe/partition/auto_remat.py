@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.partition.layer_costs import LayerCosts
@@ -89,6 +90,23 @@ class Search:
         self._work = work
         # By the first call and the one after the last.
         self._choices: dict[tuple[int, int], list[Choice]] = {}
+
+    def decided(
+        self, balance: Any, counts: Callable[[], Sequence[int]]
+    ) -> AutoRemat:
+        """Returns what is recomputed with the cut that `balance` asks for.
+
+        Args:
+            balance: As of `PipelineConfig`. With `"flops"` the cut is made for
+                the limit.
+            counts: Returns the numbers of calls that other balances mean.
+
+        Raises:
+            TooLittleMemoryError: If a device has too little memory.
+        """
+        if balance == "flops":
+            return self.with_best_cut()
+        return self.with_counts(counts())
 
     def with_counts(self, counts: Sequence[int]) -> AutoRemat:
         """Returns what is recomputed with a given cut.

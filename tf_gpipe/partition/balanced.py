@@ -17,8 +17,6 @@ from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 
-# The rows of a micro-batch where a model does not tell.
-_NOMINAL_ROWS = 32
 _NAMES = ("parameters", "flops", "time", "memory")
 
 _NUM_TIMINGS = 5
@@ -128,7 +126,7 @@ def _costs(
 ) -> dict[str, list[float]]:
     """Returns the cost of each call of a layer, as `counts` tells it."""
     if weights is None:
-        weights = _own_weights(graph)
+        weights = weights_of_calls(graph)
     if balance is None:
         try:
             found = _costs("flops", graph, remat, device, weights, length)
@@ -143,9 +141,9 @@ def _costs(
     if balance in ("flops", "memory"):
         traces, _ = layer_costs.trace(graph, length=length)
         rows = 1
-        if balance != "memory" and not _knows_rows(graph):
+        if balance != "memory" and not layer_costs.rows_of(graph):
             # For what is told of it: of one row weights would seem to be all.
-            rows = _NOMINAL_ROWS
+            rows = layer_costs.NOMINAL_ROWS
         memory = [
             2 * layer_costs.size_in_bytes(own)
             + rows * x.output_bytes
@@ -167,19 +165,13 @@ def _costs(
     return {"cost": [_asked(balance, *call) for call in calls]}
 
 
-def _knows_rows(graph: Graph) -> bool:
-    """Returns whether the inputs of a model give the size of a batch."""
-    specs = keras.tree.flatten([x.spec for x in graph.inputs])
-    return any(x is not None and x.shape and x.shape[0] for x in specs)
-
-
 def specs_of(node: Node, specs: dict) -> tuple[None, Any]:
     """Returns nothing of a call, and what its layer tells that it returns."""
     args, kwargs = node.arguments(specs)
     return None, node.layer.compute_output_spec(*args, **kwargs)
 
 
-def _own_weights(graph: Graph) -> list[list[keras.Variable]]:
+def weights_of_calls(graph: Graph) -> list[list[keras.Variable]]:
     """Returns, for each call, the weights that no earlier call uses."""
     seen: set[int] = set()
     found = []

@@ -34,6 +34,8 @@ _ALIASES = frozenset(
 _SHAPES = frozenset("Shape ShapeN Size Rank".split())
 # What a size that is not known counts as, but for the rows of a batch.
 NOMINAL_LENGTH = 128
+# The rows of a micro-batch where a model does not tell, and they matter.
+NOMINAL_ROWS = 32
 
 # What has been traced of a graph, by the keys of calls.
 _traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -58,6 +60,13 @@ class LayerCosts:
     forward: flops.Traffic = flops.Traffic()
     backward: flops.Traffic = flops.Traffic()
     by_weights: flops.Traffic = flops.Traffic()
+
+
+def rows_of(graph: Graph) -> int | None:
+    """Returns the size of a batch, if an input of the model tells it."""
+    specs = keras.tree.flatten([x.spec for x in graph.inputs])
+    known = (x.shape[0] for x in specs if x is not None and x.shape)
+    return next((n for n in known if n), None)
 
 
 def trace(

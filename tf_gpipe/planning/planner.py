@@ -269,10 +269,9 @@ class _Planner:
         search = layers.recomputation(
             rows, schedule, MemoryLimit.of(config.memory_limit)
         )
-        if config.balance == "flops":
-            decided = search.with_best_cut()
-        else:
-            decided = search.with_counts(self._counts(config, schedule))
+        decided = search.decided(
+            config.balance, lambda: self._counts(config, schedule)
+        )
         return decided.counts, decided.costs, decided.parts
 
     def _counts(self, config, schedule):

@@ -207,6 +207,14 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class TrialTest(tf.test.TestCase):
+    ONE_PIPELINE = {
+        "devices": [f"{KIND}:0", f"{KIND}:1"],
+        "num_stages": 2,
+        "num_micro_batches": 2,
+        "schedule": "1f1b",
+        "remat": "never",
+    }
+
     def test_it_leaves_no_trace(self):
         layers = [keras.Input((8,)), *make_layers(3, 8)]
         model = keras.Sequential(layers)
@@ -223,13 +231,9 @@ class TrialTest(tf.test.TestCase):
         found = tf_gpipe.tune(
             model,
             (8, 8),
-            [f"{KIND}:0", f"{KIND}:1"],
             optimizer=optimizer,
             budget_seconds=120,
-            num_stages=2,
-            num_micro_batches=2,
-            schedule="1f1b",
-            remat="never",
+            **self.ONE_PIPELINE,
         )
         self.assertEqual((first, draws()), expected)
         self.assertAllEqual(before[0], model.get_weights()[0])
@@ -247,13 +251,9 @@ class TrialTest(tf.test.TestCase):
         tf_gpipe.tune(
             model,
             (8, 8),
-            [f"{KIND}:0", f"{KIND}:1"],
             optimizer=optimizer,
             budget_seconds=60,
-            num_stages=2,
-            num_micro_batches=2,
-            schedule="1f1b",
-            remat="never",
+            **self.ONE_PIPELINE,
         )
         self.assertIs(model.optimizer, optimizer)
         after = [*optimizer.variables, *model.variables]
