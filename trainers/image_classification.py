@@ -71,7 +71,7 @@ from trainers.command_line import chosen
 from trainers.command_line import from_flags
 from trainers.command_line import parsed
 from trainers.job import Job
-from trainers.job import JobConfig
+from trainers.job_config import JobConfig
 from trainers.optimization import Optimization
 
 _MODEL = flags.DEFINE_enum(

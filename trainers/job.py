@@ -2,15 +2,9 @@
 
 import contextlib
 import dataclasses
-import errno
-import math
-import os
 import pathlib
-import re
 
 import keras
-import tensorflow as tf
-from absl import flags
 
 import model_zoo
 import tf_gpipe
@@ -21,16 +15,15 @@ from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Store
 from tf_gpipe.commands import models
 from tf_gpipe.schedule import schedules
-from tf_gpipe.schedule.tasks import AUTO_REMAT
-from tf_gpipe.schedule.tasks import REMAT_MODES
 from trainers import devices
-from trainers.command_line import Unavailable
 from trainers.command_line import UserError
-from trainers.command_line import define_flags
-from trainers.command_line import setting
-from trainers.devices import HardwareConfig
+from trainers.failures import NotANumber
+from trainers.failures import checkpoints
+from trainers.failures import newest
+from trainers.failures import told_in_one_line
 from trainers.interruption import StopOnSignal
 from trainers.interruption import Stopped
+from trainers.job_config import PipelineConfig
 from trainers.loss_log import LossLog
 from trainers.speed import Speed
 from trainers.weight_averages import SwapAverages
@@ -39,142 +32,7 @@ from trainers.weight_averages import has_averages
 from trainers.workdir import Workdir
 
 # In the working directory.
-_CHECKPOINTS = "checkpoints"
 _PLAN = "plan.json"
-
-
-def _balance(text):
-    """Returns the counts in a text such as `"5,4"`; other texts as they are."""
-    if re.fullmatch(r"\d+(,\d+)*", text):
-        return [int(count) for count in text.split(",")]
-    return text
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelineConfig:
-    """What `tf_gpipe.PipelinedSequential` is told. Each field is a flag."""
-
-    num_stages: int = setting(
-        2,
-        "Pipeline stages, each on a device; two on each with --schedule=zb_v, "
-        "v_half and v_min.",
-        lower_bound=1,
-    )
-    num_micro_batches: int = setting(
-        8, "Micro-batches of a mini-batch.", lower_bound=1
-    )
-    balance: str | list[int] = setting(
-        "parameters",
-        "What the stages get equal shares of, or the number of layers of each "
-        "stage, as in 5,4.",
-        parse=_balance,
-    )
-    schedule: str = setting(
-        "1f1b",
-        "Order of micro-batches.",
-        # A device has one stage here, or two where there must be two.
-        enum_values=[x for x in schedules.NAMES if "interleaved" not in x],
-    )
-    remat: str = setting(
-        "always",
-        "Which micro-batches compute activations again instead of keeping "
-        "them; auto: the layers that --memory_limit asks for, of all.",
-        enum_values=(*REMAT_MODES, AUTO_REMAT),
-    )
-    memory_limit: float | None = setting(
-        None,
-        "What a device may keep with --remat=auto: a share of the activations "
-        "that the fullest device keeps with --remat=never.",
-        kind=float,
-        lower_bound=0,
-        upper_bound=1,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class JobConfig(PipelineConfig, HardwareConfig):
-    """What can be chosen for any training run.
-
-    Each field is a flag, those of the pipeline and the hardware included, but
-    for `flags`: what flags.txt in `workdir` holds once training starts, or
-    `None` for no such file.
-    """
-
-    tune: bool = setting(
-        False,
-        "Choose all of the pipeline but the devices, in a minute of "
-        "measurements and trials, and keep it in --workdir. Without "
-        "accelerators there are --num_stages devices.",
-    )
-    dtype_policy: str = setting(
-        "float32",
-        "Precision of all layers. The mixed ones keep weights in float32.",
-        enum_values=("float32", "mixed_bfloat16", "mixed_float16"),
-    )
-    num_epochs: int = setting(
-        20, "Epochs in all, those of earlier runs included.", lower_bound=0
-    )
-    validate_every: int = setting(
-        0,
-        "Epochs between two evaluations while training; 0 for none.",
-        lower_bound=0,
-    )
-    seed: int = setting(
-        0, "Seed of all randomness.", lower_bound=0, upper_bound=2**32 - 1
-    )
-    workdir: str | pathlib.Path | None = setting(
-        None, "Directory to keep results in and to resume from.", kind=str
-    )
-    checkpoint_every_steps: int = setting(
-        0,
-        "Steps between two checkpoints within an epoch; 0 for none but at its "
-        "end.",
-        lower_bound=0,
-    )
-    timeline: str | None = setting(
-        None,
-        "File of a page (.html) that shows when each device ran what in the "
-        "last step. The bubble is then logged, too.",
-        kind=str,
-    )
-    dry_run: bool = setting(
-        False, "Show what each stage will need, and train nothing."
-    )
-    verbose: int = setting(
-        1,
-        "0: no progress, 1: a progress bar, 2: a line each epoch.",
-        lower_bound=0,
-        upper_bound=2,
-    )
-    flags: str | None = None
-
-
-define_flags(JobConfig)
-# Of what a run is about, as each trainer sees it.
-flags.DEFINE_string(
-    "dataset", None, "Dataset by its name in TFDS; see above for which."
-)
-flags.DEFINE_string(
-    "mode",
-    "train",
-    "What to do: train, export (a SavedModel for serving, into --workdir), or "
-    "what else the trainer does with the model in --workdir; see above.",
-)
-flags.DEFINE_string(
-    "data_dir", None, "Directory of TFDS datasets. Default: that of TFDS."
-)
-flags.DEFINE_string(
-    "model_args",
-    "",
-    "Hyper-parameters of the model, such as num_blocks=8,num_filters=64.",
-)
-flags.DEFINE_float(
-    "label_smoothing",
-    0.0,
-    "Share of a label that is spread over all classes, or all tokens.",
-    lower_bound=0.0,
-    upper_bound=1.0,
-)
 
 
 class Job:
@@ -235,7 +93,7 @@ class Job:
                 "--tune keeps a pipeline for all of --workers, and --elastic "
                 "goes on without some. Received: --tune --elastic"
             )
-        with self._told_in_one_line():
+        with told_in_one_line(self.workdir):
             try:
                 num_devices = schedules.spread(
                     config.schedule, config.num_stages
@@ -339,7 +197,7 @@ class Job:
         """
         self._check_trained()
         path = self.workdir / "export"
-        with self._told_in_one_line(), averaged(model):
+        with told_in_one_line(self.workdir), averaged(model):
             model.to_keras().export(path, verbose=False)
         return path
 
@@ -357,7 +215,7 @@ class Job:
             UserError: If nothing has been trained.
         """
         self._check_trained()
-        with self._told_in_one_line(), averaged(model):
+        with told_in_one_line(self.workdir), averaged(model):
             return model.predict(batches, verbose=0)
 
     def build(self, make):
@@ -379,7 +237,7 @@ class Job:
         try:
             with (
                 _dtype_policy(self.config.dtype_policy),
-                self._told_in_one_line(),
+                told_in_one_line(self.workdir),
                 self.hardware.strategy.scope(),
             ):
                 model = make()
@@ -391,7 +249,7 @@ class Job:
         return model
 
     def _restore(self, model):
-        directory = self.workdir / _CHECKPOINTS
+        directory = checkpoints(self.workdir)
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -472,14 +330,14 @@ class Job:
         stop = StopOnSignal()
         callbacks = [
             *callbacks,
-            _NotANumber(self._newest),
+            NotANumber(self.workdir),
             *([SwapAverages()] if has_averages(model) else []),
             Speed(batch_size),
             *self._timeline(),
             stop,
             *self._records(steps_per_epoch),
         ]
-        with self._told_in_one_line(), self._locked(), stop:
+        with told_in_one_line(self.workdir), self._locked(), stop:
             if self.workdir and self.hardware.is_chief:
                 if config.flags:
                     (self.workdir / "flags.txt").write_text(config.flags)
@@ -502,8 +360,8 @@ class Job:
             kept = "Without --workdir nothing is kept."
             if self.workdir:
                 kept = (
-                    f"The newest checkpoint is {self._newest()}. The same "
-                    "command goes on from there."
+                    f"The newest checkpoint is {newest(self.workdir)}. The "
+                    "same command goes on from there."
                 )
             raise Stopped(stop.signal, f"Stopped. {kept}")
 
@@ -518,7 +376,7 @@ class Job:
 
     def evaluate(self, model, batches):
         """Returns what `model.evaluate` tells of `batches`, as a dictionary."""
-        with self._told_in_one_line():
+        with told_in_one_line(self.workdir):
             with averaged(model):
                 return model.evaluate(batches, verbose=0, return_dict=True)
 
@@ -543,71 +401,6 @@ class Job:
             ]
         # Last, so that what it saves is also in the other files.
         return [*records, self._checkpoint]
-
-    def _newest(self):
-        found = self.workdir and Store(self.workdir / _CHECKPOINTS).newest()
-        return found or "none: there is no --workdir, or no epoch is done"
-
-    @contextlib.contextmanager
-    def _told_in_one_line(self):
-        """Turns errors that the user can mend into a `UserError`."""
-        try:
-            yield
-        except tf.errors.UnavailableError as error:
-            raise Unavailable(
-                f"{error.message} The newest checkpoint is {self._newest()}."
-            ) from error
-        except tf.errors.ResourceExhaustedError as error:
-            raise UserError(
-                "A device is out of memory. More micro-batches "
-                "(--num_micro_batches), --remat=always, more stages "
-                f"(--num_stages) or smaller batches need less: {error.message}"
-            ) from error
-        except (
-            tf.errors.DataLossError,
-            tf.errors.FailedPreconditionError,
-            tf.errors.InvalidArgumentError,
-        ) as e:
-            if isinstance(e, tf.errors.DataLossError) or re.search(
-                "IteratorGetNext|MakeIterator|Decode", str(e)
-            ):
-                raise UserError(
-                    "The data set is damaged. Delete it from the directory of "
-                    f"data sets and prepare it again: {e.message}"
-                ) from e
-            raise
-        except CheckpointError as error:
-            raise UserError(error) from error
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            if not full and not self._is_ours(error.filename):
-                raise
-            raise UserError(
-                f"Cannot write to {self.workdir}: {error}. The newest "
-                f"checkpoint is {self._newest()}."
-            ) from error
-
-    def _is_ours(self, path):
-        """Returns whether a path is in the working directory."""
-        if not self.workdir or not isinstance(path, (str, os.PathLike)):
-            return False
-        return pathlib.Path(path).is_relative_to(self.workdir)
-
-
-class _NotANumber(keras.callbacks.Callback):
-    """Ends training before a loss that is not a number can be saved."""
-
-    def __init__(self, newest):
-        super().__init__()
-        self._newest = newest
-
-    def on_train_batch_end(self, batch, logs=None):
-        if not math.isfinite(logs["loss"]):
-            raise UserError(
-                f"The loss is {logs['loss']}. A lower --learning_rate or a "
-                "longer --warmup_steps may help. The newest checkpoint is "
-                f"{self._newest()}."
-            )
 
 
 def _what_runs_where(model, config, batch):

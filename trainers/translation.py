@@ -74,8 +74,8 @@ from trainers.command_line import from_flags
 from trainers.command_line import parsed
 from trainers.devices import HardwareConfig
 from trainers.job import Job
-from trainers.job import JobConfig
-from trainers.job import PipelineConfig
+from trainers.job_config import JobConfig
+from trainers.job_config import PipelineConfig
 from trainers.optimization import Optimization
 from trainers.sentence_pairs import SentencePairs
 from trainers.token_batches import TokenBatches

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tools import transfer
 from trainers import image_classification
-from trainers.job import JobConfig
+from trainers.job_config import JobConfig
 from trainers.optimization import Optimization
 
 RECIPE = """

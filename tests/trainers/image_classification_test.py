@@ -29,15 +29,15 @@ from tf_gpipe.callbacks import Checkpoint
 from tf_gpipe.checkpoints.store import Store
 from trainers import command_line
 from trainers import devices
+from trainers import failures
 from trainers import image_classification
 from trainers import images
-from trainers import job
 from trainers.augmentation import Augmentation
 from trainers.command_line import UserError
 from trainers.datasets import digits
 from trainers.devices import HardwareConfig
 from trainers.interruption import Stopped
-from trainers.job import JobConfig
+from trainers.job_config import JobConfig
 from trainers.loss_log import LossLog
 from trainers.optimization import Optimization
 
@@ -113,7 +113,7 @@ def _signal_after(calls):
     """Sends SIGTERM to this process in a step of training."""
     count = 0
     # A callback that is always there, with a working directory or without.
-    before = job._NotANumber.on_train_batch_end
+    before = failures.NotANumber.on_train_batch_end
 
     def send(self, batch, logs=None):
         nonlocal count
@@ -122,7 +122,7 @@ def _signal_after(calls):
         if count == calls:
             signal.raise_signal(signal.SIGTERM)
 
-    with mock.patch.object(job._NotANumber, "on_train_batch_end", send):
+    with mock.patch.object(failures.NotANumber, "on_train_batch_end", send):
         yield
 
 
@@ -457,7 +457,7 @@ class TrainTest(TestCase):
         arguments = {"num_epochs": 1, "validate_every": 1}
         self.train(workdir=whole_dir, **arguments)
         kill = mock.patch.object(
-            job._NotANumber,
+            failures.NotANumber,
             "on_test_begin",
             side_effect=KeyboardInterrupt,
         )

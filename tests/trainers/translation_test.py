@@ -24,7 +24,7 @@ from trainers import command_line
 from trainers import translation
 from trainers.command_line import UserError
 from trainers.interruption import Stopped
-from trainers.job import JobConfig
+from trainers.job_config import JobConfig
 from trainers.optimization import Optimization
 from trainers.sentence_pairs import Direction
 from trainers.sentence_pairs import SentencePairs

@@ -8,6 +8,9 @@ sequential  functional   PipelinedSequential, PipelinedModel
           |
         calls            the model as a layer, within gradient tapes
 
+mini_batch_loss the loss of a mini-batch and its gradients, in two orders
+traced_once     steps that TensorFlow traces once, and quickly
+several_steps   steps of `steps_per_execution` that follow one another
 step_functions  what callbacks change while a model runs
 callback_order  callbacks that measure come before those that show it
 user_class      a user's own class, kept when a pipeline is made of it
@@ -15,5 +18,6 @@ arguments       the arguments of a pipeline, as attributes
 saving          what is written into files; the way back to plain Keras
 keras_words     Keras's docstrings, where a pipeline has its own methods
 deciding        how many calls each stage has, and which it recomputes
+planned         the arguments of a pipeline that follow from a plan
 summary         the table of stages of `summary()`
 """

@@ -2,10 +2,8 @@
 
 import contextlib
 import functools
-import gc
 import inspect
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 from typing import NamedTuple
 
@@ -19,63 +17,17 @@ from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.colocation import colocate
 from tf_gpipe.devices.colocation import following_inputs
 from tf_gpipe.devices.replicas import SeveralHosts
+from tf_gpipe.models import mini_batch_loss
 from tf_gpipe.models import several_steps
 from tf_gpipe.models.callback_order import measuring_first
 from tf_gpipe.models.calls import PipelinedCalls
+from tf_gpipe.models.traced_once import traced_once
 from tf_gpipe.models.user_class import CALLS
 from tf_gpipe.models.user_class import overrides
 from tf_gpipe.stage import seeds
-from tf_gpipe.stage.gradients import add
-from tf_gpipe.stage.stage import Activations
-from tf_gpipe.step.loss import MicroBatchLoss
 from tf_gpipe.step.running import Gradients
 
 _FIT = inspect.signature(keras.Model.fit)
-
-
-def _traced_once(step: Callable) -> Callable:
-    """Makes a step create variables outside the trace that it is in.
-
-    TensorFlow throws away a trace that creates variables, such as those of
-    metrics and optimizers, and makes a second one.
-    """
-
-    def create(next_creator, **kwargs):
-        # Values that are a part of the trace are there in it alone.
-        if not callable(kwargs["initial_value"]):
-            return next_creator(**kwargs)
-        kwargs["experimental_enable_variable_lifting"] = False
-        with tf.init_scope(), placement.eagerly_alone():
-            return next_creator(**kwargs)
-
-    @functools.wraps(step)
-    def run(self, data):
-        with contextlib.ExitStack() as scopes:
-            scopes.enter_context(_without_garbage_collection())
-            # Keras creates them before, under a strategy.
-            if not tf.distribute.has_strategy():
-                scopes.enter_context(tf.variable_creator_scope(create))
-                scopes.enter_context(placement.eagerly_alone())
-            return step(self, data)
-
-    return run
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """A scope in which Python collects no garbage while a step is traced.
-
-    It would go through all that TensorFlow and Keras hold, again and again,
-    for a tenth of the time.
-    """
-    if tf.executing_eagerly() or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Run(NamedTuple):
@@ -154,7 +106,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         ]
         forwards_first = pipeline.schedule.forwards_first
         if forwards_first and any(name in overridden for name in CALLS):
-            return self._loss_of_call(x, y, sample_weight)
+            return mini_batch_loss.of_call(self, x, y, sample_weight)
         if overridden and not forwards_first:
             raise ValueError(
                 f"{type(self).__name__} overrides `{overridden[0]}`, which "
@@ -175,8 +127,10 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         # Eagerly, nothing overlaps anyway.
         forwards_first = run.pipeline.schedule.forwards_first
         if forwards_first or tf.executing_eagerly():
-            return self._loss_after_all_forwards(run, x, y, sample_weight)
-        return self._loss_by_micro_batch(run, y, sample_weight)
+            return mini_batch_loss.after_all_forwards(
+                self, run, x, y, sample_weight
+            )
+        return mini_batch_loss.by_micro_batch(self, run, y, sample_weight)
 
     def make_train_function(self, force=False):
         # Also if Keras has dropped it since the build: replicas need it.
@@ -200,7 +154,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         finally:
             attributes["_previous"] = None
 
-    @_traced_once
+    @traced_once
     def train_step(self, data):
         """Trains on a mini-batch; `fit` traces it. Override it at will.
 
@@ -225,7 +179,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
                 x, y, y_pred, sample_weight=sample_weight
             )
 
-    @_traced_once
+    @traced_once
     def test_step(self, data):
         """Evaluates a mini-batch; `evaluate` traces it. Override it at will.
 
@@ -284,127 +238,6 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
                 self.optimizer.build(self.trainable_variables)
                 slots.place(self.optimizer)
 
-    def _loss_of_call(self, x, y, sample_weight):
-        """As Keras's own step: whatever `call` does around the pipeline."""
-        with tf.GradientTape() as tape:
-            y_pred = self(x, training=True)
-            loss = self._compute_loss(x, y, y_pred, sample_weight)
-            scaled = self._scale_loss(loss)
-        return loss, tape.gradient(scaled, self.trainable_variables), y_pred
-
-    def _loss_after_all_forwards(self, run, x, y, sample_weight):
-        """Loss of the whole mini-batch: exact whatever the loss is."""
-        run.forward(tape=True)
-        outputs, added = run.outputs(), run.losses()
-        parts = outputs.parts()
-        with tf.device(run.pipeline.stages[-1].device):
-            with tf.GradientTape() as tape:
-                tape.watch([x for x in parts if x.dtype.is_floating] + added)
-                y_pred = outputs.unpack()
-                # What `self.losses` returns meanwhile, to Keras or to an
-                # override of `compute_loss`.
-                self._losses_override = (
-                    added + self._get_regularization_losses()
-                )
-                try:
-                    loss = self._compute_loss(x, y, y_pred, sample_weight)
-                finally:
-                    self._losses_override = []
-                scaled = self._scale_loss(loss)
-            by_output, by_added, by_variable = tape.gradient(
-                scaled, (parts, added, self.trainable_variables)
-            )
-        by_added = [
-            tf.zeros_like(x) if gradient is None else gradient
-            for x, gradient in zip(added, by_added, strict=True)
-        ]
-        run.backward(by_output, by_added)
-        run.commit_state()
-        return loss, self._gradients(run, by_variable), y_pred
-
-    def _gradients(self, run, by_variable):
-        """Adds gradients that did not come through the pipeline."""
-        accumulated = run.gradients()
-        times = run.times()
-        if times is not None:
-            self._record_times(times, run.pipeline)
-        gradients = []
-        for variable, direct in zip(
-            self.trainable_variables, by_variable, strict=True
-        ):
-            with tf.device(run.pipeline.device_of(variable)):
-                gradients.append(add(accumulated.get(id(variable)), direct))
-        return gradients
-
-    def _loss_by_micro_batch(self, run, y, sample_weight):
-        """Loss and gradient of each micro-batch in its backward task."""
-        split = run.split
-        # What gradients are scaled by: those of the losses given to `compile`
-        # and, as Keras does, those of all others also over replicas.
-        scale = self._scale_loss(tf.ones(()))
-        added_scale = upstream.scaled_for_replicas(scale)
-
-        def make_loss(outputs, m):
-            return MicroBatchLoss(
-                self._compile_loss,
-                y,
-                self._like_outputs(run, outputs, m),
-                sample_weight,
-                scale,
-                split.static_rows,
-                self.trainable_variables,
-            )
-
-        parts = run.interleave(
-            make_loss,
-            lambda m: (
-                split.take_of_outputs(y, m),
-                split.take_of_outputs(sample_weight, m),
-                split.valid(m),
-                split.weight(m),
-            ),
-            added_scale,
-        )
-        if self._compile_loss is None and not (
-            run.losses() or self._get_regularization_losses()
-        ):
-            # As Keras does, which there is nothing to ask here.
-            raise ValueError(
-                "No loss to compute. Provide a `loss` argument in `compile()`."
-            )
-        # One message a loss where that stage is on another host.
-        with tf.device(run.pipeline.stages[-1].device):
-            total, *of_each = [
-                tf.add_n(list(x)) for x in zip(*parts, strict=True)
-            ]
-        with tf.GradientTape() as tape:
-            penalties = self._get_regularization_losses()
-            scaled = [tf.cast(added_scale, x.dtype) * x for x in penalties]
-        by_variable = tape.gradient(scaled, self.trainable_variables)
-        added = [
-            tf.cast(upstream.scaled_for_replicas(x), total.dtype)
-            for x in [*run.losses(), *penalties]
-        ]
-        loss = tf.add_n([total, *added])
-        # Those that Keras keeps of several losses.
-        metrics = self._compile_loss.metrics if self._compile_loss else []
-        for metric, value in zip(metrics, of_each, strict=False):
-            metric.update_state(
-                upstream.unscaled_for_replicas(value),
-                sample_weight=split.static_rows,
-            )
-        run.commit_state()
-        y_pred = run.outputs().unpack()
-        return loss, self._gradients(run, by_variable), y_pred
-
-    def _like_outputs(self, run, outputs, m):
-        """Returns tensors like the mini-batch's outputs, with their masks."""
-        masks = outputs.masks
-        if any(x is not None for x in keras.tree.flatten(masks)):
-            masks = run.masks()
-        like = run.like_outputs(outputs.tensors, m)
-        return Activations.of(like)._replace(masks=masks).unpack()
-
     def _scale_loss(self, loss):
         if getattr(self, "optimizer", None) is None:
             return loss
@@ -414,26 +247,9 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     def _get_regularization_losses(self):
         return [
-            _penalty(variable, self._built_pipeline().device_of(variable))
+            mini_batch_loss.penalty(
+                variable, self._built_pipeline().device_of(variable)
+            )
             for variable in self.trainable_variables
             if variable.regularizer is not None
         ]
-
-
-def _penalty(variable: keras.Variable, device: str) -> tf.Tensor:
-    """Returns a regularisation loss, computed where the variable lives."""
-
-    @tf.custom_gradient
-    def penalty(value):
-        with tf.device(device), tf.GradientTape() as tape:
-            tape.watch(value)
-            loss = variable.regularizer(value)
-
-        def gradient(upstream):
-            with tf.device(device):
-                return tape.gradient(loss, value, output_gradients=upstream)
-
-        return loss, gradient
-
-    with tf.device(device):
-        return penalty(tf.convert_to_tensor(variable.value))

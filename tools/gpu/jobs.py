@@ -14,7 +14,7 @@ from tools.benchmark import workloads
 from tools.gpu import devices
 from tools.gpu.checking import Failed
 from tools.gpu.checking import Skipped
-from trainers.job import JobConfig
+from trainers.job_config import JobConfig
 from trainers.optimization import Optimization
 
 _TOLERANCE = 1e-4

@@ -260,8 +260,8 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_wrong_engine(self):
         class Wrong(tf_gpipe.PipelinedSequential):
-            def _loss_by_micro_batch(self, *args):
-                loss, gradients, y_pred = super()._loss_by_micro_batch(*args)
+            def loss_and_gradients(self, *args):
+                loss, gradients, y_pred = super().loss_and_gradients(*args)
                 return 2 * loss, [2 * x for x in gradients], y_pred
 
         report = tf_gpipe.verify(compiled(stack([], Wrong)), *DATA)

@@ -1,0 +1,93 @@
+"""How a training run may fail, and what its user is told."""
+
+import contextlib
+import errno
+import math
+import os
+import pathlib
+import re
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe.checkpoints.store import CheckpointError
+from tf_gpipe.checkpoints.store import Store
+from trainers.command_line import Unavailable
+from trainers.command_line import UserError
+
+
+def checkpoints(workdir):
+    """Returns the directory of the checkpoints in a working directory."""
+    return workdir / "checkpoints"
+
+
+def newest(workdir):
+    """Returns the newest checkpoint, or why there is none, for messages."""
+    found = workdir and Store(checkpoints(workdir)).newest()
+    return found or "none: there is no --workdir, or no epoch is done"
+
+
+@contextlib.contextmanager
+def told_in_one_line(workdir):
+    """A scope in which errors that the user can mend are `UserError`s.
+
+    Args:
+        workdir: `pathlib.Path` of the working directory, or `None`.
+    """
+    try:
+        yield
+    except tf.errors.UnavailableError as error:
+        raise Unavailable(
+            f"{error.message} The newest checkpoint is {newest(workdir)}."
+        ) from error
+    except tf.errors.ResourceExhaustedError as error:
+        raise UserError(
+            "A device is out of memory. More micro-batches "
+            "(--num_micro_batches), --remat=always, more stages "
+            f"(--num_stages) or smaller batches need less: {error.message}"
+        ) from error
+    except (
+        tf.errors.DataLossError,
+        tf.errors.FailedPreconditionError,
+        tf.errors.InvalidArgumentError,
+    ) as e:
+        if isinstance(e, tf.errors.DataLossError) or re.search(
+            "IteratorGetNext|MakeIterator|Decode", str(e)
+        ):
+            raise UserError(
+                "The data set is damaged. Delete it from the directory of "
+                f"data sets and prepare it again: {e.message}"
+            ) from e
+        raise
+    except CheckpointError as error:
+        raise UserError(error) from error
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if not full and not _is_within(error.filename, workdir):
+            raise
+        raise UserError(
+            f"Cannot write to {workdir}: {error}. The newest "
+            f"checkpoint is {newest(workdir)}."
+        ) from error
+
+
+def _is_within(path, workdir):
+    if not workdir or not isinstance(path, (str, os.PathLike)):
+        return False
+    return pathlib.Path(path).is_relative_to(workdir)
+
+
+class NotANumber(keras.callbacks.Callback):
+    """Ends training before a loss that is not a number can be saved."""
+
+    def __init__(self, workdir):
+        super().__init__()
+        self._workdir = workdir
+
+    def on_train_batch_end(self, batch, logs=None):
+        if not math.isfinite(logs["loss"]):
+            raise UserError(
+                f"The loss is {logs['loss']}. A lower --learning_rate or a "
+                "longer --warmup_steps may help. The newest checkpoint is "
+                f"{newest(self._workdir)}."
+            )

@@ -1,0 +1,148 @@
+"""What can be chosen for any training run, and the flags of it."""
+
+import dataclasses
+import pathlib
+import re
+
+from absl import flags
+
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
+from tf_gpipe.schedule.tasks import REMAT_MODES
+from trainers.command_line import define_flags
+from trainers.command_line import setting
+from trainers.devices import HardwareConfig
+
+
+def _balance(text):
+    """Returns the counts in a text such as `"5,4"`; other texts as they are."""
+    if re.fullmatch(r"\d+(,\d+)*", text):
+        return [int(count) for count in text.split(",")]
+    return text
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """What `tf_gpipe.PipelinedSequential` is told. Each field is a flag."""
+
+    num_stages: int = setting(
+        2,
+        "Pipeline stages, each on a device; two on each with --schedule=zb_v, "
+        "v_half and v_min.",
+        lower_bound=1,
+    )
+    num_micro_batches: int = setting(
+        8, "Micro-batches of a mini-batch.", lower_bound=1
+    )
+    balance: str | list[int] = setting(
+        "parameters",
+        "What the stages get equal shares of, or the number of layers of each "
+        "stage, as in 5,4.",
+        parse=_balance,
+    )
+    schedule: str = setting(
+        "1f1b",
+        "Order of micro-batches.",
+        # A device has one stage here, or two where there must be two.
+        enum_values=[x for x in schedules.NAMES if "interleaved" not in x],
+    )
+    remat: str = setting(
+        "always",
+        "Which micro-batches compute activations again instead of keeping "
+        "them; auto: the layers that --memory_limit asks for, of all.",
+        enum_values=(*REMAT_MODES, AUTO_REMAT),
+    )
+    memory_limit: float | None = setting(
+        None,
+        "What a device may keep with --remat=auto: a share of the activations "
+        "that the fullest device keeps with --remat=never.",
+        kind=float,
+        lower_bound=0,
+        upper_bound=1,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class JobConfig(PipelineConfig, HardwareConfig):
+    """What can be chosen for any training run.
+
+    Each field is a flag, those of the pipeline and the hardware included, but
+    for `flags`: what flags.txt in `workdir` holds once training starts, or
+    `None` for no such file.
+    """
+
+    tune: bool = setting(
+        False,
+        "Choose all of the pipeline but the devices, in a minute of "
+        "measurements and trials, and keep it in --workdir. Without "
+        "accelerators there are --num_stages devices.",
+    )
+    dtype_policy: str = setting(
+        "float32",
+        "Precision of all layers. The mixed ones keep weights in float32.",
+        enum_values=("float32", "mixed_bfloat16", "mixed_float16"),
+    )
+    num_epochs: int = setting(
+        20, "Epochs in all, those of earlier runs included.", lower_bound=0
+    )
+    validate_every: int = setting(
+        0,
+        "Epochs between two evaluations while training; 0 for none.",
+        lower_bound=0,
+    )
+    seed: int = setting(
+        0, "Seed of all randomness.", lower_bound=0, upper_bound=2**32 - 1
+    )
+    workdir: str | pathlib.Path | None = setting(
+        None, "Directory to keep results in and to resume from.", kind=str
+    )
+    checkpoint_every_steps: int = setting(
+        0,
+        "Steps between two checkpoints within an epoch; 0 for none but at its "
+        "end.",
+        lower_bound=0,
+    )
+    timeline: str | None = setting(
+        None,
+        "File of a page (.html) that shows when each device ran what in the "
+        "last step. The bubble is then logged, too.",
+        kind=str,
+    )
+    dry_run: bool = setting(
+        False, "Show what each stage will need, and train nothing."
+    )
+    verbose: int = setting(
+        1,
+        "0: no progress, 1: a progress bar, 2: a line each epoch.",
+        lower_bound=0,
+        upper_bound=2,
+    )
+    flags: str | None = None
+
+
+define_flags(JobConfig)
+# Of what a run is about, as each trainer sees it.
+flags.DEFINE_string(
+    "dataset", None, "Dataset by its name in TFDS; see above for which."
+)
+flags.DEFINE_string(
+    "mode",
+    "train",
+    "What to do: train, export (a SavedModel for serving, into --workdir), or "
+    "what else the trainer does with the model in --workdir; see above.",
+)
+flags.DEFINE_string(
+    "data_dir", None, "Directory of TFDS datasets. Default: that of TFDS."
+)
+flags.DEFINE_string(
+    "model_args",
+    "",
+    "Hyper-parameters of the model, such as num_blocks=8,num_filters=64.",
+)
+flags.DEFINE_float(
+    "label_smoothing",
+    0.0,
+    "Share of a label that is spread over all classes, or all tokens.",
+    lower_bound=0.0,
+    upper_bound=1.0,
+)
