@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -61,6 +62,16 @@ class ImportsTest(parameterized.TestCase):
     def test_each_package_has_a_floor(self):
         found = {package_of(path) for path in PACKAGE.rglob("*.py")}
         self.assertCountEqual(found, [x for row in FLOORS for x in row])
+
+    @parameterized.parameters(
+        *(x.parent for x in PACKAGE.glob("*/__init__.py"))
+    )
+    def test_a_package_says_what_its_files_are(self, package):
+        text = ast.get_docstring(
+            ast.parse((package / "__init__.py").read_text())
+        )
+        files = {x.stem for x in package.glob("*.py")} - {"__init__"}
+        self.assertContainsSubset(files, re.findall(r"\w+", text))
 
 
 if __name__ == "__main__":

@@ -2,5 +2,6 @@
 
 store    checkpoints in a directory: written whole, with checksums, or not
 state    all that a step changes, copied where it is and put back
+writer   writes them beside the training, one at a time
 data     whether data can be taken up again, and how it is
 """

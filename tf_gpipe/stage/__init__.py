@@ -16,6 +16,7 @@ rematerialisation):
     traced_backward    of them, the backward phase
     recomputed_parts   what of the trace is computed again
     shared_layers      one trace for layers that are alike (likeness)
+    blocks             one trace for calls that repeat
     tape               the same by a gradient tape: eagerly, and within XLA
     traced_function    parts of a trace as functions of their own
     function_call      a function that a graph calls many times
