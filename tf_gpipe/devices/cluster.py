@@ -96,9 +96,12 @@ def connect(
             )
     connected = worker_lost.addresses()
     if not connected:
-        found = _wait_for(addresses, timeout, at_least or len(addresses))
-        _check_apart(found)
-        _open(found, heartbeat)
+        with contextlib.ExitStack() as kept:
+            found = _wait_for(
+                addresses, timeout, at_least or len(addresses), kept
+            )
+            _check_apart(found)
+            _open(found, heartbeat)
         connected = list(found)
     elif connected != addresses and not (
         at_least and [x for x in addresses if x in connected] == connected
@@ -199,11 +202,15 @@ def _check_apart(found: dict[str, tuple[str, int]]) -> None:
 
 
 def _wait_for(
-    addresses: list[str], timeout: float, enough: int
+    addresses: list[str],
+    timeout: float,
+    enough: int,
+    scope: contextlib.ExitStack,
 ) -> dict[str, tuple[str, int]]:
     """Returns the IP address and port of each worker, once all answer.
 
-    Or of those that do when the time is over, if they are enough.
+    Or of those that do when the time is over, if they are enough. For the scope
+    they know that somebody is there, and do not start anew.
     """
     deadline = time.monotonic() + timeout
     states: dict[str, str] = dict.fromkeys(addresses, heartbeats.SILENT)
@@ -212,6 +219,7 @@ def _wait_for(
     def find(address: str) -> None:
         # Names may take any time to look up.
         name, _, port = address.rpartition(":")
+        kept: list[socket.socket] = []
         while True:
             seconds = min(
                 deadline - time.monotonic(), worker_lost.PROBE_SECONDS
@@ -221,8 +229,11 @@ def _wait_for(
             except (OSError, UnicodeError):
                 states[address] = "this host is not known"
             else:
-                state = heartbeats.ask(host, int(port), max(seconds, 0.05))
+                state = heartbeats.ask(
+                    host, int(port), max(seconds, 0.05), kept
+                )
                 if state is None:
+                    scope.enter_context(kept[0])
                     answers.put({address: (host, int(port))})
                     return
                 states[address] = _NO_WORKER[state]

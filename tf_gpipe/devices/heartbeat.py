@@ -36,6 +36,7 @@ SILENT = "silent"
 OTHER = "other"
 # What a client of HTTP/2 says first, with settings that are the usual ones.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+QUESTION_BYTES = len(_HELLO)
 _FRAME_HEADER = 9
 _SETTINGS = 4
 # Between two questions at most, and after one that was refused.
@@ -47,8 +48,20 @@ _HURRY_SECONDS = 5.0
 MOST_SOCKETS = 200
 
 
-def ask(host: str, port: int, seconds: float) -> str | None:
+def ask(
+    host: str,
+    port: int,
+    seconds: float,
+    kept: list[socket.socket] | None = None,
+) -> str | None:
     """Asks a server whether it is there.
+
+    Args:
+        host: IP address.
+        port: Integer.
+        seconds: Float, how long to wait for its answer.
+        kept: List that gets the connection, if the server has answered. It
+            stays open: a worker knows by it that somebody is there.
 
     Returns:
         `None` if it is; `DEAD` if nothing listens there; `OTHER` if what
@@ -57,7 +70,10 @@ def ask(host: str, port: int, seconds: float) -> str | None:
     end = time.monotonic() + seconds
     header = b""
     try:
-        with socket.create_connection((host, port), seconds) as connection:
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(
+                socket.create_connection((host, port), seconds)
+            )
             connection.sendall(_HELLO)
             while len(header) < _FRAME_HEADER:
                 # What has arrived counts, however late it is looked at.
@@ -66,11 +82,16 @@ def ask(host: str, port: int, seconds: float) -> str | None:
                 if not data:
                     return OTHER
                 header += data
+            if header[3] != _SETTINGS:
+                return OTHER
+            if kept is not None:
+                stack.pop_all()
+                kept.append(connection)
     except TimeoutError:
         return SILENT
     except OSError:
         return DEAD
-    return None if header[3] == _SETTINGS else OTHER
+    return None
 
 
 class _Worker:
@@ -108,10 +129,13 @@ class _Worker:
         """Returns what has become of it, once it is lost."""
         answered = time.monotonic()
         refused = False
+        kept: list[socket.socket] = []
         while True:
             # Short enough to try several times.
             limit = self._seconds or _HURRY_SECONDS
-            state = ask(*self._address, limit / 3)
+            state = ask(*self._address, limit / 3, kept)
+            while len(kept) > 1:
+                kept.pop(0).close()
             now = time.monotonic()
             if state is None:
                 answered, refused = now, False
