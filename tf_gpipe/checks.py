@@ -118,12 +118,12 @@ def writable(name: str, path: Any) -> None:
         TypeError: If it is no path.
         ValueError: If it cannot be written.
     """
-    try:
-        place = os.fspath(path)
-    except TypeError as error:
+    place = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(place, str):
         raise TypeError(
-            f"`{name}` must be the path of a file. Received: {name}={path!r}"
-        ) from error
+            f"`{name}` must be the path of a file, a string or an "
+            f"`os.PathLike` of one. Received: {name}={path!r}"
+        )
     existed = os.path.exists(place)
     try:
         with open(place, "ab"):

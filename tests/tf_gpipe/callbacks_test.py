@@ -271,8 +271,9 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         path = os.path.join(self.get_temp_dir(), path)
         with self.assertRaisesRegex(ValueError, f"`{name}` must be the path"):
             tf_gpipe.callbacks.Timeline(**{name: path})
-        with self.assertRaisesRegex(TypeError, f"`{name}` must be the path"):
-            tf_gpipe.callbacks.Timeline(**{name: 3})
+        for nothing in (3, 2.5, b"a.png", ["a.png"]):
+            with self.assertRaisesRegex(TypeError, f"`{name}` must be the pat"):
+                tf_gpipe.callbacks.Timeline(**{name: nothing})
 
     def test_pictures_that_cannot_be_drawn(self):
         with self.assertRaisesRegex(ValueError, "png, .*Received: .*a.nope"):

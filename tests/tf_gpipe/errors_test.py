@@ -293,6 +293,11 @@ class UnbuiltTest(ErrorTest):
             with self.assert_raises(ValueError, "needs layers", "empty list"):
                 pipelined(layers)
 
+    def test_what_is_no_list(self):
+        for layers in (5, 10**30, "abc", b"x", 2.5, {"a": 1}, {1}):
+            with self.assert_raises(TypeError, "`layers` must", repr(layers)):
+                pipelined(layers)
+
     def test_nothing_but_an_input(self):
         with self.assert_raises(ValueError, "needs layers"):
             pipelined([keras.Input((4,))])

@@ -51,9 +51,9 @@ def wait_for_step(process, count):
         text += character
 
 
-def state(workdir):
-    """Returns all that is in the last checkpoint, by name."""
-    saved = store.read(workdir / "checkpoints" / "epoch_00002")
+def state(workdir, num_epochs=2):
+    """Returns all that is in the checkpoint of an epoch, by name."""
+    saved = store.read(workdir / "checkpoints" / f"epoch_{num_epochs:05}")
     return {
         f"{array.kind} {array.number}": saved.value(i)
         for i, array in enumerate(saved.arrays)
@@ -109,17 +109,19 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         workdir = self.make_directory()
         with workers.started(2) as processes:
             addresses = ",".join(x.address for x in processes)
-            flags = [f"--workers={addresses}"]
+            flags = [f"--workers={addresses}", "--num_epochs=3"]
             process = trainer(workdir, *flags)
-            # In the second epoch: there are 11 steps in one.
-            wait_for_step(process, 14)
+            # In the third of epochs of 11 steps: the checkpoint of the first
+            # one is written by then, and the next one may be.
+            wait_for_step(process, 25)
             processes[1].kill()
             _, errors = process.communicate()
             self.assertEqual(process.returncode, 1)
             (message,) = re.findall(r"^Error: .*", errors, re.MULTILINE)
             self.assertIn("Stage 1 has failed", message)
             self.assertIn(processes[1].address, message)
-            self.assertIn(f"{workdir}/checkpoints/epoch_00001", message)
+            newest = rf"{workdir}/checkpoints/epoch_0000[12]"
+            self.assertRegex(message, newest)
             self.assertNotIn("Traceback", errors)
             # It is missing as well when training starts again.
             process = trainer(workdir, *flags, "--worker_timeout=10")
@@ -128,17 +130,17 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertRegex(
                 errors,
                 f"No worker answers at {processes[1].address} within 10 "
-                f"seconds.* stage 1 would .*{workdir}/checkpoints/epoch_00001",
+                f"seconds.* stage 1 would .*{newest}",
             )
             port = int(processes[1].address.rpartition(":")[2])
             processes[1] = workers.Worker(port=port)
             processes[1].wait_until_ready()
             output = self.finish(trainer(workdir, *flags))
-            self.assertIn("Resuming: 1 epochs of 2 are done.", output)
+            self.assertRegex(output, "Resuming: [12] epochs of 3 are done.")
         uninterrupted = self.make_directory()
-        self.finish(trainer(uninterrupted))
+        self.finish(trainer(uninterrupted, "--num_epochs=3"))
         self.assert_same_state(
-            state(uninterrupted), state(workdir), rtol=1e-3, atol=1e-3
+            state(uninterrupted, 3), state(workdir, 3), rtol=1e-3, atol=1e-3
         )
 
     def test_elastic(self):

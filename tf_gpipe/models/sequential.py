@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.models import planned
 from tf_gpipe.models import user_class
@@ -189,12 +190,17 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             user_class.check(model, self)
             # With the input layer, which `layers.layers` leaves out.
             layers = keras.Model.layers.fget(layers)
+        layers = checks.items(
+            layers,
+            "`layers` must be a list of layers or a `keras.Sequential`. "
+            f"Received: layers={layers!r}",
+        )
         for layer in layers:
             self.add(layer, rebuild=False)
         if not self.layers:
             raise ValueError(
                 "A pipeline needs layers. Received an empty list: "
-                f"layers={list(layers)}"
+                f"layers={layers}"
             )
         self._resolve(self.layers)
         self._maybe_rebuild()

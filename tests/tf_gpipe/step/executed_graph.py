@@ -18,6 +18,8 @@ def executed_graph(function, *args):
     # be gathered to the end of the process.
     context.context().enable_graph_collection()
     try:
+        # What TensorBoard's tracing has left is not of this function.
+        context.context().export_run_metadata()
         function(*args)
         found = context.context().export_run_metadata()
     finally:
