@@ -8,6 +8,7 @@ another address.
 import contextlib
 import ctypes
 import ipaddress
+import os
 import socket
 import struct
 import sys
@@ -89,12 +90,16 @@ def paused(address: str, port: int) -> Iterator[list[int]]:
     Yields:
         List of integers, descriptors of the sockets that it listens with.
     """
+    numbers = [
+        x.fileno()
+        for x in sockets.looked_at()
+        if x.getsockname()[1:2] == (port,)
+        and x.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    ]
     with contextlib.ExitStack() as stack:
         listeners = [
-            stack.enter_context(x.dup())
-            for x in sockets.looked_at()
-            if x.getsockname()[1:2] == (port,)
-            and x.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            stack.enter_context(socket.socket(fileno=os.dup(x)))
+            for x in numbers
         ]
         _filter(listeners, [(_RETURN, 0, 0, 0)])
         yield [x.fileno() for x in listeners]
