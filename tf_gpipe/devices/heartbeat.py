@@ -44,6 +44,12 @@ _PAUSE_SECONDS = 1.0
 _AGAIN_SECONDS = 0.1
 # How long a worker may be silent if the user wants it to end.
 _HURRY_SECONDS = 5.0
+# For an answer at most: meanwhile the user may want it to end.
+_ANSWER_SECONDS = 10.0
+# Three years. Systems do not wait any number of seconds.
+MOST_SECONDS = 1e8
+# Of Linux, between two probes of TCP.
+_MOST_PAUSE_SECONDS = 32767
 # More sockets of a client do not fit a message.
 MOST_SOCKETS = 200
 
@@ -107,7 +113,7 @@ class _Worker:
 
     def allow(self, seconds: float | None) -> None:
         """Sets how long it may be silent."""
-        self._seconds = seconds
+        self._seconds = seconds and min(seconds, MOST_SECONDS)
 
     def hurry(self) -> None:
         """Lets it be silent for a moment only."""
@@ -133,7 +139,7 @@ class _Worker:
         while True:
             # Short enough to try several times.
             limit = self._seconds or _HURRY_SECONDS
-            state = ask(*self._address, limit / 3, kept)
+            state = ask(*self._address, min(limit / 3, _ANSWER_SECONDS), kept)
             while len(kept) > 1:
                 kept.pop(0).close()
             now = time.monotonic()
@@ -162,7 +168,7 @@ class _Worker:
 def _probe_idle(each: socket.socket, seconds: float) -> None:
     """Makes the system notice that the host at the other end has restarted."""
     idle = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", 0))
-    pause = max(1, int(seconds / 4))
+    pause = min(max(1, int(seconds / 4)), _MOST_PAUSE_SECONDS)
     with contextlib.suppress(OSError):
         each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         each.setsockopt(socket.IPPROTO_TCP, idle, pause)
