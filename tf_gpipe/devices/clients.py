@@ -52,7 +52,10 @@ def use_of(port: int) -> Use:
         ends = sockets.ends(each)
         if ends is None or ends[0][1] != port:
             continue
-        info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
+        try:
+            info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
+        except OSError:
+            continue  # It has been closed since.
         (since,) = struct.unpack_from("I", info, _SINCE)
         (count,) = struct.unpack_from("Q", info, _BYTES)
         found = Use(

@@ -90,12 +90,7 @@ def paused(address: str, port: int) -> Iterator[list[int]]:
     Yields:
         List of integers, descriptors of the sockets that it listens with.
     """
-    numbers = [
-        x.fileno()
-        for x in sockets.looked_at()
-        if x.getsockname()[1:2] == (port,)
-        and x.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    ]
+    numbers = [x.fileno() for x in sockets.looked_at() if _listens(x, port)]
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(socket.socket(fileno=os.dup(x)))
@@ -108,6 +103,15 @@ def paused(address: str, port: int) -> Iterator[list[int]]:
         else:
             for each in listeners:
                 each.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+
+def _listens(each: socket.socket, port: int) -> bool:
+    try:
+        return each.getsockname()[1:2] == (port,) and bool(
+            each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        )
+    except OSError:
+        return False  # It has been closed since.
 
 
 def _accept_only(address: str, filtered: Iterable[socket.socket]) -> None:
