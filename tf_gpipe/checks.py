@@ -109,7 +109,32 @@ def items(value: Any, text: str) -> list:
         raise TypeError(text) from error
 
 
-def writable(name: str, path: Any) -> None:
+def path(name: str, value: Any, of: str = "a file") -> str:
+    """Returns a path as a string.
+
+    Args:
+        name: String, of the argument.
+        value: Anything.
+        of: String, what it must be the path of.
+
+    Raises:
+        TypeError: If it is neither a string nor an `os.PathLike` of one. A
+            number would be one of a file that is open.
+        ValueError: If it is empty, or no system has such a path.
+    """
+    place = os.fspath(value) if isinstance(value, os.PathLike) else value
+    text = (
+        f"`{name}` must be the path of {of}, a string or an `os.PathLike` of "
+        f"one. Received: {name}={value!r}"
+    )
+    if not isinstance(place, str):
+        raise TypeError(text)
+    if not place or "\0" in place:
+        raise ValueError(text)
+    return place
+
+
+def writable(name: str, value: Any) -> None:
     """Refuses what is no path of a file that can be written.
 
     A file that is not there is made, and deleted.
@@ -118,12 +143,7 @@ def writable(name: str, path: Any) -> None:
         TypeError: If it is no path.
         ValueError: If it cannot be written.
     """
-    place = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(place, str):
-        raise TypeError(
-            f"`{name}` must be the path of a file, a string or an "
-            f"`os.PathLike` of one. Received: {name}={path!r}"
-        )
+    place = path(name, value)
     existed = os.path.exists(place)
     try:
         with open(place, "ab"):
@@ -133,23 +153,28 @@ def writable(name: str, path: Any) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"`{name}` must be the path of a file that can be written, in a "
-            f"directory that exists. Received: {name}={path!r} ({error})"
+            f"directory that exists. Received: {name}={value!r} ({error})"
         ) from error
 
 
-def directory(name: str, path: Any) -> pathlib.Path:
+def directory(name: str, value: Any) -> pathlib.Path:
     """Returns the path of a directory, which need not exist.
 
     Raises:
         TypeError: If it is no path.
         ValueError: If it is one of something else.
     """
-    text = (
-        f"`{name}` must be the path of a directory. Received: {name}={path!r}"
-    )
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(text)
-    place = pathlib.Path(path)
-    if not str(path) or (place.exists() and not place.is_dir()):
-        raise ValueError(text)
+    place = pathlib.Path(path(name, value, "a directory"))
+    try:
+        other = place.exists() and not place.is_dir()
+    except OSError as error:
+        raise ValueError(
+            f"`{name}` must be the path of a directory. Received: "
+            f"{name}={value!r} ({error})"
+        ) from error
+    if other:
+        raise ValueError(
+            f"`{name}` must be the path of a directory. Received: "
+            f"{name}={value!r}, which is none"
+        )
     return place

@@ -53,14 +53,18 @@ class Workdir:
     def __init__(self, path):
         self.path = pathlib.Path(path)
         self._lock = None
-        for name in _FILES:
-            place = self.path / name
-            other = place.exists() and not place.is_file()
-            self._refuse(name, other, "a file")
-        for name in _DIRECTORIES:
-            place = self.path / name
-            other = place.exists() and not place.is_dir()
-            self._refuse(name, other, "a directory")
+        try:
+            for name in _FILES:
+                place = self.path / name
+                other = place.exists() and not place.is_file()
+                self._refuse(name, other, "a file")
+            for name in _DIRECTORIES:
+                place = self.path / name
+                other = place.exists() and not place.is_dir()
+                self._refuse(name, other, "a directory")
+        except OSError as error:
+            # Of a name that is too long, or one that is not for this user.
+            raise UserError(f"Cannot read --workdir: {error}") from error
 
     def lock(self):
         """Keeps other trainers out, until `unlock` or this process's end.
@@ -113,7 +117,7 @@ class Workdir:
             return []
         try:
             before = dict(json.loads(path.read_text()))
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, RecursionError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path} is damaged: {error}. Delete it, if you know that the "
                 "flags are those of the run before."
@@ -137,7 +141,7 @@ class _Lock:
 
     def __init__(self, path):
         try:
-            self._file = path.open("a+")
+            self._file = path.open("a+", errors="replace")
         except OSError as error:
             raise UserError(f"Cannot write to --workdir: {error}") from error
         try:

@@ -100,7 +100,13 @@ def main(workdir, what, workers):
             2 * 4 * stage.count_params() / 2**20
             for stage in model.stages
         )
-        told = {"more": peak_mib() - before, "of_stage": of_stage}
+        written = peak_mib() - before
+        checkpoint.restore(model)
+        told = {
+            "written": written,
+            "more": peak_mib() - before,
+            "of_stage": of_stage,
+        }
         print(json.dumps(told), flush=True)
         return
     model.fit(X, X, epochs=3, callbacks=callbacks, **how)

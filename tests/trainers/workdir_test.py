@@ -1,5 +1,6 @@
 """One trainer in a working directory, and flags that stay the same there."""
 
+import fcntl
 import os
 import pathlib
 import socket
@@ -101,7 +102,7 @@ class WorkdirTest(parameterized.TestCase):
             ["--seed was 0, is 1", "--crop was None, is 'pad'"],
         )
 
-    @parameterized.parameters("", "[", "3", "\0")
+    @parameterized.parameters("", "[", "3", "\0", "[" * 100_000)
     def test_changed_of_a_damaged_file(self, text):
         (self.path / "run.json").write_text(text)
         with self.assertRaisesRegex(UserError, "run.json is damaged"):
@@ -123,6 +124,17 @@ class WorkdirTest(parameterized.TestCase):
         (self.path / "file").write_text("")
         with self.assertRaisesRegex(UserError, "Cannot write to --workdir"):
             Workdir(self.path / "file" / "x").lock()
+        with self.assertRaisesRegex(UserError, "Cannot read --workdir"):
+            Workdir(self.path / ("x" * 300))
+
+    def test_lock_that_says_anything(self):
+        path = self.path / ".lock"
+        path.write_bytes(bytes(range(256)))
+        with path.open("rb") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            with self.assertRaisesRegex(UserError, "trains in .* already"):
+                Workdir(self.path).lock()
+        Workdir(self.path).lock()
 
 
 if __name__ == "__main__":

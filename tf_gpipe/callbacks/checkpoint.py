@@ -37,8 +37,8 @@ class Checkpoint(keras.callbacks.Callback):
     then.
 
     It writes in a thread, from a copy, while the next steps run. The copy is
-    in the memory of the host that has the variables; the client has one
-    variable at a time. A checkpoint has its name when all of it is on the
+    in the memory of the host that has the variables; the client has some
+    megabytes at a time. A checkpoint has its name when all of it is on the
     disk. Each file has a checksum: one that is damaged is told of, and the one
     before it is taken. List it after other callbacks.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe import checks
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
 
@@ -32,19 +33,16 @@ class Images:
                 "Logs for TensorBoard need it. Install it with "
                 "`pip install tf_gpipe[plot]`."
             )
-        expected = (
-            "`log_dir` must be the path of a directory, which is made if it "
-            f"is not there. Received: log_dir={log_dir!r}"
+        self._folder = os.path.join(
+            checks.path("log_dir", log_dir, "a directory"), _RUN
         )
         try:
-            if not os.fspath(log_dir):
-                raise ValueError("it is empty")
-            self._folder = os.path.join(os.fspath(log_dir), _RUN)
             os.makedirs(self._folder, exist_ok=True)
-        except TypeError as error:
-            raise TypeError(expected) from error
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{expected} ({error})") from error
+        except OSError as error:
+            raise ValueError(
+                "`log_dir` must be the path of a directory, which is made if "
+                f"it is not there. Received: log_dir={log_dir!r} ({error})"
+            ) from error
         self._writer: Any = None
 
     def write(self, steps: Mapping[str, Execution], epoch: int) -> None:

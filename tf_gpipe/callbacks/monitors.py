@@ -45,10 +45,10 @@ def states(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict]:
 
 def arrays(
     callbacks: Sequence[keras.callbacks.Callback],
-) -> list[tuple[Array, np.ndarray]]:
+) -> list[tuple[Array, list[np.ndarray]]]:
     """Returns the best weights that callbacks have kept."""
     return [
-        (Array(_kind(i), k, str(k), x.shape, tf.as_dtype(x.dtype).name), x)
+        (Array(_kind(i), k, str(k), x.shape, tf.as_dtype(x.dtype).name), [x])
         for i, callback in enumerate(callbacks)
         for k, x in enumerate(getattr(callback, _WEIGHTS, None) or [])
     ]

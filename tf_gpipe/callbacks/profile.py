@@ -1,9 +1,9 @@
 """The tasks of recorded steps as lines of a profile of TensorFlow."""
 
-import pathlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Span
@@ -34,7 +34,7 @@ def name_tasks(log_dir: str, steps: Iterable[Recorded]) -> int:
     Returns how many there were. See `Timeline.name_tasks`.
     """
     found = sorted(
-        pathlib.Path(log_dir).rglob("*.xplane.pb"),
+        checks.directory("log_dir", log_dir).rglob("*.xplane.pb"),
         key=lambda x: x.stat().st_mtime_ns,
     )
     if not found:

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.checkpoints import store
 from tf_gpipe.checkpoints.store import Array
 from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import Saved
@@ -102,12 +103,33 @@ class Copier:
 
 def values(
     part: list[tuple[Array, tf.Tensor]],
-) -> Iterator[tuple[Array, np.ndarray]]:
-    """Yields the values of copies one by one, and forgets each."""
+) -> Iterator[tuple[Array, Iterator[np.ndarray]]]:
+    """Yields the values of copies one by one, in pieces, and forgets each."""
     part.reverse()
     while part:
         array, value = part.pop()
-        yield array, np.asarray(value)
+        yield array, _pieces(value)
+        del value
+
+
+def _pieces(value: tf.Tensor) -> Iterator[np.ndarray]:
+    """Yields the elements of a tensor that may be on another host."""
+    count = store.PIECE_BYTES // value.dtype.size
+    size = int(np.prod(value.shape, dtype=np.int64))
+    if size <= count:
+        yield np.asarray(value)
+        return
+    # They are cut where they are.
+    with tf.device(value.device):
+        flat = tf.reshape(value, [-1])
+    for begin in range(0, size, count):
+        with tf.device(value.device):
+            piece = tf.slice(
+                flat,
+                tf.constant([begin], tf.int64),
+                tf.constant([min(count, size - begin)], tf.int64),
+            )
+        yield np.asarray(piece)
 
 
 def restore(model: keras.Model, saved: Saved, kinds: tuple[str, ...]) -> None:
@@ -135,7 +157,7 @@ def restore(model: keras.Model, saved: Saved, kinds: tuple[str, ...]) -> None:
         )
     pairs = [x for kind in kinds for x in matched(saved, kind, of_model[kind])]
     for i, v in pairs:
-        v.assign(saved.value(i))
+        _assign(v, saved, i)
 
 
 def matched(
@@ -181,6 +203,25 @@ def matched(
             )
         pairs.append((i, v))
     return pairs
+
+
+def _assign(v: Any, saved: Saved, i: int) -> None:
+    """Gives a variable the value of an array, of which we have a piece."""
+    inner = _inner(v)
+    size = int(np.prod(inner.shape, dtype=np.int64)) * inner.dtype.size
+    if size <= store.PIECE_BYTES or isinstance(
+        inner, tf.distribute.DistributedValues
+    ):
+        v.assign(saved.value(i))
+        return
+    pieces = []
+    with tf.device(_host(v)):
+        for piece in saved.pieces(i):
+            pieces.append(tf.identity(piece))
+            # Otherwise TensorFlow goes on while it is sent.
+            np.asarray(tf.raw_ops.Size(input=pieces[-1]))
+        value = tf.reshape(tf.concat(pieces, 0), inner.shape)
+    inner.assign(value)
 
 
 def optimizer_of(model: keras.Model) -> list[str] | None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 from typing import NamedTuple
@@ -19,7 +20,8 @@ _PARTIAL = "partial"
 INDEX = "index.json"
 _CHECKSUMS = "CRC32SUMS"
 _FORMAT = 1
-_PIECE = 2**20
+# What of an array is in memory at a time.
+PIECE_BYTES = 2**22
 
 
 class Position(NamedTuple):
@@ -101,7 +103,7 @@ class Store:
     def write(
         self,
         position: Position,
-        parts: Iterable[Iterable[tuple[Array, np.ndarray]]],
+        parts: Iterable[Iterable[tuple[Array, Iterable[np.ndarray]]]],
         content: Mapping[str, Any],
         keep: int,
     ) -> pathlib.Path:
@@ -109,7 +111,8 @@ class Store:
 
         Args:
             position: `Position`.
-            parts: The arrays of each file, which are asked for one at a time.
+            parts: The arrays of each file, each in pieces of its elements,
+                which are asked for one at a time.
             content: What else is to be told, as JSON has it.
             keep: Integer, how many checkpoints to keep: this one, and those
                 before it.
@@ -129,11 +132,12 @@ class Store:
             for i, part in enumerate(parts):
                 name = f"part_{i:05d}.bin"
                 with _File(partial / name) as file:
-                    for array, values in part:
+                    for array, pieces in part:
                         arrays.append([*array, name, file.size])
-                        file.write(values)
-                        # Before the next ones come.
-                        del values
+                        for piece in pieces:
+                            file.write(piece)
+                            # Before the next one comes.
+                            del piece
                 sums[name] = file.checksum
             index = {**content, "format": _FORMAT, "arrays": arrays}
             with _File(partial / INDEX) as file:
@@ -207,17 +211,31 @@ class Saved:
 
     def value(self, i: int) -> np.ndarray:
         """Returns the values of `arrays[i]`."""
+        return self._read(i, 0, self._size(i)).reshape(self.arrays[i].shape)
+
+    def pieces(self, i: int) -> Iterator[np.ndarray]:
+        """Yields the elements of `arrays[i]`, some at a time."""
+        size = self._size(i)
+        count = PIECE_BYTES // self._dtype(i).itemsize
+        for begin in range(0, size, count):
+            yield self._read(i, begin, min(begin + count, size))
+
+    def _size(self, i: int) -> int:
+        return int(np.prod(self.arrays[i].shape, dtype=np.int64))
+
+    def _dtype(self, i: int) -> np.dtype:
+        return np.dtype(tf.as_dtype(self.arrays[i].dtype).as_numpy_dtype)
+
+    def _read(self, i: int, begin: int, end: int) -> np.ndarray:
         file, place = self._places[i]
-        array = self.arrays[i]
-        dtype = tf.as_dtype(array.dtype).as_numpy_dtype
-        count = int(np.prod(array.shape, dtype=np.int64))
+        dtype = self._dtype(i)
         flat = np.fromfile(
             self.path / file,
             np.uint8,
-            count * np.dtype(dtype).itemsize,
-            offset=place,
+            (end - begin) * dtype.itemsize,
+            offset=place + begin * dtype.itemsize,
         )
-        return flat.view(dtype).reshape(array.shape)
+        return flat.view(dtype)
 
 
 class _File:
@@ -251,7 +269,7 @@ class _File:
 def _checksum(path: pathlib.Path) -> str:
     crc = 0
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
+        while piece := file.read(PIECE_BYTES):
             crc = zlib.crc32(piece, crc)
     return f"{crc:08x}"
 

@@ -6,6 +6,8 @@ starts a TensorFlow server that accepts connections to one address. Trainers
 find it with `tf_gpipe.connect(["10.0.0.1:2222"])`. It serves one trainer
 after another, until it is killed. With --with_stdin it also ends when its
 standard input does, as the end of a pipe does with the process that holds it.
+On Linux it starts anew once the trainers that it has served are gone for some
+time, which gives back their memory and threads.
 
 TensorFlow's servers have no authentication: whoever reaches the port can run
 anything here. Keep it on a private network.
@@ -13,16 +15,21 @@ anything here. Keep it on a private network.
 
 import argparse
 import ipaddress
+import math
 import os
 import select
+import signal
 import sys
 import threading
 from collections.abc import Sequence
 
 from tf_gpipe.commands import start
+from tf_gpipe.devices import clients
 from tf_gpipe.devices import listening
 
 _LOOK_SECONDS = 1.0
+# One that is busy may hear the question of a trainer that much later.
+_LEAST_SECONDS = 10.0
 
 # A process of one core gets one thread for operations, which sends what a
 # task has made only after the next task.
@@ -30,16 +37,26 @@ if sys.platform == "linux" and len(os.sched_getaffinity(0)) == 1:
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
 
 
-def serve(port: int, bind: str, with_stdin: bool = False) -> None:
+def serve(
+    port: int,
+    bind: str,
+    with_stdin: bool = False,
+    forget_after: float = 600.0,
+    sockets: Sequence[int] = (),
+) -> None:
     """Starts a TensorFlow server, which runs until the process is ended.
 
     Prints a line with its address once it accepts connections: on stdout, for
     programs that start it. See the help of the command for arguments.
 
+    Args:
+        sockets: Those that this process listened with before it started anew.
+
     Raises:
         OSError: If the port is taken, or `bind` is no address of this host.
     """
-    port = listening.unused_port(bind, port)
+    if not sockets:
+        port = listening.unused_port(bind, port)
     if with_stdin:
         threading.Thread(
             target=_end_with_stdin, args=(os.getppid(),), daemon=True
@@ -50,15 +67,31 @@ def serve(port: int, bind: str, with_stdin: bool = False) -> None:
     from tf_gpipe import upstream
 
     upstream.fail_fast()
-
+    if listening.AVAILABLE:
+        # With those sockets, until they are closed.
+        os.environ["TF_GRPC_REUSE_PORT"] = "true"
     server = tf.distribute.Server(
         {"worker": [f"{bind}:{port}"]}, job_name="worker", task_index=0
     )
+    for each in sockets:
+        os.close(each)
     if bind != listening.EVERY_ADDRESS:
         listening.accept_only(bind, port)
-    listening.announce("worker", bind, port)
-    print(f"worker at {bind}:{port}", flush=True)
-    server.join()
+    if not sockets:
+        listening.announce("worker", bind, port)
+        print(f"worker at {bind}:{port}", flush=True)
+    if with_stdin:
+        # A trainer of the same terminal saves a checkpoint at Ctrl-C.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        if listening.AVAILABLE:
+            clients.start_anew_after(
+                forget_after, bind, port, [] if sockets else [f"--port={port}"]
+            )
+        server.join()
+    except KeyboardInterrupt:
+        # A TensorFlow server cannot be stopped.
+        os._exit(128 + signal.SIGINT)
 
 
 def _end_with_stdin(parent: int) -> None:
@@ -70,7 +103,6 @@ def _end_with_stdin(parent: int) -> None:
         ready, _, _ = select.select([0], [], [], _LOOK_SECONDS)
         if ready and not os.read(0, 4096):
             break
-    # A TensorFlow server cannot be stopped.
     os._exit(0)
 
 
@@ -94,9 +126,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="end when standard input ends",
     )
+    parser.add_argument(
+        "--forget_after",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long trainers that it has served must be gone, or silent, "
+        f"until it starts anew, at least {_LEAST_SECONDS:g} (default: "
+        "%(default)g)",
+    )
+    # For itself.
+    parser.add_argument(
+        "--sockets",
+        type=lambda text: [int(x) for x in text.split(",")],
+        default=(),
+        help=argparse.SUPPRESS,
+    )
     args = parser.parse_args(argv)
     if not 0 <= args.port < 2**16:
         parser.error(f"--port must be from 0 to 65535. Received: {args.port}")
+    if not _LEAST_SECONDS <= args.forget_after < math.inf:
+        parser.error(
+            f"--forget_after must be a number of at least {_LEAST_SECONDS:g}. "
+            f"Received: {args.forget_after}"
+        )
     try:
         ipaddress.IPv4Address(args.bind)
     except ValueError:
@@ -107,6 +160,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"Use --bind={listening.EVERY_ADDRESS}, behind a firewall."
         )
     try:
-        serve(args.port, args.bind, args.with_stdin)
+        serve(**vars(args))
     except OSError as error:
         parser.error(f"Cannot serve at {args.bind}:{args.port}: {error}")

@@ -9,6 +9,7 @@ colocation  what runs outside of the pipeline, where its operands are
 cluster     connecting to worker processes
 worker_lost which worker is gone, told by every call that needs it
 watcher     what this process knows of its workers
+clients     when programs last used a worker, which starts anew without
 heartbeat   the process that asks them, and ends what waits for one
 listening   the one address that a TensorFlow server answers on
 sockets     those of this process, also of TensorFlow

@@ -2,11 +2,11 @@
 
 import contextlib
 import queue
+import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +24,7 @@ from tf_gpipe.devices import worker_lost
 _CLIENT = "localhost"
 _AGAIN_SECONDS = 0.2
 _SCHEME = "grpc://"
+_ADDRESS = re.compile(r"([^/\s\0]+):([0-9]{1,5})")
 _NO_WORKER = {
     heartbeats.DEAD: "nothing listens there",
     heartbeats.SILENT: "there is no answer",
@@ -96,9 +97,12 @@ def connect(
             )
     connected = worker_lost.addresses()
     if not connected:
-        found = _wait_for(addresses, timeout, at_least or len(addresses))
-        _check_apart(found)
-        _open(found, heartbeat)
+        with contextlib.ExitStack() as kept:
+            found = _wait_for(
+                addresses, timeout, at_least or len(addresses), kept
+            )
+            _check_apart(found)
+            _open(found, heartbeat)
         connected = list(found)
     elif connected != addresses and not (
         at_least and [x for x in addresses if x in connected] == connected
@@ -155,22 +159,21 @@ def _open(found: dict[str, tuple[str, int]], heartbeat: float | None) -> None:
 
 
 def _checked(addresses: Any) -> list[str]:
-    given = [addresses] if isinstance(addresses, str) else addresses
-    if not isinstance(given, Iterable):
-        raise TypeError(
-            "`addresses` must be a list of strings host:port, one a worker. "
-            f"Received: addresses={addresses!r}"
-        )
+    given = checks.items(
+        [addresses] if isinstance(addresses, str) else addresses,
+        "`addresses` must be a list of strings host:port, one a worker. "
+        f"Received: addresses={addresses!r}",
+    )
     checked = []
     for each in given:
         address = str(each).removeprefix(_SCHEME)
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        match = _ADDRESS.fullmatch(address)
+        if match is None or not 0 < int(match[2]) < 2**16:
             raise ValueError(
                 "Each address of a worker must be of the form host:port. "
                 f"Received: {each!r}"
             )
-        if ":" in host:
+        if ":" in match[1]:
             raise ValueError(
                 "Workers are reached by IPv4: each address must be of the "
                 "form host:port, where the host is a name or an IPv4 address. "
@@ -199,30 +202,39 @@ def _check_apart(found: dict[str, tuple[str, int]]) -> None:
 
 
 def _wait_for(
-    addresses: list[str], timeout: float, enough: int
+    addresses: list[str],
+    timeout: float,
+    enough: int,
+    scope: contextlib.ExitStack,
 ) -> dict[str, tuple[str, int]]:
     """Returns the IP address and port of each worker, once all answer.
 
-    Or of those that do when the time is over, if they are enough.
+    Or of those that do when the time is over, if they are enough. For the scope
+    they know that somebody is there, and do not start anew.
     """
-    deadline = time.monotonic() + timeout
+    # Longer than any program, and still a time that the system can wait.
+    deadline = time.monotonic() + min(timeout, heartbeats.MOST_SECONDS)
     states: dict[str, str] = dict.fromkeys(addresses, heartbeats.SILENT)
     answers: queue.Queue = queue.Queue()
 
     def find(address: str) -> None:
         # Names may take any time to look up.
         name, _, port = address.rpartition(":")
+        kept: list[socket.socket] = []
         while True:
             seconds = min(
                 deadline - time.monotonic(), worker_lost.PROBE_SECONDS
             )
             try:
                 host = socket.gethostbyname(name)
-            except (OSError, UnicodeError):
+            except (OSError, ValueError):
                 states[address] = "this host is not known"
             else:
-                state = heartbeats.ask(host, int(port), max(seconds, 0.05))
+                state = heartbeats.ask(
+                    host, int(port), max(seconds, 0.05), kept
+                )
                 if state is None:
+                    scope.enter_context(kept[0])
                     answers.put({address: (host, int(port))})
                     return
                 states[address] = _NO_WORKER[state]

@@ -36,6 +36,7 @@ SILENT = "silent"
 OTHER = "other"
 # What a client of HTTP/2 says first, with settings that are the usual ones.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+QUESTION_BYTES = len(_HELLO)
 _FRAME_HEADER = 9
 _SETTINGS = 4
 # Between two questions at most, and after one that was refused.
@@ -43,12 +44,30 @@ _PAUSE_SECONDS = 1.0
 _AGAIN_SECONDS = 0.1
 # How long a worker may be silent if the user wants it to end.
 _HURRY_SECONDS = 5.0
+# For an answer at most: meanwhile the user may want it to end.
+_ANSWER_SECONDS = 10.0
+# Three years. Systems do not wait any number of seconds.
+MOST_SECONDS = 1e8
+# Of Linux, between two probes of TCP.
+_MOST_PAUSE_SECONDS = 32767
 # More sockets of a client do not fit a message.
 MOST_SOCKETS = 200
 
 
-def ask(host: str, port: int, seconds: float) -> str | None:
+def ask(
+    host: str,
+    port: int,
+    seconds: float,
+    kept: list[socket.socket] | None = None,
+) -> str | None:
     """Asks a server whether it is there.
+
+    Args:
+        host: IP address.
+        port: Integer.
+        seconds: Float, how long to wait for its answer.
+        kept: List that gets the connection, if the server has answered. It
+            stays open: a worker knows by it that somebody is there.
 
     Returns:
         `None` if it is; `DEAD` if nothing listens there; `OTHER` if what
@@ -57,7 +76,10 @@ def ask(host: str, port: int, seconds: float) -> str | None:
     end = time.monotonic() + seconds
     header = b""
     try:
-        with socket.create_connection((host, port), seconds) as connection:
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(
+                socket.create_connection((host, port), seconds)
+            )
             connection.sendall(_HELLO)
             while len(header) < _FRAME_HEADER:
                 # What has arrived counts, however late it is looked at.
@@ -66,11 +88,16 @@ def ask(host: str, port: int, seconds: float) -> str | None:
                 if not data:
                     return OTHER
                 header += data
+            if header[3] != _SETTINGS:
+                return OTHER
+            if kept is not None:
+                stack.pop_all()
+                kept.append(connection)
     except TimeoutError:
         return SILENT
     except OSError:
         return DEAD
-    return None if header[3] == _SETTINGS else OTHER
+    return None
 
 
 class _Worker:
@@ -86,7 +113,7 @@ class _Worker:
 
     def allow(self, seconds: float | None) -> None:
         """Sets how long it may be silent."""
-        self._seconds = seconds
+        self._seconds = seconds and min(seconds, MOST_SECONDS)
 
     def hurry(self) -> None:
         """Lets it be silent for a moment only."""
@@ -108,10 +135,13 @@ class _Worker:
         """Returns what has become of it, once it is lost."""
         answered = time.monotonic()
         refused = False
+        kept: list[socket.socket] = []
         while True:
             # Short enough to try several times.
             limit = self._seconds or _HURRY_SECONDS
-            state = ask(*self._address, limit / 3)
+            state = ask(*self._address, min(limit / 3, _ANSWER_SECONDS), kept)
+            while len(kept) > 1:
+                kept.pop(0).close()
             now = time.monotonic()
             if state is None:
                 answered, refused = now, False
@@ -138,7 +168,7 @@ class _Worker:
 def _probe_idle(each: socket.socket, seconds: float) -> None:
     """Makes the system notice that the host at the other end has restarted."""
     idle = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", 0))
-    pause = max(1, int(seconds / 4))
+    pause = min(max(1, int(seconds / 4)), _MOST_PAUSE_SECONDS)
     with contextlib.suppress(OSError):
         each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         each.setsockopt(socket.IPPROTO_TCP, idle, pause)

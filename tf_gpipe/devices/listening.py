@@ -5,11 +5,15 @@ cannot be told otherwise, but a filter on their sockets drops what is sent to
 another address.
 """
 
+import contextlib
 import ctypes
 import ipaddress
+import os
 import socket
 import struct
 import sys
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 
 from tf_gpipe.devices import sockets
@@ -18,7 +22,7 @@ EVERY_ADDRESS = "0.0.0.0"
 # The only system that has the filter.
 AVAILABLE = sys.platform == "linux"
 # Of Linux, <asm-generic/socket.h> and <linux/filter.h>.
-_SO_ATTACH_FILTER = 26
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _LOAD_WORD, _LOAD_BYTE, _AND = 0x20, 0x30, 0x54
 _JUMP_IF_EQUAL, _RETURN = 0x15, 0x06
 _IP_HEADER = 0xFFF00000
@@ -62,6 +66,55 @@ def accept_only(address: str, port: int) -> None:
         OSError: If the system refuses the filter.
         RuntimeError: If this process has no socket of that port.
     """
+    with sockets.copies() as copies:
+        of_server = [x for x in copies if x.getsockname()[1:2] == (port,)]
+        _accept_only(address, of_server)
+        if not of_server:
+            raise RuntimeError(
+                f"The socket of the server at port {port} was not found, so "
+                "that it cannot be kept from other addresses than "
+                f"{address}."
+            )
+
+
+@contextlib.contextmanager
+def paused(address: str, port: int) -> Iterator[list[int]]:
+    """A scope in which a server of this process gets no new connections.
+
+    Who connects is not refused: the system tries again, each few seconds.
+
+    Args:
+        address: IP address that it listens at.
+        port: Integer.
+
+    Yields:
+        List of integers, descriptors of the sockets that it listens with.
+    """
+    numbers = [x.fileno() for x in sockets.looked_at() if _listens(x, port)]
+    with contextlib.ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.socket(fileno=os.dup(x)))
+            for x in numbers
+        ]
+        _filter(listeners, [(_RETURN, 0, 0, 0)])
+        yield [x.fileno() for x in listeners]
+        if address != EVERY_ADDRESS:
+            _accept_only(address, listeners)
+        else:
+            for each in listeners:
+                each.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+
+def _listens(each: socket.socket, port: int) -> bool:
+    try:
+        return each.getsockname()[1:2] == (port,) and bool(
+            each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        )
+    except OSError:
+        return False  # It has been closed since.
+
+
+def _accept_only(address: str, filtered: Iterable[socket.socket]) -> None:
     program = [
         # In IPv6 the sender chooses what is where IPv4 has the destination.
         (_LOAD_BYTE, 0, 0, _IP_HEADER),
@@ -72,21 +125,16 @@ def accept_only(address: str, port: int) -> None:
         (_RETURN, 0, 0, 0xFFFFFFFF),
         (_RETURN, 0, 0, 0),
     ]
+    _filter(filtered, program)
+
+
+def _filter(filtered: Iterable[socket.socket], program: list[tuple]) -> None:
     code = ctypes.create_string_buffer(
         b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     )
     value = struct.pack("HL", len(program), ctypes.addressof(code))
-    found = False
-    with sockets.copies() as copies:
-        for each in copies:
-            if each.getsockname()[1:2] == (port,):
-                each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, value)
-                found = True
-    if not found:
-        raise RuntimeError(
-            f"The socket of the server at port {port} was not found, so that "
-            f"it cannot be kept from other addresses than {address}."
-        )
+    for each in filtered:
+        each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, value)
 
 
 def announce(who: str, address: str, port: int) -> None:

@@ -32,6 +32,22 @@ def copies() -> Iterator[list[socket.socket]]:
         yield found
 
 
+def looked_at() -> Iterator[socket.socket]:
+    """Yields each socket of this process, itself, to be asked what it is.
+
+    Where a server opens and closes sockets at the same time, copies would keep
+    those open of which it knows nothing any more.
+    """
+    for number in os.listdir(_DESCRIPTORS):
+        # It may have been closed since.
+        with contextlib.suppress(OSError):
+            each = socket.socket(fileno=int(number))
+            try:
+                yield each
+            finally:
+                each.detach()
+
+
 def ends(each: socket.socket) -> tuple[tuple[str, int], tuple[str, int]] | None:
     """Returns the addresses of both ends of a connection over IP, if it is."""
     try:

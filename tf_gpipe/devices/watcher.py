@@ -94,19 +94,25 @@ class Watcher:
 
     def look(self) -> None:
         """Tells the process of the sockets that there are now."""
+        there = {
+            ends
+            for each in sockets.looked_at()
+            if (ends := sockets.ends(each)) and ends[1] in self._names
+        }
+        if there == self._told:
+            return
         with sockets.copies() as copies:
             found = {
                 ends: each
                 for each in copies
                 if (ends := sockets.ends(each)) and ends[1] in self._names
             }
-            if found.keys() != self._told:
-                some = list(found)[: heartbeat.MOST_SOCKETS]
-                self._send(
-                    {"sockets": [self._names[far] for _, far in some]},
-                    [found[x].fileno() for x in some],
-                )
-                self._told = set(found)
+            some = list(found)[: heartbeat.MOST_SOCKETS]
+            self._send(
+                {"sockets": [self._names[far] for _, far in some]},
+                [found[x].fileno() for x in some],
+            )
+            self._told = set(found)
 
     def _send(self, message: dict, descriptors: list[int] | None = None):
         line = json.dumps(message).encode() + b"\n"

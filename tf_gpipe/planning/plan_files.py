@@ -5,7 +5,6 @@ This module imports no TensorFlow.
 
 import dataclasses
 import json
-import os
 from typing import Any
 
 from tf_gpipe import checks
@@ -33,12 +32,7 @@ def save(plan: Any, path: Any) -> None:
 
 def load(path: Any, plan_of: Any, stage_of: Any, rival_of: Any) -> Any:
     """Returns the plan in a file; see `Plan.load`."""
-    try:
-        place = os.fspath(path)
-    except TypeError as error:
-        raise TypeError(
-            f"`path` must be the path of a file. Received: path={path!r}"
-        ) from error
+    place = checks.path("path", path)
 
     def refused(what: str) -> ValueError:
         return ValueError(

@@ -14,6 +14,7 @@ import tempfile
 from typing import Any
 from unittest import mock
 
+import tensorflow as tf
 from absl import flags
 from absl.testing import flagsaver
 
@@ -37,8 +38,7 @@ _SHORT: dict[str, dict[str, str]] = {
     },
     "timeline": {},
     "verify": {"model": "tools.wrong_uses.calls:layers"},
-    # A wrong port, so that no server starts.
-    "worker": {"port": "-1"},
+    "worker": {"port": "0"},
     "image_classification": {
         "dataset": "digits",
         "model_args": "num_blocks=1,num_filters=2",
@@ -53,13 +53,13 @@ _TRAINERS = {
         command_line.run, translation.main, takes_arguments=True
     ),
 }
-_MORE_FLAGS = {"worker": {"port": True, "bind": False}}
+_MORE_FLAGS = {"worker": {"port": True, "bind": False, "forget_after": True}}
 # Those that only show something.
 _LEFT_OUT = {"help", "json", "verbose"}
 
 
-class Trains(Exception):
-    """Raised where a trainer would begin to train."""
+class Begins(Exception):
+    """Raised where a trainer would begin to train, or a worker to serve."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def problem(line: Line) -> str | None:
         contextlib.redirect_stderr(stderr),
     ):
         status, error = outcome.end_of(lambda: _status(line))
-    if isinstance(error, Trains) or (error is None and status in (0, None)):
+    if isinstance(error, Begins) or (error is None and status in (0, None)):
         return "a number that is none is taken" if line.not_finite else None
     if error is not None:
         return f"a traceback: {type(error).__name__}: {str(error)[:500]}"
@@ -123,14 +123,15 @@ def _status(line: Line) -> Any:
     """Runs a command line in this process, and returns its exit status."""
     try:
         if line.name not in _TRAINERS:
-            return program.main([line.name, *line.argv])
+            with mock.patch.object(tf.distribute, "Server", side_effect=Begins):
+                return program.main([line.name, *line.argv])
         argv = [line.name, f"--data_dir={_directory()}", *line.argv]
         with (
             # Where a drawn directory may be made, under any name.
             contextlib.chdir(_directory()),
             flagsaver.flagsaver(),
             mock.patch.object(sys, "argv", argv),
-            mock.patch.object(Job, "fit", side_effect=Trains),
+            mock.patch.object(Job, "fit", side_effect=Begins),
         ):
             return _TRAINERS[line.name]()
     except SystemExit as end:

@@ -16,6 +16,9 @@ class WorkerTest(parameterized.TestCase):
         (["--port=-1"], "from 0 to 65535"),
         (["--port=0", "--bind=elsewhere"], "IPv4 address"),
         (["--port=0", "--bind=192.0.2.99"], "Cannot serve at"),
+        (["--port=0", "--forget_after=9"], "at least 10. Received: 9"),
+        (["--port=0", "--forget_after=nan"], "at least 10. Received: nan"),
+        (["--port=0", "--forget_after=inf"], "at least 10. Received: inf"),
     )
     def test_bad_flags(self, flags, message):
         with contextlib.redirect_stderr(io.StringIO()) as stderr:

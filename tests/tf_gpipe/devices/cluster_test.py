@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from tf_gpipe.commands import workers
 from tf_gpipe.devices import cluster
+from tf_gpipe.devices import watcher
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.listening import accept_only
 from tf_gpipe.devices.listening import address_towards
@@ -242,7 +244,9 @@ class ConnectTest(tf.test.TestCase, parameterized.TestCase):
             ):
                 cluster.connect([address], timeout=0.5)
 
-    @parameterized.parameters("no-such-host.invalid:1", "a" * 80 + ":1")
+    @parameterized.parameters(
+        "no-such-host.invalid:1", "a" * 80 + ":1", "..:1", "\udcff:1"
+    )
     def test_unknown_host(self, address):
         with self.assertRaisesRegex(
             tf.errors.UnavailableError, f"{address}: this host is not known"
@@ -250,7 +254,9 @@ class ConnectTest(tf.test.TestCase, parameterized.TestCase):
             cluster.connect(address, timeout=0.5)
 
     @parameterized.parameters(
-        "host", "host:", ":1", "host:x", "host:0", "host:65536", 1, None
+        *("host", "host:", ":1", "host:x", "host:0", "host:65536", 1, None),
+        *("http://host:80", "host:80/", "host:" + "9" * 5000, "host:\u0661"),
+        *("a b:1", "host:1\n", "a\0b:1", (b"host:1",), "host:+1", "host:1_0"),
     )
     def test_bad_address(self, address):
         with self.assertRaisesRegex(ValueError, "form host:port"):
@@ -268,10 +274,23 @@ class ConnectTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "each worker once"):
             cluster.connect(addresses)
 
-    @parameterized.parameters(None, 5, 2.5)
+    @parameterized.parameters(
+        *((x,) for x in (None, 5, 2.5, np.array("a:1"), b"a:1", {"a:1"}))
+    )
     def test_no_list(self, addresses):
         with self.assertRaisesRegex(TypeError, "list of strings host:port"):
             cluster.connect(addresses)
+
+    def test_any_number_of_seconds(self):
+        # As a worker says that it is there.
+        with listening_server(b"\0\0\0\4\0\0\0\0\0") as address:
+            host, _, port = address.rpartition(":")
+            watched = watcher.Watcher({address: (host, int(port))}, 1e300)
+            self.addCleanup(watched._process.kill)
+            with socket.create_connection((host, int(port))):
+                watched.look()
+        watched.wait(60.0)
+        self.assertIn(watched.lost[address], ("dead", "other"))
 
     @parameterized.product(
         name=("timeout", "heartbeat"), value=("5", [1], True, 1j)
