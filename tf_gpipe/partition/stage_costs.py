@@ -32,6 +32,7 @@ class StageCosts:
         given: Bytes of the model's inputs that it takes.
         sizes: `Sizes` in bytes, without what is fixed.
         sends: Dictionary from each later stage to the bytes sent there.
+        slices: Bytes of the gradients of rows of weights that it looks up.
     """
 
     flops: int
@@ -42,6 +43,7 @@ class StageCosts:
     sends: dict[int, int]
     before_flops: int = 0
     within_flops: int = 0
+    slices: int = 0
 
     @property
     def whole_backward_flops(self) -> int:
@@ -68,9 +70,9 @@ class StageCosts:
     def of_micro_batches(self, count: int) -> Sizes:
         """Returns its sizes in a step of so many micro-batches.
 
-        The model's inputs are held throughout.
+        The model's inputs are held throughout, and so are slices.
         """
-        return self.sizes._replace(fixed=count * self.given)
+        return self.sizes._replace(fixed=count * (self.given + self.slices))
 
 
 def find(
@@ -102,13 +104,10 @@ def find(
                 sizes=Sizes(
                     inputs=received,
                     stored=_stored(part, own, size),
-                    # The gradient that arrives at a layer, and those that it
-                    # makes, of about the size of its largest tensor.
-                    passing=max(
-                        2 * x.largest_bytes + x.output_bytes for x in own
-                    ),
+                    passing=max(x.passing for x in own),
                 ),
                 sends=sends(parts, k, size),
+                slices=sum(x.slices_bytes for x in own),
             )
         )
     return found
