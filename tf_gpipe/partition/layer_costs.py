@@ -17,7 +17,6 @@ from tf_gpipe import upstream
 from tf_gpipe.partition import flops
 from tf_gpipe.partition.tensor_memory import holder
 from tf_gpipe.partition.tensor_memory import kept_bytes
-from tf_gpipe.partition.tensor_memory import peak
 from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
@@ -58,19 +57,17 @@ class LayerCosts:
     forward: flops.Traffic = flops.Traffic()
     backward: flops.Traffic = flops.Traffic()
     by_weights: flops.Traffic = flops.Traffic()
-    # The most that the backward pass holds at a time of what it makes.
-    passing_bytes: int = 0
     # Its gradients of rows of weights, which no step adds up.
     slices_bytes: int = 0
 
     @property
     def passing(self) -> int:
-        """What the backward pass needs at a time while it runs.
+        """What the backward pass needs only while it runs.
 
-        At least the gradient that arrives and two as large as the largest.
+        The gradient that arrives, and those that it makes, of about the size
+        of its largest tensor.
         """
-        least = 2 * self.largest_bytes + self.output_bytes
-        return max(self.passing_bytes, least)
+        return 2 * self.largest_bytes + self.output_bytes
 
 
 def rows_of(graph: Graph) -> int | None:
@@ -281,10 +278,6 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             forward=flops.traffic(early),
             backward=flops.traffic(late),
             by_weights=flops.traffic(for_weights),
-            passing_bytes=peak(
-                [op for op in graph.get_operations() if op in late],
-                graph.outputs,
-            ),
             slices_bytes=sum(
                 size_in_bytes([x.values, x.indices])
                 for x in slices

@@ -32,7 +32,6 @@ class StageCosts:
         given: Bytes of the model's inputs that it takes.
         sizes: `Sizes` in bytes, without what is fixed.
         sends: Dictionary from each later stage to the bytes sent there.
-        slices: Bytes of the gradients of rows of weights that it looks up.
     """
 
     flops: int
@@ -43,7 +42,6 @@ class StageCosts:
     sends: dict[int, int]
     before_flops: int = 0
     within_flops: int = 0
-    slices: int = 0
 
     @property
     def whole_backward_flops(self) -> int:
@@ -70,9 +68,9 @@ class StageCosts:
     def of_micro_batches(self, count: int) -> Sizes:
         """Returns its sizes in a step of so many micro-batches.
 
-        The model's inputs are held throughout, and so are slices.
+        The model's inputs are held throughout.
         """
-        return self.sizes._replace(fixed=count * (self.given + self.slices))
+        return self.sizes._replace(fixed=count * self.given)
 
 
 def find(
@@ -105,9 +103,9 @@ def find(
                     inputs=received,
                     stored=_stored(part, own, size),
                     passing=max(x.passing for x in own),
+                    slices=sum(x.slices_bytes for x in own),
                 ),
                 sends=sends(parts, k, size),
-                slices=sum(x.slices_bytes for x in own),
             )
         )
     return found

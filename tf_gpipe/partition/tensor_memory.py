@@ -1,7 +1,6 @@
 """How much memory tensors of a graph take, and which of them share it."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,12 +12,6 @@ from tf_gpipe.partition import flops
 _ALIASES = frozenset(
     """Identity IdentityN Reshape Squeeze ExpandDims StopGradient
     PreventGradient EnsureShape""".split()
-)
-# Operations that may write their result where an operand was.
-_IN_PLACE = frozenset(
-    """Abs Add AddN AddV2 BiasAdd Cos Div EluGrad Erf Exp LeakyReluGrad Log Mul
-    Neg RealDiv Relu6Grad ReluGrad Rsqrt RsqrtGrad SeluGrad Sigmoid SigmoidGrad
-    Sign Sin Softmax Sqrt Square SquaredDifference Sub Tanh TanhGrad""".split()
 )
 
 
@@ -32,46 +25,6 @@ def size_in_bytes(tensors: Any) -> int:
         for x in keras.tree.flatten(tensors)
         if x is not None
     )
-
-
-def peak(operations: Sequence[tf.Operation], results: Any) -> int:
-    """Returns the most bytes that operations hold at a time of what they make.
-
-    They run one after another. A tensor is there until its last use, the
-    results until the end, and what is made element by element may be where an
-    operand was that is not used again.
-    """
-    last: dict[str, int] = {}
-    for place, op in enumerate(operations):
-        last |= {holder(x).name: place for x in op.inputs}
-    last |= {holder(x).name: len(operations) for x in results if x is not None}
-    held = most = 0
-    there: dict[str, int] = {}
-    for place, op in enumerate(operations):
-        made = {
-            x.name: size_in_bytes(x)
-            for x in op.outputs
-            if holder(x) is x
-            and x.dtype != tf.variant
-            and x.shape.is_fully_defined()
-        }
-        done = {
-            name: there.pop(name)
-            for name in {holder(x).name for x in op.inputs}
-            if name in there and last[name] == place
-        }
-        reused = 0
-        if op.type in _IN_PLACE and made:
-            reused = max(
-                (x for x in done.values() if x in made.values()), default=0
-            )
-        most = max(most, held + sum(made.values()) - reused)
-        held += sum(made.values()) - sum(done.values())
-        there |= made
-        for name in made:
-            if name not in last:
-                held -= there.pop(name)
-    return most
 
 
 def holder(x: tf.Tensor) -> tf.Tensor:
