@@ -21,7 +21,11 @@ from tf_gpipe.verification import report
 
 ROOT = pathlib.Path(__file__).parents[1]
 PIPELINES = (tf_gpipe.PipelinedSequential, tf_gpipe.PipelinedModel)
-CALLBACKS = (tf_gpipe.callbacks.Timeline, tf_gpipe.callbacks.Checkpoint)
+CALLBACKS = (
+    tf_gpipe.callbacks.Timeline,
+    tf_gpipe.callbacks.Rebalance,
+    tf_gpipe.callbacks.Checkpoint,
+)
 # What results are made of, and what takes them.
 PARTS = (
     Stage,

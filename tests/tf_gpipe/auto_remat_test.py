@@ -1,6 +1,7 @@
 """`remat="auto"`: layers are recomputed as far as a memory limit asks."""
 
 import collections
+import os
 
 import keras
 import numpy as np
@@ -28,12 +29,13 @@ def residual():
     x = inputs = keras.Input((8,))
     for i in range(4):
         y = L.Dense(32, activation="gelu", name=f"wide_{i}")(x)
-        y = L.Dropout(0.2, seed=i)(y)
+        y = L.Dropout(0.2, seed=i, name=f"dropped_{i}")(y)
         y = L.Dense(8, name=f"narrow_{i}")(y)
-        x = L.LayerNormalization()(L.Add()([x, y]))
+        y = L.Add(name=f"sum_{i}")([x, y])
+        x = L.LayerNormalization(name=f"norm_{i}")(y)
         if i == 1:
-            x = L.BatchNormalization()(x)
-    return keras.Model(inputs, L.Dense(3)(x))
+            x = L.BatchNormalization(name="batch_norm")(x)
+    return keras.Model(inputs, L.Dense(3, name="last")(x))
 
 
 def data():
@@ -106,6 +108,94 @@ class PlanTest(parameterized.TestCase):
         sizes = {0: Sizes(inputs=1, stored=10, kept=4, again=2)}
         schedule = schedules.gpipe(2, 3)
         self.assertEqual(peak_activations(schedule, "auto", sizes), 3 * 5 + 2)
+
+
+class CutTest(tf.test.TestCase, parameterized.TestCase):
+    def make(self, **kwargs):
+        return tf_gpipe.PipelinedModel.from_model(
+            residual(),
+            num_stages=2,
+            num_micro_batches=8,
+            devices=["CPU:0", "CPU:1"],
+            remat="auto",
+            **kwargs,
+        )
+
+    @parameterized.parameters(0.5, 0.9, "24KB")
+    def test_the_default_is_made_for_the_limit(self, limit):
+        limits = {"memory_limit": limit, "batch_size": 16}
+        found = self.make(**limits)
+        other = self.make(balance="flops", **limits)
+        self.assertEqual(found.balance, other.balance)
+        self.assertEqual(found._pipeline.chosen, other._pipeline.chosen)
+        plan = planned(
+            num_stages=2, balance=None, remat="auto", memory_limit=0.5
+        )
+        named = planned(num_stages=2, remat="auto", memory_limit=0.5)
+        self.assertEqual(plan, named)
+        # Which is another than by operations alone.
+        alone = tf_gpipe.plan(residual(), (256, 8), num_stages=2)
+        self.assertNotEqual(
+            plan.arguments["balance"], alone.arguments["balance"]
+        )
+
+    def test_layers_without_operations(self):
+        def make(**kwargs):
+            layers = [L.Embedding(n, 4) for n in (10, 300)]
+            inputs = keras.Input((4,), dtype="int32")
+            model = keras.Model(inputs, [x(inputs) for x in layers])
+            return tf_gpipe.PipelinedModel.from_model(
+                model, num_stages=2, devices=["CPU:0"] * 2, **kwargs
+            )
+
+        auto = {"remat": "auto", "memory_limit": 1.0}
+        self.assertEqual(make(**auto).balance, make().balance)
+
+    @parameterized.product(limit=(0.5, 0.7, 0.9), num_stages=(2, 4))
+    def test_a_model_does_what_its_plan_says(self, limit, num_stages):
+        plan = planned(num_stages=num_stages, remat="auto", memory_limit=limit)
+        options = {
+            **plan.arguments,
+            "devices": [f"CPU:{k}" for k in range(num_stages)],
+        }
+        again = planned(
+            **{
+                x: options[x] for x in ("num_stages", "balance", "memory_limit")
+            },
+            remat="auto",
+        )
+        self.assertEqual(again.to_dict(), plan.to_dict())
+        model = tf_gpipe.PipelinedModel.from_model(residual(), **options)
+        self.assertEqual(
+            [
+                [stage.nodes[i].layer.name for part in own for i in part]
+                for stage, own in zip(
+                    model.stages, model._pipeline.chosen, strict=True
+                )
+            ],
+            [stage.recomputed for stage in plan.stages],
+        )
+
+    @parameterized.parameters(0.5, 0.9)
+    def test_is_loaded_as_it_was(self, limit):
+        model = self.make(memory_limit=limit)
+        path = os.path.join(self.get_temp_dir(), "model.keras")
+        model.save(path)
+        loaded = keras.saving.load_model(path)
+        self.assertEqual(loaded.balance, model.balance)
+        self.assertEqual(loaded.memory_limit, limit)
+        self.assertEqual(loaded._pipeline.chosen, model._pipeline.chosen)
+
+    def test_is_decided_again_for_new_weights(self):
+        model = self.make(memory_limit=0.5)
+        before = model.balance, model._pipeline.chosen
+        model.layers[1].enable_lora(2)
+        model.compile("sgd", "mse")
+        model.train_on_batch(*data()[0])
+        other = self.make(memory_limit=0.5)
+        self.assertEqual(before, (other.balance, other._pipeline.chosen))
+        for stage in model.stages:
+            self.assertLen(stage.used(), len(stage.variables))
 
 
 class TrainTest(tf.test.TestCase, parameterized.TestCase):

@@ -13,6 +13,7 @@ import tempfile
 import types
 from unittest import mock
 
+import keras
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
@@ -20,6 +21,8 @@ from absl.testing import parameterized
 from tools.benchmark import __main__ as command
 from tools.benchmark import paper_models
 from tools.benchmark import peers
+from tools.benchmark import plan
+from tools.benchmark import planned_models
 from tools.benchmark import table2
 from tools.benchmark import table3
 from tools.benchmark import workloads
@@ -226,6 +229,41 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         first = rows[: len(num_stages)]
         self.assertEqual([row["K"] for row in first], list(num_stages))
         self.assertAllClose(rows[-1]["ideal"], ideal)
+
+    def test_plan(self):
+        def make():
+            return keras.Sequential(workloads.convolutional(2, 4, 8))
+
+        results = os.path.join(
+            self.enterContext(tempfile.TemporaryDirectory()), "plan.json"
+        )
+        for patch in (
+            mock.patch.dict(planned_models.MODELS, small=(make, 8, None, True)),
+            mock.patch.object(plan.workers, "connected", devices_here),
+        ):
+            self.enterContext(patch)
+        flags = (
+            "plan",
+            "--case=small",
+            "--num_micro_batches=2",
+            "--num_repeats=1",
+            f"--results={results}",
+        )
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            with mock.patch.object(sys, "argv", ["", *flags, "--only=small"]):
+                command.main()
+        found = json.loads(stdout.getvalue().splitlines()[-1])
+        self.assertEqual([x["remat"] for x in found], ["always", "never"])
+        for row in found:
+            for name in ("planned_bytes", "measured_bytes"):
+                self.assertLen(row[name], 2)
+            self.assertAllClose(
+                row["time"], row["planned_seconds"] / row["measured_seconds"]
+            )
+        with open(results, "w") as file:
+            json.dump({"small": found}, file)
+        # What is done is not measured again.
+        self.assertLen(benchmark_here(*flags)["rows"], 2)
 
     @pytest.mark.slow
     def test_peers(self):

@@ -7,31 +7,23 @@ import statistics
 from collections.abc import Collection
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from tf_gpipe import checks
 from tf_gpipe.callbacks import images
 from tf_gpipe.callbacks import profile
 from tf_gpipe.callbacks.profile import Recorded
-from tf_gpipe.devices import replicas
-from tf_gpipe.models.training import PipelinedTraining
+from tf_gpipe.callbacks.step_times import StepTimes
+from tf_gpipe.callbacks.step_times import simulated
+from tf_gpipe.callbacks.step_times import stage_seconds
 from tf_gpipe.schedule import page
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import Span
-from tf_gpipe.schedule.simulate import simulate
-from tf_gpipe.schedule.tasks import BACKWARD
-from tf_gpipe.schedule.tasks import FORWARD
-from tf_gpipe.schedule.tasks import RECOMPUTE
-from tf_gpipe.schedule.tasks import WEIGHTS
-from tf_gpipe.stage.pipeline import Pipeline
 
 # Which are remembered for a profile.
 _MOST_STEPS = 100
 
 
-class Timeline(keras.callbacks.Callback):
+class Timeline(StepTimes):
     """Records when each task of a training step ran, on each device.
 
     It adds to the logs of an epoch, as means over its recorded steps: `bubble`,
@@ -115,10 +107,6 @@ class Timeline(keras.callbacks.Callback):
         self._images = None if log_dir is None else images.Images(log_dir)
         self.spans: list[Span] = []
         self.devices: list[str] = []
-        # As it was in the last recorded step.
-        self._pipeline: Pipeline | None = None
-        # By the number of their tasks.
-        self._pipelines: dict[int | None, Pipeline] = {}
         self._steps = steps
         self._trace = trace
         self._picture = picture
@@ -129,29 +117,13 @@ class Timeline(keras.callbacks.Callback):
             maxlen=_MOST_STEPS
         )
 
-    def set_model(self, model):
-        """Refuses models that are no pipelines; `fit` calls it."""
-        if not isinstance(model, PipelinedTraining):
-            raise ValueError(
-                "The Timeline callback records models of tf_gpipe, such as "
-                f"`PipelinedSequential`. Received: {model}"
-            )
-        super().set_model(model)
-
     def on_train_begin(self, logs=None):
-        self.model._record_times = self._record
-        # A step that was traced before does not read the clock.
-        self.model.make_train_function(force=True)
+        super().on_train_begin(logs)
         self.spans = []
         self._recorded.clear()
         # The numbers of the first step of the epoch, and of the step after the
         # last one.
         self._first = self._next = 0
-        with tf.device("CPU:0"):
-            # How many tasks there are is known when the model is built.
-            self._times = tf.Variable(
-                tf.zeros((0, 2), tf.float64), trainable=False, shape=(None, 2)
-            )
 
     def on_epoch_begin(self, epoch, logs=None):
         self._first = self._next
@@ -163,8 +135,11 @@ class Timeline(keras.callbacks.Callback):
         chosen = self._next > 0 if self._steps is None else step in self._steps
         self._next = step + 1
         if chosen:
-            self._measured = self._read()
+            start, self._measured = self._read()
             self.spans = self._measured.spans
+            self._recorded.append(
+                Recorded(start, self.spans, self._measured.devices)
+            )
             self.devices = self._measured.devices
             idle = self._measured.idle.items()
             self._logs.append(
@@ -209,25 +184,7 @@ class Timeline(keras.callbacks.Callback):
                 "The Timeline callback has recorded no step to simulate. Give "
                 "it to `fit`, with `steps` that are trained."
             )
-        seconds: dict = collections.defaultdict(list)
-        for _, task, start, end in self.spans:
-            seconds[task.kind, task.stage].append(end - start)
-
-        def mean(kind):
-            return [
-                statistics.mean(seconds[kind, stage.index] or [0.0])
-                for stage in pipeline.stages
-            ]
-
-        weights = mean(WEIGHTS)
-        step = simulate(
-            pipeline.schedule,
-            mean(FORWARD),
-            [sum(x) for x in zip(mean(BACKWARD), weights, strict=True)],
-            mean(RECOMPUTE),
-            remat=pipeline.remat,
-            weights=weights,
-        )
+        step = simulated(pipeline, stage_seconds(pipeline, self.spans))
         return Execution(step.spans, self.devices, in_seconds=True)
 
     def name_tasks(self, log_dir: str) -> int:
@@ -279,41 +236,6 @@ class Timeline(keras.callbacks.Callback):
             }
             for x in self._pipeline.stages
         ]
-
-    def _record(self, times: tf.Tensor, pipeline: Pipeline) -> None:
-        """Keeps the times of a step, while it is being traced."""
-        if replicas.current():
-            return
-        # Mini-batches of other sizes have traces of their own.
-        self._pipelines[times.shape[0]] = pipeline
-        with tf.device("CPU:0"):
-            self._times.assign(times)
-
-    def _read(self) -> Execution:
-        times = self._times.numpy()
-        if not times.size:
-            raise ValueError(
-                "The Timeline callback got no times of the step. Tasks have "
-                "none where the model runs eagerly (run_eagerly=True), where "
-                "it overrides `call`, or where its own `train_step` does not "
-                "ask `loss_and_gradients`."
-            )
-        first = times.min()
-        times -= first
-        pipeline = self._pipeline = self._pipelines[len(times)]
-        schedule = pipeline.schedule
-        spans = [
-            Span(schedule.devices[task.stage], task, start, end)
-            for task, (start, end) in zip(
-                pipeline.steps, times.tolist(), strict=True
-            )
-        ]
-        devices = [
-            pipeline.stages[schedule.devices.index(i)].device
-            for i in range(len(schedule.tasks))
-        ]
-        self._recorded.append(Recorded(first, spans, devices))
-        return Execution(spans, devices, in_seconds=True)
 
 
 def _check_steps(steps: Any) -> None:

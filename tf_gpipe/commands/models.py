@@ -105,10 +105,13 @@ def pipelined(model: Any, **kwargs: Any) -> Any:
     return tf_gpipe.PipelinedSequential(model, **kwargs)
 
 
-def random_data(model: Any, num_rows: int, seed: int = 0) -> tuple[Any, Any]:
+def random_data(
+    model: Any, num_rows: int, seed: int = 0, length: int | None = None
+) -> tuple[Any, Any]:
     """Returns random inputs and labels of a pipeline.
 
-    Integers are tokens that each of the model's vocabularies has.
+    Integers are tokens that each of the model's vocabularies has. Sizes that
+    the model leaves open are `length`.
     """
     generator = np.random.default_rng(seed)
     # 0 may be padding.
@@ -118,7 +121,7 @@ def random_data(model: Any, num_rows: int, seed: int = 0) -> tuple[Any, Any]:
     )
 
     def random(tensor: Any) -> np.ndarray:
-        shape = (num_rows, *(n or _LENGTH for n in tensor.shape[1:]))
+        shape = (num_rows, *(n or length or _LENGTH for n in tensor.shape[1:]))
         if "float" in tensor.dtype:
             return generator.standard_normal(shape, dtype="float32")
         return generator.integers(1, tokens, shape, dtype=tensor.dtype)

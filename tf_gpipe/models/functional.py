@@ -84,8 +84,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
             a schedule sends the last stage backward right after a forward
             pass, as `"1f1b"` does. With `"auto"` each stage computes those of
             its layers again with which it just fits in `memory_limit`; with
-            `balance="flops"` the model is cut so that the slowest stage is
-            as fast as it can be then. Defaults to `"always"`.
+            the default `balance` the model is cut so that the slowest stage
+            is as fast as it can be then. Defaults to `"always"`.
         devices: List of TensorFlow device strings, one a stage, repeated
             where stages share a device; with schedules that put several
             stages on a device, one for each of the schedule's devices.

@@ -21,6 +21,7 @@ from tf_gpipe.models.step_functions import StepFunctions
 from tf_gpipe.models.step_functions import while_running
 from tf_gpipe.models.summary import stage_table
 from tf_gpipe.models.training import PipelinedTraining
+from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.partition.memory_limit import MemoryLimit
@@ -303,7 +304,10 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         stages = self._pipeline.stages
         if any(len(stage.used()) != len(stage.variables) for stage in stages):
             config = self._config
-            self.rebalance([len(stage.nodes) for stage in stages])
+            balance: Any = [len(stage.nodes) for stage in stages]
+            if config.remat == AUTO_REMAT and auto_remat.cuts(config.balance):
+                balance = config.balance
+            self.rebalance(balance)
             self._config = config
         found = hash(
             tuple(

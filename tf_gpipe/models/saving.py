@@ -9,7 +9,9 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.models import user_class
+from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition.config import PipelineConfig
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage import seeds
@@ -69,7 +71,10 @@ class Saving(_Mixin):
         if isinstance(config["schedule"], Schedule):
             config["schedule"] = config["schedule"].get_config()
         balance = config["balance"]
-        if balance is None or callable(balance):
+        if config["remat"] == AUTO_REMAT and auto_remat.cuts(balance):
+            # The cut and what is recomputed are found together, and so again.
+            config["num_stages"] = self.num_stages
+        elif balance is None or callable(balance):
             # A function need not be there when the model is loaded, and a
             # model that is loaded has the stages that it was saved with.
             config["balance"] = None

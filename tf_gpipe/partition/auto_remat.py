@@ -42,12 +42,21 @@ class AutoRemat:
         costs: List of the `StageCosts`.
         limit: The bytes that each device has, for activations alone where
             the memory limit is a share of these.
+        given: The memory limit with which these counts lead to the same: what
+            the user gave, or the share that the limit is of what this cut
+            takes without recomputation.
     """
 
     counts: list[int]
     parts: tuple[tuple[range, ...], ...]
     costs: list[StageCosts]
     limit: float
+    given: Any
+
+
+def cuts(balance: Any) -> bool:
+    """Returns whether a cut by `balance` is made for the memory limit."""
+    return balance is None or (isinstance(balance, str) and balance == "flops")
 
 
 class Search:
@@ -97,14 +106,18 @@ class Search:
         """Returns what is recomputed with the cut that `balance` asks for.
 
         Args:
-            balance: As of `PipelineConfig`. With `"flops"` the cut is made for
-                the limit.
-            counts: Returns the numbers of calls that other balances mean.
+            balance: As of `PipelineConfig`. By operations, the default, the
+                cut is made for the limit.
+            counts: Returns the numbers of calls that other balances mean, or
+                the default where no layer has operations.
 
         Raises:
             TooLittleMemoryError: If a device has too little memory.
         """
-        if balance == "flops":
+        known = balance is not None or any(
+            x.forward_flops for x in self._traces
+        )
+        if cuts(balance) and known:
             return self.with_best_cut()
         return self.with_counts(counts())
 
@@ -180,9 +193,20 @@ class Search:
         """Returns the bytes that a device may take."""
         if not self._limit.is_share:
             return self._limit.value
+        return self._limit.value * self._never(counts)
+
+    def _never(self, counts: list[int]) -> float:
+        """Returns the activations of the fullest device if all are kept."""
         never = find(self._graph.parts(counts), self._traces, self._size)
         peaks = self._peaks(never, "never", [0] * len(counts))
-        return self._limit.value * max(peaks.values())
+        return max(peaks.values())
+
+    def _given(self, counts: list[int], limit: float) -> Any:
+        """Returns the memory limit that means the same bytes for this cut."""
+        if not self._limit.is_share or limit == self._bytes(counts):
+            return self._limit.given
+        # Not less for having been rounded.
+        return min(1.0, limit / self._never(counts) * (1 + 1e-12))
 
     def _peaks(self, costs, remat, fixed) -> dict:
         """Returns the most that each device holds at a time."""
@@ -217,7 +241,13 @@ class Search:
             self._with_choice(x, choice)
             for x, choice in zip(plain, chosen, strict=True)
         ]
-        return AutoRemat(counts, tuple(x.parts for x in chosen), costs, limit)
+        return AutoRemat(
+            counts,
+            tuple(x.parts for x in chosen),
+            costs,
+            limit,
+            self._given(counts, limit),
+        )
 
     def _fitted_device(self, own, parts, spans, plain, fixed, limit):
         """Returns the choices of a device's stages."""
@@ -308,8 +338,8 @@ class Search:
             f"can be recomputed {'take' if len(own) > 1 else 'takes'} "
             f"{least:,.0f} bytes{weights}. A device may take {limit:,.0f}. "
             f"Received: memory_limit={self._limit.given!r}. Use {repair}, "
-            "balance='flops' (which cuts the model for the limit), or a "
-            "higher limit."
+            "the default `balance` (which cuts the model for the limit), or "
+            "a higher limit."
         )
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import math
 import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -16,6 +15,9 @@ import tensorflow as tf
 from tf_gpipe import progress
 from tf_gpipe import upstream
 from tf_gpipe.partition import flops
+from tf_gpipe.partition.tensor_memory import holder
+from tf_gpipe.partition.tensor_memory import kept_bytes
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Taken
@@ -25,11 +27,6 @@ from tf_gpipe.stage.traced_function import reached
 
 Specs = dict[Value, Any]
 
-# Operations whose result shares the memory of their first input.
-_ALIASES = frozenset(
-    """Identity IdentityN Reshape Squeeze ExpandDims StopGradient
-    PreventGradient EnsureShape""".split()
-)
 # Operations that need no more of their inputs than these shapes.
 _SHAPES = frozenset("Shape ShapeN Size Rank".split())
 # What a size that is not known counts as, but for the rows of a batch.
@@ -60,6 +57,17 @@ class LayerCosts:
     forward: flops.Traffic = flops.Traffic()
     backward: flops.Traffic = flops.Traffic()
     by_weights: flops.Traffic = flops.Traffic()
+    # Its gradients of rows of weights, which no step adds up.
+    slices_bytes: int = 0
+
+    @property
+    def passing(self) -> int:
+        """What the backward pass needs only while it runs.
+
+        The gradient that arrives, and those that it makes, of about the size
+        of its largest tensor.
+        """
+        return 2 * self.largest_bytes + self.output_bytes
 
 
 def rows_of(graph: Graph) -> int | None:
@@ -162,18 +170,6 @@ def _with_sizes(spec: Any, rows: int, length: int) -> Any:
     return keras.tree.map_structure(filled, spec)
 
 
-def size_in_bytes(tensors: Any) -> int:
-    """Returns the size of the tensors in a nested structure.
-
-    An unknown number of rows is taken for 1.
-    """
-    return sum(
-        math.prod(n or 1 for n in x.shape) * tf.as_dtype(x.dtype).size
-        for x in keras.tree.flatten(tensors)
-        if x is not None
-    )
-
-
 def variables_of(layer: keras.Operation) -> list[keras.Variable]:
     """Returns the variables of a layer; other operations have none."""
     return list(getattr(layer, "variables", ()))
@@ -218,6 +214,7 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
     with naming(node):
         outputs: Any = None
         by_inputs: list = []
+        slices: list = []
         run = forward_and_backward(node)
 
         def gradients(*args):
@@ -225,6 +222,9 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             outputs, found = run(*args)
             count = len(_floating(args[0]))
             by_inputs.extend(x for x in found[:count] if x is not None)
+            slices.extend(
+                x for x in found[count:] if isinstance(x, tf.IndexedSlices)
+            )
             return found
 
         contents, values = keras.tree.map_structure(
@@ -245,13 +245,13 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             if op.type not in _SHAPES
             for x in op.inputs
             if x.op in early or x.op.type == "Placeholder"
-            for root in [_root(x)]
+            for root in [holder(x)]
         }
         names = iter(x.name for x in graph.inputs)
         of_inputs = [
             {next(names) for _ in keras.tree.flatten(x)} for x in contents
         ]
-        of_outputs = {_root(x).name for x in keras.tree.flatten(outputs)}
+        of_outputs = {holder(x).name for x in keras.tree.flatten(outputs)}
         elsewhere = of_outputs.union(names, *of_inputs)
         for_weights = late - _needed_by(by_inputs)
         found = LayerCosts(
@@ -259,7 +259,7 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             backward_flops=flops.count(late),
             weight_flops=flops.count(for_weights),
             stored_bytes=sum(
-                _kept_bytes(x)
+                kept_bytes(x)
                 for name, x in kept.items()
                 if name not in elsewhere
             ),
@@ -278,6 +278,11 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             forward=flops.traffic(early),
             backward=flops.traffic(late),
             by_weights=flops.traffic(for_weights),
+            slices_bytes=sum(
+                size_in_bytes([x.values, x.indices])
+                for x in slices
+                if _follows_inputs(x.indices)
+            ),
         )
         return found, keras.tree.map_structure(
             lambda x: keras.KerasTensor(
@@ -285,6 +290,15 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             ),
             outputs,
         )
+
+
+def _follows_inputs(x: tf.Tensor) -> bool:
+    """Returns whether a tensor follows from values that are fed."""
+    found = reached(
+        [x.op],
+        lambda op: [] if op.type in _SHAPES else [x.op for x in op.inputs],
+    )
+    return any(op.type == "Placeholder" for op in found)
 
 
 def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
@@ -296,38 +310,6 @@ def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
         [x.op for x in tensors],
         lambda op: [*(x.op for x in op.inputs), *op.control_inputs],
     )
-
-
-def _root(x: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor whose memory `x` shares."""
-    op = x.op
-    if op.type in _ALIASES:
-        return _root(op.inputs[x.value_index if op.type == "IdentityN" else 0])
-    # Functions return whatever their gradients need, their arguments, too.
-    if op.type.endswith(("PartitionedCall", "While")):
-        (body,) = flops.called_by(op)
-        root = _root(body.outputs[x.value_index])
-        for i, given in enumerate(body.inputs):
-            # A loop variable keeps its first value if no iteration changes it.
-            if root is given and not (
-                op.type.endswith("While") and i != x.value_index
-            ):
-                return _root(op.inputs[i])
-    return x
-
-
-def _kept_bytes(x: tf.Tensor) -> int:
-    """Returns the size of a tensor, or of a loop's list with one a step."""
-    if x.dtype != tf.variant or not x.op.type.endswith("While"):
-        return size_in_bytes(x)
-    start = x.op.inputs[x.value_index]
-    if start.op.type not in ("EmptyTensorList", "TensorListReserve"):
-        return 0
-    (body,) = flops.called_by(x.op)
-    push = body.outputs[x.value_index].op
-    if push.type == "Identity":
-        push = push.inputs[0].op
-    return flops.iterations(x.op) * size_in_bytes(push.inputs[-1])
 
 
 def _key(node: Node, specs: Specs) -> str:

@@ -102,11 +102,8 @@ def find(
                 sizes=Sizes(
                     inputs=received,
                     stored=_stored(part, own, size),
-                    # The gradient that arrives at a layer, and those that it
-                    # makes, of about the size of its largest tensor.
-                    passing=max(
-                        2 * x.largest_bytes + x.output_bytes for x in own
-                    ),
+                    passing=max(x.passing for x in own),
+                    slices=sum(x.slices_bytes for x in own),
                 ),
                 sends=sends(parts, k, size),
             )

@@ -112,7 +112,7 @@ class Draft:
         if n > _MOST_CALLS:
             return False
         costs, _ = self._layers.costs(self._micro_batch)
-        most = max(2 * x.largest_bytes + x.output_bytes for x in costs)
+        most = max(x.passing for x in costs)
         # What a backward pass needs while it runs may be elsewhere.
         for spare in (0, most):
             counts = self._cut_for_memory(whole, sends, spare)

@@ -191,7 +191,7 @@ class _Planner:
             self._num_devices or config.num_stages or 1,
             rows=layers.rows,
         )
-        counts, costs, recomputed = self._costs(config, schedule)
+        counts, costs, recomputed, limit = self._costs(config, schedule)
         # Between two stages, however many tensors.
         transfer = {
             (k, to): self._latency + size / (self._bandwidth or math.inf)
@@ -225,7 +225,6 @@ class _Planner:
             ),
             recomputed,
         )
-        limit = config.memory_limit
         return dataclasses.replace(
             found,
             device_memory=self._device_memory,
@@ -260,19 +259,19 @@ class _Planner:
         return changes
 
     def _costs(self, config, schedule):
-        """Returns the cut, the costs of its stages, and what is recomputed."""
+        """Returns the cut, its stages' costs, what is recomputed, the limit."""
         layers = self._layers
         rows = layers.micro_batch(schedule.num_micro_batches)
         if config.remat != AUTO_REMAT:
             counts = self._counts(config, schedule)
-            return counts, layers.stages(counts, rows), None
+            return counts, layers.stages(counts, rows), None, None
         search = layers.recomputation(
             rows, schedule, MemoryLimit.of(config.memory_limit)
         )
         decided = search.decided(
             config.balance, lambda: self._counts(config, schedule)
         )
-        return decided.counts, decided.costs, decided.parts
+        return decided.counts, decided.costs, decided.parts, decided.given
 
     def _counts(self, config, schedule):
         if isinstance(config.balance, list):

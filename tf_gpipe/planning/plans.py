@@ -105,7 +105,8 @@ class Plan:
         rivals: List of `Rival`s, the next best choices of `tune`.
         reason: String, what `tune` has to say of its choice.
         tasks: The `tf_gpipe.Schedule`.
-        memory_limit: That of `remat="auto"`, or `None`.
+        memory_limit: That of `remat="auto"`, or `None`; where it is a share,
+            of what the fullest device would take with this cut.
         batch_size: Integer, the rows that it is for, or `None`.
 
     Example:

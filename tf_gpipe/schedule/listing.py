@@ -283,6 +283,7 @@ class _Run:
         again = stage.again[m]
         self.held[device] -= stage.size.left(again)
         self.held[device] -= stage.size.added if again else 0
+        self.held[device] += stage.size.slices
         self._ran(WEIGHTS, stage, m, device, now + stage.weights)
 
     def _ran(

@@ -27,6 +27,8 @@ class Sizes(NamedTuple):
             micro-batch is recomputed.
         again: What a recomputation adds to that at a time; `None` for the
             rest of `stored`, all at once.
+        slices: What a backward pass leaves until the end of the step, where
+            those of all micro-batches are put together.
     """
 
     fixed: float = 0
@@ -35,6 +37,7 @@ class Sizes(NamedTuple):
     passing: float = 0
     kept: float = 0
     again: float | None = None
+    slices: float = 0
 
     @property
     def added(self) -> float:
@@ -77,7 +80,10 @@ def peak_activations(
         most = max(most, held + (own.passing if task.kind == BACKWARD else 0))
         if task.kind == last:
             held -= own.left(again) + (own.added if again else 0)
-    return most
+            held += own.slices
+    number = schedule.num_micro_batches
+    together = sum(number * own.slices for own in sizes.values())
+    return max(most, held + (together if number > 1 else 0))
 
 
 def device_peaks(

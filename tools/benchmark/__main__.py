@@ -13,6 +13,7 @@ from tools.benchmark import checkpoint  # noqa: E402
 from tools.benchmark import memory  # noqa: E402
 from tools.benchmark import peers  # noqa: E402
 from tools.benchmark import pipeline  # noqa: E402
+from tools.benchmark import plan  # noqa: E402
 from tools.benchmark import step  # noqa: E402
 from tools.benchmark import table2  # noqa: E402
 from tools.benchmark import table3  # noqa: E402
@@ -37,6 +38,7 @@ def main():
         table2,
         table3,
         tune,
+        plan,
     ):
         name = module.__name__.rpartition(".")[-1]
         command = commands.add_parser(

@@ -1,10 +1,12 @@
 """Measures in a process of its own, which nothing has run in before."""
 
 import json
+import os
 import subprocess
 import sys
 
 from tools import child_process
+from tools import command_line
 
 
 def measure(args, **options):
@@ -31,3 +33,54 @@ def measure(args, **options):
         preexec_fn=child_process.end_with_parent,
     ).stdout
     return json.loads(output.splitlines()[-1])
+
+
+def add_arguments(parser, cases, results):
+    """Adds the flags of a command that measures each case once.
+
+    Args:
+        parser: `ArgumentParser`.
+        cases: Dictionary or list of the names of the cases.
+        results: Path of a file for what has been found.
+    """
+    parser.add_argument(
+        "--case",
+        type=command_line.choices(list(cases)),
+        default=",".join(cases),
+        help="which cases",
+    )
+    parser.add_argument(
+        "--only",
+        choices=list(cases),
+        help="print what one case has found, as JSON, and no more",
+    )
+    parser.add_argument(
+        "--results",
+        metavar="PATH",
+        default=results,
+        help="a file of cases that are done, which are not measured again",
+    )
+
+
+def each_once(args):
+    """Measures the cases that are not done yet, a process each.
+
+    Args:
+        args: What the command was called with.
+
+    Returns:
+        Dictionary from the cases to what their processes have printed.
+    """
+    done = {}
+    if os.path.exists(args.results):
+        with open(args.results) as file:
+            done = json.load(file)
+    for name in args.case:
+        if name in done:
+            continue
+        # TensorFlow's devices are fixed once it has started.
+        done[name] = measure(args, only=name, case=name)
+        os.makedirs(os.path.dirname(args.results) or ".", exist_ok=True)
+        with open(args.results, "w") as file:
+            json.dump(done, file, indent=1)
+    return {name: done[name] for name in args.case}

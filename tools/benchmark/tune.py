@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import time
 
 import keras
@@ -75,23 +74,7 @@ CASES = {
 
 
 def add_arguments(parser):
-    parser.add_argument(
-        "--case",
-        type=command_line.choices(list(CASES)),
-        default=",".join(CASES),
-        help="which cases",
-    )
-    parser.add_argument(
-        "--only",
-        choices=list(CASES),
-        help="print what one case has found, as JSON, and no more",
-    )
-    parser.add_argument(
-        "--results",
-        metavar="PATH",
-        default="build/tune.json",
-        help="a file of cases that are done, which are not measured again",
-    )
+    fresh.add_arguments(parser, CASES, "build/tune.json")
     parser.add_argument("--batch_size", type=command_line.positive, default=32)
     parser.add_argument("--num_repeats", type=command_line.positive, default=2)
     parser.add_argument(
@@ -111,19 +94,7 @@ def main(args):
     if args.only:
         print(json.dumps(_measured(args, *CASES[args.only])))
         return None
-    done = {}
-    if os.path.exists(args.results):
-        with open(args.results) as file:
-            done = json.load(file)
-    for name in args.case:
-        if name in done:
-            continue
-        # TensorFlow's devices are fixed once it has started.
-        done[name] = fresh.measure(args, only=name, case=name)
-        os.makedirs(os.path.dirname(args.results) or ".", exist_ok=True)
-        with open(args.results, "w") as file:
-            json.dump(done, file, indent=1)
-    cases = {name: done[name] for name in args.case}
+    cases = fresh.each_once(args)
     good = sum(x["ratio"] <= 1.05 for x in cases.values())
     return Report(
         f"tune: within 5 % of the best in {good} of {len(cases)} cases",

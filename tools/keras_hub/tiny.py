@@ -51,9 +51,14 @@ SIZES = {
 
 def tiny(name, /, **kwargs):
     """Returns a model of a class, with the arguments that it lacks."""
-    cls = getattr(M, name, None) or getattr(L, name)
+    cls = class_of(name)
     known = arguments(cls)
     return cls(**{k: v for k, v in SIZES.items() if k in known} | kwargs)
+
+
+def class_of(name):
+    """Returns a class of KerasHub."""
+    return getattr(M, name, None) or getattr(L, name)
 
 
 def with_arguments(name, /, **kwargs):

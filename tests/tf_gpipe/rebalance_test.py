@@ -1,0 +1,160 @@
+"""The Rebalance callback cuts a model anew where that pays for itself."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from keras import layers as L  # noqa: N812
+
+import tf_gpipe
+from tf_gpipe.callbacks import rebalance
+from tf_gpipe.schedule.tasks import BACKWARD
+from tf_gpipe.schedule.tasks import FORWARD
+from tf_gpipe.schedule.tasks import RECOMPUTE
+from tf_gpipe.schedule.tasks import WEIGHTS
+from tools.benchmark.workloads import Wait
+
+_X = np.random.default_rng(0).normal(size=(16, 6)).astype("float32")
+
+
+def dense():
+    return [L.Dense(6) for _ in range(4)]
+
+
+def waiting():
+    """Two layers that wait, and two that take no time."""
+    return [Wait(0.003), Wait(0.003), L.Dense(6), L.Dense(6)]
+
+
+def make(layers=dense, pipelined=True, **kwargs):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,), batch_size=kwargs.pop("rows", None))
+    layers = [inputs, *layers()]
+    if not pipelined:
+        model = keras.Sequential(layers)
+    else:
+        model = tf_gpipe.PipelinedSequential(
+            layers,
+            **{
+                "num_stages": 2,
+                "num_micro_batches": 2,
+                "balance": [2, 2],
+                "devices": ["CPU:0", "CPU:1"],
+                **kwargs,
+            },
+        )
+    model.compile("sgd", "mse")
+    return model
+
+
+class NewCutTest(parameterized.TestCase):
+    def cut(self, forward, backward, costs, **kwargs):
+        seconds = {
+            FORWARD: forward,
+            BACKWARD: backward,
+            RECOMPUTE: [0.0, 0.0],
+            WEIGHTS: [0.0, 0.0],
+        }
+        return rebalance.new_cut(
+            make(remat="never", **kwargs)._pipeline, seconds, costs
+        )
+
+    def test_slow_layers(self):
+        found = self.cut(
+            [6.0, 2.0], [12.0, 4.0], [3, 3, 1, 1], num_micro_batches=8
+        )
+        self.assertEqual(found.counts, [1, 3])
+        # The first stage is always busy; then the second, but for F0 and B7.
+        self.assertEqual(found.before, 8 * (6 + 12))
+        self.assertEqual(found.after, 3 + 8 * (5 + 10) + 6)
+
+    def test_slow_devices(self):
+        found = self.cut([4.0, 1.0], [8.0, 2.0], [1, 1, 1, 1])
+        self.assertEqual(found.counts, [1, 3])
+        # Layers take a fourth as long on the second device.
+        self.assertLess(found.after, 0.75 * found.before)
+
+    @parameterized.parameters([[1, 1, 1, 1]], [[0, 0, 1, 1]])
+    def test_none(self, costs):
+        self.assertIsNone(self.cut([1.0, 1.0], [2.0, 2.0], costs))
+
+    def test_zero_bubble(self):
+        found = self.cut(
+            [6.0, 2.0], [6.0, 2.0], [3, 3, 1, 1], schedule="zero_bubble"
+        )
+        self.assertEqual(found.counts, [1, 3])
+
+
+class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
+    def fitted(self, model, callback, *others, epochs=10_000):
+        model.fit(
+            _X,
+            _X,
+            batch_size=8,
+            epochs=epochs,
+            shuffle=False,
+            verbose=0,
+            callbacks=[callback, *others],
+        )
+
+    @parameterized.parameters(1, 2)
+    def test_layers_that_wait(self, steps_per_execution):
+        model = make(waiting, rows=8)
+        model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+        callback = tf_gpipe.callbacks.Rebalance(every=2)
+        epochs = []
+
+        def stop(epoch, logs):
+            # After an epoch with the new cut.
+            model.stop_training = len(epochs) > 0
+            if callback.cuts:
+                epochs.append(epoch + 2)
+
+        self.fitted(
+            model, callback, keras.callbacks.LambdaCallback(on_epoch_end=stop)
+        )
+        (counts,) = callback.cuts.values()
+        self.assertEqual(counts, [1, 3])
+        self.assertEqual(model.balance, [1, 3])
+        plain = make(waiting, pipelined=False)
+        plain.fit(
+            _X, _X, batch_size=8, epochs=epochs[0], shuffle=False, verbose=0
+        )
+        for a, b in zip(plain.weights, model.weights, strict=True):
+            self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
+
+    @parameterized.parameters("time", "flops")
+    def test_does_not_pay_in_what_is_left(self, by):
+        model = make(waiting, rows=8)
+        callback = tf_gpipe.callbacks.Rebalance(every=2, by=by)
+        self.fitted(model, callback, epochs=2)
+        self.assertEqual(callback.cuts, {})
+        self.assertEqual(model.balance, [2, 2])
+
+    def test_beside_a_timeline(self):
+        model = make()
+        timeline = tf_gpipe.callbacks.Timeline()
+        callback = tf_gpipe.callbacks.Rebalance(every=1, by="flops")
+        self.fitted(model, callback, timeline, epochs=2)
+        self.assertLen(timeline.spans, 2 * 2 * 2 + 2)
+        self.assertNotEmpty(callback._seen)
+
+    @parameterized.parameters(
+        ({"every": 0}, "`every` must be a positive integer"),
+        ({"every": 1.5}, "`every` must be a positive integer"),
+        ({"by": "parameters"}, r"`by` must be one of \['time', 'flops'\]"),
+        ({"by": None}, "`by` must be one of"),
+    )
+    def test_refuses(self, kwargs, text):
+        with self.assertRaisesRegex(ValueError, text):
+            tf_gpipe.callbacks.Rebalance(**kwargs)
+
+    def test_plain_model(self):
+        with self.assertRaisesRegex(ValueError, "The Rebalance callback"):
+            self.fitted(
+                make(pipelined=False), tf_gpipe.callbacks.Rebalance(), epochs=1
+            )
+
+
+if __name__ == "__main__":
+    tf.test.main()

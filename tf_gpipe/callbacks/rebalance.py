@@ -1,0 +1,229 @@
+"""A new cut in training, from the times that tasks were seen to take."""
+
+import collections
+import math
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_gpipe import checks
+from tf_gpipe.callbacks.step_times import StageSeconds
+from tf_gpipe.callbacks.step_times import StepTimes
+from tf_gpipe.callbacks.step_times import simulated
+from tf_gpipe.callbacks.step_times import stage_seconds
+from tf_gpipe.partition import balanced
+from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition.contiguous import split
+from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.schedule.simulate import Execution
+from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.pipeline import Pipeline
+
+# What layers are weighed by within a stage.
+_BY = ("time", "flops")
+# Steps that are looked at before each decision.
+_NUM_STEPS = 5
+
+
+class NewCut(NamedTuple):
+    """A cut, and the seconds of a step before and with it, on paper."""
+
+    counts: list[int]
+    before: float
+    after: float
+
+
+class Rebalance(StepTimes):
+    """Cuts the model anew in training, where that pays for itself.
+
+    Every so many steps it looks at how long the tasks of the last ones took.
+    What a stage took is shared out among its layers, as `by` weighs them, and
+    the devices may be of different speed. If the cut that follows is expected
+    to save more seconds in the steps that are left than the new graphs of
+    functions take to trace, which is as long as the first step took longer than
+    others, the model is cut so by `rebalance`; the numbers stay those that they
+    would have been. Where nobody knows how many steps are left, as many as
+    there were are taken for it.
+
+    Whether a device has the memory for more layers is not looked at, but with
+    `remat="auto"`. A model whose `memory_limit` does not allow a cut keeps its
+    own.
+
+    Args:
+        every: Integer, the number of steps from one decision to the next.
+        by: `"time"`, the seconds that layers take alone on the first device,
+            which are measured once, at the first decision; or `"flops"`, the
+            operations of layers.
+
+    Raises:
+        ValueError: If an argument is not valid.
+
+    Attributes:
+        cuts: Dictionary from the numbers of the steps of `fit` after which the
+            model was cut anew to the numbers of layers of each stage.
+
+    Example:
+
+    >>> layers = [keras.layers.Dense(n) for n in (512, 512, 8, 8)]
+    >>> model = tf_gpipe.PipelinedSequential(
+    ...     [keras.Input((64,)), *layers],
+    ...     num_stages=2,
+    ...     devices=["CPU:0", "CPU:1"],
+    ... )
+    >>> model.compile("sgd", "mse")
+    >>> x = np.ones((64, 64), "float32")
+    >>> rebalance = tf_gpipe.callbacks.Rebalance(every=2)
+    >>> fitted = model.fit(x, x[:, :8], 16, verbose=0, callbacks=[rebalance])
+    >>> rebalance.cuts  # of so short a run, none pays for itself
+    {}
+    """
+
+    def __init__(self, every: int = 100, by: str = "time"):
+        super().__init__()
+        self._every = checks.positive_integer("every", every)
+        checks.one_of("by", by, _BY)
+        self._by = by
+        self.cuts: dict[int, list[int]] = {}
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self.cuts = {}
+        self._first = self._next = 0
+        self._epoch = 0
+        self._costs: tuple[Graph, list[float]] | None = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        # Of the first step, in which functions are traced.
+        self._first_seconds: float | None = None
+        self._seen: collections.deque[tuple[Pipeline, Execution]] = (
+            collections.deque(maxlen=_NUM_STEPS)
+        )
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._first = self._next
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        before, self._next = self._next, self._first + batch + 1
+        if self._first_seconds is None:
+            self._first_seconds = time.perf_counter() - self._start
+            return
+        due = self._next // self._every > before // self._every
+        if due or -self._next % self._every < _NUM_STEPS:
+            _, step = self._read()
+            whole = self.model._pipeline
+            # A mini-batch of few rows has a pipeline of its own.
+            if self._pipeline is not None and (
+                self._pipeline.schedule is whole.schedule
+            ):
+                self._seen.append((self._pipeline, step))
+        if due and self._seen:
+            self._decide()
+
+    def _decide(self) -> None:
+        """Cuts the model anew, if that pays for itself."""
+        pipeline = self._seen[-1][0]
+        steps = [step for x, step in self._seen if x is pipeline]
+        fastest = min(steps, key=lambda x: x.makespan)
+        found = new_cut(
+            pipeline,
+            stage_seconds(pipeline, fastest.spans),
+            self._costs_of(pipeline),
+        )
+        if found is None:
+            return
+        price = max(0.0, (self._first_seconds or 0.0) - fastest.makespan)
+        if (found.before - found.after) * self._steps_left() <= price:
+            return
+        try:
+            self.model.rebalance(found.counts)
+        except TooLittleMemoryError:
+            return
+        self.cuts[self._next] = found.counts
+        self._begin_anew()
+
+    def _steps_left(self) -> int:
+        """Returns how many steps there will be, as far as one knows."""
+        steps, epochs = (self.params or {}).get("steps"), self.params["epochs"]
+        if steps is None:
+            return self._next
+        return max(
+            0, steps * (epochs - self._epoch) - (self._next - self._first)
+        )
+
+    def _costs_of(self, pipeline: Pipeline) -> list[float]:
+        """Returns what the calls of layers are weighed by."""
+        graph = pipeline.graph
+        if self._costs is None or self._costs[0] is not graph:
+            self._costs = graph, self._weighed(pipeline)
+        return self._costs[1]
+
+    def _weighed(self, pipeline: Pipeline) -> list[float]:
+        graph, config = pipeline.graph, self.model._config
+        size = config.batch_size or layer_costs.rows_of(graph)
+        rows = layer_costs.NOMINAL_ROWS
+        if size is not None:
+            rows = math.ceil(size / pipeline.schedule.num_micro_batches)
+        if self._by == "flops":
+            traces, _ = layer_costs.trace(graph, rows, config.nominal_length)
+            return [x.forward_flops + x.backward_flops for x in traces]
+
+        def visit(node, specs):
+            contents = [specs[value] for value in node.inputs]
+            with tf.device(pipeline.stages[0].device):
+                seconds = balanced.seconds(node, contents)
+            return seconds, balanced.specs_of(node, specs)[1]
+
+        return layer_costs.walk(graph, visit, rows, config.nominal_length)[0]
+
+
+def new_cut(
+    pipeline: Pipeline, seconds: StageSeconds, costs: Sequence[float]
+) -> NewCut | None:
+    """Returns the best cut by what stages took, or `None` if it is there.
+
+    Args:
+        pipeline: The `Pipeline`.
+        seconds: For each kind of task its seconds in each stage.
+        costs: What calls of layers are weighed by, in any unit.
+    """
+    counts = [len(x.nodes) for x in pipeline.stages]
+    weights = _sums(costs, counts)
+    times = [sum(x) for x in zip(*seconds.values(), strict=True)]
+    if not all(weights) or not all(times):
+        return None
+    found = split(
+        costs,
+        len(counts),
+        [
+            layer_costs.size_in_bytes([value.spec for value in values])
+            for values in pipeline.graph.crossing()
+        ],
+        [t / w for t, w in zip(times, weights, strict=True)],
+    )
+    if found == counts:
+        return None
+    shares = [
+        new / old for new, old in zip(_sums(costs, found), weights, strict=True)
+    ]
+    after = {
+        kind: [x * share for x, share in zip(own, shares, strict=True)]
+        for kind, own in seconds.items()
+    }
+    return NewCut(
+        found,
+        simulated(pipeline, seconds).makespan,
+        simulated(pipeline, after).makespan,
+    )
+
+
+def _sums(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """Returns the sum of the costs of each stage."""
+    bounds = [sum(counts[:k]) for k in range(len(counts) + 1)]
+    return [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,123 @@
+"""The times of the tasks of a training step, read from its graph."""
+
+import collections
+import statistics
+from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe.devices import replicas
+from tf_gpipe.models.training import PipelinedTraining
+from tf_gpipe.schedule.simulate import Execution
+from tf_gpipe.schedule.simulate import Span
+from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import BACKWARD
+from tf_gpipe.schedule.tasks import FORWARD
+from tf_gpipe.schedule.tasks import RECOMPUTE
+from tf_gpipe.schedule.tasks import WEIGHTS
+from tf_gpipe.stage.pipeline import Pipeline
+
+# For each kind of task its seconds in each stage.
+StageSeconds = Mapping[str, list[float]]
+
+
+class StepTimes(keras.callbacks.Callback):
+    """A callback that can read when each task of the last step ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # As it was in the last step that was read.
+        self._pipeline: Pipeline | None = None
+        # By the number of their tasks.
+        self._pipelines: dict[int | None, Pipeline] = {}
+
+    def set_model(self, model):
+        """Refuses models that are no pipelines; `fit` calls it."""
+        if not isinstance(model, PipelinedTraining):
+            raise ValueError(
+                f"The {type(self).__name__} callback records models of "
+                f"tf_gpipe, such as `PipelinedSequential`. Received: {model}"
+            )
+        super().set_model(model)
+
+    def on_train_begin(self, logs=None):
+        # Another callback may record, too.
+        others = self.model._record_times
+
+        def record(times: tf.Tensor, pipeline: Pipeline) -> None:
+            if others is not None:
+                others(times, pipeline)
+            self._record(times, pipeline)
+
+        self.model._record_times = record
+        # A step that was traced before does not read the clock.
+        self.model.make_train_function(force=True)
+        with tf.device("CPU:0"):
+            # How many tasks there are is known when the model is built.
+            self._times = tf.Variable(
+                tf.zeros((0, 2), tf.float64), trainable=False, shape=(None, 2)
+            )
+
+    def _record(self, times: tf.Tensor, pipeline: Pipeline) -> None:
+        """Keeps the times of a step, while it is being traced."""
+        if replicas.current():
+            return
+        # Mini-batches of other sizes have traces of their own.
+        self._pipelines[times.shape[0]] = pipeline
+        with tf.device("CPU:0"):
+            self._times.assign(times)
+
+    def _read(self) -> tuple[float, Execution]:
+        """Returns when the last step began, since 1970, and its tasks."""
+        times = self._times.numpy()
+        if not times.size:
+            raise ValueError(
+                f"The {type(self).__name__} callback got no times of the step. "
+                "Tasks have none where the model runs eagerly "
+                "(run_eagerly=True), where it overrides `call`, or where its "
+                "own `train_step` does not ask `loss_and_gradients`."
+            )
+        first = times.min()
+        times -= first
+        pipeline = self._pipeline = self._pipelines[len(times)]
+        schedule = pipeline.schedule
+        spans = [
+            Span(schedule.devices[task.stage], task, start, end)
+            for task, (start, end) in zip(
+                pipeline.steps, times.tolist(), strict=True
+            )
+        ]
+        devices = [
+            pipeline.stages[schedule.devices.index(i)].device
+            for i in range(len(schedule.tasks))
+        ]
+        return first, Execution(spans, devices, in_seconds=True)
+
+
+def stage_seconds(pipeline: Pipeline, spans: Iterable[Span]) -> StageSeconds:
+    """Returns the mean time of each kind of task in each stage."""
+    seconds: Any = collections.defaultdict(list)
+    for _, task, start, end in spans:
+        seconds[task.kind, task.stage].append(end - start)
+    return {
+        kind: [
+            statistics.mean(seconds[kind, stage.index] or [0.0])
+            for stage in pipeline.stages
+        ]
+        for kind in (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)
+    }
+
+
+def simulated(pipeline: Pipeline, seconds: StageSeconds) -> Execution:
+    """Returns a step whose tasks take these times."""
+    return simulate(
+        pipeline.schedule,
+        seconds[FORWARD],
+        [sum(x) for x in zip(seconds[BACKWARD], seconds[WEIGHTS], strict=True)],
+        seconds[RECOMPUTE],
+        remat=pipeline.remat,
+        weights=seconds[WEIGHTS],
+    )

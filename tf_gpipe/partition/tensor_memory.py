@@ -1,0 +1,59 @@
+"""How much memory tensors of a graph take, and which of them share it."""
+
+import math
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe.partition import flops
+
+# Operations whose result shares the memory of their first input.
+_ALIASES = frozenset(
+    """Identity IdentityN Reshape Squeeze ExpandDims StopGradient
+    PreventGradient EnsureShape""".split()
+)
+
+
+def size_in_bytes(tensors: Any) -> int:
+    """Returns the size of the tensors in a nested structure.
+
+    An unknown number of rows is taken for 1.
+    """
+    return sum(
+        math.prod(n or 1 for n in x.shape) * tf.as_dtype(x.dtype).size
+        for x in keras.tree.flatten(tensors)
+        if x is not None
+    )
+
+
+def holder(x: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor whose memory `x` shares."""
+    op = x.op
+    if op.type in _ALIASES:
+        return holder(op.inputs[x.value_index if op.type == "IdentityN" else 0])
+    # Functions return whatever their gradients need, their arguments, too.
+    if op.type.endswith(("PartitionedCall", "While")):
+        (body,) = flops.called_by(op)
+        root = holder(body.outputs[x.value_index])
+        for i, given in enumerate(body.inputs):
+            # A loop variable keeps its first value if no iteration changes it.
+            if root is given and not (
+                op.type.endswith("While") and i != x.value_index
+            ):
+                return holder(op.inputs[i])
+    return x
+
+
+def kept_bytes(x: tf.Tensor) -> int:
+    """Returns the size of a tensor, or of a loop's list with one a step."""
+    if x.dtype != tf.variant or not x.op.type.endswith("While"):
+        return size_in_bytes(x)
+    start = x.op.inputs[x.value_index]
+    if start.op.type not in ("EmptyTensorList", "TensorListReserve"):
+        return 0
+    (body,) = flops.called_by(x.op)
+    push = body.outputs[x.value_index].op
+    if push.type == "Identity":
+        push = push.inputs[0].op
+    return flops.iterations(x.op) * size_in_bytes(push.inputs[-1])

@@ -1,0 +1,226 @@
+"""`plan`: the memory and the time that plans tell, and those measured."""
+
+import json
+import time
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe.commands import models
+from tf_gpipe.commands import workers
+from tf_gpipe.partition.layer_costs import size_in_bytes
+from tf_gpipe.planning.candidates import Fixed
+from tf_gpipe.planning.choice import Chooser
+from tf_gpipe.planning.known_layers import KnownLayers
+from tf_gpipe.planning.layer_times import LayerTimes
+from tf_gpipe.tuning import measured_layers
+from tf_gpipe.tuning import measured_speeds
+from tools import command_line
+from tools import worker_usage
+from tools.benchmark import fresh
+from tools.benchmark import timing
+from tools.benchmark.planned_models import MODELS
+from tools.benchmark.report import Report
+
+_REMAT = ("always", "never")
+# What a plan may be wrong by: in memory, that of convolutions, and in time.
+_LIMITS = (0.05, 0.1, 0.1)
+
+
+def add_arguments(parser):
+    fresh.add_arguments(parser, MODELS, "build/plan.json")
+    parser.add_argument("--num_stages", type=command_line.positive, default=2)
+    parser.add_argument(
+        "--num_micro_batches", type=command_line.positive, default=8
+    )
+    parser.add_argument(
+        "--measuring_seconds",
+        type=command_line.positive_number,
+        default=30.0,
+        help="for the times of the layers of a model",
+    )
+    parser.add_argument("--num_repeats", type=command_line.positive, default=3)
+
+
+def main(args):
+    """Peak memory and step time of pipelines: planned, and measured.
+
+    Each stage has a worker process of a core. Planned from the layers alone is
+    the memory; from the measured times of layers, speeds and transfers, as by
+    `tf_gpipe.tune`, the time. Measured is what a step adds at its peak to the
+    resident memory of the stage's process, and to that the weights and slots
+    between steps, which are counted; the shortest of some steps; and the CPU
+    seconds of a step, beside the time that devices are planned to be busy,
+    which depend less on what else a machine does. A ratio is planned over
+    measured, of the stage where it is worst.
+    """
+    if args.only:
+        print(json.dumps(_measured(args, args.only)))
+        return None
+    rows = [
+        {"model": name, **row}
+        for name, found in fresh.each_once(args).items()
+        for row in found
+    ]
+    wrong = {
+        name: sum(abs(x[name] - 1) > _limit(x, name) for x in rows)
+        for name in ("memory", "step", "time", "work")
+    }
+    notes = [
+        f"{name}: {len(rows) - wrong[name]} of {len(rows)} within the limit; "
+        f"the worst is {x['model']}, remat {x['remat']}: {x[name]:.2f}"
+        for name in wrong
+        for x in [max(rows, key=lambda x: abs(x[name] - 1))]
+    ]
+    return Report(
+        f"plans: K={args.num_stages}, M={args.num_micro_batches}, 1F1B; MiB of "
+        "each stage at the peak, and what of that a step adds",
+        [
+            {
+                "model": x["model"],
+                "remat": x["remat"],
+                "planned": _mebibytes(x["planned_bytes"]),
+                "measured": _mebibytes(x["measured_bytes"]),
+                "memory": x["memory"],
+                "planned of a step": _mebibytes(x["planned_step_bytes"]),
+                "measured of a step": _mebibytes(x["measured_step_bytes"]),
+                "step": x["step"],
+                "planned s": x["planned_seconds"],
+                "measured s": x["measured_seconds"],
+                "time": x["time"],
+                "planned busy s": x["planned_busy"],
+                "CPU s": x["measured_busy"],
+                "work": x["work"],
+            }
+            for x in rows
+        ],
+        {"rows": rows, "wrong": wrong},
+        "memory",
+        notes,
+    )
+
+
+def _limit(row, name):
+    own, convolutions, seconds = _LIMITS
+    if name in ("time", "work"):
+        return seconds
+    return convolutions if row["convolutions"] else own
+
+
+def _mebibytes(sizes):
+    return ", ".join(f"{x / 2**20:.0f}" for x in sizes)
+
+
+def _worst(planned, measured):
+    """Returns the ratio that is furthest from 1."""
+    ratios = [x / max(y, 1e-9) for x, y in zip(planned, measured, strict=True)]
+    return max(ratios, key=lambda x: abs(x - 1))
+
+
+def _loss(y_true, y_pred):
+    """A loss that hardly takes memory of its own: plans know none."""
+    return keras.ops.mean(
+        keras.ops.square(keras.ops.cast(y_pred, "float32")), axis=-1
+    )
+
+
+def _measured(args, name):
+    """Returns what is found of a model, a dictionary for each remat mode."""
+    make, num_rows, length, convolutions = MODELS[name]
+    found = []
+    with workers.connected(
+        args.num_stages, environment=worker_usage.GIVE_BACK, one_core=True
+    ) as processes:
+        names = [x.device for x in processes]
+        model = make()
+        known = KnownLayers(
+            model, models.batch(model, num_rows, length), "adam"
+        )
+        machine = measured_speeds.measured(names, [None] * len(names))
+        times = LayerTimes(
+            known,
+            measured_layers.measured(
+                known,
+                [known.micro_batch(args.num_micro_batches)],
+                names[0],
+                time.monotonic() + args.measuring_seconds,
+            ),
+            machine.devices[0].speed,
+        )
+        for remat in _REMAT:
+            fixed = Fixed(
+                args.num_stages, args.num_micro_batches, "1f1b", remat
+            )
+            plan = Chooser(known, times, machine).ranked(fixed, 1)[0].plan
+            keras.backend.clear_session(free_memory=False)
+            pipeline = models.pipelined(make(), **plan.arguments)
+            x, y = _data(pipeline, num_rows, length)
+            pipeline.compile(
+                "adam", keras.tree.map_structure(lambda _: _loss, y)
+            )
+
+            def step(pipeline=pipeline, x=x, y=y):
+                pipeline.train_on_batch(x, y)
+
+            # A stage may be on any of the devices.
+            own = {x.device: x for x in processes}
+            added = worker_usage.peak_memory(
+                [own[device] for device in plan.device_names], step
+            )
+            between = [
+                sum(
+                    size_in_bytes([x.variables, _slots(pipeline, x)])
+                    for x in pipeline.stages
+                    if plan.devices[x.index] == device
+                )
+                for device in range(plan.num_devices)
+            ]
+            used = sum(map(worker_usage.cpu_seconds, processes))
+            seconds = min(
+                timing.step_seconds(pipeline, x, y, 1)
+                for _ in range(args.num_repeats)
+            )
+            used = sum(map(worker_usage.cpu_seconds, processes)) - used
+            busy = plan.step_seconds * sum(1 - x for x in plan.device_idle)
+            planned = plan.device_bytes
+            planned_step = [
+                a - b for a, b in zip(planned, between, strict=True)
+            ]
+            measured = [a + b for a, b in zip(added, between, strict=True)]
+            found.append(
+                {
+                    "remat": remat,
+                    "convolutions": convolutions,
+                    "planned_bytes": planned,
+                    "measured_bytes": measured,
+                    "memory": _worst(planned, measured),
+                    "planned_step_bytes": planned_step,
+                    "measured_step_bytes": added,
+                    "step": _worst(planned_step, added),
+                    "planned_seconds": plan.step_seconds,
+                    "measured_seconds": seconds,
+                    "time": plan.step_seconds / seconds,
+                    "planned_busy": busy,
+                    "measured_busy": used / args.num_repeats,
+                    "work": _worst([busy], [used / args.num_repeats]),
+                }
+            )
+    return found
+
+
+def _slots(pipeline, stage):
+    """Returns an optimizer's slots of the weights of a stage."""
+    kept = pipeline.optimizer
+    return [
+        slot
+        for own in (kept._momentums, kept._velocities)
+        for slot, v in zip(own, kept._trainable_variables, strict=True)
+        if any(v is w for w in stage.variables)
+    ]
+
+
+def _data(pipeline, num_rows, length):
+    """Returns random inputs, and a number a row for each output."""
+    x, y = models.random_data(pipeline, num_rows, length=length)
+    with tf.device("CPU:0"):
+        return x, keras.tree.map_structure(lambda t: t[:, ..., :1], y)

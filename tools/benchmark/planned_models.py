@@ -1,0 +1,132 @@
+"""The models whose plans are compared with what is measured of them.
+
+Of sizes that two cores train in seconds, and whose activations are large beside
+what a process needs anyway.
+"""
+
+import functools
+
+import keras
+
+import model_zoo
+
+_IMAGE = (64, 64, 3)
+
+
+def _zoo(name, **kwargs):
+    return functools.partial(model_zoo.get, name, **kwargs)
+
+
+def _application(name, **kwargs):
+    return functools.partial(
+        getattr(keras.applications, name),
+        weights=None,
+        input_shape=_IMAGE,
+        classes=10,
+        **kwargs,
+    )
+
+
+def _hub(name, **kwargs):
+    def make():
+        # Here, so that the others need no KerasHub.
+        from tools.keras_hub import tiny
+
+        sizes = {
+            "vocabulary_size": 1000,
+            "hidden_dim": 64,
+            "intermediate_dim": 256,
+            "max_sequence_length": 128,
+            "head_dim": 16,
+            "num_heads": 4,
+            "num_query_heads": 4,
+            "num_key_value_heads": 2,
+        }
+        known = tiny.arguments(tiny.class_of(name))
+        given = {k: v for k, v in sizes.items() if k in known}
+        return tiny.tiny(name, **given | kwargs)
+
+    return make
+
+
+# A function that makes it, the rows of a mini-batch, the length of sequences
+# whose length it leaves open, and whether convolutions take most of its memory.
+MODELS = {
+    "resnet_small": (
+        _zoo("resnet_small", input_shape=(32, 32, 3), num_filters=16),
+        1024,
+        None,
+        True,
+    ),
+    "resnet50": (
+        _zoo("resnet50", input_shape=_IMAGE, num_filters=16, num_classes=10),
+        256,
+        None,
+        True,
+    ),
+    "resnet101": (
+        _zoo("resnet101", input_shape=_IMAGE, num_filters=16, num_classes=10),
+        256,
+        None,
+        True,
+    ),
+    "amoebanet_d": (
+        _zoo(
+            "amoebanet_d",
+            num_layers=3,
+            num_filters=32,
+            num_classes=10,
+            input_shape=(128, 128, 3),
+        ),
+        128,
+        None,
+        True,
+    ),
+    "unet": (
+        _zoo("unet", num_blocks=2, num_filters=8, input_shape=_IMAGE, depth=3),
+        256,
+        None,
+        True,
+    ),
+    "transformer_lm": (
+        _zoo(
+            "transformer_lm",
+            num_layers=4,
+            dim=128,
+            ffn_dim=512,
+            num_heads=4,
+            vocabulary=1000,
+            length=128,
+        ),
+        256,
+        None,
+        False,
+    ),
+    "transformer_nmt": (
+        _zoo(
+            "transformer_nmt",
+            num_layers=2,
+            ffn_dim=512,
+            num_heads=4,
+            dim=128,
+            vocabulary=1000,
+            head_size=32,
+        ),
+        256,
+        128,
+        False,
+    ),
+    "MobileNetV2": (_application("MobileNetV2"), 256, None, True),
+    "EfficientNetB0": (_application("EfficientNetB0"), 256, None, True),
+    "DenseNet121": (_application("DenseNet121"), 128, None, True),
+    "BertBackbone": (_hub("BertBackbone"), 512, 128, False),
+    "GPT2Backbone": (_hub("GPT2Backbone"), 512, 128, False),
+    "LlamaBackbone": (_hub("LlamaBackbone"), 512, 128, False),
+    "T5Backbone": (_hub("T5Backbone"), 256, 128, False),
+    "ViTBackbone": (
+        _hub("ViTBackbone", image_shape=_IMAGE, patch_size=8, mlp_dim=256),
+        1024,
+        None,
+        False,
+    ),
+}
