@@ -91,8 +91,7 @@ def start_anew_after(
             # What has come before that would be lost.
             if use_of(port).last > last:
                 continue
-            for each in descriptors:
-                os.set_inheritable(each, True)
+            sockets.hand_on(descriptors)
             kept = ",".join(map(str, descriptors))
             before = [x for x in sys.orig_argv[1:] if _SOCKETS not in x]
             os.execv(

@@ -5,6 +5,7 @@ import ipaddress
 import os
 import socket
 import sys
+from collections.abc import Container
 from collections.abc import Iterator
 
 _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
@@ -46,6 +47,18 @@ def looked_at() -> Iterator[socket.socket]:
                 yield each
             finally:
                 each.detach()
+
+
+def hand_on(descriptors: Container[int]) -> None:
+    """Has a program that this process becomes have these open files alone.
+
+    And the standard ones. Others, such as those of a GPU, would keep memory.
+    """
+    for number in map(int, os.listdir(_DESCRIPTORS)):
+        if number > 2:
+            # It may have been closed since.
+            with contextlib.suppress(OSError):
+                os.set_inheritable(number, number in descriptors)
 
 
 def ends(each: socket.socket) -> tuple[tuple[str, int], tuple[str, int]] | None:
