@@ -2,6 +2,7 @@
 
 import json
 
+import keras
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
@@ -29,8 +30,8 @@ class TableTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(table.fullest(GOOD, 2), 1.5)
         text = table.markdown([GOOD])
         self.assertIn(
-            "| ABackbone | ATask | 2 | 1.50 | 1.00 | 1e-06 | 1e-12 | yes | - "
-            "| `to_keras()` | - | - |",
+            "| ABackbone | ATask | 2 | 1.50 | 1.00 | 1e-06 | 1e-12 | - | yes "
+            "| - | `to_keras()` | - | - |",
             text,
         )
         self.assertIn("1 of 1 backbones", text)
@@ -51,8 +52,8 @@ class TableTest(tf.test.TestCase, parameterized.TestCase):
     def test_rounding_is_no_difference(self):
         for why in (
             {"rounding": 2e-4},
-            # Plain Keras differs likewise, given micro-batches.
-            {"of micro-batches": 1e-6},
+            # The same but for what TensorFlow rewrites in graphs.
+            {"as written": 1e-6},
         ):
             place = {"parameters": [1, 1], "float32": 1e-3, **why}
             self.assertEmpty(table.problems({**GOOD, "K=2": place}))
@@ -92,6 +93,15 @@ class SampleTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEmpty(table.problems(row))
         self.assertEqual(row["predict"], "pipeline")
         self.assertLess(table.fullest(row, 2), 1.3)
+
+    def test_float32_within_a_model_of_float64(self):
+        """What differs is what TensorFlow rewrites in float32, and no more."""
+        x, y = trial.trained("LlamaBackbone", "LlamaCausalLM", "float64")[1:3]
+        self.addCleanup(keras.config.set_floatx, "float32")
+        differs = trial.as_written(
+            "LlamaBackbone", "LlamaCausalLM", "float64", x, y, 4, 1
+        )
+        self.assertEqual(differs, 0.0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tf_gpipe import upstream
+from tf_gpipe.models import depth
 from tf_gpipe.models import planned
 from tf_gpipe.models import user_class
 from tf_gpipe.models.keras_words import with_keras_words
@@ -159,7 +160,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
         plan: Plan | None = None,
         trainable: bool | None = None,
     ):
-        super().__init__(inputs, outputs, name=name, trainable=trainable)
+        with depth.told():
+            super().__init__(inputs, outputs, name=name, trainable=trainable)
         arguments = planned.arguments(
             plan,
             {

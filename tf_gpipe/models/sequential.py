@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_gpipe import checks
 from tf_gpipe import upstream
+from tf_gpipe.models import depth
 from tf_gpipe.models import planned
 from tf_gpipe.models import user_class
 from tf_gpipe.models.keras_words import with_keras_words
@@ -233,7 +234,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         begun = isinstance(self._layers[0], keras.layers.InputLayer)
         with abstract.NoValues() as scope:
             try:
-                super().build(input_shape)
+                with depth.told():
+                    super().build(input_shape)
                 self._check_specs()
             except Exception as e:
                 if isinstance(self._layers[0], keras.layers.InputLayer):

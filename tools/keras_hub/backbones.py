@@ -5,6 +5,7 @@ import inspect
 from keras_hub import models as M
 
 from tools.keras_hub import images
+from tools.keras_hub.data import LENGTH
 from tools.keras_hub.tiny import LAYERS
 from tools.keras_hub.tiny import tiny
 from tools.keras_hub.tiny import with_arguments
@@ -34,11 +35,11 @@ def _clip_text(**kwargs):
     return tiny("CLIPTextEncoder", num_layers=3, **kwargs)
 
 
-def _towers(kind):
+def _towers(kind, **kwargs):
     return tiny(
         f"{kind}Backbone",
         vision_encoder=tiny(f"{kind}VisionEncoder", num_layers=3),
-        text_encoder=tiny(f"{kind}TextEncoder", num_layers=3),
+        text_encoder=tiny(f"{kind}TextEncoder", num_layers=3, **kwargs),
     )
 
 
@@ -190,7 +191,12 @@ _MAKERS = images.MAKERS | {
     "RWKV7Backbone": with_arguments(
         "RWKV7Backbone", gate_lora=4, mv_lora=4, aaa_lora=4, decay_lora=4
     ),
-    "SigLIPBackbone": lambda: _towers("SigLIP"),
+    "SigLIPBackbone": lambda: _towers(
+        "SigLIP", max_sequence_length=LENGTH, projection_dim=16
+    ),
+    "SigLIPTextEncoder": with_arguments(
+        "SigLIPTextEncoder", max_sequence_length=LENGTH
+    ),
     "SmolLM3Backbone": with_arguments(
         "SmolLM3Backbone",
         attention_bias=False,

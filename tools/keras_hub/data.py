@@ -13,7 +13,7 @@ _OPEN = {
     "boxes": (1, 2, 2),
     "box_labels": (1,),
     "encoder_features": (16, 8),
-    "encoder_input_values": (512, 1),
+    "encoder_input_values": (2048, 1),
     "labels": (1,),
     "masks": (1, 16, 16, 1),
     "points": (1, 2),

@@ -300,6 +300,8 @@ MAKERS = {
         "VGGBackbone",
         stackwise_num_repeats=[2, 2, 2],
         stackwise_num_filters=[8, 8, 16],
+        # The head's kernels are of 7 x 7.
+        image_shape=(64, 64, 3),
     ),
     "ViTDetBackbone": _vit_det,
     "VideoPrismBackbone": with_arguments(

@@ -1,5 +1,6 @@
 """Exported pipelines serve where there is no tf_gpipe, on one device."""
 
+import gc
 import importlib.util
 import subprocess
 import sys
@@ -211,6 +212,28 @@ class PlotTest(parameterized.TestCase, tf.test.TestCase):
             self.assertLen(each.get_edges(), len(plain.get_edges()))
         labels = [x.get_label() for x in plot.get_nodes()]
         self.assertEqual(labels, [x.get_label() for x in plain.get_nodes()])
+
+    @parameterized.parameters(two_inputs, sequential)
+    def test_graph_of_tensorboard(self, make):
+        """Keras writes that of plain models alone, such as `to_keras()`."""
+        model, _ = trained(make)
+        path = tempfile.mkdtemp(dir=self.get_temp_dir())
+        keras.callbacks.TensorBoard(path).set_model(model)
+        self.assertEmpty(self._graphs(path))
+        keras.callbacks.TensorBoard(path).set_model(model.to_keras())
+        (graph,) = self._graphs(path)
+        for layer in model.layers:
+            self.assertIn(f'"{layer.name}"', graph)
+
+    def _graphs(self, path):
+        gc.collect()  # Keras's callback closes its files so.
+        return [
+            tf.make_ndarray(value.tensor).item().decode()
+            for file in tf.io.gfile.glob(f"{path}/train/events*")
+            for event in tf.compat.v1.train.summary_iterator(file)
+            for value in event.summary.value
+            if value.metadata.plugin_data.plugin_name == "graph_keras_model"
+        ]
 
 
 if __name__ == "__main__":

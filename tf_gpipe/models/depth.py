@@ -1,0 +1,24 @@
+"""What is said of a model that is deeper than Python's recursion limit."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Says what to do where Keras's way through a model is too deep.
+
+    Keras follows a graph from its outputs to its inputs by recursion.
+    """
+    try:
+        yield
+    except RecursionError as e:
+        e.add_note(
+            "Keras goes through layers that follow one another by recursion, "
+            "and this model has more of them than Python's recursion limit of "
+            f"{sys.getrecursionlimit()} allows. Raise the limit before the "
+            "layers are called: `sys.setrecursionlimit(100_000)`. Plain Keras "
+            "needs that, too."
+        )
+        raise
