@@ -18,6 +18,7 @@ rematerialisation):
     shared_layers      one trace for layers that are alike (likeness)
     tape               the same by a gradient tape: eagerly, and within XLA
     traced_function    parts of a trace as functions of their own
+    reached            what operations lead to
     function_call      a function that a graph calls many times
     gradients          sums of gradients of weights over micro-batches
     lookups            sparse gradients, of embeddings
