@@ -5,6 +5,7 @@ import io
 import json
 import os
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 
@@ -29,6 +30,26 @@ class ReportTest(absltest.TestCase):
         found = json.loads(last)
         self.assertEqual(found["rows"], ROWS)
         self.assertIn("processor", found["machine"])
+
+    def test_whole_words_at_80_columns(self):
+        labels = {"K": 2, "schedule": "interleaved_zero_bubble", "remat": "x"}
+        names = ["samples/s", "speed-up", "ideal", "fraction", "simulated"]
+        figures = {f"{name} {i}": 1.25 + i for i in range(3) for name in names}
+        output = io.StringIO()
+        self.enterContext(mock.patch.dict(os.environ, {"COLUMNS": "80"}))
+        with contextlib.redirect_stdout(output):
+            Report("[K]", [{**labels, **figures}] * 2, {}).print()
+        lines = output.getvalue().splitlines()
+        self.assertLessEqual(max(map(len, lines)), 80)
+        text = output.getvalue()
+        self.assertNotIn("…", text)
+        self.assertIn("[K]", text)
+        # Of each figure in both rows, and of each part of the table whose.
+        for i in range(3):
+            self.assertEqual(text.count(f"{1.25 + i:.3f}"), 2 * len(names))
+        parts = text.count("schedule")
+        self.assertGreater(parts, 1)
+        self.assertEqual(text.count("interleaved_zero_bubble"), 2 * parts)
 
     def test_plot(self):
         folder = self.enterContext(tempfile.TemporaryDirectory())

@@ -69,6 +69,10 @@ class TellingFunction:
         self._seen.add(concrete)
         return concrete
 
+    def traced(self) -> set[Any]:
+        """Returns its traces."""
+        return self._seen
+
     def _made(self, tells: bool) -> Any:
         function = tf.function(
             self._python_function,

@@ -22,8 +22,8 @@ from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Taken
 from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.reached import reached
 from tf_gpipe.stage.stage import in_mode
-from tf_gpipe.stage.traced_function import reached
 
 Specs = dict[Value, Any]
 

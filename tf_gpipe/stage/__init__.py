@@ -19,6 +19,7 @@ rematerialisation):
     blocks             one trace for calls that repeat
     tape               the same by a gradient tape: eagerly, and within XLA
     traced_function    parts of a trace as functions of their own
+    reached            what operations lead to
     function_call      a function that a graph calls many times
     gradients          sums of gradients of weights over micro-batches
     lookups            sparse gradients, of embeddings

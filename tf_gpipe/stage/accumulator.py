@@ -34,7 +34,11 @@ def create(like: Sequence[Any]) -> tf.Tensor:
         # Zero, by an operation that TensorFlow cannot run beforehand: it would
         # keep the zeros of all tensors as constants.
         zero = tf.raw_ops.VarIsInitializedOp(resource=handle)
-        _put(handle, [tf.fill(x.shape, tf.cast(zero, x.dtype)) for x in like])
+        # Those alike are one tensor until something is added to them.
+        zeros = {(x.shape, x.dtype): None for x in like}
+        for shape, dtype in zeros:
+            zeros[shape, dtype] = tf.fill(shape, tf.cast(zero, dtype))
+        _put(handle, [zeros[x.shape, x.dtype] for x in like])
         return handle
 
     # A function is done when its effects are. In the graph that TensorFlow

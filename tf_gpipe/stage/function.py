@@ -158,9 +158,11 @@ class StageFunction:
             updates += [v.value.read_value() for v in assigned]
             outputs = tuple(values[value] for value in self.stage.outputs)
             result = Result(Activations.of(outputs), losses, updates)
-            # Each a tensor of its own, and of this graph: layers may return
-            # one twice, or one that they have from elsewhere.
-            return filled(result, list(map(tf.identity, tensors(result))))
+            # Each a tensor of its own, and of this graph, as updates are:
+            # layers may return one twice, or one that they have from elsewhere.
+            found = tensors((result.outputs, losses))
+            own = list(map(tf.identity, found))
+            return filled(result, own + updates)
 
     def _assigned(
         self, states: list[TensorFlowState], before: int
@@ -340,7 +342,9 @@ class _Recorder(keras.StatelessScope):
     def add_update(self, update):
         variable, value = update
         self.updated[id(variable)] = variable
-        if value.dtype.is_floating:
+        if value.dtype.is_floating and not variable.trainable:
+            value = tf.stop_gradient(value)
+        elif value.dtype.is_floating:
             before = self.get_current_value(variable)
             if before is None:
                 # Not `value`, which is cast under mixed precision.

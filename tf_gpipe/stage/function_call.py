@@ -54,15 +54,19 @@ class FunctionCall:
         self._optimized = optimized
         self._jit_compile = jit_compile
         self._function = TellingFunction(function, jit_compile)
+        # By trace: whether it has side effects.
+        self._stateful: dict[Any, bool] = {}
 
     def __call__(self, *args: Any) -> Any:
         concrete = self._function.get_concrete_function(*args)
         graph = tf.compat.v1.get_default_graph()
         concrete.add_to_graph(graph)
         inputs = tensors(args) + concrete.captured_inputs
-        stateful = not self._stateless and any(
-            op.op_def.is_stateful for op in concrete.graph.get_operations()
-        )
+        if concrete not in self._stateful:
+            self._stateful[concrete] = not self._stateless and any(
+                op.op_def.is_stateful for op in concrete.graph.get_operations()
+            )
+        stateful = self._stateful[concrete]
         call = upstream.call_operation(
             graph,
             concrete,

@@ -50,6 +50,10 @@ class Likeness(NamedTuple):
 
     form: Hashable
     variables: list[keras.Variable]
+    # What the form names by ids. Once it is gone others may have these.
+    named: list[Any]
+    # Whether all of it is of Keras: other code may know what no form tells.
+    of_keras: bool
 
 
 def of(layers: Any) -> Likeness | None:
@@ -63,7 +67,8 @@ def of(layers: Any) -> Likeness | None:
     """
     walk = _Walk()
     try:
-        return Likeness(walk.form(layers), walk.variables)
+        form = walk.form(layers)
+        return Likeness(form, walk.variables, walk.named, walk.of_keras)
     except _UnknownKindError:
         return None
 
@@ -77,15 +82,18 @@ class _Walk:
 
     def __init__(self) -> None:
         self.variables: list[keras.Variable] = []
+        self.named: list[Any] = []
+        self.of_keras = True
         # By id: number, and the object, so that no other one gets the id.
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def form(self, x: Any) -> Hashable:
         if isinstance(x, _VALUES):
             return type(x), repr(x) if isinstance(x, (slice, float)) else x
-        if isinstance(x, type) or inspect.ismodule(x):
-            return "itself", id(x)
-        if isinstance(x, types.FunctionType) and not x.__closure__:
+        is_function = isinstance(x, types.FunctionType) and not x.__closure__
+        if isinstance(x, type) or inspect.ismodule(x) or is_function:
+            self.named.append(x)
+            self.of_keras &= _is_of_library(x)
             return "itself", id(x)
         if id(x) in self._seen:
             return "seen", self._seen[id(x)][0]
@@ -102,6 +110,7 @@ class _Walk:
             return "mapping", self._items(x)
         if isinstance(x, keras.random.SeedGenerator):
             return type(x), self.form(x.state)
+        self.of_keras &= _is_of_library(type(x))
         if isinstance(x, keras.Initializer):
             return type(x), self.form(x.get_config())
         if isinstance(x, _OBJECTS) and _is_plain(type(x)):
@@ -110,6 +119,12 @@ class _Walk:
 
     def _items(self, x: Mapping) -> Hashable:
         return tuple((self.form(k), self.form(v)) for k, v in x.items())
+
+
+def _is_of_library(x: Any) -> bool:
+    """Returns whether a class, a function or a module is of a library."""
+    name = x.__name__ if inspect.ismodule(x) else x.__module__
+    return name.split(".")[0] in _LIBRARIES
 
 
 def _is_plain(kind: type) -> bool:
@@ -121,7 +136,7 @@ def _is_plain(kind: type) -> bool:
     return all(
         _knows_attributes_alone(method)
         for cls in kind.__mro__
-        if cls.__module__.split(".")[0] not in _LIBRARIES
+        if not _is_of_library(cls)
         for name, method in vars(cls).items()
         if name not in ("__init__", "build", "get_config", "from_config")
     )

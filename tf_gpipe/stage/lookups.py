@@ -24,8 +24,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.traced_function import TracedFunction
-from tf_gpipe.stage.traced_function import followed_values
 
 
 class Lookup(NamedTuple):

@@ -94,6 +94,14 @@ class StagePhases:
         for phases in self._by_graph.values():
             phases.read_weights_again()
 
+    def captured(self) -> list[tf.Tensor]:
+        """Returns what traces take from outside, beside their arguments."""
+        concretes = self._plain.traced()
+        found = [x for each in concretes for x in each.captured_inputs]
+        for phases in self._by_graph.values():
+            found += phases.traced.captured()
+        return found
+
     def traced(self, inputs: Activations, carried: list) -> Phases:
         """Returns the phases, cut from a trace for such arguments."""
         concrete = self._differentiated.get_concrete_function(inputs, carried)

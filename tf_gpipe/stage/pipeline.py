@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import keras
 
@@ -40,6 +41,9 @@ class Pipeline:
     # The calls of each stage that are recomputed, if not all of them: places
     # in `Stage.nodes`, those in a range together. Of remat "auto".
     chosen: tuple[tuple[range, ...], ...] | None = None
+
+    # Stages that have been traced, by all that a trace depends on.
+    traced: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
 
     # By their numbers of micro-batches; see `with_rows`.
     _others: dict[int, "Pipeline"] = dataclasses.field(

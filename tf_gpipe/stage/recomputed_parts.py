@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_gpipe.stage.reached import reached
 from tf_gpipe.stage.traced_function import TracedFunction
-from tf_gpipe.stage.traced_function import reached
 
 
 class RecomputedParts:

@@ -105,7 +105,8 @@ class _Shared:
         splits: bool,
     ):
         self._block = block
-        self._form, self._variables = alike
+        self._form = alike.form
+        self._variables = alike.variables
         stage = Stage(0, [""], block, [])
         stage.scope = ALIKE
         states = [v for v in stage.owned if not v.value.trainable]

@@ -13,12 +13,13 @@ from tf_gpipe import upstream
 from tf_gpipe.devices.errors import CALLS_PYTHON
 from tf_gpipe.stage.function_call import FunctionCall
 from tf_gpipe.stage.function_call import filled
+from tf_gpipe.stage.reached import reached
 from tf_gpipe.stage.tensorflow_state import written
 
 # Operations that read variables.
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
-# Operations that take no more of a tensor than its shape.
-_SHAPES = ("Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike")
+# Operations whose results are what they are given.
+_PASS_ON = ("Identity", "IdentityN", "StopGradient", "PreventGradient")
 # Functions in Python that do not say that they make the same of the same.
 _MAY_DIFFER = CALLS_PYTHON - {"PyFuncStateless"}
 # How operations begin that draw numbers, beside those with a second seed.
@@ -76,6 +77,8 @@ class TracedFunction:
         own = [x for op in stateful for x in op.outputs]
         changing = self.users([*varying, *own]) | stateful
         self._constant = {op for op in operations if op not in changing}
+        # Those that others wait for.
+        self._awaited = {x for op in operations for x in op.control_inputs}
 
     def users(self, tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
         """Returns the operations that follow from tensors, their own too."""
@@ -157,9 +160,9 @@ class TracedFunction:
                 found.append((outer, reads))
         return found
 
-    def captured(self) -> set[int]:
-        """Returns the ids of the tensors that are taken from outside."""
-        return {id(outer) for outer, _ in self._graph.captures}
+    def captured(self) -> list[tf.Tensor]:
+        """Returns the tensors that are taken from outside."""
+        return [outer for outer, _ in self._graph.captures]
 
     def effects(self) -> set[tf.Operation]:
         """Returns the operations that must run whoever uses their results."""
@@ -212,9 +215,17 @@ class TracedFunction:
             and what `then` is given beside, to what `then` returns, or else
             the values of `fetches`.
         """
+        after = after or {}
         known = {id(x) for x in feeds}
         # Of each tensor that is not computed here.
         given: dict[str, tf.Tensor] = {}
+
+        def source(x: tf.Tensor) -> tf.Tensor:
+            while id(x) not in known and self._passes_on(x.op, after):
+                x = x.op.inputs[x.value_index]
+            return x
+
+        inputs: dict[tf.Operation, list[tf.Tensor]] = {}
 
         def makers(tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
             given.update(
@@ -224,12 +235,15 @@ class TracedFunction:
             )
             return [x.op for x in tensors if x.name not in given]
 
-        operations = reached(
-            [*makers(fetches), *effects], lambda op: makers(op.inputs)
-        )
-        definition = self._definition_of(operations, after or {})
-        used = {x.name for op in operations for x in op.inputs}
-        computed = [x.name for x in fetches if x.name not in given]
+        def makers_of(op: tf.Operation) -> list[tf.Operation]:
+            inputs[op] = list(map(source, op.inputs))
+            return makers(inputs[op])
+
+        sources = list(map(source, fetches))
+        reached([*makers(sources), *effects], makers_of)
+        definition = self._definition_of(inputs, after)
+        used = {x.name for xs in inputs.values() for x in xs}
+        computed = [x.name for x in sources if x.name not in given]
 
         def run(values: Sequence[tf.Tensor], *args: Any) -> Any:
             graph = tf.compat.v1.get_default_graph()
@@ -250,20 +264,41 @@ class TracedFunction:
                 name="",
             )
             found.update(zip(computed, made, strict=True))
-            results = [found[x.name] for x in fetches]
+            results = [found[x.name] for x in sources]
             for x, traced in zip(results, fetches, strict=True):
                 x.set_shape(traced.shape)
             return results if then is None else then(results, *args)
 
         return FunctionCall(run, optimized=True, jit_compile=self._jit_compile)
 
+    def _passes_on(
+        self, op: tf.Operation, waiting: Collection[tf.Operation]
+    ) -> bool:
+        """Returns whether a part can do without an operation.
+
+        It makes what it is given, where that is, and neither waits for others
+        nor is waited for.
+        """
+        return (
+            op.type in _PASS_ON
+            and op not in waiting
+            and not op.control_inputs
+            and op not in self._awaited
+            and all(x.op.device in ("", op.device) for x in op.inputs)
+        )
+
     def _definition_of(
         self,
-        operations: Collection[tf.Operation],
+        inputs: Mapping[tf.Operation, Sequence[tf.Tensor]],
         after: Mapping[tf.Operation, Collection[tf.Operation]],
     ) -> Any:
-        """Returns the graph of some operations, some of them after others."""
-        kept = {op.name for op in operations}
+        """Returns the graph of some operations, some of them after others.
+
+        Args:
+            inputs: The operations, and of each what it takes in the graph.
+            after: As of `part`.
+        """
+        kept = {op.name: xs for op, xs in inputs.items()}
         waits = {op.name: [x.name for x in xs] for op, xs in after.items()}
         definition = tf.compat.v1.GraphDef(versions=self._definition.versions)
         for node in self._definition.node:
@@ -272,11 +307,10 @@ class TracedFunction:
                 copy.CopyFrom(node)
                 # Colocation with operations that may be in another part.
                 copy.attr.pop("_class", None)
-                copy.input[:] = [
-                    x
-                    for x in node.input
-                    if not x.startswith("^") or x[1:] in kept
-                ]
+                copy.input[:] = [x.name for x in kept[node.name]]
+                copy.input.extend(
+                    x for x in node.input if x[:1] == "^" and x[1:] in kept
+                )
                 copy.input.extend(
                     f"^{x}" for x in waits.get(node.name, ()) if x in kept
                 )
@@ -304,30 +338,3 @@ def pruned(function: Callable[[], Any]) -> Any:
     concrete = tf.function(function, autograph=False).get_concrete_function()
     part = TracedFunction(concrete, []).part([], concrete.outputs)
     return filled(concrete.structured_outputs, part([]))
-
-
-def followed_values(tensor: tf.Tensor) -> set[tf.Operation]:
-    """Returns the operations whose values, not shapes, a tensor follows from.
-
-    That which made the tensor is one of them.
-    """
-    return reached(
-        [tensor.op],
-        lambda op: [] if op.type in _SHAPES else [x.op for x in op.inputs],
-    )
-
-
-def reached(
-    start: Iterable[tf.Operation],
-    following: Callable[[tf.Operation], Iterable[tf.Operation]],
-    without: Collection[tf.Operation] = (),
-) -> set[tf.Operation]:
-    """Returns operations, and those that `following` leads to from there."""
-    found: set[tf.Operation] = set()
-    rest = list(start)
-    while rest:
-        op = rest.pop()
-        if op not in found and op not in without:
-            found.add(op)
-            rest += following(op)
-    return found

@@ -168,7 +168,7 @@ class Phases:
         gradients = [x for _, x in self.trace.by_variable]
         return (
             len(self.upstream) == 1
-            and self.traced.captured() <= read <= set(handles)
+            and {*map(id, self.traced.captured())} <= read <= set(handles)
             and not self.traced.effects()
             and not self.traced.draws(self.traced.operations)
             and not self.traced.calls_python()

@@ -95,6 +95,8 @@ class MiniBatch:
         self._stages = RunningStages(pipeline, training, gradients, stages)
         if previous is not None:
             self._stages = previous._stages.serving(self._stages)
+        else:
+            self._stages = self._stages.traced_before(inputs)
         self._outputs = Outputs(
             pipeline, self.split, self._exchange, self._dependence
         )

@@ -21,8 +21,8 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.stage import Activations
-from tf_gpipe.stage.traced_function import followed_values
 from tf_gpipe.stage.traced_function import pruned
 
 # Stands for the number of rows; no size that is about.

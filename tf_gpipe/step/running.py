@@ -3,10 +3,15 @@
 import enum
 import functools
 import itertools
+import threading
+import weakref
+from collections.abc import Hashable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from tf_gpipe import upstream
 from tf_gpipe.stage import blocks
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.graph import Graph
@@ -21,6 +26,10 @@ from tf_gpipe.stage.stage import in_line
 from tf_gpipe.stage.tape import TapedStage
 from tf_gpipe.stage.tensorflow_state import TensorFlowState
 from tf_gpipe.stage.tensorflow_state import find
+
+# How many sets of stages a pipeline keeps that have been traced: for training
+# and for inference, and for some sizes of mini-batches.
+_MOST_TRACED = 8
 
 
 class Gradients(enum.Enum):
@@ -72,6 +81,8 @@ class RunningStages:
         self._gradients = gradients
         self._how = StageMode.INLINE if tf.executing_eagerly() else how
         self._stages: dict[int, Any] = {}
+        # That which they run in, if `traced_before` has returned them.
+        self._graph: weakref.ref | None = None
         # Layers of several stages may share it.
         self._others: dict[Any, TensorFlowState] = {}
         # Not that of the time of the build, which the user may have replaced.
@@ -149,9 +160,79 @@ class RunningStages:
         """
         if self.inline or self._kind() != others._kind():
             return others
+        self._read_weights_again()
+        return self
+
+    def traced_before(self, inputs: Any) -> "RunningStages":
+        """Returns stages that are traced, if they would run as these.
+
+        Such as those of before the model was compiled again. Otherwise these,
+        for the next time. Those that run in the graph that is being built, or
+        in one around it, keep the weights that they have read there.
+
+        Args:
+            inputs: Nested structure of what the model is given.
+        """
+        depends = self._depends(inputs)
+        if depends is None:
+            return self
+        traced = self._pipeline.traced
+        found = traced.pop(depends, self)
+        graphs = _graphs()
+        if found._graph is not None and found._graph() in graphs:
+            # They run already, with what the weights were then.
+            traced[depends] = found
+            return self
+        if any(map(tf.is_symbolic_tensor, found._captured())):
+            # Of the graph of another step.
+            found = self
+        traced[depends] = found
+        found._graph = weakref.ref(graphs[0])
+        for key in list(traced)[:-_MOST_TRACED]:
+            del traced[key]
+        found._read_weights_again()
+        return found
+
+    def _depends(self, inputs: Any) -> Hashable:
+        """Returns what traces of the stages depend on, or `None` if unknown.
+
+        As with layers that are not Keras's own, which may know anything.
+        """
+        if self.inline or tf.distribute.has_strategy():
+            return None
+        specs = [
+            tf.DeviceSpec.from_string(x.device) for x in self._pipeline.stages
+        ]
+        if any(spec.job not in (None, "localhost") for spec in specs):
+            # A worker that is new knows no traces.
+            return None
+        graph = self._pipeline.graph
+        alike = blocks.likeness_of(
+            Graph(graph.nodes, graph.inputs, graph.returned)
+        )
+        if alike is None or not alike.of_keras:
+            return None
+        variables = [upstream.tensorflow_variable(v) for v in alike.variables]
+        # As long as this is kept nothing else gets their ids.
+        self._held = alike.named, variables, self._seed
+        return (
+            self._kind()[1:],
+            alike.form,
+            (*map(id, [*variables, *self._seed]),),
+            (*map(_spec, keras.tree.flatten(inputs)),),
+            threading.get_ident(),
+            keras.config.floatx(),
+            keras.config.epsilon(),
+            keras.config.image_data_format(),
+            keras.config.is_flash_attention_enabled(),
+        )
+
+    def _captured(self) -> list[tf.Tensor]:
+        return [x for each in self._stages.values() for x in each.captured()]
+
+    def _read_weights_again(self) -> None:
         for stage in self._stages.values():
             stage.read_weights_again()
-        return self
 
     def _kind(self) -> tuple:
         return self._pipeline, self._training, self._gradients, self._how
@@ -200,3 +281,17 @@ class RunningStages:
             # In inference a tape outside would find them.
             self._pipeline.foreign(stage) if self._training else (),
         )
+
+
+def _spec(x: tf.Tensor) -> tuple:
+    """Returns what a trace knows of an input."""
+    shape = x.shape.as_list() if x.shape.rank is not None else None
+    return str(shape), x.dtype, upstream.mask(x) is not None
+
+
+def _graphs() -> list[tf.Graph]:
+    """Returns the graph that is being built, and those around it."""
+    graphs = [tf.compat.v1.get_default_graph()]
+    while getattr(graphs[-1], "outer_graph", None) is not None:
+        graphs.append(graphs[-1].outer_graph)
+    return graphs

@@ -5,6 +5,7 @@ own version of it through the stages. When all micro-batches are through,
 their versions become one, as if the layers had seen the mini-batch as a whole.
 """
 
+import collections
 import itertools
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -109,11 +110,11 @@ class StateVersions:
         and of layers that know better what micro-batches make together.
         """
         layers = list(layers)
-        lacking = self._between_variances(layers)
+        weighted = self._means(layers)
         merged = {}
         for key, variable in self._updated.items():
             with tf.device(self._device_of(variable)):
-                merged[key] = self._merge(variable, lacking.get(key))
+                merged[key] = self._merge(variable, weighted)
         merged.update(self._merged_by_layers(layers))
         # Keras leaves each replica with its own, and saves the first one's.
         own = [
@@ -142,7 +143,7 @@ class StateVersions:
         return [version[id(variable)] for version in self._versions]
 
     def _merge(
-        self, variable: keras.Variable, lacking: tf.Tensor | None
+        self, variable: keras.Variable, means: dict[int, tf.Tensor]
     ) -> tf.Tensor:
         values = self._values(variable)
         if _is_seed(variable):
@@ -158,12 +159,8 @@ class StateVersions:
                     for m, value in enumerate(values)
                 ]
             )
-        if not values[0].dtype.is_floating:
-            # As a rule a counter of calls.
-            return values[0]
-        # The weighted mean, exact where all versions agree.
-        mean = values[0] + self._split.mean(tf.stack(values) - values[0])
-        return mean if lacking is None else mean + tf.cast(lacking, mean.dtype)
+        # If not of floats, as a rule a counter of calls.
+        return means.get(id(variable), values[0])
 
     def _merged_by_layers(
         self, layers: Iterable[keras.Layer]
@@ -195,35 +192,105 @@ class StateVersions:
             merged.update((id(own[name]), x) for name, x in found.items())
         return merged
 
-    def _between_variances(
-        self, layers: Iterable[keras.Layer]
-    ) -> dict[int, tf.Tensor]:
-        """Returns what means of moving variances lack, by variable id.
+    def _means(self, layers: Iterable[keras.Layer]) -> dict[int, tf.Tensor]:
+        """Returns weighted means over micro-batches, by variable id.
 
-        A micro-batch with mean u_m and variance s_m, of weight w_m, moves the
+        Of floats that are neither seeds nor sums. They are exact where all
+        versions agree. To those of moving variances is added what they lack: a
+        micro-batch with mean u_m and variance s_m, of weight w_m, moves the
         statistics to `a * old + (1 - a) * (u_m, s_m)`, a being the momentum.
         The variance of the mini-batch, with mean u, is
 
             sum_m w_m * s_m  +  sum_m w_m * (u_m - u)^2
 
-        The weighted mean of the moved variances has the first term. This is
-        the second one, times (1 - a), taken from the moved means, which lie
-        (1 - a) times as far apart as the u_m do.
+        The weighted mean of the moved variances has the first term. The second
+        one, times (1 - a), comes from the moved means, which lie (1 - a) times
+        as far apart as the u_m do.
         """
-        lacking: dict[int, tf.Tensor] = {}
         if len(self._versions) == 1:
-            return lacking
-        mean = self._split.mean
-        for x in batch_norms(layers):
-            if id(x.moving_mean) not in self._updated:
+            return {}
+
+        def about_first(rows: tf.Tensor) -> tf.Tensor:
+            return rows[0] + self._split.mean(rows - rows[0])
+
+        def spread(rows: tf.Tensor) -> tf.Tensor:
+            mean = self._split.mean
+            return mean(tf.square(rows - mean(rows)))
+
+        means = self._of_columns(
+            about_first,
+            (
+                v
+                for v in self._updated.values()
+                if v.aggregation != "sum"
+                and not _is_seed(v)
+                and self._values(v)[0].dtype.is_floating
+            ),
+        )
+        norms = [
+            x for x in batch_norms(layers) if id(x.moving_mean) in self._updated
+        ]
+        spreads = self._of_columns(spread, (x.moving_mean for x in norms))
+        for x in norms:
+            mean = means.get(id(x.moving_variance))
+            lacking = spreads[id(x.moving_mean)]
+            if mean is None:
                 continue
-            with tf.device(self._device_of(x.moving_mean)):
-                means = tf.stack(self._values(x.moving_mean))
-                spread = mean(tf.square(means - mean(means)))
+            with tf.device(self._device_of(x.moving_variance)):
                 if x.momentum < 1:
-                    spread /= 1.0 - x.momentum
-                lacking[id(x.moving_variance)] = spread
-        return lacking
+                    lacking /= 1.0 - x.momentum
+                lacking = tf.cast(lacking, mean.dtype)
+                means[id(x.moving_variance)] = mean + lacking
+        return means
+
+    def _of_columns(
+        self,
+        function: Callable[[tf.Tensor], tf.Tensor],
+        variables: Iterable[keras.Variable],
+    ) -> dict[int, tf.Tensor]:
+        """Returns what a function makes of the versions of each variable.
+
+        It is called once for all that are on a device: models have hundreds.
+
+        Args:
+            function: From a tensor with a row a micro-batch to a row.
+            variables: Iterable of variables that have been updated.
+        """
+        groups = collections.defaultdict(list)
+        for v in {id(v): v for v in variables}.values():
+            with tf.device(self._device_of(v)):
+                rows = tf.stack(self._values(v))
+            shape = rows.shape
+            # Those of an unknown shape are alone.
+            alone = None if shape.is_fully_defined() else id(v)
+            groups[self._device_of(v), rows.dtype, alone].append((v, rows))
+        found: dict[int, tf.Tensor] = {}
+        for (device, *_), group in groups.items():
+            with tf.device(device):
+                made = _in_columns(function, [rows for _, rows in group])
+            found.update(
+                (id(v), x) for (v, _), x in zip(group, made, strict=True)
+            )
+        return found
+
+
+def _in_columns(
+    function: Callable[[tf.Tensor], tf.Tensor], tensors: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Returns what a function of rows makes of tensors, all in one call."""
+    if len(tensors) == 1:
+        return [function(tensors[0])]
+    shapes = [x.shape[1:] for x in tensors]
+    flat = [
+        x if x.shape.rank == 2 else tf.reshape(x, (x.shape[0], -1))
+        for x in tensors
+    ]
+    sizes = [x.num_elements() for x in shapes]
+    row = function(tf.concat(flat, axis=1))
+    return [
+        x if shape.rank == 1 else tf.reshape(x, shape)
+        for x, shape in zip(tf.split(row, sizes), shapes, strict=True)
+    ]
 
 
 def _is_seed(variable: keras.Variable) -> bool:

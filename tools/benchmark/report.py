@@ -32,19 +32,15 @@ class Report:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def print(self, as_json=False):
-        """Prints a table, the machine, and JSON on the last line if wanted."""
-        table = rich.table.Table(title=self.title)
-        for name in self.rows[0]:
-            table.add_column(name)
-        for row in self.rows:
-            table.add_row(
-                *(
-                    f"{x:.3f}" if isinstance(x, float) else str(x)
-                    for x in row.values()
-                )
-            )
-        console = rich.console.Console(highlight=False)
-        console.print(table)
+        """Prints a table, the machine, and JSON on the last line if wanted.
+
+        A table that is wider than the terminal becomes several, each of which
+        tells whose figures they are.
+        """
+        console = rich.console.Console(highlight=False, markup=False)
+        console.print(self.title)
+        for table in self._tables(console):
+            console.print(table)
         for note in self.notes:
             console.print(note)
         about = machine()
@@ -53,6 +49,40 @@ class Report:
         )
         if as_json:
             print(json.dumps({**self.result, "machine": about}))
+
+    def _tables(self, console):
+        """Returns tables of the rows, each of as many columns as fit."""
+        labels = list(_names(self.rows[0]))
+        tables = []
+        columns = list(labels)
+        for name in list(self.rows[0])[len(labels) :]:
+            if len(columns) > len(labels) and not _fits(
+                self._table([*columns, name]), console
+            ):
+                tables.append(self._table(columns))
+                columns = list(labels)
+            columns.append(name)
+        return [*tables, self._table(columns)]
+
+    def _table(self, columns):
+        table = rich.table.Table()
+        for name in columns:
+            numbers = all(
+                isinstance(row[name], (int, float)) for row in self.rows
+            )
+            table.add_column(
+                name, justify="right" if numbers else "left", overflow="fold"
+            )
+        for row in self.rows:
+            table.add_row(
+                *(
+                    f"{row[name]:.3f}"
+                    if isinstance(row[name], float)
+                    else str(row[name])
+                    for name in columns
+                )
+            )
+        return table
 
     def plot(self, path):
         """Saves a picture with a bar a row."""
@@ -90,14 +120,25 @@ def machine():
     }
 
 
-def _label(row):
+def _fits(table, console):
+    """Returns whether a terminal has room for a table, words uncut."""
+    # Of a bounded width nothing would be wider.
+    unbounded = console.options.update(max_width=10_000)
+    return console.measure(table, options=unbounded).minimum <= console.width
+
+
+def _names(row):
     """Returns what tells a row apart: what comes before its figures."""
-    names = itertools.takewhile(
+    items = itertools.takewhile(
         lambda x: not isinstance(x[1], float), row.items()
     )
+    return dict(items)
+
+
+def _label(row):
     return ", ".join(
         f"{name}={x}" if isinstance(x, int) else x
-        for name, x in names
+        for name, x in _names(row).items()
         if x != ""
     )
 

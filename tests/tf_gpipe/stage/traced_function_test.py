@@ -84,6 +84,52 @@ class TracedFunctionTest(tf.test.TestCase):
         self.assertAllClose(doubled, 2 * x)
         self.assertLen(log, 1)
 
+    def test_without_operations_that_pass_on(self):
+        def function(x):
+            first = tf.identity_n([tf.identity(x) + 1, x * 2])
+            second = tf.stop_gradient(tf.identity(first[1]))
+            waits = tf.identity(first[0])
+            with tf.control_dependencies([waits]):
+                return second + 1, tf.identity(second)
+
+        concrete = tf.function(function, autograph=False).get_concrete_function(
+            tf.TensorSpec((3,))
+        )
+        (x,) = concrete.inputs
+        traced = TracedFunction(concrete, [x])
+        part = traced.part([x], concrete.outputs)
+        run = tf.function(lambda x: part([x]), autograph=False)
+        found = run(tf.constant([1.0, 2.0, 3.0]))
+        self.assertAllEqual(found[0], [3.0, 5.0, 7.0])
+        self.assertAllEqual(found[1], [2.0, 4.0, 6.0])
+        graph = run.get_concrete_function(tf.TensorSpec((3,))).graph
+        (definition,) = [
+            f
+            for f in graph.as_graph_def().library.function
+            if any(node.op == "Mul" for node in f.node_def)
+        ]
+        kinds = collections.Counter(node.op for node in definition.node_def)
+        self.assertEqual(kinds["IdentityN"] + kinds["StopGradient"], 0)
+        # Those that wait are there, and those that they wait for.
+        self.assertGreaterEqual(kinds["Identity"], 2)
+
+        (doubled,) = [op for op in traced.operations if op.type == "Mul"]
+        (stopped,) = [
+            op for op in traced.operations if op.type == "StopGradient"
+        ]
+        part = traced.part(
+            [x], [stopped.outputs[0]], after={stopped: [doubled]}
+        )
+        run = tf.function(lambda x: part([x]), autograph=False)
+        graph = run.get_concrete_function(tf.TensorSpec((3,))).graph
+        nodes = [
+            node
+            for f in graph.as_graph_def().library.function
+            for node in f.node_def
+            if node.op == "StopGradient"
+        ]
+        self.assertLen(nodes, 1)
+
     def test_functions_within(self):
         @tf.function(autograph=False)
         def power(x):

@@ -1,0 +1,186 @@
+"""What has been traced serves again where the same would be traced."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_gpipe
+
+L = keras.layers
+
+
+class Counting(L.Layer):
+    """A layer of a user's, which may do anything when it is traced."""
+
+    factor = 1.0
+
+    def call(self, x):
+        return x * self.factor
+
+
+def _layers(extra=()):
+    return [
+        L.Input((4,)),
+        L.Dense(6, "relu"),
+        L.BatchNormalization(),
+        L.Dropout(0.5, seed=1),
+        *extra,
+        L.Dense(3),
+    ]
+
+
+def _data(rows=8):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 4)).astype("float32")
+    return x, rng.normal(size=(rows, 3)).astype("float32")
+
+
+class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
+    def model(self, extra=()):
+        keras.utils.set_random_seed(1)
+        return tf_gpipe.PipelinedSequential(
+            _layers(extra),
+            num_stages=2,
+            num_micro_batches=2,
+            devices=["CPU:0", "CPU:1"],
+        )
+
+    def compile(self, model):
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+
+    def traces(self, function):
+        """Returns how often layers are called while a function runs."""
+        calls = []
+        original = L.Dense.call
+
+        def call(layer, *args, **kwargs):
+            calls.append(layer)
+            return original(layer, *args, **kwargs)
+
+        L.Dense.call = call
+        try:
+            function()
+        finally:
+            L.Dense.call = original
+        return len(calls)
+
+    def test_fit_after_compile(self):
+        x, y = _data()
+        model, plain = self.model(), self.model()
+        counts = []
+        for each in (model, plain):
+            for _ in range(3):
+                self.compile(each)
+                if each is plain:
+                    # As if nothing had been traced.
+                    each._pipeline.traced.clear()
+                counts.append(
+                    self.traces(
+                        lambda each=each: each.fit(
+                            x, y, verbose=0, shuffle=False
+                        )
+                    )
+                )
+        self.assertGreater(counts[0], 0)
+        self.assertEqual(counts[1:3], [0, 0])
+        self.assertGreater(counts[4], 0)
+        for a, b in zip(model.variables, plain.variables, strict=True):
+            self.assertAllEqual(a, b)
+
+    def test_inference_after_compile(self):
+        x, y = _data()
+        model = self.model()
+        for i in range(2):
+            self.compile(model)
+            for run in (
+                lambda: model.evaluate(x, y, verbose=0),
+                lambda: model.predict(x, verbose=0),
+            ):
+                found = self.traces(run)
+                (self.assertEqual if i else self.assertGreater)(found, 0)
+
+    @parameterized.named_parameters(
+        ("rate", lambda m: setattr(m.layers[2], "rate", 0.0)),
+        ("frozen", lambda m: setattr(m.layers[0], "trainable", False)),
+        (
+            "activation",
+            lambda m: setattr(m.layers[0], "activation", keras.ops.tanh),
+        ),
+        ("global_state", lambda m: keras.config.set_epsilon(1e-3)),
+    )
+    def test_what_has_changed(self, change):
+        self.addCleanup(keras.config.set_epsilon, keras.config.epsilon())
+        x, y = _data()
+        model, plain = self.model(), self.model()
+        for each in (model, plain):
+            self.compile(each)
+            each.fit(x, y, verbose=0, shuffle=False)
+            change(each)
+            self.compile(each)
+            if each is plain:
+                each._pipeline.traced.clear()
+            run = lambda each=each: each.fit(x, y, verbose=0, shuffle=False)
+            self.assertGreater(self.traces(run), 0)
+        for a, b in zip(model.variables, plain.variables, strict=True):
+            self.assertAllEqual(a, b)
+
+    def test_layers_of_others(self):
+        """They may know what is nowhere in the layer."""
+        self.addCleanup(setattr, Counting, "factor", 1.0)
+        x, y = _data()
+        model = self.model([Counting()])
+        self.compile(model)
+        before = model.predict(x, verbose=0)
+        Counting.factor = 2.0
+        self.compile(model)
+        after = model.predict(x, verbose=0)
+        self.assertNotAllClose(before, after)
+
+    def test_twice_in_a_graph(self):
+        """Each call has the weights of its time, its gradient too."""
+        x, _ = _data()
+        found = []
+        for each in (self.model(), keras.Sequential(_layers())):
+            layers = [v for v in each.layers if isinstance(v, L.Dense)]
+            rng = np.random.default_rng(1)
+            for w in each.trainable_variables:
+                w.assign(rng.normal(size=w.shape))
+
+            @tf.function
+            def twice(each=each, layers=layers):
+                with tf.GradientTape(persistent=True) as tape:
+                    first = tf.reduce_sum(each(x, training=False) ** 2)
+                    with tape.stop_recording():
+                        kernel = layers[1].kernel
+                        kernel.assign(2 * kernel)
+                    second = tf.reduce_sum(each(x, training=False) ** 2)
+                weights = layers[0].kernel.value
+                return (
+                    first,
+                    second,
+                    tape.gradient(first, weights),
+                    tape.gradient(second, weights),
+                )
+
+            found.append(twice())
+        for a, b in zip(*found, strict=True):
+            self.assertAllClose(a, b, rtol=1e-4, atol=1e-4)
+
+    def test_other_rows(self):
+        x, y = _data(12)
+        model = self.model()
+        self.compile(model)
+        for rows in (12, 5, 12):
+            model.fit(x[:rows], y[:rows], batch_size=8, verbose=0)
+        self.compile(model)
+
+        def fit():
+            for rows in (12, 5, 12):
+                model.fit(x[:rows], y[:rows], batch_size=8, verbose=0)
+
+        self.assertEqual(self.traces(fit), 0)
+
+
+if __name__ == "__main__":
+    tf.test.main()
