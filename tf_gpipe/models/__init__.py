@@ -19,5 +19,6 @@ saving          what is written into files; the way back to plain Keras
 keras_words     Keras's docstrings, where a pipeline has its own methods
 deciding        how many calls each stage has, and which it recomputes
 planned         the arguments of a pipeline that follow from a plan
+depth           what is said of models deeper than Python's recursion limit
 summary         the table of stages of `summary()`
 """
