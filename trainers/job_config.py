@@ -15,8 +15,8 @@ from trainers.devices import HardwareConfig
 
 
 def _balance(text):
-    """Returns the counts in a text such as `"5,4"`; other texts as they are."""
-    if re.fullmatch(r"\d+(,\d+)*", text):
+    """Returns the counts in a text such as `"5,4"`; all else as it is."""
+    if text and re.fullmatch(r"\d+(,\d+)*", text):
         return [int(count) for count in text.split(",")]
     return text
 
@@ -34,10 +34,11 @@ class PipelineConfig:
     num_micro_batches: int = setting(
         8, "Micro-batches of a mini-batch.", lower_bound=1
     )
-    balance: str | list[int] = setting(
-        "parameters",
-        "What the stages get equal shares of, or the number of layers of each "
-        "stage, as in 5,4.",
+    balance: str | list[int] | None = setting(
+        None,
+        "What the stages get equal shares of: flops (the default), parameters, "
+        "memory or time; or the number of layers of each stage, as in 5,4.",
+        kind=str,
         parse=_balance,
     )
     schedule: str = setting(
