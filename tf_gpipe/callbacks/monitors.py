@@ -45,13 +45,17 @@ def states(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict]:
 
 def arrays(
     callbacks: Sequence[keras.callbacks.Callback],
-) -> list[tuple[Array, list[np.ndarray]]]:
+) -> list[tuple[Array, tf.Tensor]]:
     """Returns the best weights that callbacks have kept."""
-    return [
-        (Array(_kind(i), k, str(k), x.shape, tf.as_dtype(x.dtype).name), [x])
-        for i, callback in enumerate(callbacks)
-        for k, x in enumerate(getattr(callback, _WEIGHTS, None) or [])
-    ]
+    with tf.device("CPU:0"):
+        return [
+            (
+                Array(_kind(i), k, str(k), x.shape, tf.as_dtype(x.dtype).name),
+                tf.convert_to_tensor(x),
+            )
+            for i, callback in enumerate(callbacks)
+            for k, x in enumerate(getattr(callback, _WEIGHTS, None) or [])
+        ]
 
 
 def restore(
