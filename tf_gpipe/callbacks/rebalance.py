@@ -1,7 +1,6 @@
 """A new cut in training, from the times that tasks were seen to take."""
 
 import collections
-import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -166,10 +165,10 @@ class Rebalance(StepTimes):
 
     def _weighed(self, pipeline: Pipeline) -> list[float]:
         graph, config = pipeline.graph, self.model._config
-        size = config.batch_size or layer_costs.rows_of(graph)
-        rows = layer_costs.NOMINAL_ROWS
-        if size is not None:
-            rows = math.ceil(size / pipeline.schedule.num_micro_batches)
+        rows = layer_costs.rows_of_micro_batch(
+            config.batch_size or layer_costs.rows_of(graph),
+            pipeline.schedule.num_micro_batches,
+        )
         if self._by == "flops":
             traces, _ = layer_costs.trace(graph, rows, config.nominal_length)
             return [x.forward_flops + x.backward_flops for x in traces]

@@ -1,7 +1,6 @@
 """The cut of a model, and what `remat="auto"` decides, when it is placed."""
 
 import functools
-import math
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -69,15 +68,13 @@ def decided(
     """
     limit = MemoryLimit.of(config.memory_limit)
     size = config.batch_size or layer_costs.rows_of(graph)
-    rows = layer_costs.NOMINAL_ROWS
-    if size is not None:
-        rows = math.ceil(size / schedule.num_micro_batches)
-    elif not limit.is_share:
+    if size is None and not limit.is_share:
         raise ValueError(
             "A `memory_limit` in bytes is for mini-batches of some size. Give "
             "that with `batch_size`, or a share such as memory_limit=0.5. "
             f"Received: memory_limit={config.memory_limit!r}, batch_size=None"
         )
+    rows = layer_costs.rows_of_micro_batch(size, schedule.num_micro_batches)
     traces, specs = layer_costs.trace(graph, rows, config.nominal_length)
     found = auto_remat.Search(
         graph,

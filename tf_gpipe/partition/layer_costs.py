@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Taken
 from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.reached import reached
 from tf_gpipe.stage.stage import in_mode
 
@@ -75,6 +77,13 @@ def rows_of(graph: Graph) -> int | None:
     specs = keras.tree.flatten([x.spec for x in graph.inputs])
     known = (x.shape[0] for x in specs if x is not None and x.shape)
     return next((n for n in known if n), None)
+
+
+def rows_of_micro_batch(size: int | None, num_micro_batches: int) -> int:
+    """Returns the rows of a micro-batch of a batch of so many, or unknown."""
+    if size is None:
+        return NOMINAL_ROWS
+    return math.ceil(size / num_micro_batches)
 
 
 def trace(
@@ -281,7 +290,10 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             slices_bytes=sum(
                 size_in_bytes([x.values, x.indices])
                 for x in slices
-                if _follows_inputs(x.indices)
+                if any(
+                    op.type == "Placeholder"
+                    for op in followed_values(x.indices)
+                )
             ),
         )
         return found, keras.tree.map_structure(
@@ -290,15 +302,6 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             ),
             outputs,
         )
-
-
-def _follows_inputs(x: tf.Tensor) -> bool:
-    """Returns whether a tensor follows from values that are fed."""
-    found = reached(
-        [x.op],
-        lambda op: [] if op.type in _SHAPES else [x.op for x in op.inputs],
-    )
-    return any(op.type == "Placeholder" for op in found)
 
 
 def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tf_gpipe.commands import models
 from tf_gpipe.commands import workers
+from tf_gpipe.devices import slots
 from tf_gpipe.partition.layer_costs import size_in_bytes
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.choice import Chooser
@@ -15,6 +16,7 @@ from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import measured_speeds
+from tf_gpipe.tuning.trials import mean_square
 from tools import command_line
 from tools import worker_usage
 from tools.benchmark import fresh
@@ -117,13 +119,6 @@ def _worst(planned, measured):
     return max(ratios, key=lambda x: abs(x - 1))
 
 
-def _loss(y_true, y_pred):
-    """A loss that hardly takes memory of its own: plans know none."""
-    return keras.ops.mean(
-        keras.ops.square(keras.ops.cast(y_pred, "float32")), axis=-1
-    )
-
-
 def _measured(args, name):
     """Returns what is found of a model, a dictionary for each remat mode."""
     make, num_rows, length, convolutions = MODELS[name]
@@ -156,7 +151,7 @@ def _measured(args, name):
             pipeline = models.pipelined(make(), **plan.arguments)
             x, y = _data(pipeline, num_rows, length)
             pipeline.compile(
-                "adam", keras.tree.map_structure(lambda _: _loss, y)
+                "adam", keras.tree.map_structure(lambda _: mean_square, y)
             )
 
             def step(pipeline=pipeline, x=x, y=y):
@@ -210,13 +205,10 @@ def _measured(args, name):
 
 def _slots(pipeline, stage):
     """Returns an optimizer's slots of the weights of a stage."""
-    kept = pipeline.optimizer
-    return [
-        slot
-        for own in (kept._momentums, kept._velocities)
-        for slot, v in zip(own, kept._trainable_variables, strict=True)
-        if any(v is w for w in stage.variables)
-    ]
+    weights = pipeline.trainable_variables
+    found = slots.of_optimizer(pipeline.optimizer, weights)
+    own = {id(v) for v in stage.variables}
+    return [x for v, x in zip(weights, found, strict=True) if id(v) in own]
 
 
 def _data(pipeline, num_rows, length):
