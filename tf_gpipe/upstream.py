@@ -8,7 +8,6 @@ the methods of `keras.Model` that pipelines override or call.
 
 import contextlib
 import functools
-import os
 import types
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -930,27 +929,6 @@ def connected_to() -> dict[str, list[str]]:
     if server is None:
         return {}
     return tf.train.ClusterSpec(server.cluster).as_dict()
-
-
-# How long `fail_fast` lets TensorFlow try to connect again.
-RECONNECT_SECONDS = 3
-
-
-def fail_fast() -> None:
-    """Makes TensorFlow tell of a worker that is gone, and not wait for it.
-
-    Before it connects. Left to itself it waits for ever for a worker that has
-    ended to come back. What the environment says already is left as it is.
-    """
-    os.environ.setdefault("GRPC_FAIL_FAST", "true")
-    # Operations go to a worker on a stream, which waits whatever it is told.
-    os.environ.setdefault("TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE", "false")
-    # How long it tries to connect again, and holds up what asks meanwhile.
-    option, options = "grpc.min_reconnect_backoff_ms", "TF_GRPC_DEFAULT_OPTIONS"
-    given = os.environ.get(options)
-    if option not in (given or ""):
-        added = f"{option}={1000 * RECONNECT_SECONDS}"
-        os.environ[options] = f"{given},{added}" if given else added
 
 
 def gpu_memory() -> int | None:

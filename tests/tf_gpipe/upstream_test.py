@@ -5,10 +5,8 @@ its docstring which promise of the library hangs on it.
 """
 
 import inspect
-import os
 import pathlib
 import re
-from unittest import mock
 
 import keras
 import numpy as np
@@ -918,29 +916,6 @@ class DevicesTest(tf.test.TestCase):
     def test_connected_to(self):
         """Workers are found, and told apart, by their addresses."""
         self.assertEqual(upstream.connected_to(), {})
-
-    def test_fail_fast(self):
-        """A call ends when its worker does: `faults_test` kills workers.
-
-        What the user has set stays.
-        """
-        given = {
-            "GRPC_FAIL_FAST": "use_caller",
-            "TF_GRPC_DEFAULT_OPTIONS": "grpc.lb_policy_name=x",
-        }
-        with mock.patch.dict(os.environ, given):
-            os.environ.pop("TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE", None)
-            for _ in range(2):
-                upstream.fail_fast()
-            self.assertEqual(os.environ["GRPC_FAIL_FAST"], "use_caller")
-            self.assertEqual(
-                os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"], "false"
-            )
-            self.assertEqual(
-                os.environ["TF_GRPC_DEFAULT_OPTIONS"],
-                "grpc.lb_policy_name=x,grpc.min_reconnect_backoff_ms="
-                f"{1000 * upstream.RECONNECT_SECONDS}",
-            )
 
     def test_gpu_memory(self):
         """`verify` says beforehand that a model is too large."""

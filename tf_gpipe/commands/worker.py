@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 from tf_gpipe.commands import start
 from tf_gpipe.devices import clients
+from tf_gpipe.devices import fail_fast
 from tf_gpipe.devices import listening
 
 _LOOK_SECONDS = 1.0
@@ -61,12 +62,14 @@ def serve(
         threading.Thread(
             target=_end_with_stdin, args=(os.getppid(),), daemon=True
         ).start()
+    fail_fast.fail_fast()
+    # Stages reach a worker as graphs. Where Keras and JAX are installed,
+    # TensorFlow imports them, which takes as long as all the rest.
+    for name in ("keras", "jax"):
+        sys.modules[name] = None  # type: ignore[assignment]
     start.import_tensorflow()
     import tensorflow as tf
 
-    from tf_gpipe import upstream
-
-    upstream.fail_fast()
     if listening.AVAILABLE:
         # With those sockets, until they are closed.
         os.environ["TF_GRPC_REUSE_PORT"] = "true"

@@ -10,6 +10,7 @@ cluster     connecting to worker processes
 worker_lost which worker is gone, told by every call that needs it
 watcher     what this process knows of its workers
 clients     when programs last used a worker, which starts anew without
+fail_fast   what their connections read in the environment
 heartbeat   the process that asks them, and ends what waits for one
 listening   the one address that a TensorFlow server answers on
 sockets     those of this process, also of TensorFlow

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe import checks
-from tf_gpipe import upstream
+from tf_gpipe.devices import fail_fast
 from tf_gpipe.devices import heartbeat as heartbeats
 from tf_gpipe.devices import listening
 from tf_gpipe.devices import placement
@@ -124,7 +124,7 @@ def connect(
 
 def _open(found: dict[str, tuple[str, int]], heartbeat: float | None) -> None:
     """Connects, which opens a server in this process that workers ask."""
-    upstream.fail_fast()
+    fail_fast.fail_fast()
     address = listening.address_towards([host for host, _ in found.values()])
     port = listening.unused_port(address)
     watcher.current = watcher.Watcher(found, heartbeat)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from tf_gpipe import upstream
+from tf_gpipe.devices import fail_fast
 from tf_gpipe.devices import heartbeat
 from tf_gpipe.devices import sockets
 
@@ -83,7 +83,7 @@ class Watcher:
         if seconds is not None:
             # What asks meanwhile waits until TensorFlow has tried once more.
             self.seconds = max(
-                seconds - upstream.RECONNECT_SECONDS, seconds / 2
+                seconds - fail_fast.RECONNECT_SECONDS, seconds / 2
             )
         self._send({"seconds": self.seconds})
 

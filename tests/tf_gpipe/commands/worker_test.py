@@ -4,6 +4,7 @@ import contextlib
 import io
 import subprocess
 import sys
+import tempfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -36,6 +37,28 @@ class WorkerTest(parameterized.TestCase):
         )
         self.assertEqual(result.returncode, 2)
         self.assertIn("from 0 to 65535", result.stderr)
+
+    def test_imports_no_keras(self):
+        """Which, with what it imports, would take as long as all the rest."""
+        with (
+            tempfile.TemporaryFile("w+") as imported,
+            subprocess.Popen(
+                [sys.executable, "-X", "importtime", "-m", "tf_gpipe", "worker"]
+                + ["--port=0", "--with_stdin"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=imported,
+                text=True,
+            ) as process,
+        ):
+            self.assertStartsWith(process.stdout.readline(), "worker at")
+            process.stdin.close()
+            process.wait()
+            imported.seek(0)
+            lines = imported.read()
+        self.assertIn("tensorflow.python", lines)
+        for each in ("keras.src", "jax._src"):
+            self.assertNotIn(each, lines)
 
 
 if __name__ == "__main__":
