@@ -166,15 +166,12 @@ def directory(name: str, value: Any) -> pathlib.Path:
     """
     place = pathlib.Path(path(name, value, "a directory"))
     try:
-        other = place.exists() and not place.is_dir()
+        wrong = "which is none" if place.exists() and not place.is_dir() else ""
     except OSError as error:
+        wrong = str(error)
+    if wrong:
         raise ValueError(
             f"`{name}` must be the path of a directory. Received: "
-            f"{name}={value!r} ({error})"
-        ) from error
-    if other:
-        raise ValueError(
-            f"`{name}` must be the path of a directory. Received: "
-            f"{name}={value!r}, which is none"
+            f"{name}={value!r}, {wrong}"
         )
     return place

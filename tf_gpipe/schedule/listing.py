@@ -152,6 +152,15 @@ class _Run:
             self.reserve.append(later + max(x.adds for x in own))
         self.rows: list[list[Task]] = [[] for _ in range(count)]
         self.free = [0.0] * count
+        # The update of its stages, after all tasks.
+        self.update = [
+            sum(problem.times.update[x.index] for x in own) for own in self.own
+        ]
+        # What a device has yet to do. It may recompute while it waits.
+        work = zip(problem.work(rules.devices), self.update, strict=True)
+        self.todo = [
+            problem.num_micro_batches * tasks + update for tasks, update in work
+        ]
         # When a device should look for a task; each time once.
         self.wakes = [(0.0, device) for device in range(count)]
         self.planned = set(self.wakes)
@@ -171,9 +180,6 @@ class _Run:
     def to_the_end(self, limit: float) -> float:
         problem, free = self.problem, self.free
         left = 3 * problem.num_stages * problem.num_micro_batches
-        update = [
-            sum(problem.times.update[x.index] for x in own) for own in self.own
-        ]
         while self.wakes:
             now, device = heapq.heappop(self.wakes)
             self.planned.remove((now, device))
@@ -183,12 +189,12 @@ class _Run:
             left -= ran
             if ran:
                 end = free[device]
-                if end + update[device] >= limit:
+                if end + self.todo[device] >= limit:
                     return math.inf
                 self._wake(end, device)
         if left:
             return math.inf
-        return max(map(sum, zip(free, update, strict=True)))
+        return max(map(sum, zip(free, self.update, strict=True)))
 
     def _run(self, now: float, device: int) -> int:
         """Runs the most urgent task; returns how many that are."""
@@ -245,9 +251,8 @@ class _Run:
     def _forward(self, now: float, device: int, stage: _Stage) -> None:
         m = stage.done[0]
         stage.done[0] += 1
-        end = now + stage.forward
         self.held[device] += stage.size.left(stage.again[m])
-        self._ran(FORWARD, stage, m, device, end)
+        end = self._ran(FORWARD, stage, m, device, now, stage.forward)
         if stage.last:
             stage.can_backward[m] = end
             return
@@ -265,8 +270,7 @@ class _Run:
         if stage.again[m]:
             now = max(now + stage.recompute, stage.can_backward[m])
             self.held[device] += stage.size.added
-        end = now + stage.inputs
-        self._ran(BACKWARD, stage, m, device, end)
+        end = self._ran(BACKWARD, stage, m, device, now, stage.inputs)
         if not stage.index:
             return
         following = self.stages[stage.index - 1]
@@ -284,13 +288,22 @@ class _Run:
         self.held[device] -= stage.size.left(again)
         self.held[device] -= stage.size.added if again else 0
         self.held[device] += stage.size.slices
-        self._ran(WEIGHTS, stage, m, device, now + stage.weights)
+        self._ran(WEIGHTS, stage, m, device, now, stage.weights)
 
     def _ran(
-        self, kind: str, stage: _Stage, m: int, device: int, end: float
-    ) -> None:
+        self,
+        kind: str,
+        stage: _Stage,
+        m: int,
+        device: int,
+        start: float,
+        seconds: float,
+    ) -> float:
+        """Returns when the task ends."""
         self.rows[device].append(Task(kind, stage.index, m))
-        self.free[device] = end
+        self.todo[device] -= seconds
+        self.free[device] = end = start + seconds
+        return end
 
     def _wake(self, time: float, device: int) -> None:
         if (time, device) not in self.planned:
