@@ -27,9 +27,10 @@ import keras  # noqa: E402
 import tf_gpipe  # noqa: E402
 from tf_gpipe.commands import devices  # noqa: E402
 from tf_gpipe.schedule import schedules  # noqa: E402
-from tools import random_models  # noqa: E402
+from tools.random_models.drawing import Drawing  # noqa: E402
+from tools.random_models.drawing import Kinds  # noqa: E402
 
-# Between them they have each kind of `random_models.Kinds`.
+# Between them they have each kind of `drawing.Kinds`.
 _SEEDS = range(12)
 _SCHEDULES = schedules.NAMES
 _SHARING = (*schedules.ANY_NUMBER, *schedules.TWO_EACH)
@@ -38,11 +39,12 @@ _NUM_STAGES = 4
 _NUM_STEPS = 3
 
 
-class _Drawing(random_models.Drawing):
+class _Drawing(Drawing):
     """A model that is drawn, cut and run as told."""
 
     def __init__(self, seed, schedule, remat):
-        super().__init__(seed, has_state=True)
+        kinds = Kinds(shared_devices=False, memory_limit=False)
+        super().__init__(seed, has_state=True, kinds=kinds)
         self._run = {"schedule": schedule, "remat": remat}
 
     def pipeline(self, num_calls):

@@ -10,7 +10,9 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tools import random_models
+from tools.random_models import __main__ as command
+from tools.random_models import comparing
+from tools.random_models.drawing import Drawing
 
 
 class Fault(keras.layers.Layer):
@@ -30,14 +32,14 @@ class Rounds(keras.layers.Layer):
 class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(seed=(0, 1), has_state=(False, True))
     def test_has_no_problem(self, seed, has_state):
-        drawing = random_models.Drawing(seed, has_state)
-        self.assert_empty(drawing, random_models.problems(drawing))
+        drawing = Drawing(seed, has_state)
+        self.assert_empty(drawing, comparing.problems(drawing))
 
     @parameterized.parameters(*range(2, 38))
     @pytest.mark.slow
     def test_trains_alike(self, seed):
-        drawing = random_models.Drawing(seed, has_state=seed % 3 == 0)
-        self.assert_empty(drawing, random_models.training_differs(drawing))
+        drawing = Drawing(seed, has_state=seed % 3 == 0)
+        self.assert_empty(drawing, comparing.training_differs(drawing))
 
     def test_command(self):
         # One that is traced fast.
@@ -49,9 +51,7 @@ class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(status, 1 if different else 0)
 
     def test_command_with_a_difference(self):
-        fault = mock.patch.object(
-            random_models.Drawing, "layer", lambda *_: Fault(name=None)
-        )
+        fault = mock.patch.object(Drawing, "layer", lambda *_: Fault(name=None))
         self.enterContext(fault)
         # Of three micro-batches.
         status, text = self.run_command("--num=1", "--seed=2")
@@ -60,7 +60,7 @@ class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_command_with_rounding(self):
         fault = mock.patch.object(
-            random_models.Drawing, "layer", lambda *_: Rounds(name=None)
+            Drawing, "layer", lambda *_: Rounds(name=None)
         )
         self.enterContext(fault)
         status, text = self.run_command("--num=1", "--seed=2")
@@ -70,7 +70,7 @@ class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
 
     def run_command(self, *args):
         with contextlib.redirect_stdout(io.StringIO()) as stdout:
-            status = random_models.main(args)
+            status = command.main(args)
         return status, stdout.getvalue()
 
     def assert_empty(self, drawing, found):

@@ -7,9 +7,9 @@ import json
 import keras
 
 from tf_gpipe.commands import verify
-from tools import random_models
 from tools.gpu import devices
 from tools.gpu.checking import Failed
+from tools.random_models import __main__ as random_models
 
 _SIZES = {
     "resnet_small": "num_filters=8,num_blocks=1",

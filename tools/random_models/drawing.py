@@ -1,40 +1,25 @@
-"""Models, losses, optimizers and pipelines that are drawn by chance.
+"""What is drawn for a seed: a model, how it is trained, and a pipeline."""
 
-All that is drawn is trained as plain Keras and as a pipeline, and compared.
-
-    python -m tools.random_models --num=1000 --seed=0
-
-draws as many models and compares a step of each. The exit status is 1 where
-something differs that is not rounding: what differs by little in float32, and
-not at all in float64, is.
-"""
-
-import argparse
 import dataclasses
-import json
-import math
-import os
 import random
-import sys
 from typing import Any
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import keras
+import numpy as np
+from keras import layers as L
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-from keras import layers as L  # noqa: E402
-from keras import ops  # noqa: E402
+import tf_gpipe
+from tf_gpipe.commands import devices
+from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.schedule import schedules
+from tools.random_models.layers import Attention
+from tools.random_models.layers import Bottleneck
+from tools.random_models.layers import Constant
+from tools.random_models.layers import Positions
+from tools.random_models.layers import ScaledError
+from tools.random_models.layers import Track
+from tools.random_models.layers import pooled
 
-import tf_gpipe  # noqa: E402
-from tf_gpipe.commands import devices  # noqa: E402
-from tools import command_line  # noqa: E402
-
-_MOST_STAGES = 4
-_MODELS_A_LINE = 50
-# What models make of the rounding of float32, at most.
-_MAGNIFIED_ROUNDING = 1e-2
 CLASSES = 3
 VOCABULARY = 10
 INPUTS = {
@@ -63,130 +48,17 @@ class Kinds:
     odd_outputs: bool = True
     # Layers in models within the model.
     models_within: bool = True
+    # Several stages on a device, in orders for that, or in one that is
+    # searched for.
+    shared_devices: bool = True
+    # Layers that are recomputed so that a stage fits in a limit.
+    memory_limit: bool = True
+    # Several steps in one graph.
+    several_steps: bool = True
 
     @classmethod
     def none(cls) -> "Kinds":
         return cls(**{x.name: False for x in dataclasses.fields(cls)})
-
-
-class Bottleneck(L.Layer):
-    """A layer of layers, that may add losses."""
-
-    def __init__(self, units, adds, **kwargs):
-        super().__init__(**kwargs)
-        self.supports_masking = True
-        self.adds = adds
-        self.narrow = L.Dense(2, "tanh")
-        self.wide = L.Dense(units)
-
-    def build(self, input_shape):
-        self.narrow.build(input_shape)
-        self.wide.build((*input_shape[:-1], 2))
-
-    def call(self, x):
-        x = self.wide(self.narrow(x))
-        if self.adds == "one":
-            self.add_loss(1e-2 * ops.mean(x * x))
-        if self.adds == "one a row":
-            axes = tuple(range(1, len(x.shape)))
-            self.add_loss(ops.mean(x * x, axis=axes))
-        return x
-
-    def compute_output_shape(self, input_shape):
-        return (*input_shape[:-1], self.wide.units)
-
-
-class Attention(L.Layer):
-    """Attention of a sequence to itself."""
-
-    def __init__(self, attention, **kwargs):
-        super().__init__(**kwargs)
-        self.supports_masking = True
-        self.attention = attention
-
-    def build(self, input_shape):
-        self.attention.build(input_shape, input_shape)
-
-    def call(self, x, mask=None):
-        return self.attention(x, x, query_mask=mask)
-
-    def compute_output_shape(self, input_shape):
-        return input_shape
-
-
-class Unchanged(L.Layer):
-    """A layer that returns a tensor like the one that it gets."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.supports_masking = True
-
-    def compute_output_shape(self, input_shape):
-        return input_shape
-
-
-class Track(Unchanged):
-    """A layer that counts and averages in `tf.Variable`s."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.calls = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self.mean = tf.Variable(0.0, trainable=False, dtype=self.variable_dtype)
-
-    def call(self, x, training=False):
-        if training:
-            self.calls.assign(self.calls + 1)
-            self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(x))
-        return x
-
-
-class Positions(Unchanged):
-    """A layer that adds what it has learned of each position."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.table: Any = None
-
-    def build(self, input_shape):
-        _, length, dim = input_shape
-        self.length = length
-        self.table = L.Embedding(length, dim)
-        self.table.build((None,))
-
-    def call(self, x):
-        return x + self.table(ops.arange(self.length))
-
-
-class Constant(L.Layer):
-    """A layer that returns a weight, or one number for all rows."""
-
-    def __init__(self, shape, **kwargs):
-        super().__init__(**kwargs)
-        self.shape = shape
-
-    def build(self, input_shape):
-        self.weight = self.add_weight(shape=self.shape, initializer="ones")
-
-    def call(self, x):
-        return ops.convert_to_tensor(self.weight)
-
-    def compute_output_spec(self, x):
-        return keras.KerasTensor(self.shape, self.compute_dtype)
-
-
-class ScaledError(keras.losses.Loss):
-    """A squared error and its weight, which is learned."""
-
-    def __init__(self, weights, **kwargs):
-        super().__init__(**kwargs)
-        # A function, so that Keras does not look for weights in a loss.
-        self.weights = weights
-
-    def call(self, y_true, y_pred):
-        scale = ops.convert_to_tensor(self.weights())
-        scale = ops.mean(scale * scale) + 0.1
-        error = ops.mean((y_true - y_pred) ** 2, axis=-1)
-        return error / scale + ops.log(scale)
 
 
 class Drawing:
@@ -412,8 +284,9 @@ class Drawing:
     def pipeline(self, num_calls: int) -> dict[str, Any]:
         """Returns arguments of `PipelinedModel`."""
         draw = random.Random(self.seed + 3)
+        more = random.Random(self.seed + 8)
         num_micro_batches = 1 if self.has_state else draw.choice([1, 2, 3, 4])
-        return {
+        arguments: dict[str, Any] = {
             "num_stages": min(num_calls, draw.choice([1, 2, 3, 4])),
             "num_micro_batches": num_micro_batches,
             "schedule": draw.choice(
@@ -422,6 +295,18 @@ class Drawing:
             "remat": draw.choice(["always", "never", "except_last"]),
             "balance": draw.choice(["parameters", "flops"]),
         }
+        if self._drawn["shared_devices"] and num_calls > 1:
+            num_devices = more.randint(1, min(2, num_calls // 2))
+            arguments["schedule"] = more.choice(
+                [*schedules.ANY_NUMBER, *schedules.TWO_EACH]
+            )
+            arguments["devices"] = devices.first(num_devices)
+            arguments["num_stages"] = 2 * len(arguments["devices"])
+        if self._drawn["memory_limit"]:
+            arguments["remat"] = "auto"
+            arguments["memory_limit"] = more.choice([0.5, 0.75, 1.0])
+            arguments["balance"] = more.choice([None, "flops", "memory"])
+        return arguments
 
     def compiled(self, pipelined: bool) -> keras.Model:
         """Returns the model, compiled, as plain Keras or as a pipeline."""
@@ -429,9 +314,13 @@ class Drawing:
         model = self.model()
         num_outputs = len(self._with_loss(model))
         if pipelined:
-            model = tf_gpipe.PipelinedModel.from_model(
-                model, **self.arguments(model)
-            )
+            make = tf_gpipe.PipelinedModel.from_model
+            arguments = self.arguments(model)
+            try:
+                model = make(model, **arguments)
+            except TooLittleMemoryError:
+                # Of a model that cannot do with less.
+                model = make(model, **{**arguments, "memory_limit": 1.0})
         losses = self.losses(num_outputs, model)
         # Metrics, unlike losses, want labels for every output.
         measured = not self._drawn["odd_outputs"] and all(
@@ -443,6 +332,7 @@ class Drawing:
             weighted_metrics=self._shaped(model, [["mae"] for _ in losses])
             if measured
             else None,
+            steps_per_execution=3 if self._drawn["several_steps"] else 1,
         )
         return model
 
@@ -509,156 +399,3 @@ class Drawing:
 
 def _loss_weight(model: Any) -> keras.Variable:
     return model.get_layer("in_the_loss").kernel
-
-
-def pooled(x: Any) -> Any:
-    """Returns a vector for each row."""
-    pool = {3: L.GlobalAveragePooling1D, 4: L.GlobalAveragePooling2D}
-    rank = len(x.shape)
-    return pool[rank]()(x) if rank in pool else x
-
-
-def trained(drawing: Drawing, pipelined: bool) -> dict[str, dict[str, Any]]:
-    """Returns all that training, evaluation and prediction make."""
-    data, batch_size = drawing.data()
-    model = drawing.compiled(pipelined)
-    history = model.fit(
-        *data[:2],
-        sample_weight=data[2],
-        batch_size=batch_size,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-    )
-    evaluated = model.evaluate(
-        *data[:2],
-        sample_weight=data[2],
-        batch_size=batch_size,
-        verbose=0,
-        return_dict=True,
-    )
-    if "odd_outputs" in drawing.has():
-        # Keras does not join scalars of several batches.
-        predicted = model.predict_on_batch(data[0])
-    else:
-        predicted = model.predict(data[0], batch_size=batch_size, verbose=0)
-    variables = [*model.variables, *model.optimizer.variables]
-    for layer in model.layers:
-        if isinstance(layer, Track):
-            variables += [layer.calls, layer.mean]
-    return {
-        "fit": history.history,
-        "evaluate": evaluated,
-        "predict": dict(enumerate(keras.tree.flatten(predicted))),
-        "variables": {i: v.numpy() for i, v in enumerate(variables)},
-    }
-
-
-def training_differs(drawing: Drawing) -> list[str]:
-    """Returns what differs of all that training makes, for the plain model."""
-    expected, received = trained(drawing, False), trained(drawing, True)
-    found = []
-    for kind, values in expected.items():
-        for name in {**values, **received[kind]}:
-            if name not in values or name not in received[kind]:
-                found.append(f"{kind} {name}: not there in one of the two")
-                continue
-            a, b = (
-                np.asarray(x[name], "float64") for x in (values, received[kind])
-            )
-            if a.shape != b.shape:
-                found.append(f"{kind} {name}: shapes {a.shape}, {b.shape}")
-            elif not np.allclose(b, a, rtol=1e-4, atol=1e-5, equal_nan=True):
-                apart = np.max(np.abs(a - b))
-                found.append(f"{kind} {name}: {apart:.1e} apart")
-    return found
-
-
-def verified(drawing: Drawing) -> Any:
-    """Returns the report of `verify`: of one step, and of predictions."""
-    data, _ = drawing.data()
-    return tf_gpipe.verify(drawing.compiled(pipelined=True), *data)
-
-
-def problems(drawing: Drawing) -> list[str]:
-    """Returns what differs from plain Keras, by `verify` and by training."""
-    report = verified(drawing)
-    found = [] if report.ok else [str(report)]
-    try:
-        found += training_differs(drawing)
-    except Exception as e:
-        found.append(f"Training raised {type(e).__name__}: {e}")
-    return found
-
-
-def _difference(drawing: Drawing) -> tuple[str, bool]:
-    """Returns what differs, and whether the rounding of float32 explains it.
-
-    A model may magnify rounding until its numbers differ. Then they differ by
-    little, and not at all in float64.
-    """
-    # Forgets functions and names of models before.
-    keras.backend.clear_session()
-    try:
-        report = verified(drawing)
-    except Exception as e:
-        return f"{type(e).__name__}: {e}", False
-    if report.ok:
-        return "", False
-    failed = [x.difference for x in report.worst.values() if not x.ok]
-    if max(failed, default=math.inf) > _MAGNIFIED_ROUNDING:
-        return str(report), False
-    floatx = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    try:
-        keras.backend.clear_session()
-        return str(report), verified(drawing).ok
-    finally:
-        keras.config.set_floatx(floatx)
-
-
-def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.random_models",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--num",
-        type=command_line.positive,
-        default=1000,
-        help="how many models (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of the first; those of the others count up (default: 0)",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object on the last line",
-    )
-    args = parser.parse_args(argv)
-    devices.ensure(_MOST_STAGES)
-    different = []
-    for done, seed in enumerate(range(args.seed, args.seed + args.num), 1):
-        drawing = Drawing(seed, has_state=seed % 2 == 1)
-        kinds = ", ".join(drawing.has()) or "of every day"
-        found, rounding = _difference(drawing)
-        if found and rounding:
-            print(f"seed {seed} ({kinds}) magnifies rounding", flush=True)
-        elif found:
-            different.append({"seed": seed, "kinds": drawing.has()})
-            print(f"seed {seed} ({kinds}) differs:\n{found}", flush=True)
-        if done % _MODELS_A_LINE == 0:
-            print(f"{done} of {args.num} models", flush=True)
-    print(f"{len(different)} of {args.num} models differ")
-    if args.json:
-        print(json.dumps({"models": args.num, "different": different}))
-    return 1 if different else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
