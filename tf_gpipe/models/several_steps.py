@@ -62,8 +62,8 @@ def _in_one_graph(
 
     Args:
         model: A pipeline.
-        one_by_one: That function as Keras makes it. It runs steps for which
-            there is not enough data, and data that is no `tf.data` iterator.
+        one_by_one: That function as Keras makes it, for data that is no
+            `tf.data` iterator.
         number: Integer, the steps in a graph.
     """
 
@@ -88,9 +88,11 @@ def _in_one_graph(
             if drawn[-1].has_value():
                 logs = run(drawn)
                 continue
-            rest = [x.get_value() for x in drawn if x.has_value()]
-            if rest:
-                logs = one_by_one(iter(rest))
+            # With shapes as the dataset tells them, as Keras has them: it
+            # weighs the losses of outputs by rows if it knows how many.
+            for x in drawn:
+                if x.has_value():
+                    logs = run([x])
             break
         if logs is None:
             raise StopIteration

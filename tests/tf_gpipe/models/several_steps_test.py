@@ -87,6 +87,35 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
         for a, b in zip(trained(1)[0], trained(4)[0], strict=True):
             self.assertAllEqual(a, b)
 
+    @parameterized.product(steps=(2, 3, 6), known=(False, True))
+    def test_losses_of_outputs(self, steps, known):
+        """Keras weighs them by rows where a dataset tells how many.
+
+        Of eight steps, which 3 and 6 do not divide.
+        """
+
+        def history(pipelined):
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((6,))
+            x = keras.layers.Dense(3)(inputs)
+            outputs = [keras.layers.Dense(2, name=name)(x) for name in "ab"]
+            model = keras.Model(inputs, outputs)
+            if pipelined:
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model, num_stages=2, devices=["CPU:0", "CPU:1"]
+                )
+            model.compile("sgd", ["mse", "mae"], steps_per_execution=steps)
+            x, y = _X, (_Y, 1 - _Y)
+            if known:
+                x, y = _X[:56], (_Y[:56], 1 - _Y[:56])
+            data = tf.data.Dataset.from_tensor_slices((x, y))
+            data = data.batch(8, drop_remainder=known)
+            return model.fit(data, epochs=2, shuffle=False, verbose=0).history
+
+        expected, found = history(False), history(True)
+        for name, values in expected.items():
+            self.assertAllClose(values, found[name], rtol=1e-5)
+
     def test_train_step_of_ones_own(self):
         def trained(steps):
             return _trained(
