@@ -11,7 +11,9 @@ from absl.testing import parameterized
 
 import model_zoo
 import tf_gpipe
+from tf_gpipe.planning.plans import Rival
 from tf_gpipe.planning.plans import StagePlan
+from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule import search
 from tf_gpipe.schedule import simulate
 from tf_gpipe.schedule import tasks
@@ -28,10 +30,12 @@ CALLBACKS = (
 )
 # What results are made of, and what takes them.
 PARTS = (
+    Rival,
     Stage,
     StagePlan,
     report.Difference,
     report.Report,
+    schedules.get,
     search.search,
     simulate.Execution,
     simulate.Span,

@@ -3,7 +3,6 @@
 python -m tf_gpipe COMMAND [FLAGS]
 """
 
-import difflib
 import importlib
 import os
 import sys
@@ -32,9 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         print("\npython -m tf_gpipe COMMAND --help lists the flags of one.")
         return 0
     if name not in COMMANDS:
+        from tf_gpipe.commands.parser import near
+
         print(
             f"tf_gpipe: unknown command. Expected one of: "
-            f"{', '.join(COMMANDS)}. Received: {name}{_near(name)}",
+            f"{', '.join(COMMANDS)}. Received: {name}{near([name], COMMANDS)}",
             file=sys.stderr,
         )
         return 2
@@ -42,11 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return importlib.import_module(f"tf_gpipe.commands.{name}").main(rest)
-
-
-def _near(name: str) -> str:
-    near = difflib.get_close_matches(name, COMMANDS, 1)
-    return f". Did you mean {near[0]}?" if near else ""
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ FOLDER = ROOT / "docs" / "pictures"
 
 
 def draw_readme(path):
-    """Runs README's example, and draws its last step."""
+    """Runs README's example, and draws a step of it."""
     text = (ROOT / "README.md").read_text()
     code = re.search(r"^```python\n(.*?)^```$", text, re.DOTALL | re.M)[1]
     code = code.replace("chart=True", f"picture={os.fspath(path)!r}")

@@ -105,8 +105,8 @@ class JobConfig(PipelineConfig, HardwareConfig):
     )
     timeline: str | None = setting(
         None,
-        "File of a page (.html) that shows when each device ran what in the "
-        "last step. The bubble is then logged, too.",
+        "File of a page (.html) that shows when each device ran what in a "
+        "step. The bubble is then logged, too.",
         kind=str,
     )
     dry_run: bool = setting(

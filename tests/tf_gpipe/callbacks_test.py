@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import statistics
 import sys
 import tempfile
 from unittest import mock
@@ -15,6 +16,7 @@ from absl.testing import parameterized
 import tf_gpipe
 from tests.tf_gpipe.comparison import assert_same
 from tf_gpipe import upstream
+from tf_gpipe.schedule.simulate import Execution
 
 
 def make_model(**kwargs):
@@ -101,6 +103,32 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
             for event in tf.compat.v1.train.summary_iterator(str(path))
             for value in event.summary.value
         }
+
+    def test_shows_the_step_of_median_length(self):
+        timeline = tf_gpipe.callbacks.Timeline()
+        lengths = []
+
+        class Lengths(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                lengths.clear()
+
+            def on_train_batch_end(self, batch, logs=None):
+                if timeline.spans:
+                    lengths.append(Execution(timeline.spans).makespan)
+
+        # The last step has two rows, and as many micro-batches.
+        make_model().fit(
+            *make_data(42),
+            batch_size=8,
+            epochs=2,
+            verbose=0,
+            callbacks=[timeline, Lengths()],
+        )
+        self.assertLen(lengths, 6)
+        shown = Execution(timeline.spans).makespan
+        self.assertEqual(shown, statistics.median_low(lengths))
+        # Simulated is that step.
+        self.assertLen(timeline.simulated().spans, len(timeline.spans))
 
     def test_images_for_tensorboard(self):
         recorder = tf_gpipe.callbacks.Timeline(log_dir=self.get_temp_dir())

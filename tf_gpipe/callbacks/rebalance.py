@@ -69,7 +69,7 @@ class Rebalance(StepTimes):
     >>> model = tf_gpipe.PipelinedSequential(
     ...     [keras.Input((64,)), *layers],
     ...     num_stages=2,
-    ...     devices=["CPU:0", "CPU:1"],
+    ...     devices=["CPU:0", "CPU:0"],
     ... )
     >>> model.compile("sgd", "mse")
     >>> x = np.ones((64, 64), "float32")

@@ -18,8 +18,9 @@ from tf_gpipe.schedule import page
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import Span
+from tf_gpipe.stage.pipeline import Pipeline
 
-# Which are remembered for a profile.
+# Which are remembered, for a chart and for a profile.
 _MOST_STEPS = 100
 
 
@@ -37,13 +38,18 @@ class Timeline(StepTimes):
     recomputation is part of the backward pass. Of several replicas the first
     one is recorded. Logical CPU devices share cores, which a chart says.
 
+    What is drawn or written is one step: of those recorded in the last epoch
+    (in its last 100, if there are more) the one of median length. The last
+    step of an epoch may have fewer rows than the others, and any step may be
+    held up by other programs.
+
     Args:
         steps: Collection of the numbers of the steps to record, from 0, the
             first step of `fit`. Defaults to all but the first one, in which
             TensorFlow prepares the stages. With `steps_per_execution` above 1
             the last step of each execution can be recorded.
-        trace: Path of a Chrome trace (JSON, for Perfetto) of the last
-            recorded step, written when training ends.
+        trace: Path of a Chrome trace (JSON, for Perfetto) of the step of median
+            length, written when training ends.
         picture: Path of an image of that step (png or svg; needs matplotlib),
             below a simulation of it from the mean times of each stage.
         chart: Boolean, whether to print that step as text when training ends.
@@ -52,8 +58,8 @@ class Timeline(StepTimes):
             plotly to be written).
         log_dir: Path of a directory, such as that of
             `keras.callbacks.TensorBoard`, in which the picture is logged at
-            the end of each epoch as an image for TensorBoard (needs matplotlib
-            and tensorboard).
+            the end of each epoch, of its step of median length, as an image
+            for TensorBoard (needs matplotlib and tensorboard).
 
     Raises:
         TypeError, ValueError: If an argument is not valid, or a path cannot
@@ -62,7 +68,8 @@ class Timeline(StepTimes):
             needs is missing: `pip install tf_gpipe[plot]`.
 
     Attributes:
-        spans: List of the `Span`s of the last recorded step, in seconds.
+        spans: List of the `Span`s of the step of median length, in seconds;
+            within an epoch, those of the last recorded step.
         devices: List of the names of the devices.
 
     Example:
@@ -128,6 +135,10 @@ class Timeline(StepTimes):
     def on_epoch_begin(self, epoch, logs=None):
         self._first = self._next
         self._logs: list[dict[str, float]] = []
+        # The last steps of the epoch.
+        self._epoch: collections.deque[tuple[Execution, Pipeline | None]] = (
+            collections.deque(maxlen=_MOST_STEPS)
+        )
 
     def on_train_batch_end(self, batch, logs=None):
         step = self._first + batch
@@ -135,16 +146,16 @@ class Timeline(StepTimes):
         chosen = self._next > 0 if self._steps is None else step in self._steps
         self._next = step + 1
         if chosen:
-            start, self._measured = self._read()
-            self.spans = self._measured.spans
+            start, measured = self._read()
             self._recorded.append(
-                Recorded(start, self.spans, self._measured.devices)
+                Recorded(start, measured.spans, measured.devices)
             )
-            self.devices = self._measured.devices
-            idle = self._measured.idle.items()
+            self._epoch.append((measured, self._pipeline))
+            self._show(*self._epoch[-1])
+            idle = measured.idle.items()
             self._logs.append(
                 {
-                    "bubble": self._measured.bubble,
+                    "bubble": measured.bubble,
                     **{f"idle_stage_{k}": share for k, share in idle},
                 }
             )
@@ -155,6 +166,8 @@ class Timeline(StepTimes):
         if logs is not None:
             for name in self._logs[-1]:
                 logs[name] = statistics.mean(x[name] for x in self._logs)
+        by_length = sorted(self._epoch, key=lambda step: step[0].makespan)
+        self._show(*by_length[(len(by_length) - 1) // 2])
         if self._images is not None:
             self._images.write(self._charts(), epoch)
 
@@ -172,8 +185,16 @@ class Timeline(StepTimes):
         if self._chart:
             print(timeline.text_chart(self._measured))
 
+    def _show(self, measured: Execution, pipeline: Pipeline | None) -> None:
+        """Makes this the step that is shown, of this pipeline."""
+        self._measured, self._pipeline = measured, pipeline
+        self.spans, self.devices = measured.spans, measured.devices
+
     def simulated(self) -> Execution:
         """Returns the step simulated with the mean times of each stage.
+
+        Returns:
+            An `Execution`, of the step of which `spans` are.
 
         Raises:
             ValueError: If no step has been recorded.

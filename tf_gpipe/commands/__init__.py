@@ -10,6 +10,6 @@ supervise  a program that is started again when it dies
 
 models     models that are named on the command line
 devices    devices of this host
-flags      flags that commands share
+flags      flags that commands share (parser: what was meant by a wrong one)
 start      TensorFlow, imported late and without its logs
 """

@@ -12,6 +12,8 @@ from typing import Any
 
 from tf_gpipe import progress
 from tf_gpipe.commands import start
+from tf_gpipe.commands.parser import Parser
+from tf_gpipe.commands.parser import near
 from tf_gpipe.partition import sizes
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.schedule import schedules
@@ -30,16 +32,7 @@ _MISTAKES = (
 )
 
 
-class _Formatter(
-    argparse.ArgumentDefaultsHelpFormatter,
-    argparse.RawDescriptionHelpFormatter,
-):
-    pass
-
-
-def make_parser(
-    name: str, description: str | None, **defaults: Any
-) -> argparse.ArgumentParser:
+def make_parser(name: str, description: str | None, **defaults: Any) -> Parser:
     """Returns a parser with the flags that tell of a model and a schedule.
 
     Args:
@@ -47,11 +40,7 @@ def make_parser(
         description: String, the docstring of its module.
         **defaults: Defaults of these flags, by name.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m tf_gpipe {name}",
-        description=description,
-        formatter_class=_Formatter,
-    )
+    parser = Parser(name, description)
     parser.add_argument(
         "--model",
         type=_model,
@@ -81,7 +70,7 @@ def make_parser(
     parser.add_argument(
         "--num_micro_batches",
         type=positive,
-        help="micro-batches M; None for 4 a device",
+        help="micro-batches M",
     )
     parser.add_argument(
         "--batch_size", type=positive, help="rows of a mini-batch"
@@ -153,13 +142,13 @@ def add_costs(parser: argparse.ArgumentParser, of_speed: str) -> None:
         "--bandwidth",
         type=size,
         metavar="SIZE",
-        help="what goes from a device to the next one in a second",
+        help="bytes a second from a device to the next one, such as 10GB",
     )
     parser.add_argument(
         "--latency",
         type=float,
         default=0.0,
-        help="seconds that a transfer takes besides",
+        help="seconds that each transfer takes in addition",
     )
 
 
@@ -306,5 +295,5 @@ def _model(text: str) -> str:
         return text
     raise argparse.ArgumentTypeError(
         f"expected one of {', '.join(ZOO)}; or "
-        f"package.module:function. Received: {text!r}"
+        f"package.module:function. Received: {text!r}{near([text], ZOO)}"
     )

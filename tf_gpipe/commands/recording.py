@@ -1,4 +1,4 @@
-"""A model trained for a few steps, of which the last one is recorded."""
+"""A model trained for a few steps, of which one is shown."""
 
 import argparse
 import statistics

@@ -11,7 +11,6 @@ What it ends with is final if it is 0, 2 (wrong arguments), or if Ctrl-C or
 SIGTERM has ended it, which are handed on. It ends with this process.
 """
 
-import argparse
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 
 from tf_gpipe.commands import flags
 from tf_gpipe.commands import workers
+from tf_gpipe.commands.parser import Parser
 
 # What a program ends with that may well succeed later, by <sysexits.h>.
 TEMPORARY = 75
@@ -70,16 +70,12 @@ def _is_final(status: int, errors: bool) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tf_gpipe supervise",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("supervise", __doc__)
     parser.add_argument(
         "--restarts",
         type=flags.positive,
         default=20,
-        help="how often to start it again at most (default: %(default)s)",
+        help="how often to start it again at most",
     )
     args = flags.parse_with_program(parser, argv)
     return run(args.command, args.restarts)

@@ -2,8 +2,8 @@
 
 Simulates a schedule; or, with --model, trains a model for a few steps on random
 data, over logical CPU devices where there is no accelerator (or over worker
-processes of one core each, with --workers), and shows the last step below its
-simulation from the measured times.
+processes of one core each, with --workers), and shows the step of median length
+below its simulation from the measured times.
 
 Examples:
 

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Sequence
 
 from tf_gpipe.commands import start
+from tf_gpipe.commands.parser import Parser
 from tf_gpipe.devices import clients
 from tf_gpipe.devices import fail_fast
 from tf_gpipe.devices import listening
@@ -110,11 +111,7 @@ def _end_with_stdin(parent: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tf_gpipe worker",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("worker", __doc__)
     parser.add_argument(
         "--port", type=int, required=True, help="TCP port; 0 for a free one"
     )

@@ -8,7 +8,6 @@ workers when it has ended. The exit status is the command's. With --restart, a
 worker that dies is started again, at the same address.
 """
 
-import argparse
 import contextlib
 import ctypes
 import os
@@ -24,6 +23,7 @@ from typing import Any
 
 import tf_gpipe
 from tf_gpipe.commands import flags
+from tf_gpipe.commands.parser import Parser
 
 # Of Linux, <linux/prctl.h>.
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -204,11 +204,7 @@ def run_in_foreground(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tf_gpipe workers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("workers", __doc__)
     parser.add_argument(
         "num_workers", type=flags.positive, help="how many to start"
     )

@@ -134,7 +134,8 @@ def _too_few(names: list[str], grid: list[list[str]]) -> str:
             f"{num_devices} stages need {num_devices} devices. {visible} Use "
             "fewer stages; or let stages share a device, with "
             f"devices=['{names[0]}'] * {num_devices}; or split a device into "
-            "logical ones before TensorFlow starts, with "
+            "logical ones before TensorFlow starts: a CPU with "
+            f"tf_gpipe.split_cpu({num_devices}), a GPU with "
             "tf.config.set_logical_device_configuration."
         )
     text = "\n".join(

@@ -55,20 +55,26 @@ class Arguments(_Mixin):
         "num_micro_batches", "How many micro-batches a mini-batch is cut into."
     )
     balance = _argument(
-        "balance", "The layers of each stage; what is balanced until built."
+        "balance", "The numbers of layers of the stages; as given until built."
     )
-    schedule = _argument("schedule", "The name of the schedule, or itself.")
-    remat = _argument("remat", "Which micro-batches are computed again.")
-    memory_limit = _argument("memory_limit", "What a device may take.")
-    batch_size = _argument("batch_size", "The rows that the limit is for.")
+    schedule = _argument(
+        "schedule", "The schedule as it was given: a name, or a `Schedule`."
+    )
+    remat = _argument("remat", "Which micro-batches are recomputed.")
+    memory_limit = _argument(
+        "memory_limit", "The memory that a device may take."
+    )
+    batch_size = _argument(
+        "batch_size", "The rows of the mini-batches that `memory_limit` is for."
+    )
     devices = _argument(
         "devices", "The devices of the schedule, a list a replica if several."
     )
     boundary_dtype = _argument(
-        "boundary_dtype", "The dtype that activations travel in, if another."
+        "boundary_dtype", "The dtype in which activations travel, or `None`."
     )
     nominal_length = _argument(
-        "nominal_length", "What sizes that are not known count as."
+        "nominal_length", "What sizes that are not known count as in costs."
     )
 
     def _decided(self) -> dict[str, Any]:

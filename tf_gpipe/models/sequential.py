@@ -81,12 +81,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             Defaults to `"1f1b"`.
         remat: Which micro-batches keep only the input of each stage and
             compute the activations again for the backward pass: `"always"`,
-            `"except_last"` (all but the last one) or `"never"`. None is where
-            a schedule sends the last stage backward right after a forward
-            pass, as `"1f1b"` does. With `"auto"` each stage computes those of
-            its layers again with which it just fits in `memory_limit`; with
-            the default `balance` the model is cut so that the slowest stage
-            is as fast as it can be then. Defaults to `"always"`.
+            `"except_last"` (all but the last one) or `"never"`. The last
+            stage recomputes nothing under schedules in which its backward
+            passes follow its forward passes at once, such as `"1f1b"`. With
+            `"auto"` each stage recomputes just those of its layers with which
+            it fits in `memory_limit`; with the default `balance` the model is
+            cut so that the slowest stage is as fast as it can be then.
+            Defaults to `"always"`.
         devices: List of TensorFlow device strings, one a stage, repeated
             where stages share a device; with schedules that put several
             stages on a device, one for each of the schedule's devices.

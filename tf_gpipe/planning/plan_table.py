@@ -29,9 +29,10 @@ def text(plan: Any) -> str:
         f"{sum(stage.parameters for stage in plan.stages):,} parameters; "
         f"schedule {plan.schedule} of {plan.num_micro_batches} "
         f"micro-batches, remat {plan.remat}",
+        "weights: with the sums of their gradients and the optimizer's slots",
     ]
     if any(stage.recomputed for stage in plan.stages):
-        notes.append("again: the layers of a stage that are recomputed")
+        notes.append("remat: how many layers of a stage are recomputed")
     if len(rows) < len(plan.stages):
         notes.append("numbers of several stages are those of each")
     if plan.description:
@@ -60,7 +61,7 @@ def _numbers(stage: Any) -> dict[str, str]:
     return {
         "Layers": str(len(stage.layers)),
         # Of its layers; a longer word would cost digits of other columns.
-        "Again": str(len(stage.recomputed)),
+        "Remat": str(len(stage.recomputed)),
         "Parameters": f"{stage.parameters:,}",
         "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
         "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",

@@ -54,11 +54,11 @@ class StagePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Rival:
-    """Another choice than that of a plan, and how much slower it is.
+    """A choice that `tune` did not take, and how long its step takes.
 
     Attributes:
-        words: String, what it is.
-        seconds: Float, its step; by the same measure as the plan's own.
+        words: String, which choice it is.
+        seconds: Float, the time of its step, found as the plan's own was.
         tried: Boolean, whether that was measured.
     """
 

@@ -52,9 +52,10 @@ def write(
 
     Example:
 
-    >>> from tf_gpipe.schedule.schedules import gpipe
+    >>> from tf_gpipe.schedule import schedules
     >>> from tf_gpipe.schedule.simulate import simulate
-    >>> write({"simulated": simulate(gpipe(4, 8))}, "step.html")
+    >>> step = simulate(schedules.get("gpipe", 4, 8))
+    >>> write({"simulated": step}, "step.html")
     """
     if not steps:
         raise ValueError(f"There is nothing to show. Received: steps={steps}")

@@ -263,12 +263,28 @@ def get(
 ) -> Schedule:
     """Returns the schedule of a name, or checks a given one.
 
-    `num_devices` is for those with several stages a device; see `spread`.
-    `"auto"` is no order by itself: see `search`.
+    Args:
+        schedule: Name of a schedule, such as `"1f1b"`; but not `"auto"`, whose
+            order depends on the costs of the stages: see `search`. Or a
+            `Schedule`.
+        num_stages: Integer K.
+        num_micro_batches: Integer M.
+        num_devices: Integer, over how many devices the interleaved schedules
+            spread the stages. Defaults to one a stage.
+
+    Returns:
+        A `Schedule`.
 
     Raises:
         ValueError: If the name is unknown, or the schedule is not possible
             with these numbers.
+
+    Example:
+
+    >>> from tf_gpipe.schedule import schedules
+    >>> print(schedules.get("1f1b", num_stages=2, num_micro_batches=2))
+    F0.0 F0.1 B0.0 B0.1
+    F1.0 B1.0 F1.1 B1.1
     """
     if num_micro_batches > MOST_MICRO_BATCHES:
         raise ValueError(

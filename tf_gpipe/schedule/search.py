@@ -41,14 +41,15 @@ def search(
 ) -> Schedule:
     """Returns the shortest order of tasks that is found, named `"auto"`.
 
-    Tried are, of all that keep within the memory: the named schedules of as
-    many stages and devices; 1F1B with neighbouring stages on a device; and
+    It tries, of all orders that keep within the memory: the named schedules of
+    as many stages and devices; 1F1B with neighbouring stages on a device; and
     orders in which a device that is free runs the most urgent task that is
     ready, a forward pass only where memory is left for what follows, and the
-    gradients of weights where it would wait else. How urgent tasks are, and
-    which stages share a device, is then changed at random, and a change kept
-    where the step gets hardly longer. Backward passes are split; each device
-    has `num_stages / num_devices` stages. Same arguments give the same order.
+    gradients of weights where it would wait otherwise. It then changes at
+    random how urgent tasks are and which stages share a device, and keeps a
+    change where the step gets hardly longer. Backward passes are split; each
+    device has `num_stages / num_devices` stages. The same arguments give the
+    same order.
 
     Args:
         times: `Times` of the stages.

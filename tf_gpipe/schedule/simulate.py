@@ -224,8 +224,8 @@ def simulate(
 
     Example:
 
-    >>> from tf_gpipe.schedule.schedules import gpipe
-    >>> simulate(gpipe(4, 12)).bubble
+    >>> from tf_gpipe.schedule import schedules
+    >>> simulate(schedules.get("gpipe", 4, 12)).bubble
     0.2
     """
     check_remat(remat)

@@ -58,9 +58,10 @@ def text_chart(step: Execution, width: int = 80) -> str:
 
     Example:
 
-    >>> from tf_gpipe.schedule.schedules import gpipe
+    >>> from tf_gpipe.schedule import schedules
     >>> from tf_gpipe.schedule.simulate import simulate
-    >>> print(text_chart(simulate(gpipe(2, 2), backward=1), width=34))
+    >>> step = simulate(schedules.get("gpipe", 2, 2), backward=1)
+    >>> print(text_chart(step, width=34))
     device 0  F0--F1--........B1--B0--
     device 1  ....F0--F1--B1--B0--....
     makespan 6, bubble 33.3%
@@ -149,9 +150,9 @@ def chrome_trace(step: Execution) -> dict:
 
     Example:
 
-    >>> from tf_gpipe.schedule.schedules import gpipe
+    >>> from tf_gpipe.schedule import schedules
     >>> from tf_gpipe.schedule.simulate import simulate
-    >>> trace = chrome_trace(simulate(gpipe(2, 2)))
+    >>> trace = chrome_trace(simulate(schedules.get("gpipe", 2, 2)))
     >>> trace["traceEvents"][-1]["name"]
     'B0.0'
     """
@@ -222,9 +223,9 @@ def picture(steps: Mapping[str, Execution], path: str | os.PathLike) -> None:
 
     Example:
 
-    >>> from tf_gpipe.schedule.schedules import gpipe
+    >>> from tf_gpipe.schedule import schedules
     >>> from tf_gpipe.schedule.simulate import simulate
-    >>> picture({"simulated": simulate(gpipe(4, 8))}, "a.png")
+    >>> picture({"simulated": simulate(schedules.get("gpipe", 4, 8))}, "a.png")
     """
     _figure(steps).savefig(path)
 

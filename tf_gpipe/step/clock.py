@@ -11,14 +11,14 @@ class Clock:
     """Stamps of the time, which put nothing in order but what they follow.
 
     TensorFlow chains operations with side effects, `tf.timestamp` among them,
-    in the order of the program, and with them a pipeline's devices. In a
-    function whose call says that it has none, it does not.
+    in the order of the program, and with them a pipeline's devices. A
+    `FunctionCall` it leaves in no order. Nor does TensorFlow compute the call
+    while it optimises the graph, or take several for one, as it would if the
+    call said that it had no side effects.
     """
 
     def __init__(self) -> None:
-        self._now = FunctionCall(
-            lambda token: tf.timestamp() + token, stateless=True
-        )
+        self._now = FunctionCall(tf.timestamp)
 
     def stamp(self, after: Sequence[tf.Tensor | tf.Operation]) -> tf.Tensor:
         """Returns the time in seconds when all of `after` are there.
@@ -26,5 +26,4 @@ class Clock:
         It runs on the device of the scope around it, by that host's clock.
         """
         with tf.control_dependencies(list(after)):
-            token = tf.zeros((), tf.float64)
-        return self._now(token)
+            return self._now()

@@ -39,13 +39,13 @@ def task_times(cpu):
         kernels, copies = _read(path, cpu)
     if not set(kernels) == set(range(_NUM_STAGES)):
         raise Failed(f"kernels name the stages {sorted(kernels)}")
-    # Where the callback's spans begin at 0, by the clock of the profiler.
-    zero = float(recorder._times.numpy().min())
+    # The last step, whose spans begin at 0, by the clock of the profiler.
+    zero, spans, _ = recorder._recorded[-1]
     value = {"stages": []}
     for stage in range(_NUM_STAGES):
         tasks = [
             (start + zero, end + zero)
-            for _, task, start, end in recorder.spans
+            for _, task, start, end in spans
             if task.stage == stage
         ]
         busy = _length(kernels[stage])

@@ -70,9 +70,24 @@ class CommandsTest(parameterized.TestCase):
             "timeline, tune, verify, worker, workers. Received: train\n",
         )
 
-    def test_near_miss(self):
-        _, _, err = run("timelin")
-        self.assertEndsWith(err, "Received: timelin. Did you mean timeline?\n")
+    @parameterized.parameters(
+        (["timelin"], "Received: timelin. Did you mean timeline?"),
+        (["plan", "--nmu_stages=2"], "--nmu_stages=2. Did you mean --num_sta"),
+        (["tune", "--device_memry=1GB"], "Did you mean --device_memory?"),
+        (["timeline", "--schedule=1f1"], "Did you mean 1f1b?"),
+        (["plan", "--remat=alwyas"], "Did you mean always?"),
+        (["verify", "--model=resnet_smal"], "Did you mean resnet_small?"),
+        (["worker", "--port=0", "--bnd=::1"], "Did you mean --bind?"),
+        (["supervise", "--restart", "3"], "a command to run is needed"),
+        (["plan", "--xyz"], "unrecognized arguments: --xyz"),
+    )
+    def test_near_miss(self, argv, message):
+        """In one line."""
+        status, out, err = run(*argv)
+        self.assertEqual(status, 2)
+        self.assertEmpty(out)
+        (line,) = err.splitlines()
+        self.assertIn(message, line)
 
     def test_models_of_the_zoo(self):
         self.assertEqual(list(flags.ZOO), model_zoo.names())
