@@ -608,6 +608,9 @@ class RefusedTest(TestCase):
         plain.compile("sgd", "mse")
         with self.assertRaisesRegex(ValueError, "BackupAndRestore"):
             self.fit(plain, DATA["arrays"])
+        for model in (plain, None):
+            with self.assertRaisesRegex(ValueError, "BackupAndRestore"):
+                Checkpoint(self.workdir).restore(model)
         unbuilt = tf_gpipe.PipelinedSequential(
             [L.Dense(4), L.Dense(4)], num_stages=2
         )
