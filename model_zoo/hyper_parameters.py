@@ -16,7 +16,7 @@ def check(function, arguments):
     the default is, other numbers are finite, and neither is negative unless the
     default is. What has `None` by default is a number or `None`, or no number
     at all, such as a list. Parameters without defaults are counts, above 0.
-    `None` may stand for anything but a count.
+    `None` may stand for a length, and for what is neither a count nor a number.
 
     Args:
         function: Function or class, with hyper-parameters as its parameters.
@@ -47,7 +47,10 @@ def _expected(name, value, default):
     if default is inspect.Parameter.empty:
         default = 1
     if value is None:
-        return "a positive integer" if name.startswith("num_") else None
+        # A length may be left open.
+        number = isinstance(default, numbers.Real)
+        if isinstance(default, bool) or name.endswith("length") or not number:
+            return "a positive integer" if name.startswith("num_") else None
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "True or False"
     if isinstance(default, tuple):

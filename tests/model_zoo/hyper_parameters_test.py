@@ -22,6 +22,8 @@ class HyperParametersTest(parameterized.TestCase):
         ("resnet_small", {"input_shape": (8, -8, 1)}),
         ("resnet_small", {"input_shape": 8}),
         ("transformer_lm", {"dropout": -0.5}),
+        ("transformer_lm", {"dropout": None}),
+        ("unet", {"depth": None}),
         ("transformer_lm", {"length": -1}),
         ("transformer_nmt", {"num_layers": -2}),
         ("transformer_nmt", {"tie_weights": 1}),
@@ -49,7 +51,9 @@ class HyperParametersTest(parameterized.TestCase):
     @parameterized.parameters(
         (keras.optimizers.Adam, {"beta_1": "a"}, True),
         (keras.optimizers.Adam, {"beta_1": -0.5}, True),
+        (keras.optimizers.Adam, {"beta_1": None}, True),
         (keras.optimizers.Adam, {"weight_decay": "a"}, True),
+        (keras.optimizers.Adam, {"weight_decay": None}, False),
         (keras.optimizers.Adam, {"amsgrad": 1}, True),
         (keras.optimizers.Adam, {"gradient_accumulation_steps": 1.5}, True),
         (keras.optimizers.SGD, {"momentum": float("inf")}, True),

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -430,12 +431,19 @@ class DamageTest(TestCase):
         elif how == "empty":
             data.clear()
         path.write_bytes(data)
-        if how == "missing":
+        if how in ("missing", "directory", "pipe"):
             path.unlink()
+        if how == "directory":
+            path.mkdir()
+        elif how == "pipe":
+            os.mkfifo(path)
 
     @parameterized.product(
         name=("part_00000.bin", "part_00001.bin", "index.json", "CRC32SUMS"),
-        how=("bit", "short", "long", "empty", "missing"),
+        how=(
+            *("bit", "short", "long", "empty", "missing"),
+            *("directory", "pipe"),
+        ),
     )
     def test_the_one_before_is_taken(self, name, how):
         self.damage(name, how)
@@ -444,6 +452,18 @@ class DamageTest(TestCase):
 
     def test_exactly(self):
         self.damage("part_00001.bin", "bit")
+        model = make()
+        self.fit(model, DATA["arrays"], epochs=1)
+        self.assert_same(model, self.model)
+        self.assertEqual(Checkpoint(self.workdir).restore(make()), (1, 0))
+
+    @parameterized.parameters("file", "link")
+    def test_something_else_in_place_of_a_checkpoint(self, kind):
+        shutil.rmtree(self.newest)
+        if kind == "file":
+            self.newest.touch()
+        else:
+            self.newest.symlink_to(self.workdir / "nowhere")
         model = make()
         self.fit(model, DATA["arrays"], epochs=1)
         self.assert_same(model, self.model)
@@ -588,6 +608,9 @@ class RefusedTest(TestCase):
         plain.compile("sgd", "mse")
         with self.assertRaisesRegex(ValueError, "BackupAndRestore"):
             self.fit(plain, DATA["arrays"])
+        for model in (plain, None):
+            with self.assertRaisesRegex(ValueError, "BackupAndRestore"):
+                Checkpoint(self.workdir).restore(model)
         unbuilt = tf_gpipe.PipelinedSequential(
             [L.Dense(4), L.Dense(4)], num_stages=2
         )

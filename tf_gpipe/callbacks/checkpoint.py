@@ -114,9 +114,10 @@ class Checkpoint(keras.callbacks.Callback):
             of the next one. It is `(0, 0)` if there is no checkpoint.
 
         Raises:
-            ValueError: If the newest checkpoint is one of another model or
-                optimizer, or all are damaged.
+            ValueError: If `model` is no pipeline, the newest checkpoint is one
+                of another model or optimizer, or all are damaged.
         """
+        _check_model(model)
         saved = self._writer.read()
         if saved is None:
             return Position()
@@ -125,12 +126,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def set_model(self, model):
         """Refuses models that are no pipelines; `fit` calls it."""
-        if not isinstance(model, PipelinedTraining):
-            raise ValueError(
-                "The Checkpoint callback is for models of tf_gpipe, such as "
-                "`PipelinedSequential`. Plain ones have "
-                f"`keras.callbacks.BackupAndRestore`. Received: {model}"
-            )
+        _check_model(model)
         super().set_model(model)
 
     def on_train_begin(self, logs=None):
@@ -328,6 +324,15 @@ class Checkpoint(keras.callbacks.Callback):
             map(state.values, parts),
             content,
             lambda path: worker_lost.note_checkpoint(model, path),
+        )
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, PipelinedTraining):
+        raise ValueError(
+            "The Checkpoint callback is for models of tf_gpipe, such as "
+            "`PipelinedSequential`. Plain ones have "
+            f"`keras.callbacks.BackupAndRestore`. Received: {model}"
         )
 
 

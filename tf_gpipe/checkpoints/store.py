@@ -1,5 +1,6 @@
 """Checkpoints in a directory: each is whole, with checksums, or not there."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
+from typing import BinaryIO
 from typing import NamedTuple
 
 import numpy as np
@@ -125,7 +127,7 @@ class Store:
         """
         partial = self.directory / _PARTIAL
         self.directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
+        _delete(partial)
         try:
             partial.mkdir()
             sums, arrays = {}, []
@@ -148,18 +150,18 @@ class Store:
                 file.write(np.frombuffer(lines.encode(), np.uint8))
             _sync(partial)
             path = self.path(position)
-            shutil.rmtree(path, ignore_errors=True)
+            _delete(path)
             partial.rename(path)
             _sync(self.directory)
         except OSError:
-            shutil.rmtree(partial, ignore_errors=True)
+            _delete(partial)
             raise
         before = [x for x in self.positions() if x < position]
         kept = {position, *before[len(before) - keep + 1 :]}
         # Later ones are of a run that went another way, or are damaged.
         for other in self.positions():
             if other not in kept:
-                shutil.rmtree(self.path(other), ignore_errors=True)
+                _delete(self.path(other))
         return path
 
 
@@ -190,7 +192,9 @@ class Saved:
     def __init__(self, path: pathlib.Path):
         self.path = path
         sums = {}
-        for line in (path / _CHECKSUMS).read_text().splitlines():
+        with _opened(path / _CHECKSUMS) as file:
+            lines = file.read().decode().splitlines()
+        for line in lines:
             digest, _, name = line.partition("  ")
             sums[name] = digest
         for name in {INDEX, *sums}:
@@ -268,10 +272,24 @@ class _File:
 
 def _checksum(path: pathlib.Path) -> str:
     crc = 0
-    with path.open("rb") as file:
+    with _opened(path) as file:
         while piece := file.read(PIECE_BYTES):
             crc = zlib.crc32(piece, crc)
     return f"{crc:08x}"
+
+
+def _opened(path: pathlib.Path) -> BinaryIO:
+    # A pipe, for one, would be waited for.
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing, or no file")
+    return path.open("rb")
+
+
+def _delete(path: pathlib.Path) -> None:
+    """Deletes what is there, as far as it can, of whatever kind it is."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _sync(directory: pathlib.Path) -> None:

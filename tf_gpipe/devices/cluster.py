@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
 import tensorflow as tf
 
 from tf_gpipe import checks
@@ -24,6 +25,9 @@ from tf_gpipe.devices import worker_lost
 _CLIENT = "localhost"
 _AGAIN_SECONDS = 0.2
 _SCHEME = "grpc://"
+# What TensorFlow asks a worker first, of <tensorflow/core/protobuf/
+# worker_service.proto>: it needs no argument, and tells of the devices.
+_STATUS = "/tensorflow.WorkerService/GetStatus"
 _ADDRESS = re.compile(r"([^/\s\0]+):([0-9]{1,5})")
 _NO_WORKER = {
     heartbeats.DEAD: "nothing listens there",
@@ -201,6 +205,22 @@ def _check_apart(found: dict[str, tuple[str, int]]) -> None:
             )
 
 
+def _ask_as_tensorflow(host: str, port: int, seconds: float) -> str | None:
+    """Asks a server of HTTP/2 what TensorFlow will, which has no time limit.
+
+    Returns:
+        As `heartbeat.ask` does.
+    """
+    options = {"grpc.enable_http_proxy": 0, "grpc.use_local_subchannel_pool": 1}
+    with grpc.insecure_channel(f"{host}:{port}", [*options.items()]) as channel:
+        try:
+            status = channel.unary_unary(_STATUS)(b"", timeout=seconds)
+        except grpc.RpcError as error:
+            silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            return heartbeats.SILENT if silent else heartbeats.OTHER
+    return None if status else heartbeats.OTHER
+
+
 def _wait_for(
     addresses: list[str],
     timeout: float,
@@ -214,31 +234,34 @@ def _wait_for(
     """
     # Longer than any program, and still a time that the system can wait.
     deadline = time.monotonic() + min(timeout, heartbeats.MOST_SECONDS)
-    states: dict[str, str] = dict.fromkeys(addresses, heartbeats.SILENT)
+    unheard = _NO_WORKER[heartbeats.SILENT]
+    states: dict[str, str] = dict.fromkeys(addresses, unheard)
     answers: queue.Queue = queue.Queue()
+
+    def left() -> float:
+        return max(deadline - time.monotonic(), 0.05)
 
     def find(address: str) -> None:
         # Names may take any time to look up.
         name, _, port = address.rpartition(":")
-        kept: list[socket.socket] = []
         while True:
-            seconds = min(
-                deadline - time.monotonic(), worker_lost.PROBE_SECONDS
-            )
+            kept: list[socket.socket] = []
+            seconds = min(left(), worker_lost.PROBE_SECONDS)
             try:
-                host = socket.gethostbyname(name)
+                place = socket.gethostbyname(name), int(port)
             except (OSError, ValueError):
                 states[address] = "this host is not known"
             else:
-                state = heartbeats.ask(
-                    host, int(port), max(seconds, 0.05), kept
-                )
+                state = heartbeats.ask(*place, seconds, kept)
+                state = state or _ask_as_tensorflow(*place, left())
+                for connection in kept:
+                    scope.enter_context(connection)
                 if state is None:
-                    scope.enter_context(kept[0])
-                    answers.put({address: (host, int(port))})
+                    answers.put({address: place})
                     return
                 states[address] = _NO_WORKER[state]
-            if time.monotonic() > deadline:
+            # A moment is too short to learn more in.
+            if time.monotonic() > deadline - 2 * _AGAIN_SECONDS:
                 answers.put({})
                 return
             time.sleep(_AGAIN_SECONDS)

@@ -150,15 +150,17 @@ def by_micro_batch(
         for x in [*run.losses(), *penalties]
     ]
     loss = tf.add_n([total, *added])
-    # Those that Keras keeps of several losses.
+    run.commit_state()
+    y_pred = run.outputs().unpack()
+    # Those that Keras keeps of several losses, where outputs are several, too.
     metrics = model._compile_loss.metrics if model._compile_loss else []
+    if not any(map(keras.tree.is_nested, (y, y_pred))):
+        metrics = []
     for metric, value in zip(metrics, of_each, strict=False):
         metric.update_state(
             upstream.unscaled_for_replicas(value),
             sample_weight=split.static_rows,
         )
-    run.commit_state()
-    y_pred = run.outputs().unpack()
     return loss, _gradients(model, run, by_variable), y_pred
 
 

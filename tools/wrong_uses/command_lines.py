@@ -98,6 +98,8 @@ def problem(line: Line) -> str | None:
     """Returns what is wrong with the end of a command line, or `None`."""
     stderr = io.StringIO()
     with (
+        # Where files and directories may be made, under any name.
+        contextlib.chdir(_directory()),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(stderr),
     ):
@@ -127,8 +129,6 @@ def _status(line: Line) -> Any:
                 return program.main([line.name, *line.argv])
         argv = [line.name, f"--data_dir={_directory()}", *line.argv]
         with (
-            # Where a drawn directory may be made, under any name.
-            contextlib.chdir(_directory()),
             flagsaver.flagsaver(),
             mock.patch.object(sys, "argv", argv),
             mock.patch.object(Job, "fit", side_effect=Begins),

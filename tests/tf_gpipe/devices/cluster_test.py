@@ -1,6 +1,5 @@
 """Pipelines over worker processes, which fail at times."""
 
-import contextlib
 import os
 import select
 import signal
@@ -17,7 +16,6 @@ from absl.testing import parameterized
 
 from tf_gpipe.commands import workers
 from tf_gpipe.devices import cluster
-from tf_gpipe.devices import watcher
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.listening import accept_only
 from tf_gpipe.devices.listening import address_towards
@@ -201,24 +199,6 @@ class ListeningTest(tf.test.TestCase):
         self.assertEqual(address_towards(["localhost", own]), own)
 
 
-@contextlib.contextmanager
-def listening_server(reply):
-    """A server that answers each connection so, and returns its address."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve():
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, _ = server.accept()
-                    with connection:
-                        connection.sendall(reply)
-
-        # Without a reply, the system accepts and nobody else does.
-        if reply is not None:
-            threading.Thread(target=serve, daemon=True).start()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
 class ConnectTest(tf.test.TestCase, parameterized.TestCase):
     def test_missing_worker(self):
         address = unused_address()
@@ -228,21 +208,6 @@ class ConnectTest(tf.test.TestCase, parameterized.TestCase):
             "listens there.* stage 0 would run there.*--port=PORT",
         ):
             cluster.connect([address], timeout=0.5)
-
-    @parameterized.parameters(
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no worker"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "is no worker"),
-        (b"", "is no worker|nothing listens"),
-        (b"\0", "is no worker|nothing listens"),
-        (None, "no answer"),
-    )
-    def test_other_servers(self, reply, reason):
-        with listening_server(reply) as address:
-            with self.assertRaisesRegex(
-                tf.errors.UnavailableError,
-                f"No worker answers at {address} .*{reason}",
-            ):
-                cluster.connect([address], timeout=0.5)
 
     @parameterized.parameters(
         "no-such-host.invalid:1", "a" * 80 + ":1", "..:1", "\udcff:1"
@@ -280,17 +245,6 @@ class ConnectTest(tf.test.TestCase, parameterized.TestCase):
     def test_no_list(self, addresses):
         with self.assertRaisesRegex(TypeError, "list of strings host:port"):
             cluster.connect(addresses)
-
-    def test_any_number_of_seconds(self):
-        # As a worker says that it is there.
-        with listening_server(b"\0\0\0\4\0\0\0\0\0") as address:
-            host, _, port = address.rpartition(":")
-            watched = watcher.Watcher({address: (host, int(port))}, 1e300)
-            self.addCleanup(watched._process.kill)
-            with socket.create_connection((host, int(port))):
-                watched.look()
-        watched.wait(60.0)
-        self.assertIn(watched.lost[address], ("dead", "other"))
 
     @parameterized.product(
         name=("timeout", "heartbeat"), value=("5", [1], True, 1j)

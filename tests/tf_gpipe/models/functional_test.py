@@ -351,6 +351,33 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
         for a, b in zip(trained(), found, strict=True):
             self.assertAllClose(a, b, rtol=1e-5)
 
+    @parameterized.parameters("gpipe", "1f1b")
+    def test_several_losses_of_one_output(self, schedule):
+        """Keras takes the first one, and has a metric of each."""
+
+        def logs(**kwargs):
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((4,))
+            model = keras.Model(
+                inputs, L.Dense(2, name="a")(L.Dense(4)(inputs))
+            )
+            if kwargs:
+                model = tf_gpipe.PipelinedModel.from_model(model, **kwargs)
+            model.compile("sgd", ["mse", "mae"])
+            return model.train_on_batch(
+                numbers(6, 4), numbers(6, 2, seed=1), return_dict=True
+            )
+
+        found = logs(
+            num_stages=2,
+            num_micro_batches=2,
+            schedule=schedule,
+            devices=["CPU:0"] * 2,
+        )
+        expected = logs()
+        self.assertLen(expected, 2)
+        self.assertAllClose(expected, found, rtol=1e-5)
+
     @parameterized.product(schedule=("gpipe", "1f1b"), num_micro_batches=(1, 2))
     def test_loss_that_gathers_rows(self, schedule, num_micro_batches):
         def gathered(y_true, y_pred):

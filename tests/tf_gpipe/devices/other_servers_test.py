@@ -1,0 +1,162 @@
+"""Servers that are no workers: told of in one sentence, within the timeout."""
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+import time
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tf_gpipe.devices import cluster
+from tf_gpipe.devices import watcher
+
+# Frames of HTTP/2: length, type, flags, stream. A server begins with the first.
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+ACKNOWLEDGED = b"\0\0\0\4\1\0\0\0\0"
+PING_ANSWER = b"\0\0\x08\6\1\0\0\0\0"
+PREFACE_BYTES, HEADER_BYTES = 24, 9
+
+
+@contextlib.contextmanager
+def server(behave):
+    """A server that behaves so with each connection, and its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve(connection):
+            with contextlib.suppress(OSError), connection:
+                behave(connection)
+
+        def accept():
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(
+                        target=serve, args=listener.accept()[:1], daemon=True
+                    ).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def says(words):
+    """Says something, and hangs up."""
+    return lambda connection: connection.sendall(words)
+
+
+def says_and_listens(words):
+    """Says something, and then nothing any more."""
+
+    def behave(connection):
+        connection.sendall(words)
+        while connection.recv(4096):
+            pass
+
+    return behave
+
+
+def answers_pings_alone(connection):
+    """Speaks HTTP/2 well, and answers no request."""
+    connection.sendall(SETTINGS)
+    with connection.makefile("rb") as received:
+        received.read(PREFACE_BYTES)
+        while len(header := received.read(HEADER_BYTES)) == HEADER_BYTES:
+            body = received.read(int.from_bytes(header[:3], "big"))
+            kind, is_answer = header[3], header[4] & 1
+            if kind == SETTINGS[3] and not is_answer:
+                connection.sendall(ACKNOWLEDGED)
+            if kind == PING_ANSWER[3] and not is_answer:
+                connection.sendall(PING_ANSWER + body)
+
+
+def trickles(words):
+    """Says something slowly, again and again."""
+
+    def behave(connection):
+        while True:
+            for byte in words:
+                connection.sendall(bytes([byte]))
+                # It hangs up at the end.
+                if select.select([connection], [], [], 0.05)[0]:
+                    if not connection.recv(4096):
+                        return
+
+    return behave
+
+
+def expects_tls(connection):
+    """Shakes hands as TLS does, without a certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("ADH:@SECLEVEL=0")
+    context.wrap_socket(connection, server_side=True).close()
+
+
+OTHER, SILENT = "what listens there is no worker", "there is no answer"
+# Who hangs up at once may be taken for one that is gone.
+GONE = f"{OTHER}|nothing listens there"
+SERVERS = {
+    "http_1": (says(b"HTTP/1.1 400 Bad Request\r\n\r\n"), OTHER),
+    "ssh": (says(b"SSH-2.0-OpenSSH_9.2\r\n"), OTHER),
+    "hangs_up": (says(b""), GONE),
+    "hangs_up_early": (says(b"\0"), GONE),
+    "tls": (expects_tls, GONE),
+    "says_nothing": (says_and_listens(b""), SILENT),
+    "trickles": (trickles(SETTINGS), f"{SILENT}|{OTHER}"),
+    "settings_alone": (says_and_listens(SETTINGS), SILENT),
+    "settings_and_end": (says(SETTINGS), GONE),
+    "settings_and_pings": (answers_pings_alone, SILENT),
+    "settings_and_noise": (says_and_listens(SETTINGS + b"\xff" * 5000), OTHER),
+    "settings_and_half": (says_and_listens(SETTINGS + PING_ANSWER), SILENT),
+    "settings_and_http_1": (says(SETTINGS + b"HTTP/1.1 200 OK\r\n"), GONE),
+}
+
+
+class OtherServersTest(tf.test.TestCase, parameterized.TestCase):
+    def check(self, address, reason, timeout=1.0):
+        start = time.monotonic()
+        with self.assertRaisesRegex(
+            tf.errors.UnavailableError,
+            rf"No worker answers at {address} within .*\({address}: ({reason})",
+        ):
+            cluster.connect([address], timeout=timeout)
+        # A limit of the contract, far above what it takes: it would hang.
+        self.assertLess(time.monotonic() - start, timeout + 10)
+
+    @parameterized.parameters(*SERVERS)
+    def test_server(self, name):
+        behave, reason = SERVERS[name]
+        with server(behave) as address:
+            self.check(address, reason)
+
+    def test_nobody_accepts(self):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.check(f"127.0.0.1:{listener.getsockname()[1]}", SILENT)
+
+    def test_another_service(self):
+        dispatcher = tf.data.experimental.service.DispatchServer()
+        self.check(dispatcher.target.removeprefix("grpc://"), OTHER)
+
+    def test_beside_a_worker_that_is_missed(self):
+        with server(says_and_listens(SETTINGS)) as silent:
+            with server(says(b"220 mail\r\n")) as other:
+                with self.assertRaisesRegex(
+                    tf.errors.UnavailableError,
+                    f"{silent}: {SILENT}; {other}: {OTHER}.* stage 0, 1 would",
+                ):
+                    cluster.connect([silent, other], timeout=1.0)
+
+    def test_any_number_of_seconds(self):
+        # As a worker says that it is there.
+        with server(says(SETTINGS)) as address:
+            host, _, port = address.rpartition(":")
+            watched = watcher.Watcher({address: (host, int(port))}, 1e300)
+            self.addCleanup(watched._process.kill)
+            with socket.create_connection((host, int(port))):
+                watched.look()
+        watched.wait(60.0)
+        self.assertIn(watched.lost[address], ("dead", "other"))
+
+
+if __name__ == "__main__":
+    tf.test.main()
