@@ -340,6 +340,15 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             sum(map(len, before.recomputed(0))),
         )
 
+    def test_a_limit_for_an_optimizer_without_slots(self):
+        ((x, y),) = data()
+        model = self.make(memory_limit="18KB", batch_size=12)
+        model.compile("sgd", "mse")
+        model.train_on_batch(x, y)
+        model.compile("adam", "mse")
+        with self.assertRaisesRegex(ValueError, "too low for stage"):
+            model.train_on_batch(x, y)
+
     def test_saves_its_arguments(self):
         model = self.make(memory_limit=0.6)
         again = type(model).from_config(model.get_config())

@@ -1,5 +1,7 @@
 """The Rebalance callback cuts a model anew where that pays for itself."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -24,6 +26,23 @@ def dense():
 def waiting():
     """Two layers that wait, and two that take no time."""
     return [Wait(0.003), Wait(0.003), L.Dense(6), L.Dense(6)]
+
+
+class HeavyWait(Wait):
+    """A layer that waits, and has a weight that takes memory."""
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.rest = self.add_weight(shape=(2000,), initializer="zeros")
+
+    def call(self, x):
+        return super().call(x) + self.rest[0]
+
+
+def heavy():
+    """As `waiting`, with a stage of two layers for as much memory."""
+    wide = [L.Dense(400), L.Dense(6)]
+    return [HeavyWait(0.003), HeavyWait(0.003), *wide]
 
 
 def make(layers=dense, pipelined=True, **kwargs):
@@ -119,6 +138,48 @@ class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
         plain = make(waiting, pipelined=False)
         plain.fit(
             _X, _X, batch_size=8, epochs=epochs[0], shuffle=False, verbose=0
+        )
+        for a, b in zip(plain.weights, model.weights, strict=True):
+            self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
+
+    def test_a_memory_limit_that_refuses_a_cut(self):
+        limit = tf_gpipe.plan(
+            heavy(),
+            (8, 6),
+            num_stages=2,
+            num_micro_batches=2,
+            balance=[2, 2],
+            remat="never",
+        ).device_bytes
+        model = make(heavy, rows=8, remat="auto", memory_limit=max(limit))
+        model.compile("adam", "mse")
+        callback = tf_gpipe.callbacks.Rebalance(every=2)
+        asked = []
+
+        def stop(epoch, logs):
+            # After an epoch that begins with the cut that there was.
+            model.stop_training = bool(asked)
+            calls = [call.args[1] for call in rebalance_.call_args_list]
+            if [1, 3] in calls:
+                asked.append(epoch + 2)
+
+        with mock.patch.object(
+            tf_gpipe.PipelinedSequential,
+            "rebalance",
+            autospec=True,
+            side_effect=tf_gpipe.PipelinedSequential.rebalance,
+        ) as rebalance_:
+            self.fitted(
+                model,
+                callback,
+                keras.callbacks.LambdaCallback(on_epoch_end=stop),
+            )
+        self.assertEqual(callback.cuts, {})
+        self.assertEqual(model.balance, [2, 2])
+        plain = make(heavy, pipelined=False)
+        plain.compile("adam", "mse")
+        plain.fit(
+            _X, _X, batch_size=8, epochs=asked[0], shuffle=False, verbose=0
         )
         for a, b in zip(plain.weights, model.weights, strict=True):
             self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)

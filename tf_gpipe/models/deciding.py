@@ -14,6 +14,7 @@ from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import lopsided
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.partition.memory_limit import MemoryLimit
+from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
 
@@ -59,7 +60,8 @@ def decided(
         schedule: The `Schedule`.
         devices: Those of each stage, one a replica.
         optimizer: That of the model, whose slots count where the limit is in
-            bytes. `None` for Adam.
+            bytes. `None` for Adam; or for one without slots, where only that
+            fits.
         counts: Returns the numbers of calls, where `balance` says them.
 
     Raises:
@@ -76,23 +78,31 @@ def decided(
         )
     rows = layer_costs.rows_of_micro_batch(size, schedule.num_micro_batches)
     traces, specs = layer_costs.trace(graph, rows, config.nominal_length)
-    found = auto_remat.Search(
-        graph,
-        traces,
-        lambda x: layer_costs.size_in_bytes(specs[x]),
-        [0] * len(traces) if limit.is_share else _fixed(graph, optimizer),
-        schedule,
-        [names[0] for names in devices],
-        limit,
-    )
-    return found.decided(config.balance, counts)
+
+    def found(fixed: list[int]) -> auto_remat.AutoRemat:
+        return auto_remat.Search(
+            graph,
+            traces,
+            lambda x: layer_costs.size_in_bytes(specs[x]),
+            fixed,
+            schedule,
+            [names[0] for names in devices],
+            limit,
+        ).decided(config.balance, counts)
+
+    if limit.is_share:
+        return found([0] * len(traces))
+    try:
+        return found(_fixed(graph, optimizer or keras.optimizers.Adam()))
+    except TooLittleMemoryError:
+        if optimizer is not None:
+            raise
+    # That of `compile` may have fewer slots. For it all is decided again.
+    return found(_fixed(graph, keras.optimizers.SGD()))
 
 
-def _fixed(
-    graph: Graph, optimizer: keras.optimizers.Optimizer | None
-) -> list[int]:
+def _fixed(graph: Graph, optimizer: keras.optimizers.Optimizer) -> list[int]:
     """Returns the bytes of weights, their gradients and slots, by call."""
-    optimizer = optimizer or keras.optimizers.Adam()
     found = []
     for new in balanced.weights_of_calls(graph):
         trained = [v for v in new if v.trainable]
