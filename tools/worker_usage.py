@@ -32,21 +32,34 @@ def peak_memory(workers, step):
     # What the first steps leave is not the activations'.
     for _ in range(2):
         step()
-    idle = [_memory(worker, "VmRSS") for worker in workers]
-    for worker in workers:
+    return added([worker.process.pid for worker in workers], step)
+
+
+def added(pids, step):
+    """Returns what a step needs of processes' memory, above that before.
+
+    Args:
+        pids: List of the ids of processes.
+        step: Function without arguments, which runs a step.
+
+    Returns:
+        List of bytes.
+    """
+    idle = [memory(pid, "VmRSS") for pid in pids]
+    for pid in pids:
         # The peak (`VmHWM`) starts anew.
-        with open(f"/proc/{worker.process.pid}/clear_refs", "w") as f:
+        with open(f"/proc/{pid}/clear_refs", "w") as f:
             f.write("5")
     step()
     return [
-        _memory(worker, "VmHWM") - before
-        for worker, before in zip(workers, idle, strict=True)
+        memory(pid, "VmHWM") - before
+        for pid, before in zip(pids, idle, strict=True)
     ]
 
 
-def _memory(worker, field):
-    """Returns a figure of a worker's memory in bytes, of `/proc`."""
-    with open(f"/proc/{worker.process.pid}/status") as f:
+def memory(pid, field):
+    """Returns a figure of a process's memory in bytes, of `/proc`."""
+    with open(f"/proc/{pid}/status") as f:
         for line in f:
             if line.startswith(field + ":"):
                 return int(line.split()[1]) * 1024

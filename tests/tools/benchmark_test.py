@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tools.benchmark import __main__ as command
+from tools.benchmark import device_step
+from tools.benchmark import one_device
 from tools.benchmark import paper_models
 from tools.benchmark import peers
 from tools.benchmark import plan
@@ -264,6 +267,77 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             json.dump({"small": found}, file)
         # What is done is not measured again.
         self.assertLen(benchmark_here(*flags)["rows"], 2)
+
+    @parameterized.parameters("plain", "remat", "accumulate", "tf_gpipe")
+    def test_a_step_on_one_device(self, way):
+        def make(size):
+            return workloads.convolutional(2, 4, size)
+
+        for name, value in {
+            "MODELS": {"small": (make, 8, 4)},
+            "CASES": {
+                "small_batch": ("small", device_step.BATCH),
+                "small_single": ("small", device_step.SINGLE),
+            },
+        }.items():
+            self.enterContext(mock.patch.object(device_step, name, value))
+        sizes = {"batch": 4, "single": 12}
+        if way == "accumulate":
+            del sizes["single"]  # Of which there is one.
+        for what, size in sizes.items():
+            with contextlib.redirect_stdout(io.StringIO()) as stdout:
+                flags = (
+                    f"--case=small_{what}",
+                    f"--only=small_{what}",
+                    f"--way={way}",
+                    f"--size={size}",
+                    "--num_micro_batches=2",
+                )
+                with mock.patch.object(sys, "argv", ["", "one_device", *flags]):
+                    command.main()
+            found = json.loads(stdout.getvalue().splitlines()[-1])
+            self.assertGreater(found["fixed"], 0)
+            self.assertGreater(found["bytes"], 0)
+            self.assertGreater(found["cpu"], 0)
+
+    def test_the_largest_on_one_device(self):
+        needed = {"plain": 1.0, "remat": 0.8, "accumulate": 0.1}
+
+        def planned(args, case, share, start):
+            # Operations need more than the plan tells.
+            return int((share * 256 - 10) / 0.025)
+
+        def measure(args, environment, way, size, share=None, **kwargs):
+            # MiB, of which ten are fixed.
+            used = 10 + size * needed.get(way, 0.03)
+            if used > 400:
+                used = math.nan  # It was ended.
+            return {
+                "bytes": None if math.isnan(used) else used * 2**20,
+                "fixed": 10 * 2**20,
+                "seconds": 1.0,
+                "cpu": 1.0,
+            }
+
+        results = os.path.join(
+            self.enterContext(tempfile.TemporaryDirectory()), "found.json"
+        )
+        # Each would be a process.
+        with (
+            mock.patch.object(one_device.fresh, "measure", measure),
+            mock.patch.object(one_device, "_planned", planned),
+        ):
+            rows = benchmark_here(
+                "one_device",
+                "--case=unet_batch",
+                "--ways=plain,remat,accumulate,tf_gpipe",
+                f"--results={results}",
+            )["rows"]
+        for row in rows:
+            most = (256 - 10) / needed.get(row["way"], 0.03)
+            self.assertBetween(row["largest"], most / 1.3, most)
+        with open(results) as file:
+            self.assertLess(len(json.load(file)), 5 * len(rows))
 
     @pytest.mark.slow
     def test_peers(self):

@@ -11,6 +11,7 @@ from tools.benchmark import baselines  # noqa: E402
 from tools.benchmark import breakdown  # noqa: E402
 from tools.benchmark import checkpoint  # noqa: E402
 from tools.benchmark import memory  # noqa: E402
+from tools.benchmark import one_device  # noqa: E402
 from tools.benchmark import peers  # noqa: E402
 from tools.benchmark import pipeline  # noqa: E402
 from tools.benchmark import plan  # noqa: E402
@@ -39,6 +40,7 @@ def main():
         table3,
         tune,
         plan,
+        one_device,
     ):
         name = module.__name__.rpartition(".")[-1]
         command = commands.add_parser(

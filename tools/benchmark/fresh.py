@@ -9,11 +9,12 @@ from tools import child_process
 from tools import command_line
 
 
-def measure(args, **options):
+def measure(args, environment=None, **options):
     """Runs a command of the benchmark again, with more options.
 
     Args:
         args: What the command was called with.
+        environment: Dictionary of what is added to the process's environment.
         **options: What else it is called with.
 
     Returns:
@@ -30,6 +31,7 @@ def measure(args, **options):
         stdout=subprocess.PIPE,
         text=True,
         check=True,
+        env={**os.environ, **(environment or {})},
         preexec_fn=child_process.end_with_parent,
     ).stdout
     return json.loads(output.splitlines()[-1])
@@ -71,16 +73,40 @@ def each_once(args):
     Returns:
         Dictionary from the cases to what their processes have printed.
     """
-    done = {}
-    if os.path.exists(args.results):
-        with open(args.results) as file:
-            done = json.load(file)
-    for name in args.case:
-        if name in done:
-            continue
+    kept = Kept(args.results)
+    return {
         # TensorFlow's devices are fixed once it has started.
-        done[name] = measure(args, only=name, case=name)
-        os.makedirs(os.path.dirname(args.results) or ".", exist_ok=True)
-        with open(args.results, "w") as file:
-            json.dump(done, file, indent=1)
-    return {name: done[name] for name in args.case}
+        name: kept.once(
+            name, lambda name=name: measure(args, only=name, case=name)
+        )
+        for name in args.case
+    }
+
+
+class Kept:
+    """What has been found, in a file, so that it is not sought again.
+
+    Args:
+        path: Of the file.
+    """
+
+    def __init__(self, path):
+        self._path = path
+
+    def once(self, name, find):
+        """Returns what was found by a name, or what `find` returns now."""
+        found = self._all()
+        if name not in found:
+            new = find()
+            # With what other processes have found meanwhile.
+            found = {**self._all(), name: new}
+            os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
+            with open(self._path, "w") as file:
+                json.dump(found, file, indent=1)
+        return found[name]
+
+    def _all(self):
+        if not os.path.exists(self._path):
+            return {}
+        with open(self._path) as file:
+            return json.load(file)

@@ -28,7 +28,7 @@ def _application(name, **kwargs):
 
 
 def _hub(name, **kwargs):
-    def make():
+    def make(**more):
         # Here, so that the others need no KerasHub.
         from tools.keras_hub import tiny
 
@@ -44,7 +44,7 @@ def _hub(name, **kwargs):
         }
         known = tiny.arguments(tiny.class_of(name))
         given = {k: v for k, v in sizes.items() if k in known}
-        return tiny.tiny(name, **given | kwargs)
+        return tiny.tiny(name, **given | kwargs | more)
 
     return make
 
