@@ -17,6 +17,7 @@ from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.likeness import Itself
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.seeds import global_seed
@@ -212,13 +213,11 @@ class RunningStages:
         )
         if alike is None or not alike.of_keras:
             return None
-        variables = [upstream.tensorflow_variable(v) for v in alike.variables]
-        # As long as this is kept nothing else gets their ids.
-        self._held = alike.named, variables, self._seed
+        variables = map(upstream.tensorflow_variable, alike.variables)
         return (
             self._kind()[1:],
             alike.form,
-            (*map(id, [*variables, *self._seed]),),
+            (*map(Itself, [*variables, *self._seed]),),
             (*map(_spec, keras.tree.flatten(inputs)),),
             threading.get_ident(),
             keras.config.floatx(),
