@@ -1,6 +1,9 @@
 """A Keras model's calls through a pipeline, within gradient tapes."""
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -26,6 +29,24 @@ _Mixin: Any = object
 # Micro-batches of inference, where there could be more than can be traced: its
 # numbers do not depend on how many there are.
 _ROWS_ASKED = 32
+
+# Whether what is called is a part of a step of `evaluate` or `predict`.
+_in_inference_step = contextvars.ContextVar("in_inference_step", default=False)
+
+
+@contextlib.contextmanager
+def inference_step(model: Any) -> Iterator[None]:
+    """The scope of a step whose results nobody differentiates.
+
+    As nobody can while a method of Keras runs that makes arrays of them. What
+    is called in it is traced and run as in training, without a gradient.
+    """
+    running = any(vars(model).get("_running", {}).values())
+    token = _in_inference_step.set(running)
+    try:
+        yield
+    finally:
+        _in_inference_step.reset(token)
 
 
 class PipelinedCalls(_Mixin):
@@ -90,7 +111,15 @@ class PipelinedCalls(_Mixin):
         ):
             return self._run_layers(pipeline, inputs, training)
         if not training:
-            run = self._mini_batch(pipeline, inputs, training)
+            differentiated = (
+                not _in_inference_step.get() or upstream.tapes_record()
+            )
+            run = self._mini_batch(
+                pipeline,
+                inputs,
+                training,
+                Gradients.OF_ALL if differentiated else Gradients.OF_NONE,
+            )
             run.forward(tape=False)
             self._finish(run, run.losses())
             return run.outputs().unpack()

@@ -21,6 +21,7 @@ from tf_gpipe.models import mini_batch_loss
 from tf_gpipe.models import several_steps
 from tf_gpipe.models.callback_order import measuring_first
 from tf_gpipe.models.calls import PipelinedCalls
+from tf_gpipe.models.calls import inference_step
 from tf_gpipe.models.traced_once import traced_once
 from tf_gpipe.models.user_class import CALLS
 from tf_gpipe.models.user_class import overrides
@@ -189,8 +190,13 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         Returns:
             Dictionary from the names of metrics to their values.
         """
-        with following_inputs():
+        with following_inputs(), inference_step(self):
             return super().test_step(data)
+
+    @functools.wraps(keras.Model.predict_step)
+    def predict_step(self, data):
+        with inference_step(self):
+            return super().predict_step(data)
 
     @worker_lost.naming_failures
     @functools.wraps(keras.Model.fit)

@@ -50,8 +50,6 @@ class Likeness(NamedTuple):
 
     form: Hashable
     variables: list[keras.Variable]
-    # What the form names by ids. Once it is gone others may have these.
-    named: list[Any]
     # Whether all of it is of Keras: other code may know what no form tells.
     of_keras: bool
 
@@ -68,9 +66,25 @@ def of(layers: Any) -> Likeness | None:
     walk = _Walk()
     try:
         form = walk.form(layers)
-        return Likeness(form, walk.variables, walk.named, walk.of_keras)
+        return Likeness(form, walk.variables, walk.of_keras)
     except _UnknownKindError:
         return None
+
+
+class Itself:
+    """A hashable stand-in of an object, which is like itself alone.
+
+    It keeps the object, so that no other one gets its id.
+    """
+
+    def __init__(self, x: Any):
+        self._x = x
+
+    def __hash__(self) -> int:
+        return id(self._x)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self._x is other._x
 
 
 class _UnknownKindError(Exception):
@@ -82,7 +96,6 @@ class _Walk:
 
     def __init__(self) -> None:
         self.variables: list[keras.Variable] = []
-        self.named: list[Any] = []
         self.of_keras = True
         # By id: number, and the object, so that no other one gets the id.
         self._seen: dict[int, tuple[int, Any]] = {}
@@ -92,9 +105,8 @@ class _Walk:
             return type(x), repr(x) if isinstance(x, (slice, float)) else x
         is_function = isinstance(x, types.FunctionType) and not x.__closure__
         if isinstance(x, type) or inspect.ismodule(x) or is_function:
-            self.named.append(x)
             self.of_keras &= _is_of_library(x)
-            return "itself", id(x)
+            return Itself(x)
         if id(x) in self._seen:
             return "seen", self._seen[id(x)][0]
         self._seen[id(x)] = len(self._seen), x

@@ -38,7 +38,8 @@ class StagePhases:
     Where these are recomputed together, a phase of its own does so, before the
     backward phase. Where they are several parts, the backward phase recomputes
     each when the gradient has come there. Where the gradients of weights need
-    not be apart, the backward phase computes them.
+    not be apart, the backward phase computes them. Where no gradients follow
+    there is a forward phase alone.
 
     Args:
         function: `StageFunction`.
@@ -47,7 +48,8 @@ class StagePhases:
             `Stage.nodes`: those in a range together.
         jit_compile: Whether XLA compiles the phases.
         instead: Function that returns what runs layers that have phases of
-            their own; see `run_stage`. It is called where there are gradients.
+            their own; see `run_stage`. It is called where there are phases.
+        differentiated: Whether gradients may follow.
     """
 
     def __init__(
@@ -57,20 +59,25 @@ class StagePhases:
         recomputed: Sequence[range],
         jit_compile: bool,
         instead: Callable[[], Instead] = lambda: in_line,
+        differentiated: bool = True,
     ):
         self.function = function
+        self._differentiated = differentiated
         self._instead = instead
         self._splits = splits
         self._recomputed = recomputed
         self._jit_compile = jit_compile
         self._plain = TellingFunction(function, jit_compile)
-        self._differentiated = tf.function(self._differentiate, autograph=False)
+        self._traced = tf.function(self._trace, autograph=False)
         # Both by the graph of a trace.
         self._traces: dict[Any, Trace] = {}
         self._by_graph: dict[Any, Phases] = {}
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
         """Runs the stage, for no backward pass of the pipeline."""
+        if not self._differentiated:
+            return self.start(inputs, carried, remat=False).result
+        # A tape may record it.
         with self.function.on_device():
             return self._plain(inputs, carried)
 
@@ -104,7 +111,7 @@ class StagePhases:
 
     def traced(self, inputs: Activations, carried: list) -> Phases:
         """Returns the phases, cut from a trace for such arguments."""
-        concrete = self._differentiated.get_concrete_function(inputs, carried)
+        concrete = self._traced.get_concrete_function(inputs, carried)
         graph = concrete.graph
         if graph not in self._by_graph:
             self._by_graph[graph] = Phases(
@@ -117,26 +124,33 @@ class StagePhases:
             )
         return self._by_graph[graph]
 
-    def _differentiate(self, inputs: Activations, carried: list) -> None:
+    def _trace(self, inputs: Activations, carried: list) -> None:
         # Not in the scope of the stage, where variables are tensors.
         instead = self._instead()
         # The trace is kept: the function will be called where tapes do record.
         with self.function.on_device(), upstream.tapes_restarted():
-            result, gradient = self.function.differentiable(
-                inputs, carried, instead=instead
-            )
             graph = tf.compat.v1.get_default_graph()
+            arriving: list = []
+            by_input: list = []
+            by_variable: list = []
+            if self._differentiated:
+                result, gradient = self.function.differentiable(
+                    inputs, carried, instead=instead
+                )
+            else:
+                result = self.function(inputs, carried, instead)
             num_forward = len(graph.get_operations())
-            # Of what arrives later: they are fed to parts of the trace.
-            arriving = [
-                tf.compat.v1.placeholder(x.dtype, x.shape)
-                if x.dtype.is_floating
-                else None
-                for x in result.targets
-            ]
-            # By which an error in it is found.
-            with tf.name_scope(f"{self.function.stage.scope}/backward"):
-                by_input, by_variable = gradient(arriving)
+            if self._differentiated:
+                # Of what arrives later: they are fed to parts of the trace.
+                arriving = [
+                    tf.compat.v1.placeholder(x.dtype, x.shape)
+                    if x.dtype.is_floating
+                    else None
+                    for x in result.targets
+                ]
+                # By which an error in it is found.
+                with tf.name_scope(f"{self.function.stage.scope}/backward"):
+                    by_input, by_variable = gradient(arriving)
             self._traces[graph] = Trace(
                 len(tensors(inputs)),
                 num_forward,

@@ -45,6 +45,7 @@ class SharedLayers:
         seeds: Variables that any layer may draw from.
         training: `None` for Keras's default.
         splits: Whether the gradients of weights are apart.
+        differentiated: Whether gradients follow.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class SharedLayers:
         seeds: list[keras.Variable],
         training: bool | None,
         splits: bool,
+        differentiated: bool,
     ):
         kinds: dict[Hashable, list] = collections.defaultdict(list)
         for block in blocks:
@@ -63,7 +65,9 @@ class SharedLayers:
         for kind in kinds.values():
             if len(kind) > 1:
                 block, alike = kind[0]
-                shared = _Shared(block, alike, seeds, training, splits)
+                shared = _Shared(
+                    block, alike, seeds, training, splits, differentiated
+                )
                 self._block.update(
                     (node, (shared, x, alike.variables))
                     for x, alike in kind
@@ -103,8 +107,10 @@ class _Shared:
         seeds: list[keras.Variable],
         training: bool | None,
         splits: bool,
+        differentiated: bool,
     ):
         self._block = block
+        self._differentiated = differentiated
         self._form = alike.form
         self._variables = alike.variables
         stage = Stage(0, [""], block, [])
@@ -114,7 +120,11 @@ class _Shared:
             stage, [*seeds, *states], training, (), ()
         )
         self._phases = StagePhases(
-            self._function, splits, recomputed=(), jit_compile=False
+            self._function,
+            splits,
+            recomputed=(),
+            jit_compile=False,
+            differentiated=differentiated,
         )
         known = {id(v) for v in [*seeds, *self._variables]}
         self._weights = stage.trainable(self._variables)
@@ -191,6 +201,8 @@ class _Shared:
         result, stored = phases.forward(
             weights, tensors((inputs, carried)), True
         )
+        if not self._differentiated:
+            return result
         parts = inputs.parts()
         floats = [i for i, x in enumerate(parts) if x.dtype.is_floating]
         trained = [v for v, _ in phases.trace.by_variable]

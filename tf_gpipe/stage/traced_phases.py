@@ -26,13 +26,15 @@ from tf_gpipe.stage.traced_function import TracedFunction
 
 
 class Trace(NamedTuple):
-    """A stage and its gradient, as tensors of one graph."""
+    """A stage, and its gradient if any follows, as tensors of one graph."""
 
     num_inputs: int  # how many tensors the stage takes, without what it carries
     num_forward: int  # how many of the graph's operations are forward
     ends: list[int]  # how many, before the layers and after each of their calls
     result: Result
-    upstream: list  # a placeholder, or None, for each of `result.targets`
+    # A placeholder, or None, for each of `result.targets`. Without a gradient
+    # this and the next ones are empty.
+    upstream: list
     by_input: list  # a gradient or None for each flat input
     by_variable: list  # pairs of a variable and its gradient
 
@@ -162,12 +164,12 @@ class Phases:
         """Returns whether a call has one result, of what it is given alone.
 
         And of weights that it reads, with the ids of `handles`, by which it
-        has dense gradients.
+        has dense gradients, if any.
         """
         read = {id(x) for x, _ in self._reads}
         gradients = [x for _, x in self.trace.by_variable]
         return (
-            len(self.upstream) == 1
+            len(self.upstream) == min(len(self.trace.upstream), 1)
             and {*map(id, self.traced.captured())} <= read <= set(handles)
             and not self.traced.effects()
             and not self.traced.draws(self.traced.operations)

@@ -17,6 +17,7 @@ from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.likeness import Itself
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.seeds import global_seed
@@ -36,14 +37,16 @@ class Gradients(enum.Enum):
     """Which gradients a mini-batch is run for.
 
     `OF_ALL`: by inputs and weights. `OF_STEP`: by weights alone, as a training
-    step needs them. `OF_LAYER`: by both, for a gradient tape around the call
-    of a model. That tape may ask more than once, and it must not see weights:
-    stages get them as tensors, at the price of a copy in each recomputation,
-    instead of reading them where they are.
+    step needs them. `OF_NONE`: none, in a step of `evaluate` or `predict`.
+    `OF_LAYER`: by both, for a gradient tape around the call of a model. That
+    tape may ask more than once, and it must not see weights: stages get them
+    as tensors, at the price of a copy in each recomputation, instead of
+    reading them where they are.
     """
 
     OF_ALL = enum.auto()
     OF_STEP = enum.auto()
+    OF_NONE = enum.auto()
     OF_LAYER = enum.auto()
 
 
@@ -92,7 +95,7 @@ class RunningStages:
 
     @functools.cached_property
     def _instead(self) -> Instead:
-        """What runs layers in place of their calls, where gradients follow."""
+        """What runs layers in place of their calls, where there are phases."""
         if (
             self._how is not StageMode.FUNCTIONS
             or self._gradients is Gradients.OF_LAYER
@@ -110,6 +113,7 @@ class RunningStages:
             self._seed,
             self._training,
             pipeline.schedule.splits,
+            self._differentiated,
         ).run
 
     def _would_keep(self, block: Graph) -> bool:
@@ -126,7 +130,7 @@ class RunningStages:
         nodes = {
             node
             for stage in self._pipeline.stages
-            for part in self._pipeline.recomputed(stage.index)
+            for part in self._parts(stage.index)
             for node in stage.nodes[part.start : part.stop]
         }
         return {value for node in nodes for value in node.made}, nodes
@@ -139,10 +143,18 @@ class RunningStages:
         found = []
         for stage in self._pipeline.stages:
             bounds = {0, len(stage.nodes)}
-            for part in self._pipeline.recomputed(stage.index):
+            for part in self._parts(stage.index):
                 bounds |= {part.start, part.stop}
             found += [b - a for a, b in itertools.pairwise(sorted(bounds))]
         return found
+
+    def _parts(self, k: int) -> tuple[range, ...]:
+        """Returns the calls of a stage that are recomputed, those together."""
+        return self._pipeline.recomputed(k) if self._differentiated else ()
+
+    @property
+    def _differentiated(self) -> bool:
+        return self._gradients is not Gradients.OF_NONE
 
     @property
     def inline(self) -> bool:
@@ -212,13 +224,11 @@ class RunningStages:
         )
         if alike is None or not alike.of_keras:
             return None
-        variables = [upstream.tensorflow_variable(v) for v in alike.variables]
-        # As long as this is kept nothing else gets their ids.
-        self._held = alike.named, variables, self._seed
+        variables = map(upstream.tensorflow_variable, alike.variables)
         return (
             self._kind()[1:],
             alike.form,
-            (*map(id, [*variables, *self._seed]),),
+            (*map(Itself, [*variables, *self._seed]),),
             (*map(_spec, keras.tree.flatten(inputs)),),
             threading.get_ident(),
             keras.config.floatx(),
@@ -247,9 +257,10 @@ class RunningStages:
                 else StagePhases(
                     function,
                     self._pipeline.schedule.splits,
-                    self._pipeline.recomputed(k),
+                    self._parts(k),
                     jit_compile=self._how is StageMode.XLA_FUNCTIONS,
                     instead=lambda: self._instead,
+                    differentiated=self._differentiated,
                 )
             )
         return self._stages[k]

@@ -100,6 +100,91 @@ class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
                 found = self.traces(run)
                 (self.assertEqual if i else self.assertGreater)(found, 0)
 
+    def test_equal_layers_in_inference(self):
+        """Those that are alike are traced once, and give plain numbers."""
+        x = np.random.default_rng(0).normal(size=(16, 8, 4)).astype("float32")
+        y = x[..., :3]
+
+        def layers():
+            keras.utils.set_random_seed(1)
+            inputs = outputs = L.Input((8, 4))
+            for _ in range(9):
+                h = L.MultiHeadAttention(2, 2)(outputs, outputs)
+                h = L.BatchNormalization()(L.Dense(4, "relu")(h))
+                outputs = L.Add()([outputs, L.Dropout(0.5)(h)])
+            return inputs, L.Dense(3)(outputs)
+
+        model = tf_gpipe.PipelinedModel(
+            *layers(),
+            balance=[15, 15, 16],
+            num_micro_batches=4,
+            devices=["CPU:0", "CPU:1", "CPU:2"],
+        )
+        plain = keras.Model(*layers())
+        for each in (model, plain):
+            self.compile(each)
+        found = []
+
+        def evaluate():
+            found.append(model.evaluate(x, y, batch_size=8, verbose=0))
+
+        # Of ten, most of which are in equal blocks.
+        self.assertBetween(self.traces(evaluate), 2, 5)
+        self.assertEqual(
+            self.traces(
+                lambda: found.append(model.predict(x, batch_size=8, verbose=0))
+            ),
+            0,
+        )
+        self.assertAllClose(
+            found[0], plain.evaluate(x, y, batch_size=8, verbose=0)
+        )
+        self.assertAllClose(
+            found[1], plain.predict(x, verbose=0), rtol=1e-4, atol=1e-5
+        )
+        # Weights that have changed since are read anew.
+        for each in (model, plain):
+            each.set_weights([0.5 * w for w in each.get_weights()])
+        for rows in (16, 11):
+            self.assertAllClose(
+                model.evaluate(x[:rows], y[:rows], batch_size=8, verbose=0),
+                plain.evaluate(x[:rows], y[:rows], batch_size=8, verbose=0),
+            )
+
+    def test_gradients_in_inference(self):
+        """Those that a step of the user's takes, or a tape around one."""
+        x, y = _data()
+
+        def in_step(self, data):
+            x, _ = data
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(self(x, training=False) ** 2)
+            return {"norm": tf.norm(tape.gradient(loss, x))}
+
+        found = []
+        for cls in (tf_gpipe.PipelinedSequential, keras.Sequential):
+
+            class Model(cls):
+                test_step = in_step
+
+            keras.utils.set_random_seed(1)
+            pipelined = {"num_stages": 2, "devices": ["CPU:0", "CPU:1"]}
+            model = Model(
+                _layers(), **(pipelined if cls is not keras.Sequential else {})
+            )
+            self.compile(model)
+            results = [model.evaluate(x, y, verbose=0)]
+            model.predict(x, verbose=0)
+            step = tf.function(lambda x, model=model: model.predict_step((x,)))
+            step(tf.constant(x))
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(step(tf.constant(x)) ** 2)
+            results += tape.gradient(loss, model.trainable_variables)
+            found.append(results)
+        for a, b in zip(*found, strict=True):
+            self.assertAllClose(a, b, rtol=1e-4, atol=1e-5)
+
     @parameterized.named_parameters(
         ("rate", lambda m: setattr(m.layers[2], "rate", 0.0)),
         ("frozen", lambda m: setattr(m.layers[0], "trainable", False)),
