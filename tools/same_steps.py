@@ -25,7 +25,8 @@ def step_of(model, parts=1):
             loss = model.compute_loss(x, y, made, training=True)
         return loss, tape.gradient(loss, model.trainable_variables)
 
-    @tf.function
+    # As in Keras's `fit`, where conditions in Python are not rewritten.
+    @tf.function(autograph=False)
     def step(x, y):
         if isinstance(model, tf_gpipe.models.pipelined.Pipelined):
             loss, gradients, _ = model.loss_and_gradients(x, y)

@@ -233,6 +233,23 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual([row["K"] for row in first], list(num_stages))
         self.assertAllClose(rows[-1]["ideal"], ideal)
 
+    @pytest.mark.slow
+    def test_generate(self):
+        pytest.importorskip("keras_hub")
+        flags = {
+            "num_stages": "1,2",
+            "num_layers": 2,
+            "hidden_dim": 16,
+            "length": 4,
+            "num_repeats": 1,
+        }
+        rows = benchmark_here(
+            "generate", *(f"--{k}={v}" for k, v in flags.items())
+        )["rows"]
+        names = [row["task"] for row in rows]
+        self.assertEqual(names, ["plain", "K=1", "K=2", "loaded again"])
+        self.assertTrue(all(row["same tokens"] for row in rows))
+
     def test_plan(self):
         def make():
             return keras.Sequential(workloads.convolutional(2, 4, 8))

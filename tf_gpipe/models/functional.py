@@ -286,8 +286,9 @@ class PipelinedModel(Pipelined, upstream.Functional):
             config.pop("dtype", None)
             return cls(**config)
         # So that weights get their first values where their stage is.
-        with abstract.NoValues() as scope:
-            arguments = upstream.functional_arguments(config, custom_objects)
+        arguments, scope = abstract.made(
+            lambda x: upstream.functional_arguments(x, custom_objects), config
+        )
         model = cls(**arguments)
         scope.assign()
         return model

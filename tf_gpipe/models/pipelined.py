@@ -257,12 +257,21 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         for k, part in enumerate(graph.parts(counts)):
             stages.append(Stage(k, devices[k], part, stages))
             _check_stage(stages[k])
+        # The functions of a SavedModel use the variables that it was loaded
+        # with, wherever others are made of them.
+        loaded = {
+            id(v)
+            for layer in self._flatten_layers()
+            if isinstance(layer, keras.layers.TFSMLayer)
+            for v in layer.variables
+        }
         # All or none: what `rebalance` refuses leaves the model as it is.
         places = [
             (variable, stage.devices, id(variable) in weights)
             for stage in stages
             for weights in [stage.made_trainable()]
             for variable in (*stage.owned, *stage.waiting())
+            if id(variable) not in loaded
         ]
         with self._strategy_scope():
             for place in places:

@@ -126,11 +126,12 @@ class Saving(_Mixin):
 
         And the scope in which it was made.
         """
-        with abstract.NoValues() as scope:
-            model = keras.saving.deserialize_keras_object(
-                config, custom_objects=custom_objects
-            )
-        return model, scope
+        return abstract.made(
+            lambda x: keras.saving.deserialize_keras_object(
+                x, custom_objects=custom_objects
+            ),
+            config,
+        )
 
 
 def not_a_config(config: Any) -> ValueError:

@@ -4,12 +4,16 @@ That is how a model is counted that is too large for the machine, and how one
 is built whose weights get their values where their stage is.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from tf_gpipe import upstream
 from tf_gpipe.stage import seeds
+
+# What Keras says of a variable that is made of a value, not an initializer.
+_REFUSAL = "create a variable while in a stateless scope"
 
 
 class NoValues(keras.StatelessScope):
@@ -23,6 +27,18 @@ class NoValues(keras.StatelessScope):
         # Layers may draw from it as they are built, and it outlives them.
         seeds.global_seed()
         return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        if _has_a_value(error):
+            error.add_note(
+                "A pipeline builds its layers without values, which their "
+                "weights get where their stage is, and a layer has made a "
+                "`keras.Variable` of a value as it was built. Make it by "
+                "`self.add_weight(initializer=...)`, or in `__init__`; or "
+                "build the layers first: "
+                "`PipelinedModel.from_model(keras.Sequential(layers), ...)`."
+            )
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         self._updates.append(update)
@@ -45,3 +61,28 @@ class NoValues(keras.StatelessScope):
                 rest.append(variable)
         upstream.forget_waiting(rest)
         self.assign()
+
+
+def made(make: Callable, config: dict[str, Any]) -> tuple[Any, NoValues]:
+    """Returns what a function makes of a config, and the scope of it.
+
+    Without values for variables, but where a layer makes some of values that
+    it has, as one that loads a SavedModel: then all get theirs at once.
+    """
+
+    def copied() -> dict[str, Any]:
+        # Keras takes apart what it is given.
+        return keras.tree.map_structure(lambda x: x, config)
+
+    try:
+        with NoValues() as scope:
+            return make(copied()), scope
+    except (TypeError, ValueError) as e:
+        if not _has_a_value(e):
+            raise
+    return make(copied()), NoValues()
+
+
+def _has_a_value(error: BaseException | None) -> bool:
+    """Returns whether an error is that of a variable made of a value."""
+    return _REFUSAL in str(error)

@@ -28,7 +28,7 @@ def chain(layers: Iterable[keras.Layer], inputs: Any) -> Graph:
     """
     first = Value(inputs)
     nodes, returned = _in_a_row(layers, first)
-    return Graph(nodes, [first], returned)
+    return Graph(nodes, [first], keras.tree.map_structure(_value, returned))
 
 
 def functional(model: keras.Model) -> Graph:
@@ -44,7 +44,7 @@ def functional(model: keras.Model) -> Graph:
     # A list of one output is that output, as Keras has it.
     returned = upstream.unpack_singleton(
         keras.tree.map_structure(
-            lambda x: values[id(x)], upstream.outputs_of(graph)
+            lambda x: _value(values[id(x)]), upstream.outputs_of(graph)
         )
     )
     used = {x for node in nodes for x in node.inputs}
@@ -178,7 +178,7 @@ def _of_call(layer: Any, args: tuple, kwargs: dict) -> tuple | None:
 
 def _opened(
     model: Any, given: list, masks: list, training: bool | None
-) -> tuple[list[Node], list[Value]] | None:
+) -> tuple[list[Node], list[Value | Taken]] | None:
     """Returns the calls of layers in a model that is called, and the outputs.
 
     Args:
@@ -206,7 +206,11 @@ def _opened(
     }
     nodes = _read(model, values, training)
     made = [values[id(x)] for x in graph.outputs]
-    made = [x.unchanged if isinstance(x, Taken) else x for x in made]
-    if not nodes or None in made:
+    if not nodes or None in map(_value, made):
         return None
     return nodes, made
+
+
+def _value(x: Value | Taken) -> Value | None:
+    """Returns the `Value` that something is, but for what its spec hides."""
+    return x.unchanged if isinstance(x, Taken) else x

@@ -16,6 +16,8 @@ from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 
+_NOT_DENSE = (tf.IndexedSlices, tf.RaggedTensor, tf.SparseTensor)
+
 
 class Stage:
     """Consecutive calls of layers that one device of each replica runs.
@@ -263,6 +265,26 @@ def run_stage(
             name_layer(e, node.layer, where, *node.arguments(values)[0])
             raise
         after(node)
+    _check_dense(stage, values)
+
+
+def _check_dense(stage: Stage, values: dict[Value, Any]) -> None:
+    """Refuses to hand on what is no dense tensor."""
+    for node in stage.nodes:
+        for value in node.made:
+            if value not in stage.outputs:
+                continue
+            for x in keras.tree.flatten(values[value]):
+                if not isinstance(x, _NOT_DENSE):
+                    continue
+                raise TypeError(
+                    f"Stage {stage.index} on {stage.device} would hand on what "
+                    "is no dense tensor. Received from layer "
+                    f"'{node.layer.name}' (of type "
+                    f"{type(node.layer).__name__}): a {type(x).__name__}. Make "
+                    "it dense; or keep the layers that take it in the same "
+                    "stage, with `balance` a list of layer counts."
+                )
 
 
 def adder(layer: keras.Layer, loss: tf.Tensor) -> keras.Layer:

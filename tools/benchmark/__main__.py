@@ -10,6 +10,7 @@ from tf_gpipe import progress  # noqa: E402
 from tools.benchmark import baselines  # noqa: E402
 from tools.benchmark import breakdown  # noqa: E402
 from tools.benchmark import checkpoint  # noqa: E402
+from tools.benchmark import generate  # noqa: E402
 from tools.benchmark import memory  # noqa: E402
 from tools.benchmark import one_device  # noqa: E402
 from tools.benchmark import peers  # noqa: E402
@@ -35,6 +36,7 @@ def main():
         baselines,
         breakdown,
         checkpoint,
+        generate,
         memory,
         table2,
         table3,

@@ -95,13 +95,9 @@ def micro_batches(model):
     return 2
 
 
-def compile_for_numbers(model, y):
+def compile_for_numbers(model):
     """Mean squared errors of all outputs, and plain descent."""
-    keras.Model.compile(
-        model,
-        keras.optimizers.SGD(1e-3),
-        keras.tree.map_structure(lambda _: "mse", y),
-    )
+    keras.Model.compile(model, keras.optimizers.SGD(1e-3), "mse")
     model.optimizer.build(model.trainable_variables)
 
 
@@ -110,7 +106,10 @@ def numbers(found, backbone, task):
 
     Returns the pipeline of two stages, the plain model and its data.
     """
-    plain, x, y, expected = trained(backbone, task, "float32")
+    try:
+        plain, x, y, expected = trained(backbone, task, "float32")
+    except Exception as e:
+        raise RuntimeError(f"plain Keras fails: {told(e)[-300:]}") from e
     rows = found["micro_batches"] = micro_batches(plain)
     try:
         doubles = trained(backbone, task, "float64")
@@ -130,10 +129,13 @@ def numbers(found, backbone, task):
         else:
             x_k, y_k, expected_k = x, y, expected
         model = make(backbone, task, dtype)
+        # As the plain one was: some keep what their first call makes, which
+        # must be no graph.
+        model(x_k, training=False)
         # Some are one large layer between a few small ones.
         stages = min(k, len(opening.functional(model).nodes))
         model, told_of = pipelined(model, stages, num_micro_batches=rows)
-        compile_for_numbers(model, y_k)
+        compile_for_numbers(model)
         place = found[f"K={k}"] = {
             "calls": sum(len(x.nodes) for x in model.stages),
             "parameters": [x.count_params() for x in model.stages],
@@ -158,7 +160,7 @@ def trained(backbone, task, dtype):
     y = data.targets(
         keras.tree.map_structure(np.asarray, plain(x, training=False))
     )
-    compile_for_numbers(plain, y)
+    compile_for_numbers(plain)
     return plain, x, y, same_steps.train(plain, x, y, STEPS)
 
 
@@ -169,7 +171,7 @@ def rounding(backbone, task, dtype, x, y, expected):
     from one whose weights are each the next larger or smaller number.
     """
     model = make(backbone, task, dtype)
-    compile_for_numbers(model, y)
+    compile_for_numbers(model)
     tf.config.run_functions_eagerly(True)
     try:
         eager = same_steps.train(model, x, y, STEPS)
@@ -181,7 +183,7 @@ def rounding(backbone, task, dtype, x, y, expected):
         value = np.asarray(variable)
         towards = rng.choice([-np.inf, np.inf], value.shape)
         variable.assign(np.nextafter(value, towards.astype(value.dtype)))
-    compile_for_numbers(model, y)
+    compile_for_numbers(model)
     changed = same_steps.train(model, x, y, STEPS)
     return max(same_steps.difference(expected, x) for x in (eager, changed))
 
@@ -199,14 +201,14 @@ def as_written(backbone, task, dtype, x, y, num_stages, num_micro_batches):
     tf.config.optimizer.set_experimental_options(no_rewriting)
     try:
         model = make(backbone, task, dtype)
-        compile_for_numbers(model, y)
+        compile_for_numbers(model)
         expected = same_steps.train(model, x, y, STEPS, num_micro_batches)
         model, _ = pipelined(
             make(backbone, task, dtype),
             num_stages,
             num_micro_batches=num_micro_batches,
         )
-        compile_for_numbers(model, y)
+        compile_for_numbers(model)
         return same_steps.difference(
             expected, same_steps.train(model, x, y, STEPS)
         )
@@ -323,7 +325,7 @@ def _frozen(model):
 def _lora(model, plain, x, y):
     for each in dict.fromkeys((plain, model)):
         getattr(each, "backbone", each).enable_lora(rank=2)
-        compile_for_numbers(each, y)
+        compile_for_numbers(each)
     frozen = [np.asarray(v) for v in _frozen(model)]
     for a, b in zip(model.variables, plain.variables, strict=True):
         b.assign(a.value)

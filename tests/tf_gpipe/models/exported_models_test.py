@@ -15,6 +15,7 @@ from keras import layers as L
 
 import tf_gpipe
 from tests.devices import KIND
+from tests.tf_gpipe import comparison
 
 DEVICES = [f"{KIND}:{i}" for i in range(3)]
 # Each reads a file and answers, in a process of its own.
@@ -154,6 +155,42 @@ class ExportTest(parameterized.TestCase, tf.test.TestCase):
         model.export(path, verbose=False)
         layer = L.TFSMLayer(path, call_endpoint="serve")
         self.assertAllClose(layer(x), model.predict(x, verbose=0), atol=1e-5)
+
+    @parameterized.parameters(1, 4)
+    def test_as_a_layer_of_a_pipeline(self, num_micro_batches):
+        path = tempfile.mkdtemp(dir=self.get_temp_dir())
+        inner = keras.Sequential([keras.Input((4,)), L.Dense(4, "tanh")])
+        inner.export(path, verbose=False)
+
+        def make():
+            x = keras.Input((4,))
+            # On another device than the one that it is loaded on.
+            y = L.TFSMLayer(path, call_endpoint="serve")(L.Dense(4)(x))
+            return keras.Model(x, L.Dense(2)(y))
+
+        x, y = numbers(8, 4), numbers(8, 2)
+        plain = comparison.train(make, [(x, y)], loss="mse")
+        piped = comparison.train(
+            make,
+            [(x, y)],
+            loss="mse",
+            num_stages=2,
+            num_micro_batches=num_micro_batches,
+            balance=[1, 2],
+            devices=DEVICES[:2],
+        )
+        comparison.assert_same(self, plain, piped)
+        before = inner.layers[0].kernel
+        self.assertNotAllClose(piped[0].layers[2].variables[0], before)
+        file = f"{path}/model.keras"
+        piped[0].save(file)
+        loaded = keras.models.load_model(file, safe_mode=False)
+        self.assertIsInstance(loaded, tf_gpipe.PipelinedModel)
+        for a, b in zip(piped[0].variables, loaded.variables, strict=True):
+            self.assertAllClose(a, b)
+        self.assertAllClose(
+            *(m.predict(x, verbose=0) for m in (plain[0], loaded))
+        )
 
     def test_endpoints(self):
         model, x = trained(images)

@@ -269,6 +269,32 @@ def part_that_is_not_used():
     return keras.Model(x, L.Dense(2)(inner(x)["h"]))
 
 
+def handed_on_as_told():
+    """The nested model makes of its input what the spec of that tells."""
+
+    class Wide(L.Layer):
+        def call(self, x):
+            return tf.cast(x, "float64")
+
+        def compute_output_spec(self, x):
+            return keras.KerasTensor(x.shape, "float32")
+
+    class ByType(L.Layer):
+        def __init__(self):
+            super().__init__(autocast=False)
+
+        def call(self, x):
+            return tf.cast(x, "float32") * (
+                2.0 if x.dtype == "float64" else 3.0
+            )
+
+    a = keras.Input((4,))
+    inner = keras.Model(a, [a, L.Dense(4)(a)])
+    x = keras.Input((4,))
+    y, z = inner(Wide()(L.Dense(4)(x)))
+    return keras.Model(x, L.Dense(2)(ByType()(y) + z))
+
+
 MODELS = {
     functional: 3,
     sequential: 3,
@@ -296,6 +322,7 @@ MODELS = {
     tied: 4,
     of_tensors_in_between: 6,
     part_that_is_not_used: 3,
+    handed_on_as_told: 6,
 }
 
 

@@ -147,6 +147,41 @@ class ToComplex(L.Layer):
         return keras.KerasTensor(x.shape, "complex64")
 
 
+class Sparsely(L.Layer):
+    """Returns what is no dense tensor, as its spec does not tell."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def call(self, x):
+        return self.kind(x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+@keras.saving.register_keras_serializable(package="unusual_layers_test")
+class Valued(L.Layer):
+    """Makes a variable of a value, not of an initializer."""
+
+    def __init__(self, early, **kwargs):
+        super().__init__(**kwargs)
+        self.early = early
+        if early:
+            self.scale = keras.Variable(numbers(4))
+
+    def build(self, shape):
+        if not self.early:
+            self.scale = keras.Variable(numbers(4))
+
+    def call(self, x):
+        return x * self.scale
+
+    def get_config(self):
+        return {**super().get_config(), "early": self.early}
+
+
 class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
     def assert_trains_alike(self, make, *data, loss="mse", rtol=1e-4, **kwargs):
         def compared(**arguments):
@@ -787,6 +822,46 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             tf_gpipe.PipelinedSequential(
                 [keras.Input(batch_shape=shape), *layers], **TWO
             )
+
+    @parameterized.parameters(True, False)
+    def test_variable_of_a_value(self, early):
+        layers = [keras.Input((4,)), L.Dense(4), Valued(early), L.Dense(2)]
+        built = keras.Sequential(layers)
+        model = tf_gpipe.PipelinedModel.from_model(built, **TWO)
+        model.compile("sgd", "mse")
+        x = numbers(8, 4)
+        model.train_on_batch(x, numbers(8, 2))
+        path = self.get_temp_dir() + "/model.keras"
+        model.save(path)
+        loaded = keras.models.load_model(path)
+        self.assertIsInstance(loaded, tf_gpipe.PipelinedModel)
+        self.assertAllClose(loaded.predict(x), model.predict(x))
+
+    def test_variable_of_a_value_made_by_build(self):
+        layers = [keras.Input((4,)), L.Dense(4), Valued(False), L.Dense(2)]
+        with self.assertRaisesRegex(ValueError, "stateless scope") as found:
+            tf_gpipe.PipelinedSequential(layers, **TWO)
+        self.assertIn("add_weight", "".join(found.exception.__notes__))
+
+    @parameterized.parameters(
+        (tf.sparse.from_dense, "'sparsely'.*a SparseTensor"),
+        (tf.RaggedTensor.from_tensor, "'sparsely'.*a RaggedTensor"),
+        (
+            lambda x: tf.IndexedSlices(x, tf.range(tf.shape(x)[0])),
+            "'sparsely'.*a IndexedSlices",
+        ),
+    )
+    def test_refuses_to_hand_on(self, kind, message):
+        layer = Sparsely(kind)
+        layer.name = "sparsely"
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((4,)), L.Dense(4), layer, L.Dense(2)],
+            balance=[2, 1],
+            **TWO,
+        )
+        model.compile("sgd", "mse")
+        with self.assertRaisesRegex(TypeError, message):
+            model.train_on_batch(numbers(8, 4), numbers(8, 2))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,128 @@
+"""`generate`: what a token costs through stages, and on one device."""
+
+import statistics
+import tempfile
+import time
+
+import keras
+import numpy as np
+
+import tf_gpipe
+from tf_gpipe.commands import devices
+from tf_gpipe.commands import workers
+from tools import command_line
+from tools.benchmark import timing
+from tools.benchmark.report import Report
+
+_VOCABULARY = 1000
+
+
+def add_arguments(parser):
+    parser.add_argument(
+        "--num_stages", type=command_line.positives, default="2,4"
+    )
+    parser.add_argument(
+        "--on",
+        choices=("here", "workers"),
+        default="here",
+        help="devices of this process, or a worker process a stage",
+    )
+    parser.add_argument("--batch_size", type=command_line.positive, default=4)
+    parser.add_argument("--num_layers", type=command_line.positive, default=8)
+    parser.add_argument("--hidden_dim", type=command_line.positive, default=256)
+    parser.add_argument(
+        "--length", type=command_line.positive, default=64, help="of a text"
+    )
+    parser.add_argument("--num_repeats", type=command_line.positive, default=5)
+
+
+def main(args):
+    """`generate` of a GPT-2 of KerasHub: plain, a pipeline, and loaded again.
+
+    Loaded again is the preset that the pipeline of most stages has saved, as a
+    plain task on one device.
+    """
+    if args.on == "workers":
+        with workers.connected(max(args.num_stages)) as found:
+            rows = _measured(args, [worker.device for worker in found])
+    else:
+        devices.ensure(max(args.num_stages))
+        rows = _measured(
+            args, [f"CPU:{i}" for i in range(max(args.num_stages))]
+        )
+    return Report(
+        f"generate on {args.on}: GPT-2 of {args.num_layers} layers, width "
+        f"{args.hidden_dim}; {args.batch_size} texts of {args.length} tokens",
+        rows,
+        {"rows": rows},
+        "ms a token",
+    )
+
+
+def _measured(args, places):
+    """Returns what a report has as rows, of pipelines on these devices."""
+    rng = np.random.default_rng(0)
+    shape = args.batch_size, args.length
+    prompt = {
+        "token_ids": rng.integers(1, _VOCABULARY, shape),
+        "padding_mask": np.broadcast_to(np.arange(args.length) < 1, shape),
+    }
+    tasks = {"plain": _task(args)}
+    for k in args.num_stages:
+        tasks[f"K={k}"] = tf_gpipe.PipelinedModel.from_model(
+            _task(args), num_stages=k, devices=places[:k]
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        tasks[f"K={max(args.num_stages)}"].save_to_preset(folder)
+        tasks["loaded again"] = type(tasks["plain"]).from_preset(folder)
+    first = {}
+    for name, task in tasks.items():
+        task.compile(sampler="greedy")
+        first[name] = _measured_once(task, prompt)
+    found = timing.interleaved(
+        {
+            name: lambda task=task: _measured_once(task, prompt)
+            for name, task in tasks.items()
+        },
+        args.num_repeats,
+    )
+    rows = []
+    for name, (seconds, _, said) in first.items():
+        wall, cpu, _ = zip(*found[name], strict=True)
+        plain = list(zip(*found["plain"], strict=True))
+        rows.append(
+            {
+                "task": name,
+                "ms a token": 1000 * statistics.median(wall) / args.length,
+                "of plain": timing.median_ratio(wall, plain[0]),
+                "CPU of plain": timing.median_ratio(cpu, plain[1]),
+                "first call s": seconds,
+                "same tokens": np.array_equal(said, first["plain"][-1]),
+            }
+        )
+    return rows
+
+
+def _task(args):
+    """Returns a new task, with the same weights every time."""
+    # Here, so that the other benchmarks need no KerasHub.
+    from keras_hub import models
+
+    keras.utils.set_random_seed(0)
+    backbone = models.GPT2Backbone(
+        vocabulary_size=_VOCABULARY,
+        num_layers=args.num_layers,
+        num_heads=4,
+        hidden_dim=args.hidden_dim,
+        intermediate_dim=4 * args.hidden_dim,
+        max_sequence_length=args.length,
+        dropout=0.0,
+    )
+    return models.GPT2CausalLM(backbone, preprocessor=None)
+
+
+def _measured_once(task, prompt):
+    """Returns the seconds, and CPU seconds here, of a call, and the tokens."""
+    start, start_cpu = time.perf_counter(), time.process_time()
+    said = task.generate(prompt, stop_token_ids=None)["token_ids"]
+    return time.perf_counter() - start, time.process_time() - start_cpu, said
