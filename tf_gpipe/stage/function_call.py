@@ -58,7 +58,12 @@ class FunctionCall:
         self._stateful: dict[Any, bool] = {}
 
     def __call__(self, *args: Any) -> Any:
-        concrete = self._function.get_concrete_function(*args)
+        # Without device functions around it, such as that of `evaluate`, by
+        # which TensorFlow would put what is traced where the inputs of the
+        # first call are. Of calls elsewhere it would send tensors between
+        # devices then, and take those of one call for those of another.
+        with tf.device(None):
+            concrete = self._function.get_concrete_function(*args)
         graph = tf.compat.v1.get_default_graph()
         concrete.add_to_graph(graph)
         inputs = tensors(args) + concrete.captured_inputs

@@ -111,7 +111,9 @@ class StagePhases:
 
     def traced(self, inputs: Activations, carried: list) -> Phases:
         """Returns the phases, cut from a trace for such arguments."""
-        concrete = self._traced.get_concrete_function(inputs, carried)
+        # As `FunctionCall`, of which its parts become functions.
+        with tf.device(None):
+            concrete = self._traced.get_concrete_function(inputs, carried)
         graph = concrete.graph
         if graph not in self._by_graph:
             self._by_graph[graph] = Phases(
