@@ -18,6 +18,17 @@ def trained(drawing: Drawing, pipelined: bool) -> dict[str, dict[str, Any]]:
     """Returns all that training, evaluation and prediction make."""
     data, batch_size = drawing.data()
     model = drawing.compiled(pipelined)
+
+    def evaluate() -> dict[str, Any]:
+        return model.evaluate(
+            *data[:2],
+            sample_weight=data[2],
+            batch_size=batch_size,
+            verbose=0,
+            return_dict=True,
+        )
+
+    before = evaluate() if "evaluated_first" in drawing.has() else {}
     history = model.fit(
         *data[:2],
         sample_weight=data[2],
@@ -26,13 +37,7 @@ def trained(drawing: Drawing, pipelined: bool) -> dict[str, dict[str, Any]]:
         shuffle=False,
         verbose=0,
     )
-    evaluated = model.evaluate(
-        *data[:2],
-        sample_weight=data[2],
-        batch_size=batch_size,
-        verbose=0,
-        return_dict=True,
-    )
+    evaluated = evaluate()
     if "odd_outputs" in drawing.has():
         # Keras does not join scalars of several batches.
         predicted = model.predict_on_batch(data[0])
@@ -43,6 +48,7 @@ def trained(drawing: Drawing, pipelined: bool) -> dict[str, dict[str, Any]]:
         if isinstance(layer, Track):
             variables += [layer.calls, layer.mean]
     return {
+        "evaluate before": before,
         "fit": history.history,
         "evaluate": evaluated,
         "predict": dict(enumerate(keras.tree.flatten(predicted))),

@@ -55,6 +55,8 @@ class Kinds:
     memory_limit: bool = True
     # Several steps in one graph.
     several_steps: bool = True
+    # Evaluation before training, of which traces may serve later ones.
+    evaluated_first: bool = True
 
     @classmethod
     def none(cls) -> "Kinds":
