@@ -193,8 +193,16 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         with following_inputs(), inference_step(self):
             return super().test_step(data)
 
-    @functools.wraps(keras.Model.predict_step)
     def predict_step(self, data):
+        """Predicts a mini-batch; `predict` traces it. Override it at will.
+
+        Args:
+            data: A mini-batch: `x`, `(x, y)` or `(x, y, sample_weight)`, of
+                which `x` alone is used.
+
+        Returns:
+            What the model makes of `x`.
+        """
         with inference_step(self):
             return super().predict_step(data)
 
