@@ -4,6 +4,8 @@ import inspect
 import math
 import numbers
 
+# How the names of numbers end that may be left open, beside `None`s by default.
+_MAY_BE_OPEN = ("length", "clip")
 # Counts of which there may be none.
 _MAY_BE_ZERO = ("num_stem_reductions",)
 
@@ -16,7 +18,8 @@ def check(function, arguments):
     the default is, other numbers are finite, and neither is negative unless the
     default is. What has `None` by default is a number or `None`, or no number
     at all, such as a list. Parameters without defaults are counts, above 0.
-    `None` may stand for a length, and for what is neither a count nor a number.
+    `None` may stand for a length or a limit, and for what is neither a count
+    nor a number.
 
     Args:
         function: Function or class, with hyper-parameters as its parameters.
@@ -47,9 +50,9 @@ def _expected(name, value, default):
     if default is inspect.Parameter.empty:
         default = 1
     if value is None:
-        # A length may be left open.
         number = isinstance(default, numbers.Real)
-        if isinstance(default, bool) or name.endswith("length") or not number:
+        number = number and not isinstance(default, bool)
+        if not number or name.endswith(_MAY_BE_OPEN):
             return "a positive integer" if name.startswith("num_") else None
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "True or False"

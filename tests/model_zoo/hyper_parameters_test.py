@@ -6,6 +6,7 @@ from absl.testing import parameterized
 
 import model_zoo
 from model_zoo import hyper_parameters
+from model_zoo.transformer_nmt import transformer_nmt
 
 
 class HyperParametersTest(parameterized.TestCase):
@@ -24,6 +25,7 @@ class HyperParametersTest(parameterized.TestCase):
         ("transformer_lm", {"dropout": -0.5}),
         ("transformer_lm", {"dropout": None}),
         ("unet", {"depth": None}),
+        ("transformer_nmt", {"dropout": None}),
         ("transformer_lm", {"length": -1}),
         ("transformer_nmt", {"num_layers": -2}),
         ("transformer_nmt", {"tie_weights": 1}),
@@ -52,6 +54,7 @@ class HyperParametersTest(parameterized.TestCase):
         (keras.optimizers.Adam, {"beta_1": "a"}, True),
         (keras.optimizers.Adam, {"beta_1": -0.5}, True),
         (keras.optimizers.Adam, {"beta_1": None}, True),
+        (transformer_nmt, {"logit_clip": None}, False),
         (keras.optimizers.Adam, {"weight_decay": "a"}, True),
         (keras.optimizers.Adam, {"weight_decay": None}, False),
         (keras.optimizers.Adam, {"amsgrad": 1}, True),
