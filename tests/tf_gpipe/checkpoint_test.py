@@ -254,8 +254,9 @@ class ResumptionTest(TestCase):
             random.seed()
             return {"x": Batches(), "shuffle": True}
 
+        # In the last step, when a thread has drawn them all.
         with self.assertRaises(Died):
-            self.fit(make(), order, Dying(4))
+            self.fit(make(), order, Dying(STEPS))
         first = Batches.drawn[-STEPS:]
         self.fit(make(), order, epochs=1)
         self.assertEqual(Batches.drawn[-STEPS:], first)
