@@ -7,6 +7,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 # Of TensorFlow: 0 and 1 are those that show what we leave out.
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -33,6 +34,22 @@ def import_tensorflow() -> None:
         tf.config.list_physical_devices()
     # A command makes several models, which TensorFlow warns to be slow.
     tf.get_logger().setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def left_out(*names: str) -> Iterator[None]:
+    """A scope in which modules are as if they were not installed.
+
+    Those that have been imported before stay.
+    """
+    missing = [x for x in names if x not in sys.modules]
+    modules: dict[str, Any] = sys.modules
+    modules.update(dict.fromkeys(missing))
+    try:
+        yield
+    finally:
+        for name in missing:
+            del modules[name]
 
 
 @contextlib.contextmanager

@@ -66,10 +66,9 @@ def serve(
     fail_fast.fail_fast()
     # Stages reach a worker as graphs. Where Keras and JAX are installed,
     # TensorFlow imports them, which takes as long as all the rest.
-    for name in ("keras", "jax"):
-        sys.modules[name] = None  # type: ignore[assignment]
-    start.import_tensorflow()
-    import tensorflow as tf
+    with start.left_out("keras", "jax"):
+        start.import_tensorflow()
+        import tensorflow as tf
 
     if listening.AVAILABLE:
         # With those sockets, until they are closed.

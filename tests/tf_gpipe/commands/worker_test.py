@@ -1,7 +1,9 @@
 """A worker refuses what it cannot serve, in one line."""
 
 import contextlib
+import importlib
 import io
+import json
 import subprocess
 import sys
 import tempfile
@@ -9,6 +11,7 @@ import tempfile
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tf_gpipe.commands import start
 from tf_gpipe.commands import worker as command
 
 
@@ -37,6 +40,16 @@ class WorkerTest(parameterized.TestCase):
         )
         self.assertEqual(result.returncode, 2)
         self.assertIn("from 0 to 65535", result.stderr)
+
+    def test_modules_that_are_left_out(self):
+        """In a scope alone: the process may go on as something else."""
+        sys.modules.pop("this", None)
+        with start.left_out("this", "json"):
+            with self.assertRaises(ImportError):
+                importlib.import_module("this")
+            self.assertIs(importlib.import_module("json"), json)
+        self.assertNotIn("this", sys.modules)
+        self.assertIn("json", sys.modules)
 
     def test_imports_no_keras(self):
         """Which, with what it imports, would take as long as all the rest."""
