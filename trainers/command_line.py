@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -13,6 +12,7 @@ from absl import flags
 from absl import logging
 
 from tf_gpipe.commands import supervise
+from tf_gpipe.commands.parser import near
 from trainers.interruption import Stopped
 
 # absl's functions by the type of a flag's value.
@@ -198,8 +198,10 @@ def _near(message):
     It tells itself which flag was meant.
     """
     found = re.search(r"=(\S+): value should be one of <(.*)>", message)
-    near = found and difflib.get_close_matches(found[1], found[2].split("|"), 1)
-    return f" Did you mean {near[0]}?" if near else ""
+    if not found:
+        return ""
+    # What absl says ends in no full stop.
+    return near([found[1]], found[2].split("|")).removeprefix(".")
 
 
 def _expected(flag):

@@ -39,6 +39,10 @@ class Parser(argparse.ArgumentParser):
             formatter_class=Formatter,
         )
 
+    def flag(self, name: str) -> argparse.Action:
+        """Returns a flag that the parser has, to change its help."""
+        return next(x for x in self._actions if x.dest == name)
+
     def error(self, message: str) -> NoReturn:
         choice = _CHOICE.fullmatch(message)
         unknown = _UNKNOWN.fullmatch(message)

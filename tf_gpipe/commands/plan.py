@@ -22,9 +22,8 @@ _LIMIT = 2**24
 
 def make_parser() -> argparse.ArgumentParser:
     parser = flags.make_parser("plan", __doc__, batch_size=64)
-    for action in parser._actions:
-        if action.dest == "num_micro_batches":
-            action.help = "micro-batches M; 4 a device if not given"
+    micro_batches = parser.flag("num_micro_batches")
+    micro_batches.help = f"{micro_batches.help}; 4 a device if not given"
     parser.add_argument(
         "--balance",
         type=_balance,

@@ -28,11 +28,9 @@ def make_parser():
         schedule=None,
         remat=None,
     )
-    for action in parser._actions:
-        if action.dest in _CHOSEN:
-            action.help = f"{action.help}; chosen if not given"
-        if action.dest == "num_devices":
-            action.help = "devices that are not here"
+    for flag in map(parser.flag, _CHOSEN):
+        flag.help = f"{flag.help}; chosen if not given"
+    parser.flag("num_devices").help = "devices that are not here"
     flags.add_costs(parser, "; measured if not given and the devices are here")
     parser.add_argument(
         "--budget_seconds",

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
 import tensorflow as tf
 
 from tf_gpipe import checks
@@ -211,6 +210,9 @@ def _ask_as_tensorflow(host: str, port: int, seconds: float) -> str | None:
     Returns:
         As `heartbeat.ask` does.
     """
+    # Here, so that only programs with workers load it.
+    import grpc
+
     options = {"grpc.enable_http_proxy": 0, "grpc.use_local_subchannel_pool": 1}
     with grpc.insecure_channel(f"{host}:{port}", [*options.items()]) as channel:
         try:

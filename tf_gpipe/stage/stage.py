@@ -270,20 +270,18 @@ def run_stage(
 
 def _check_dense(stage: Stage, values: dict[Value, Any]) -> None:
     """Refuses to hand on what is no dense tensor."""
-    for node in stage.nodes:
-        for value in node.made:
-            if value not in stage.outputs:
-                continue
-            for x in keras.tree.flatten(values[value]):
-                if not isinstance(x, _NOT_DENSE):
-                    continue
+    made_by = {value: node.layer for node in stage.nodes for value in node.made}
+    for value in [x for x in stage.outputs if x in made_by]:
+        for x in keras.tree.flatten(values[value]):
+            if isinstance(x, _NOT_DENSE):
+                layer = made_by[value]
                 raise TypeError(
                     f"Stage {stage.index} on {stage.device} would hand on what "
                     "is no dense tensor. Received from layer "
-                    f"'{node.layer.name}' (of type "
-                    f"{type(node.layer).__name__}): a {type(x).__name__}. Make "
-                    "it dense; or keep the layers that take it in the same "
-                    "stage, with `balance` a list of layer counts."
+                    f"'{layer.name}' (of type {type(layer).__name__}): a "
+                    f"{type(x).__name__}. Make it dense; or keep the layers "
+                    "that take it in the same stage, with `balance` a list of "
+                    "layer counts."
                 )
 
 

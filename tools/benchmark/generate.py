@@ -47,9 +47,7 @@ def main(args):
             rows = _measured(args, [worker.device for worker in found])
     else:
         devices.ensure(max(args.num_stages))
-        rows = _measured(
-            args, [f"CPU:{i}" for i in range(max(args.num_stages))]
-        )
+        rows = _measured(args, devices.first(max(args.num_stages)))
     return Report(
         f"generate on {args.on}: GPT-2 of {args.num_layers} layers, width "
         f"{args.hidden_dim}; {args.batch_size} texts of {args.length} tokens",
