@@ -127,4 +127,5 @@ class BaselinesTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(row["fraction"], row["speedup"] / row["bound"])
             # Of one repeat, medians are the figures themselves.
             self.assertAllClose(row["speedup"], row["samples_per_second"] / one)
-            self.assertGreater(row["cores_used"], 0)
+            # Zero where all takes less than the clock can tell.
+            self.assertGreaterEqual(row["cores_used"], 0)

@@ -1,4 +1,4 @@
-"""Time stamps in a graph, taken on the device that runs a task."""
+"""Time stamps in a graph, taken when a device has run a task."""
 
 from collections.abc import Sequence
 
@@ -19,11 +19,33 @@ class Clock:
 
     def __init__(self) -> None:
         self._now = FunctionCall(tf.timestamp)
+        self._marker = FunctionCall(_marker)
+        self._now_after = FunctionCall(lambda zero: tf.timestamp() + zero)
 
-    def stamp(self, after: Sequence[tf.Tensor | tf.Operation]) -> tf.Tensor:
-        """Returns the time in seconds when all of `after` are there.
+    def stamp(
+        self, after: Sequence[tf.Tensor | tf.Operation], device: str
+    ) -> tf.Tensor:
+        """Returns the time in seconds when all of `after` are computed.
 
-        It runs on the device of the scope around it, by that host's clock.
+        It is by the clock of the host of `device`, in whose scope the caller
+        is.
+
+        TensorFlow takes an operation of a GPU for done once its kernels are
+        queued. So the time is taken after a copy to the host of a scalar that
+        the GPU makes after these kernels:
+
+            GPU     kernels of `after` -> marker
+                                            | copy
+            host                            '-> timestamp
         """
         with tf.control_dependencies(list(after)):
-            return self._now()
+            if tf.DeviceSpec.from_string(device).device_type != "GPU":
+                return self._now()
+            marker = self._marker()
+        with tf.device("CPU:0"):
+            return self._now_after(marker)
+
+
+def _marker() -> tf.Tensor:
+    """Returns a zero that TensorFlow does not know while it makes a graph."""
+    return tf.raw_ops.Empty(shape=[], dtype=tf.float64, init=True)

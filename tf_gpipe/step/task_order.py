@@ -56,7 +56,7 @@ class TaskOrder:
                 return
             after = tensors(results)
             if self._clock is not None:
-                after = [self._clock.stamp(after)]
+                after = [self._clock.stamp(after, device)]
                 self._times[task] += after
             with tf.control_dependencies(after):
                 self._done[device] = tf.no_op(name="done")
@@ -65,7 +65,7 @@ class TaskOrder:
             if self._clock is not None:
                 if task not in self._times:
                     after = [*before, *tensors(needs)]
-                    self._times[task] = [self._clock.stamp(after)]
+                    self._times[task] = [self._clock.stamp(after, device)]
                 before = self._times[task][:1]
             with tf.control_dependencies(before):
                 try:
