@@ -60,6 +60,34 @@ class GpuTest(tf.test.TestCase, parameterized.TestCase):
         # The first stage keeps the most micro-batches.
         self.assertLess(peaks["always"][0], peaks["never"][0])
 
+    def test_timeline_waits_for_kernels(self):
+        # So many that the fastest GPU takes longer than to queue them.
+        num_products, size, most_flops = 40, 8192, 5e15
+
+        def products(x):
+            for _ in range(num_products):
+                x = tf.linalg.matmul(x, x)
+            # So that none of them is kept.
+            return tf.stop_gradient(x)
+
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((size,)), keras.layers.Lambda(products)],
+            num_stages=1,
+            num_micro_batches=1,
+            remat="never",
+        )
+        model.compile("sgd", "mse")
+        timeline = tf_gpipe.callbacks.Timeline()
+        x = tf.zeros((size, size))
+        model.fit(
+            x, x, size, epochs=2, shuffle=False, verbose=0, callbacks=[timeline]
+        )
+        (forward,) = (x for x in timeline.spans if x.task.kind == "F")
+        self.assertGreater(
+            forward.end - forward.start,
+            num_products * 2 * size**3 / most_flops,
+        )
+
 
 if __name__ == "__main__":
     tf.test.main()

@@ -5,7 +5,8 @@ contiguous   the best cut of a sequence of costs, by dynamic programming
 layer_costs  what calls of layers do and keep, found by tracing them
 stage_costs  the same for stages
 tensor_memory what tensors of a graph take, and which share it
-flops        floating-point operations of a graph
+flops        floating-point operations of a graph (cudnn: of recurrent layers
+             on GPUs, and what these keep)
 recomputed   what a stage keeps and computes, whichever layers it recomputes
 auto_remat   those that it recomputes to fit, and the cut for that
 memory_limit what a device may take (sizes: bytes, as people write them)

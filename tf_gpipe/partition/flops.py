@@ -106,6 +106,11 @@ def _count(op: tf.Operation) -> int:
         return _einsum(op)
     if kind.startswith(("Conv2D", "Conv3D", "DepthwiseConv2d")):
         return _convolution(op)
+    if kind.startswith("CudnnRNN"):
+        # Each position goes through all weights, and back by them and by it.
+        positions = math.prod(_shape(op.inputs[0])[:-1])
+        passes = 2 if "Backprop" in kind else 1
+        return 2 * passes * positions * _size(op.inputs[3])
     if kind.startswith("FusedBatchNormGrad"):
         return 11 * _size(op.outputs[0])
     if kind.startswith("FusedBatchNorm"):

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tf_gpipe import progress
 from tf_gpipe import upstream
+from tf_gpipe.partition import cudnn
 from tf_gpipe.partition import flops
 from tf_gpipe.partition.tensor_memory import holder
 from tf_gpipe.partition.tensor_memory import kept_bytes
@@ -245,6 +246,7 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             .get_concrete_function(contents, values)
             .graph
         )
+        cudnn.tell_shapes(graph)
         early = _needed_by(keras.tree.flatten(outputs))
         late = _needed_by(graph.outputs) - early
         # What the backward pass takes from the forward pass, by name.

@@ -81,6 +81,7 @@ def jit_compile(cpu):
 def virtual_devices(cpu):
     """A tensor goes from one device to another and is used there."""
     first, second = devices.start(cpu, count=2)
+    tf.config.experimental.enable_tensor_float_32_execution(False)
     a = _random((256, 256))
     with tf.device(first):
         product = tf.linalg.matmul(a, a)

@@ -1,6 +1,9 @@
 """The Timeline callback against TensorFlow's profiler.
 
-The profiler sees kernels (of a CPU: operations), whose names tell the stage.
+The profiler sees kernels (of a CPU: operations). On a CPU their names tell the
+stage, but for stages that are alike, which share their operations. On a GPU
+each device has streams of its own, and the names of tasks are among those of
+what a stream does.
 """
 
 import pathlib
@@ -20,7 +23,9 @@ _NUM_STAGES = 2
 _NUM_STEPS = 4
 # Of the time of a stage's kernels within its tasks.
 _COVERED = 0.9
+# What tells a stage in the names of a CPU's operations, and of a GPU's tasks.
 _STAGE = re.compile(r"\bstage_(\d+)/")
+_TASK = re.compile(r"/[FBRW](\d+)\.\d+/")
 
 
 def task_times(cpu):
@@ -110,15 +115,23 @@ def _read(path, cpu):
         if ("/host:CPU" if cpu else "/device:GPU") not in plane.name:
             continue
         for line in plane.lines:
-            for event in line.events:
+            texts = [_text(plane, event) for event in line.events]
+            found = [(_STAGE if cpu else _TASK).search(x) for x in texts]
+            stages = [int(x[1]) if x else None for x in found]
+            named = {stage for stage in stages if stage is not None}
+            for event, text, stage in zip(
+                line.events, texts, stages, strict=True
+            ):
                 begin = (start + line.timestamp_ns) / 1e9
                 begin += event.offset_ps / 1e12
                 times = begin, begin + event.duration_ps / 1e12
-                text = _text(plane, event)
+                if not cpu and len(named) == 1:
+                    # All of a stream is of one device.
+                    (stage,) = named
                 if "memcpy" in text.lower():
                     copies.append(times)
-                elif found := _STAGE.search(text):
-                    kernels.setdefault(int(found[1]), []).append(times)
+                elif stage is not None:
+                    kernels.setdefault(stage, []).append(times)
     return kernels, copies
 
 

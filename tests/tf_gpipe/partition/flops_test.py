@@ -4,6 +4,9 @@ A multiplication and an addition are two operations, an elementwise operation
 is one for each element.
 """
 
+import importlib
+from unittest import mock
+
 import keras
 import tensorflow as tf
 from absl.testing import parameterized
@@ -12,6 +15,8 @@ from tf_gpipe.partition import layer_costs
 from tf_gpipe.stage.opening import chain
 
 LAYERS = keras.layers
+# By whose `_is_gpu_available` Keras chooses between loops and cuDNN.
+RNN = importlib.import_module("keras.src.backend.tensorflow.rnn")
 
 
 def build(make, shape):
@@ -383,6 +388,27 @@ class TraceTest(parameterized.TestCase, tf.test.TestCase):
 
         graph = trace(lambda: NoConfig(tf.constant(2.0)), (2, 10))
         self.assertEqual(graph.forward_flops, 20)
+
+    @parameterized.product(
+        make=(
+            lambda: LAYERS.LSTM(32),
+            lambda: LAYERS.GRU(32, return_sequences=True),
+            lambda: LAYERS.Bidirectional(LAYERS.LSTM(32)),
+        )
+    )
+    def test_recurrent_layers_on_a_gpu(self, make):
+        shape = 4, 10, 16
+        loop = trace(make, shape)
+        with mock.patch.object(RNN, "_is_gpu_available", lambda: True):
+            cudnn = trace(make, shape)
+        # cuDNN's kernel is one operation.
+        self.assertLess(cudnn.forward.operations, loop.forward.operations / 2)
+        for name in ("forward_flops", "backward_flops"):
+            self.assertAllClose(
+                getattr(cudnn, name), getattr(loop, name), rtol=0.2
+            )
+        # What it keeps is an estimate.
+        self.assertBetween(cudnn.stored_bytes / loop.stored_bytes, 0.5, 2)
 
 
 if __name__ == "__main__":
