@@ -102,6 +102,7 @@ class GpuCheckTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(whys["crashes"], "the process ended with status -6")
         self.assertEqual(whys["hangs"], "not done within 10 seconds")
         self.assertEqual(lines["hangs"]["value"]["printed"], ["still there"])
+        self.assertIn("in hangs", lines["hangs"]["value"]["where"][0])
         self.assertIn("MemoryError", whys["takes_all_memory"])
         self.assertEqual(whys["skips"], "needs a GPU")
         self.assertEqual(lines["holds"]["value"], {"number": 3, "cpu": True})

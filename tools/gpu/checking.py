@@ -4,6 +4,7 @@ A check that crashes, hangs or takes all memory leaves the others alone.
 """
 
 import dataclasses
+import faulthandler
 import functools
 import importlib
 import json
@@ -20,6 +21,9 @@ from tools import child_process
 
 # The last lines of what a process has printed that a result tells.
 _NUM_LINES = 5
+# The file that a process writes when most of its time is up: what it is doing.
+_WHERE = "where.txt"
+_MOST_OF = 0.9
 
 
 class Failed(Exception):
@@ -98,6 +102,7 @@ def run(check, cpu):
                     if late
                     else f"the process ended with status {process.exitcode}",
                     "printed": printed.splitlines()[-_NUM_LINES:],
+                    "where": _lines_of_main_thread(result.with_name(_WHERE)),
                 },
             )
     return {
@@ -127,6 +132,8 @@ def _work(check, cpu, result, log):
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
+    where = open(pathlib.Path(result).with_name(_WHERE), "w")
+    faulthandler.dump_traceback_later(_MOST_OF * check.seconds, file=where)
     module, _, name = check.function.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
@@ -145,6 +152,13 @@ def _work(check, cpu, result, log):
     part.write_text(json.dumps(found))
     # All of it or nothing.
     part.rename(result)
+
+
+def _lines_of_main_thread(path):
+    """Returns the calls of the main thread, innermost first, of a dump."""
+    # The dump ends with the main thread, which ends with what started it.
+    dump = path.read_text() if path.exists() else ""
+    return dump.rpartition("(most recent call first):")[2].splitlines()[1:]
 
 
 def _end(process):

@@ -6,6 +6,7 @@ with attention of eight whole heads, and separate embedding and logits.
 """
 
 import dataclasses
+import time
 
 import keras
 import numpy as np
@@ -115,7 +116,9 @@ def _train(job, num_layers, names):
         dtype="int32",
     )
     try:
+        start = time.monotonic()
         loss = float(model.train_on_batch(tokens, tokens))
+        value["first_step_seconds"] = time.monotonic() - start
         seconds = timing.step_seconds(model, tokens, tokens, _NUM_STEPS)
     except tf.errors.ResourceExhaustedError as e:
         raise Failed(e.message.splitlines()[0], **value) from e
