@@ -13,23 +13,27 @@ from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
 
 _REPEATS = 5
-_SIDE = 512
 _PRODUCTS = 8
-_FLOATS = 2**22
 _OPERATIONS = 100
+# The sizes of matrices and of vectors. The first one is taken that keeps a
+# device busy for longer than it takes to start the operations.
+_SIDES = 512, 1024, 2048, 4096, 8192
+_FLOATS = 2**22, 2**24, 2**26
+_BUSY_SECONDS = 1e-3
 
 
 def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
     """Returns the devices of these names, measured in about a second each.
 
-    Arithmetic is measured by products of small matrices, memory by sums of
-    long vectors, both beside a function that does nothing; devices that share
-    cores or memory are slower where all work at once, which is measured, too.
+    Arithmetic is measured by products of matrices, memory by sums of vectors,
+    both beside a function that does nothing; devices that share cores or memory
+    are slower where all work at once, which is measured, too.
     """
-    speeds = [_speed(name) for name in names]
-    first = functools.partial(_products, names)
-    together = _seconds(first) if len(names) > 1 else 0.0
-    alone = max(_seconds(lambda x=name: _products([x])) for name in names)
+    speeds, sides = zip(*(_speed(name) for name in names), strict=True)
+    # At which the fastest device is busy.
+    side = max(sides)
+    together = _seconds(_products(names, side)) if len(names) > 1 else 0.0
+    alone = max(_seconds(_products([name], side)) for name in names)
     sharing = max(1.0, together / alone) if together else 1.0
     bandwidth, latency = None, 0.0
     if len(names) > 1:
@@ -50,29 +54,24 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
     )
 
 
-def _alike(speeds: list[Speed]) -> list[Speed]:
+def _alike(speeds: Sequence[Speed]) -> list[Speed]:
     """Takes devices for equally fast that differ by less than a quarter."""
     fastest = max(speeds, key=lambda x: x.flops)
     if all(x.flops > 0.8 * fastest.flops for x in speeds):
         middle = sorted(speeds, key=lambda x: x.flops)[len(speeds) // 2]
         return [middle] * len(speeds)
-    return speeds
+    return list(speeds)
 
 
-def _speed(name: str) -> Speed:
+def _speed(name: str) -> tuple[Speed, int]:
+    """Returns a device's speed, and of which matrices products keep it busy."""
     with tf.device(name):
-        vector = tf.zeros((_FLOATS,))
         one = tf.zeros((1,))
 
     @tf.function(autograph=False)
     def nothing():
         with tf.device(name):
             return tf.identity(one)
-
-    @tf.function(autograph=False)
-    def added():
-        with tf.device(name):
-            return tf.reduce_sum(tf.sqrt(vector) + vector)
 
     @tf.function(autograph=False)
     def small():
@@ -83,24 +82,53 @@ def _speed(name: str) -> Speed:
             return x
 
     start = _seconds(nothing)
-    product = max(_seconds(lambda: _products([name])) - start, 1e-6)
-    # Two vectors are read, and one written, and again for the sum.
-    moved = max(_seconds(added) - start, 1e-6)
+    side, product = _busy(functools.partial(_products, [name]), _SIDES, start)
+    floats, moved = _busy(functools.partial(_sums, name), _FLOATS, start)
     each = max(_seconds(small) - start, 0.0) / _OPERATIONS
-    return dataclasses.replace(
+    speed = dataclasses.replace(
         Speed(),
-        flops=_PRODUCTS * 2 * _SIDE**3 / product,
-        memory=6 * 4 * _FLOATS / moved,
+        flops=_PRODUCTS * 2 * side**3 / product,
+        # Two vectors are read, and one written, and again for the sum.
+        memory=6 * 4 * floats / moved,
         operation=each,
     )
+    return speed, side
 
 
-@functools.cache
-def _function(names: tuple[str, ...]) -> Callable:
+def _busy(
+    make: Callable[[int], Callable], sizes: Sequence[int], start: float
+) -> tuple[int, float]:
+    """Returns the first size that keeps a device busy, and the seconds.
+
+    Args:
+        make: Function that returns what to run, of a size.
+        sizes: List of integers.
+        start: Float, seconds that it takes to run anything, which are left out.
+    """
+    for size in sizes:
+        seconds = max(_seconds(make(size)) - start, 1e-6)
+        if seconds >= _BUSY_SECONDS:
+            break
+    return size, seconds
+
+
+def _sums(name: str, floats: int) -> Callable:
+    with tf.device(name):
+        vector = tf.zeros((floats,))
+
+    @tf.function(autograph=False)
+    def added():
+        with tf.device(name):
+            return tf.reduce_sum(tf.sqrt(vector) + vector)
+
+    return added
+
+
+def _products(names: Sequence[str], side: int) -> Callable:
     matrices = {}
     for name in names:
         with tf.device(name):
-            matrices[name] = tf.zeros((_SIDE, _SIDE))
+            matrices[name] = tf.zeros((side, side))
 
     @tf.function(autograph=False)
     def products():
@@ -116,14 +144,10 @@ def _function(names: tuple[str, ...]) -> Callable:
     return products
 
 
-def _products(names: Sequence[str]) -> list[tf.Tensor]:
-    return _function(tuple(names))()
-
-
-def _connection(first: str, second: str) -> tuple[float | None, float]:
+def _connection(first: str, second: str) -> tuple[float, float]:
     """Returns bytes a second, and seconds that a transfer takes besides."""
 
-    def there_and_back(size: int) -> float:
+    def there_and_back(size: int) -> Callable:
         with tf.device(first):
             x = tf.zeros((size,))
 
@@ -137,11 +161,12 @@ def _connection(first: str, second: str) -> tuple[float | None, float]:
                         y = tf.sqrt(y)
             return y[:1]
 
-        return _seconds(run) / 8
+        return run
 
-    small, large = there_and_back(1), there_and_back(_FLOATS // 4)
-    rest = large - small
-    return (_FLOATS / rest if rest > 0 else None), small
+    latency = _seconds(there_and_back(1))
+    sizes = [x // 4 for x in _FLOATS]
+    floats, seconds = _busy(there_and_back, sizes, latency)
+    return 8 * 4 * floats / seconds, latency / 8
 
 
 def _seconds(run: Callable) -> float:
