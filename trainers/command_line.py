@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import re
+import signal
 import sys
 
 from absl import app
@@ -163,6 +164,9 @@ def run(main, takes_arguments=False, **defaults):
             print(stopped)
             # As a shell tells of a command that a signal has ended.
             sys.exit(128 + stopped.number)
+        except KeyboardInterrupt:
+            print("Stopped at once.", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
 
     app.run(guarded_main, flags_parser=_parse)
 

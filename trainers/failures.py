@@ -12,8 +12,11 @@ import tensorflow as tf
 
 from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import Store
+from tf_gpipe.checkpoints.writer import NotWrittenError
 from trainers.command_line import Unavailable
 from trainers.command_line import UserError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def checkpoints(workdir):
@@ -23,8 +26,9 @@ def checkpoints(workdir):
 
 def newest(workdir):
     """Returns the newest checkpoint, or why there is none, for messages."""
-    found = workdir and Store(checkpoints(workdir)).newest()
-    return found or "none: there is no --workdir, or no epoch is done"
+    if not workdir:
+        return "none: there is no --workdir"
+    return Store(checkpoints(workdir)).newest() or "none: it was too early"
 
 
 @contextlib.contextmanager
@@ -36,11 +40,22 @@ def told_in_one_line(workdir):
     """
     try:
         yield
+    except NotWrittenError as error:
+        raise UserError(error.strerror) from error
     except tf.errors.UnavailableError as error:
         raise Unavailable(
             f"{error.message} The newest checkpoint is {newest(workdir)}."
         ) from error
-    except tf.errors.ResourceExhaustedError as error:
+    except (
+        tf.errors.OutOfRangeError,
+        tf.errors.ResourceExhaustedError,
+    ) as error:
+        # TensorFlow's name for a full disk, too.
+        place = _on_full_disk(error.message)
+        if place:
+            raise UserError(_not_written(place, workdir)) from error
+        if isinstance(error, tf.errors.OutOfRangeError):
+            raise
         raise UserError(
             "A device is out of memory. More micro-batches "
             "(--num_micro_batches), --remat=always, more stages "
@@ -62,13 +77,24 @@ def told_in_one_line(workdir):
     except CheckpointError as error:
         raise UserError(error) from error
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        full = error.errno in _FULL
         if not full and not _is_within(error.filename, workdir):
             raise
-        raise UserError(
-            f"Cannot write to {workdir}: {error}. The newest "
-            f"checkpoint is {newest(workdir)}."
-        ) from error
+        raise UserError(_not_written(error, workdir)) from error
+
+
+def _not_written(error, workdir):
+    return (
+        f"Cannot write to {workdir or 'a file'}: {error}. The newest "
+        f"checkpoint is {newest(workdir)}."
+    )
+
+
+def _on_full_disk(message):
+    """Returns the file that TensorFlow could not write, and why, or `None`."""
+    why = "|".join(re.escape(os.strerror(x)) for x in _FULL)
+    found = re.search(rf"\S+; ({why})", message)
+    return found and found[0]
 
 
 def _is_within(path, workdir):

@@ -1,31 +1,23 @@
 """The working directory of a run: one trainer at a time, and what it is about.
 
-    .lock      who trains here; locked as long as that process lives
-    run.json   the flags that the model and the data follow from
-
-The lock is the kernel's (flock). It ends with the process that has it, however
-that ends, so what the file says of a dead process, or of one whose number
-another process has got, keeps nobody out.
+.lock      who trains here; locked as long as that process lives
+run.json   the flags that the model and the data follow from
 """
 
-import errno
-import fcntl
 import json
-import os
 import pathlib
-import socket
 import weakref
 
+from tf_gpipe.checkpoints.lock import Lock
+from tf_gpipe.checkpoints.lock import LockedError
 from trainers.command_line import UserError
 
-_LOCK = ".lock"
 _RUN = "run.json"
 _FILES = (
-    *(_LOCK, _RUN, "flags.txt", "losses.csv", "model.json"),
+    *(".lock", _RUN, "flags.txt", "losses.csv", "model.json"),
     *("vocabulary.model", "scores.json", "scores.png"),
 )
 _DIRECTORIES = ("checkpoints", "logs")
-_LOCKED = (errno.EACCES, errno.EAGAIN)
 # Of this process, by their directories: a process may train there again.
 _locks = weakref.WeakValueDictionary()
 
@@ -76,12 +68,17 @@ class Workdir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            key = str(self.path.resolve())
+            lock = _locks.get(key)
+            if lock is None or not lock.holds():
+                lock = _locks[key] = Lock(self.path)
+        except LockedError as error:
+            raise UserError(error) from error
         except OSError as error:
-            raise UserError(f"Cannot write to --workdir: {error}") from error
-        key = str(self.path.resolve())
-        lock = _locks.get(key)
-        if lock is None or not lock.holds(self.path / _LOCK):
-            lock = _locks[key] = _Lock(self.path / _LOCK)
+            raise UserError(
+                f"Cannot write to --workdir, and lock it: {error}. Received: "
+                f"--workdir={self.path}"
+            ) from error
         self._lock = lock
 
     def unlock(self):
@@ -134,49 +131,6 @@ class Workdir:
                 f"{self.path / name} must be {expected} that a trainer writes. "
                 "Choose another --workdir, or move it away."
             )
-
-
-class _Lock:
-    """An exclusive lock of a file, with a line of who has it."""
-
-    def __init__(self, path):
-        try:
-            self._file = path.open("a+", errors="replace")
-        except OSError as error:
-            raise UserError(f"Cannot write to --workdir: {error}") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.seek(0)
-            who = self._file.read().strip() or "another process"
-            self._file.close()
-            if error.errno in _LOCKED:
-                raise UserError(
-                    f"{who} trains in {path.parent} already. Wait for it, end "
-                    "it, or choose another --workdir."
-                ) from error
-            raise UserError(
-                f"Cannot lock {path}: {error}. Choose a --workdir on a file "
-                "system that has locks."
-            ) from error
-        self._file.truncate(0)
-        self._file.write(f"Process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
-
-    def holds(self, path):
-        """Returns whether this is the lock of the file that is there now."""
-        if self._file.closed:
-            return False
-        try:
-            there = os.stat(path)
-        except OSError:
-            return False
-        return os.path.samestat(there, os.fstat(self._file.fileno()))
-
-    def release(self):
-        # What it says must not be read by those who find it locked by others.
-        self._file.truncate(0)
-        self._file.close()
 
 
 def _plain(about):

@@ -135,6 +135,10 @@ DATA = {
 }
 
 
+# Each step is later than that.
+EACH_STEP = {"every_steps": None, "every_seconds": 1e-9}
+
+
 class TestCase(tf.test.TestCase, parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -230,7 +234,14 @@ class ResumptionTest(TestCase):
             model.steps_per_execution = 2
             return model
 
-        self.compare(several, DATA["tf.data without end"], (2, 3))
+        # A checkpoint is due after 3, 6, 9 steps, and written after 4, 6, 10.
+        for how in ({"every_steps": 3}, EACH_STEP):
+            self.workdir = pathlib.Path(tempfile.mkdtemp(dir=self.workdir))
+            self.compare(several, DATA["tf.data without end"], (2, 3), **how)
+        for name in ("arrays", "PyDataset", "tf.data"):
+            self.workdir = pathlib.Path(tempfile.mkdtemp(dir=self.workdir))
+            # The last step of an epoch is alone.
+            self.compare(several, DATA[name], (2, 4), **EACH_STEP)
         with self.assertRaises(Died):
             self.fit(make(), DATA["tf.data"], Dying(4), every_steps=3, epochs=9)
         with self.assertRaisesRegex(ValueError, "no multiple of steps_per_ex"):
@@ -363,15 +374,7 @@ class WritingTest(TestCase):
         )
 
     def test_by_time(self):
-        # Each step is later than that.
-        self.fit(
-            make(),
-            DATA["arrays"],
-            every_steps=None,
-            every_seconds=1e-9,
-            epochs=1,
-            keep=9,
-        )
+        self.fit(make(), DATA["arrays"], epochs=1, keep=9, **EACH_STEP)
         self.assertEqual(
             Store(self.workdir).positions(),
             [*(Position(0, i) for i in range(1, STEPS)), Position(1)],

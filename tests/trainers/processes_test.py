@@ -105,6 +105,17 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.finish(trainer(parts))
         self.assert_same_state(state(whole), state(parts), rtol=0, atol=0)
 
+    def test_stopped_by_ctrl_c_twice(self):
+        process = trainer(self.make_directory())
+        wait_for_step(process, 5)
+        process.send_signal(signal.SIGINT)
+        while "Stopping after this step" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+        self.assertEqual(process.returncode, 128 + signal.SIGINT, errors)
+        self.assertNotIn("Traceback", errors)
+
     def test_killed_worker(self):
         workdir = self.make_directory()
         with workers.started(2) as processes:

@@ -57,8 +57,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     Raises:
         TypeError, ValueError: If an argument is not valid; in `fit`, if the
-            data cannot be taken up again, or the checkpoints are of another
-            model or all damaged.
+            data cannot be taken up again, another process trains there, or
+            the checkpoints are of another model or all damaged.
         OSError: In `fit`, if a checkpoint cannot be written.
 
     Example:
@@ -92,8 +92,7 @@ class Checkpoint(keras.callbacks.Callback):
                 "every_seconds", every_seconds, "a positive number", above=True
             )
         keep = checks.positive_integer("keep", keep)
-        self._every_steps = every_steps
-        self._every_seconds = every_seconds
+        self._every_steps, self._every_seconds = every_steps, every_seconds
         self._writer = Writer(directory, keep)
 
     def newest(self) -> pathlib.Path | None:
@@ -131,7 +130,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         run = self.model._training_run
-        run.at_end.append(self._writer.settle)
+        run.at_end.append(self._writer.end)
         data.check(run.epochs)
         if not self.model.built:
             raise ValueError(
@@ -147,6 +146,8 @@ class Checkpoint(keras.callbacks.Callback):
                 "Several hosts write at the same step. Use `every_steps` in "
                 f"place of every_seconds={self._every_seconds}."
             )
+        if self._writes:
+            self._writer.lock()
         self._monitors = upstream.monitors(run.callbacks)
         self._copier = state.Copier(self.model)
         self._seed = data.seed_of(run.epochs)
@@ -272,13 +273,14 @@ class Checkpoint(keras.callbacks.Callback):
         self._writer.wait()
 
     def _is_due(self) -> bool:
-        if self._every_steps and (
-            self._total // self._every_steps
-            > self._total_saved // self._every_steps
-        ):
-            return True
-        passed = time.monotonic() - self._time_saved
-        return passed >= (self._every_seconds or math.inf)
+        steps = self._every_steps or math.inf
+        seconds = self._every_seconds or math.inf
+        return (
+            self._total // steps > self._total_saved // steps
+            or time.monotonic() - self._time_saved >= seconds
+            # Of a disk that is full it is told at once.
+            or self._writer.has_failed()
+        )
 
     def _end_changes_weights(self) -> bool:
         """Returns whether weights are others once training has ended.

@@ -153,7 +153,8 @@ class Store:
             _delete(path)
             partial.rename(path)
             _sync(self.directory)
-        except OSError:
+        except BaseException:
+            # A worker that is lost, too, may end it.
             _delete(partial)
             raise
         before = [x for x in self.positions() if x < position]

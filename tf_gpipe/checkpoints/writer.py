@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tf_gpipe.checkpoints import store
+from tf_gpipe.checkpoints.lock import Lock
 from tf_gpipe.checkpoints.store import DamagedError
 from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Saved
@@ -19,6 +20,10 @@ from tf_gpipe.checkpoints.store import Store
 
 # From 0 to 19: the share of a core that it gets beside a step is small.
 _NICENESS = 10
+
+
+class NotWrittenError(OSError):
+    """A checkpoint could not be written."""
 
 
 class Writer:
@@ -38,6 +43,25 @@ class Writer:
             1, initializer=_give_way
         )
         self._pending: concurrent.futures.Future | None = None
+        self._lock: Lock | None = None
+
+    def lock(self) -> None:
+        """Keeps other processes from writing there, until `end`.
+
+        Of a directory that cannot be locked it tells.
+
+        Raises:
+            LockedError: If another process writes there.
+        """
+        directory = self._store.directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = Lock(directory)
+        except OSError as error:
+            tell(
+                f"{directory} cannot be locked: {error}. Nothing else may "
+                "train there meanwhile."
+            )
 
     def write(
         self,
@@ -55,7 +79,7 @@ class Writer:
             done: Function of the checkpoint's path, called when it is there.
 
         Raises:
-            OSError: If the one before it could not be written.
+            NotWrittenError: If the one before it could not be written.
         """
         self.wait()
 
@@ -63,11 +87,18 @@ class Writer:
             try:
                 path = self._store.write(position, parts, content, self._keep)
             except OSError as error:
-                newest = self._store.newest() or "none"
-                raise OSError(
+                newest = self._store.newest()
+                before = "There is none before it."
+                if newest:
+                    before = (
+                        f"The newest one is {newest}: once that is mended, "
+                        "the same program goes on from there."
+                    )
+                raise NotWrittenError(
                     error.errno,
-                    f"Cannot write a checkpoint of {position}: {error}. The "
-                    f"newest one is {newest}",
+                    f"Cannot write a checkpoint of {position} to "
+                    f"{self._store.directory}: {error.strerror or error}. "
+                    f"{before}",
                 ) from error
             done(path)
 
@@ -77,21 +108,45 @@ class Writer:
         """Waits for what is being written.
 
         Raises:
-            OSError: If it could not be written.
+            NotWrittenError: If it could not be written.
         """
+        self._settle()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
-    def settle(self) -> None:
-        """Waits for what is being written, whether it can be or not."""
-        if self._pending is not None:
-            concurrent.futures.wait([self._pending])
+    def has_failed(self) -> bool:
+        """Returns whether `wait` would raise an error, without waiting."""
+        pending = self._pending
+        return (
+            pending is not None
+            and pending.done()
+            and pending.exception() is not None
+        )
+
+    def end(self) -> None:
+        """Waits for what is being written, and lets other processes write.
+
+        If it cannot be written, training has ended by another error: this one
+        is told of.
+        """
+        try:
+            self.wait()
+        except Exception as error:
+            tell(f"{error}")
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     def newest(self) -> pathlib.Path | None:
         """Returns the path of the newest checkpoint, or `None`."""
-        self.settle()
+        self._settle()
         return self._store.newest()
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            concurrent.futures.wait([self._pending])
 
     def read(self) -> Saved | None:
         """Returns the newest checkpoint that is whole, or `None`.

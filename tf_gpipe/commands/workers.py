@@ -5,7 +5,8 @@
 starts two workers (`python -m tf_gpipe worker`) on loopback, runs the command
 with one more argument, `--workers=127.0.0.1:PORT,127.0.0.1:PORT`, and ends the
 workers when it has ended. The exit status is the command's. With --restart, a
-worker that dies is started again, at the same address.
+worker that dies is started again, at the same address. When it dies itself, the
+command ends as well as the workers (on Linux).
 """
 
 import contextlib
@@ -224,4 +225,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_in_foreground(
             [*args.command, f"--workers={addresses}"],
             meanwhile=look if args.restart else None,
+            # Without workers there is nothing to be done.
+            preexec_fn=end_with_parent,
         )

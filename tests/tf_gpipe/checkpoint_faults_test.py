@@ -1,0 +1,145 @@
+"""Disks that are full, and programs that train in the same directory."""
+
+import contextlib
+import io
+import os
+import resource
+import shutil
+
+import keras
+import tensorflow as tf
+
+from tests.tf_gpipe import checkpoint_test
+from tests.tf_gpipe.checkpoint_test import DATA
+from tests.tf_gpipe.checkpoint_test import EPOCHS
+from tests.tf_gpipe.checkpoint_test import STEPS
+from tests.tf_gpipe.checkpoint_test import Died
+from tests.tf_gpipe.checkpoint_test import Dying
+from tests.tf_gpipe.checkpoint_test import make
+from tf_gpipe.callbacks import Checkpoint
+from tf_gpipe.checkpoints import store
+
+
+class LimitingFiles(keras.callbacks.Callback):
+    """After a step, files may not be larger: as of a disk that is full."""
+
+    def __init__(self, step, size, checkpoint):
+        super().__init__()
+        self.step, self.size = step, size
+        self.checkpoint = checkpoint
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.step -= 1
+        # What is being written before ends, and after it, too.
+        self.checkpoint.newest()
+        if not self.step:
+            limit_files(self.size)
+
+
+def limit_files(size):
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+
+
+class FullDiskTest(checkpoint_test.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.addCleanup(limit_files, resource.RLIM_INFINITY)
+
+    def fit_limited(self, step, size, *callbacks, epochs=EPOCHS, **how):
+        """Trains until files may be of a size, and tells what there is then."""
+        checkpoint = Checkpoint(self.workdir, **how)
+        limiting = LimitingFiles(step, size, checkpoint)
+        try:
+            make().fit(
+                **DATA["arrays"](),
+                epochs=epochs,
+                verbose=0,
+                callbacks=[limiting, *callbacks, checkpoint],
+            )
+        finally:
+            limit_files(resource.RLIM_INFINITY)
+            self.names = sorted(os.listdir(self.workdir))
+            for name in self.names:
+                store.read(self.workdir / name)
+
+    def test_each_file(self):
+        """At the first byte of a file, and near the end of each."""
+        self.fit(make(), DATA["arrays"], epochs=1, keep=1)
+        files = (self.workdir / "epoch_00001").iterdir()
+        sizes = sorted(x.stat().st_size * 9 // 10 for x in files)
+        for size in (0, *sizes):
+            shutil.rmtree(self.workdir)
+            with self.assertRaisesRegex(
+                OSError,
+                f"a checkpoint of 1 epochs to {self.workdir}: File too large. "
+                rf"The newest one is {self.workdir}/epoch_00000_step_000004: "
+                "once that is mended, the same program goes on from there",
+            ):
+                self.fit_limited(STEPS, size, epochs=1, every_steps=2)
+            self.assertEqual(
+                self.names,
+                ["epoch_00000_step_000002", "epoch_00000_step_000004"],
+            )
+
+    def test_is_told_of_at_once(self):
+        """Not when the next checkpoint is due, which may be much later."""
+        with self.assertRaisesRegex(OSError, "There is none before it"):
+            self.fit_limited(1, 0, Dying(STEPS + 2))
+        self.assertEmpty(self.names)
+
+    def test_goes_on(self):
+        whole = make()
+        whole.fit(**DATA["arrays"](), epochs=EPOCHS, verbose=0)
+        for step in (8, 3):
+            with self.assertRaisesRegex(OSError, "File too large"):
+                self.fit_limited(step, 900, every_steps=2)
+            self.assertNotEmpty(self.names)
+        model = make()
+        self.fit(model, DATA["arrays"])
+        self.assert_same(whole, model)
+
+    def test_another_error_ends_training(self):
+        told = io.StringIO()
+        with self.assertRaises(Died), contextlib.redirect_stderr(told):
+            self.fit_limited(1, 0, Dying(3), every_steps=2)
+        self.assertRegex(
+            told.getvalue(), "tf_gpipe: .*Cannot write a checkpoint of 0 epochs"
+        )
+
+
+class TwoTrainersTest(checkpoint_test.TestCase):
+    def test_the_second_one_is_refused(self):
+        refused = []
+
+        class Beside(keras.callbacks.Callback):
+            def on_train_batch_end(_, batch, logs=None):
+                if not refused:
+                    with self.assertRaises(ValueError) as caught:
+                        self.fit(make(), DATA["arrays"])
+                    refused.append(str(caught.exception))
+
+        whole = make()
+        whole.fit(**DATA["arrays"](), epochs=1, verbose=0)
+        model = make()
+        keras.utils.set_random_seed(3)
+        self.fit(model, DATA["arrays"], Beside(), epochs=1)
+        self.assertRegex(
+            refused[0],
+            rf"^Process {os.getpid()} on \S+ trains in {self.workdir} already",
+        )
+        self.assert_same(whole, model)
+        # And one after another is not.
+        self.assertNotIn(".lock", os.listdir(self.workdir))
+        self.fit(model, DATA["arrays"], epochs=2)
+
+    def test_that_cannot_be_locked(self):
+        (self.workdir / ".lock").mkdir()
+        told = io.StringIO()
+        with contextlib.redirect_stderr(told):
+            self.fit(make(), DATA["arrays"], epochs=1)
+        self.assertRegex(told.getvalue(), "cannot be locked: .*Is a directory")
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,69 @@
+"""What is told of a disk that is full, whoever writes to it."""
+
+import os
+import pathlib
+import resource
+import tempfile
+
+import tensorflow as tf
+from absl.testing import parameterized
+
+from trainers.command_line import UserError
+from trainers.failures import told_in_one_line
+
+
+class FullDiskTest(tf.test.TestCase, parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.workdir = pathlib.Path(tempfile.mkdtemp(dir=self.get_temp_dir()))
+
+    def limit_files(self):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+
+    def events(self):
+        with tf.summary.create_file_writer(str(self.workdir)).as_default():
+            for step in range(100):
+                tf.summary.scalar("loss", 1.0, step)
+
+    def saved_model(self):
+        module = tf.Module()
+        module.weights = tf.Variable(tf.zeros((100,)))
+        tf.saved_model.save(module, str(self.workdir / "export"))
+
+    def text(self):
+        (self.workdir / "text").write_text("1" * 101)
+
+    @parameterized.parameters("events", "saved_model", "text")
+    def test_limit(self, name):
+        self.limit_files()
+        with self.assertRaisesRegex(
+            UserError,
+            f"^Cannot write to {self.workdir}: .*File too large. The newest "
+            "checkpoint is none",
+        ):
+            with told_in_one_line(self.workdir):
+                getattr(self, name)()
+
+    def test_no_space(self):
+        if not os.path.exists("/dev/full"):
+            self.skipTest("It needs Linux.")
+        with self.assertRaisesRegex(
+            UserError, "^Cannot write to .*: /dev/full; No space left on device"
+        ):
+            with told_in_one_line(self.workdir):
+                tf.io.write_file("/dev/full", "1" * 10**6)
+
+    @parameterized.parameters(
+        (tf.errors.ResourceExhaustedError, UserError, "out of memory"),
+        (tf.errors.OutOfRangeError, tf.errors.OutOfRangeError, "ended"),
+    )
+    def test_other_errors(self, kind, told, message):
+        with self.assertRaisesRegex(told, message):
+            with told_in_one_line(self.workdir):
+                raise kind(None, None, "It has ended")
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,127 @@
+"""A directory that one process at a time trains in."""
+
+import contextlib
+import errno
+import os
+import pathlib
+import re
+import socket
+import time
+
+from tf_gpipe.checkpoints.store import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # On Windows.
+    fcntl = None  # type: ignore[assignment]
+
+_NAME = ".lock"
+_LOCKED = (errno.EACCES, errno.EAGAIN)
+# A process has the lock for a moment before it says so.
+_LOOKS = 20
+_LOOK_SECONDS = 0.05
+_MOST_CHARACTERS = 300
+
+
+class LockedError(CheckpointError):
+    """Another process trains in the directory."""
+
+
+class Lock:
+    """Keeps other processes out of a directory, in which `.lock` says who.
+
+    The lock is the kernel's (flock). It ends with the process that has it,
+    however that ends, so what the file says of a dead process, or of one whose
+    number another process has got, keeps nobody out.
+
+    Args:
+        directory: Path of a directory.
+
+    Raises:
+        LockedError: If another process has the lock.
+        OSError: If the file cannot be written, or the file system has no locks.
+
+    Example:
+
+    ```python
+    lock = Lock("/tmp/run")
+    try:
+        train()
+    finally:
+        lock.release()
+    ```
+    """
+
+    def __init__(self, directory: str | os.PathLike):
+        self._path = pathlib.Path(directory) / _NAME
+        who = ""
+        for look in range(_LOOKS):
+            self._file = self._path.open("a+", errors="replace")
+            try:
+                if self._take():
+                    return
+                self._file.seek(0)
+                who = self._file.read(_MOST_CHARACTERS).strip()
+                # At first it may tell of a process before.
+                if look and who and not _is_dead(who):
+                    break
+            except OSError:
+                self._file.close()
+                raise
+            self._file.close()
+            time.sleep(_LOOK_SECONDS)
+        self._file.close()
+        raise LockedError(
+            f"{who or 'Another process'} trains in {directory} already. Wait "
+            "for it, end it, or choose another `workdir`."
+        )
+
+    def _take(self) -> bool:
+        """Returns whether we have the lock now."""
+        if fcntl is None:
+            raise OSError(errno.ENOLCK, "This system has no flock")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _LOCKED:
+                return False
+            raise
+        if not self.holds():
+            # It was released since it was opened.
+            return False
+        self._file.truncate(0)
+        self._file.write(f"Process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+        return True
+
+    def holds(self) -> bool:
+        """Returns whether this is the lock of the file that is there now."""
+        if self._file.closed:
+            return False
+        try:
+            there = os.stat(self._path)
+        except OSError:
+            return False
+        return os.path.samestat(there, os.fstat(self._file.fileno()))
+
+    def release(self) -> None:
+        """Lets other processes in."""
+        if self.holds():
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        self._file.close()
+
+
+def _is_dead(who: str) -> bool:
+    """Returns whether that is a process of this host which has ended."""
+    found = re.fullmatch(r"Process (\d+) on (.*)", who)
+    if not found or found[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except OSError:
+        # It is another user's.
+        return False
+    return False
