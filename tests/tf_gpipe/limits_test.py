@@ -132,6 +132,27 @@ class LimitsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(found["gpipe"], found[None])
         self.assertNotAllClose(found["1f1b"], found[None])
 
+    def test_first_row_of_a_micro_batch(self):
+        x, scale = keras.Input((4,)), keras.Input(())
+        y = L.Dense(1)(scale[0] * L.Dense(4)(x))
+        plain = keras.Model([x, scale], y)
+        plain.compile("sgd", "mse")
+        for scales, rows, same in (
+            (np.arange(8.0), 1, True),
+            (np.arange(8.0), 2, False),
+            # One for the whole batch, as of Stable Diffusion's guidance.
+            (np.full(8, 3.0), 2, True),
+        ):
+            model = tf_gpipe.PipelinedModel.from_model(
+                plain, num_micro_batches=rows, **TWO
+            )
+            model.compile("sgd", "mse")
+            data = [tf.constant(X), tf.constant(scales, "float32")]
+            received = model.loss_and_gradients(data, tf.constant(Y))[0]
+            expected = plain.compute_loss(y=Y, y_pred=plain(data))
+            check = self.assertAllClose if same else self.assertNotAllClose
+            check(received, expected)
+
     def test_batch_normalisation_used_twice(self):
         """The moving mean is right, the moving variance nearly."""
         found = []

@@ -11,6 +11,7 @@ pytest.importorskip("keras_hub", exc_type=ImportError)
 
 from tools.keras_hub import __main__ as command  # noqa: E402
 from tools.keras_hub import backbones  # noqa: E402
+from tools.keras_hub import data  # noqa: E402
 from tools.keras_hub import table  # noqa: E402
 from tools.keras_hub import trial  # noqa: E402
 
@@ -80,6 +81,16 @@ class TableTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn(("BertBackbone", "BertTextClassifier"), pairs)
 
 
+class DataTest(tf.test.TestCase):
+    def test_one_scale_for_all_rows(self):
+        """As of Stable Diffusion, which takes that of the first row."""
+        x = {k: keras.Input((), name=k) for k in ("guidance_scale", "other")}
+        model = keras.Model(x, keras.ops.add(*x.values()))
+        made = data.inputs(model)
+        self.assertLen(set(made["guidance_scale"]), 1)
+        self.assertLen(set(made["other"]), data.ROWS)
+
+
 @pytest.mark.slow
 class SampleTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
@@ -93,6 +104,16 @@ class SampleTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEmpty(table.problems(row))
         self.assertEqual(row["predict"], "pipeline")
         self.assertLess(table.fullest(row, 2), 1.3)
+
+    def test_what_a_first_call_makes(self):
+        """A schedule, which no graph may make, if others shall use it."""
+        model = trial.make("StableDiffusion3Backbone", None)
+        x = keras.tree.map_structure(tf.constant, data.inputs(model))
+        made = [
+            tf.function(lambda x: model(x), autograph=False)(x)["images"]
+            for _ in range(2)
+        ]
+        self.assertAllEqual(*made)
 
     def test_float32_within_a_model_of_float64(self):
         """What differs is what TensorFlow rewrites in float32, and no more."""

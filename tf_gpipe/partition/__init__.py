@@ -10,6 +10,7 @@ flops        floating-point operations of a graph (cudnn: of recurrent layers
 recomputed   what a stage keeps and computes, whichever layers it recomputes
 auto_remat   those that it recomputes to fit, and the cut for that
 memory_limit what a device may take (sizes: bytes, as people write them)
+uncounted    what is said of a layer whose costs cannot be found
 lopsided     what is said of layers that make a cut uneven
 config       the arguments of a pipeline, checked
 """

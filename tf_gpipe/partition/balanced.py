@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition import uncounted
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
@@ -168,7 +169,8 @@ def _costs(
 def specs_of(node: Node, specs: dict) -> tuple[None, Any]:
     """Returns nothing of a call, and what its layer tells that it returns."""
     args, kwargs = node.arguments(specs)
-    return None, node.layer.compute_output_spec(*args, **kwargs)
+    with uncounted.naming(node):
+        return None, node.layer.compute_output_spec(*args, **kwargs)
 
 
 def weights_of_calls(graph: Graph) -> list[list[keras.Variable]]:
@@ -208,7 +210,7 @@ def seconds(node: Node, contents: list, backward: bool = True) -> float:
     function = tf.function(
         lambda *args: run(*args)[1 if backward else 0], autograph=False
     )
-    with layer_costs.naming(node):
+    with uncounted.naming(node):
         args = keras.tree.map_structure(
             _made_up, (contents, layer_costs.variables_of(node.layer))
         )

@@ -1,12 +1,10 @@
 """What calls of layers do and keep, found by tracing them without weights."""
 
-import contextlib
 import dataclasses
 import json
 import math
 import weakref
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +15,7 @@ from tf_gpipe import progress
 from tf_gpipe import upstream
 from tf_gpipe.partition import cudnn
 from tf_gpipe.partition import flops
+from tf_gpipe.partition import uncounted
 from tf_gpipe.partition.tensor_memory import holder
 from tf_gpipe.partition.tensor_memory import kept_bytes
 from tf_gpipe.partition.tensor_memory import size_in_bytes
@@ -144,20 +143,6 @@ def walk(
     return found, specs
 
 
-@contextlib.contextmanager
-def naming(node: Node) -> Iterator[None]:
-    """Returns a scope whose errors say which layer has no cost."""
-    try:
-        yield
-    except Exception as e:
-        raise ValueError(
-            f"The cost of layer '{node.layer.name}' (of type "
-            f"{type(node.layer).__name__}) cannot be found: {e}. Give "
-            "costs with a function `cost(layer, input_shape)`, or the split as "
-            "a list of layer counts."
-        ) from e
-
-
 def _with_rows(spec: Any, rows: int | None) -> Any:
     """Returns a spec for so many rows, or for its own."""
     return keras.tree.map_structure(
@@ -221,7 +206,7 @@ def _floating(tensors: Any) -> list:
 
 def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
     """Returns what a call does, and the specs of what the layer returns."""
-    with naming(node):
+    with uncounted.naming(node):
         outputs: Any = None
         by_inputs: list = []
         slices: list = []

@@ -213,6 +213,7 @@ def resolved(
         )
         found = search(times, num_micro_batches, num_devices, remat)
         reason = str(error).partition(" Give costs")[0]
+        reason = reason.partition(" Or give costs")[0]
         return Schedule(
             found.tasks,
             schedules.AUTO,

@@ -145,7 +145,10 @@ def _stable_diffusion_3():
         mmdit_position_size=16,
         mmdit_qk_norm=None,
         mmdit_dual_attention_indices=None,
-        vae=VAEBackbone([32] * 4, [1] * 4, [32] * 4, [1] * 4),
+        # By default it draws its latent numbers, in inference, too.
+        vae=VAEBackbone(
+            [32] * 4, [1] * 4, [32] * 4, [1] * 4, sampler_method="mode"
+        ),
         clip_l=_clip_text(intermediate_output_index=-2, name="clip_l"),
         clip_g=_clip_text(intermediate_output_index=-2, name="clip_g"),
         image_shape=(32, 32, 3),

@@ -19,6 +19,8 @@ _OPEN = {
     "points": (1, 2),
 }
 _ONES = ("box_labels", "labels", "num_steps", "timesteps")
+# One number for a whole batch, of which the model takes the first row.
+_SAME = {"guidance_scale": 2.5}
 _ZEROS = ("response_mask", "segment_ids")
 _PROMPT = 4
 
@@ -48,6 +50,8 @@ def inputs(model, seed=0, prompt=False):
             ends = _PROMPT if prompt else rng.integers(5, LENGTH, ROWS)
             filled = np.arange(shape[-1]) < np.reshape(ends, (-1, 1))
             return np.broadcast_to(filled, shape).astype(kind)
+        if name in _SAME:
+            return np.full(shape, _SAME[name], kind)
         if name in _ZEROS or name in _ONES:
             return np.full(shape, int(name in _ONES), kind)
         if name in ("mask_positions", "position_ids"):

@@ -49,17 +49,23 @@ _GENERATE = (keras_hub.models.CausalLM, keras_hub.models.Seq2SeqLM)
 
 
 def make(backbone, task, dtype="float32"):
-    """Returns a new model, with the same weights every time."""
+    """Returns a new model, with the same weights every time.
+
+    It has been called once, eagerly: some keep what their first call makes,
+    which must be no tensor of a graph.
+    """
     keras.backend.clear_session(free_memory=False)
     keras.config.set_floatx(dtype)
     keras.utils.set_random_seed(1)
     model = backbones.make(backbone)
-    if task is None:
-        return model
-    (cls,) = (x for x in backbones.tasks_of(backbone) if x.__name__ == task)
-    known = tiny.arguments(cls)
-    given = {k: v for k, v in _ARGUMENTS.items() if k in known}
-    return cls(backbone=model, compile=False, **given)
+    if task is not None:
+        tasks = backbones.tasks_of(backbone)
+        (cls,) = (x for x in tasks if x.__name__ == task)
+        known = tiny.arguments(cls)
+        given = {k: v for k, v in _ARGUMENTS.items() if k in known}
+        model = cls(backbone=model, compile=False, **given)
+    model(data.inputs(model), training=False)
+    return model
 
 
 def pipelined(model, num_stages, **kwargs):
@@ -129,9 +135,6 @@ def numbers(found, backbone, task):
         else:
             x_k, y_k, expected_k = x, y, expected
         model = make(backbone, task, dtype)
-        # As the plain one was: some keep what their first call makes, which
-        # must be no graph.
-        model(x_k, training=False)
         # Some are one large layer between a few small ones.
         stages = min(k, len(opening.functional(model).nodes))
         model, told_of = pipelined(model, stages, num_micro_batches=rows)

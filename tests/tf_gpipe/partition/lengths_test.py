@@ -24,6 +24,29 @@ class Attention(L.Layer):
         return input_shape
 
 
+class Positions(L.Layer):
+    """Adds a table of so many positions."""
+
+    def __init__(self, most, **kwargs):
+        super().__init__(**kwargs)
+        self.most = most
+
+    def build(self, input_shape):
+        shape = (self.most, input_shape[-1])
+        self.table = self.add_weight(shape=shape, name="table")
+
+    def call(self, x):
+        length = keras.ops.shape(x)[1]
+        table = keras.ops.slice(self.table, (0, 0), (length, x.shape[-1]))
+        return x + table
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def get_config(self):
+        return {**super().get_config(), "most": self.most}
+
+
 def pipelined(layers, functional=False, **kwargs):
     kwargs = dict(num_stages=2, devices=[f"{KIND}:0"] * 2) | kwargs
     if not functional:
@@ -122,6 +145,45 @@ class LengthsTest(tf.test.TestCase, parameterized.TestCase):
             del config["nominal_length"]
             made = type(model).from_config(config)
             self.assertEqual(made.nominal_length, 128)
+
+    @parameterized.product(
+        case=(
+            # Shorter than a table of positions, longer than a kernel.
+            ([keras.Input((None, 8)), Positions(16), L.Dense(8)], 128, 10),
+            ([keras.Input((None, 8)), L.Conv1D(8, 9), L.Dense(8)], 4, 20),
+            # An image.
+            ([keras.Input((None, None, 8)), L.Conv2D(8, 9), L.Dense(8)], 4, 20),
+        ),
+        balance=COSTS,
+        functional=(True, False),
+    )
+    def test_that_a_layer_does_not_take(self, case, balance, functional):
+        (spec, *layers), bad, good = case
+        layers = [spec, *(type(x).from_config(x.get_config()) for x in layers)]
+        kwargs = dict(functional=functional, balance=balance)
+        with self.assertRaisesRegex(
+            ValueError,
+            f"(?s)cost of layer '{layers[1].name}'.* count as the model's "
+            "`nominal_length`: .*give another. Or give costs with a function",
+        ):
+            pipelined(layers, nominal_length=bad, **kwargs)
+        model = pipelined(layers, nominal_length=good, **kwargs)
+        self.assertEqual(counts(model), [1, 1])
+
+    def test_is_not_told_of_known_lengths(self):
+        class Endless(L.Layer):
+            def call(self, x):
+                return tf.while_loop(
+                    lambda y: tf.reduce_sum(y) < 9, lambda y: [y + 1], [x]
+                )[0]
+
+            def compute_output_shape(self, input_shape):
+                return input_shape
+
+        with self.assertRaisesRegex(ValueError, r"known\. Give costs with a"):
+            pipelined(
+                [keras.Input((4,)), L.Dense(4), Endless()], balance="flops"
+            )
 
     @parameterized.parameters(0, -3, 2.5, "long", None)
     def test_is_checked(self, length):
