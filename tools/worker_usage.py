@@ -2,15 +2,21 @@
 
 import os
 
-# The environment of processes whose memory is measured. Without it, memory that
+# The environment of workers whose memory is measured. Without it, memory that
 # TensorFlow has given back would be kept: by the allocator of oneDNN all of it,
-# by that of the C library small pieces. Its kernels stay those of oneDNN: the
-# gradients of convolutions that TensorFlow has beside them unfold images to as
-# much as the last cache of the host holds, which may be 384 MiB.
+# by that of the C library small pieces.
 GIVE_BACK = {
-    "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
+}
+# The same with the kernels of oneDNN, TensorFlow's default on x86. Others
+# unfold images for the gradients of convolutions, to as much as the last cache
+# holds. Not always: so TensorFlow 2.21 crashes in AmoebaNet-D.
+ONEDNN_GIVES_BACK = {
+    **GIVE_BACK,
+    "TF_ENABLE_ONEDNN_OPTS": "1",
+    "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
 }
 
 

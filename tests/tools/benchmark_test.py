@@ -150,11 +150,13 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(found["rows"], 2)
 
     @parameterized.product(
-        workload=(("transformer", 96), ("convolutional", 384)),
+        # With the MiB that operations need while they run, which the plan
+        # leaves out: those of convolutions about as much as the last cache.
+        workload=(("transformer", 96, 0), ("convolutional", 384, 96)),
     )
     @pytest.mark.slow
     def test_memory(self, workload):
-        name, batch_size = workload
+        name, batch_size, working = workload
         rows = benchmark(
             "memory",
             f"--workload={name}",
@@ -167,7 +169,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             self.assertBetween(
                 row["measured"],
                 0.85 * row["planned"],
-                1.15 * row["planned"],
+                1.15 * row["planned"] + working * 2**20,
             )
         # The last stage of 1F1B recomputes nothing.
         always, _, never, _ = rows

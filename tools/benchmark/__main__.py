@@ -2,10 +2,10 @@
 
 import argparse
 
-from tf_gpipe.commands import start
+from tools import quiet
 
 # Before anything else imports it: it logs at its start what it has found.
-start.import_tensorflow()
+quiet.import_tensorflow()
 
 from tf_gpipe import progress  # noqa: E402
 from tools.benchmark import baselines  # noqa: E402

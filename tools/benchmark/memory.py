@@ -49,7 +49,8 @@ def main(args):
 
     Measured is the peak of the resident memory of the device's process above
     that between steps: activations, gradients and what operations need while
-    they run, which the plan leaves out.
+    they run. The plan leaves out the latter; on a CPU a convolution's is
+    about the size of the last cache.
 
     The formula is the GPipe paper's N + (L / K) (N / M): what a stage takes
     in from the mini-batch, and the activations of its layers, each by its own
