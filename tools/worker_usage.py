@@ -10,6 +10,14 @@ GIVE_BACK = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
 }
+# The same with the kernels of oneDNN, TensorFlow's default on x86. Others
+# unfold images for the gradients of convolutions, to as much as the last cache
+# holds. Not always: so TensorFlow 2.21 crashes in AmoebaNet-D.
+ONEDNN_GIVES_BACK = {
+    **GIVE_BACK,
+    "TF_ENABLE_ONEDNN_OPTS": "1",
+    "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
+}
 
 
 def cpu_seconds(worker):

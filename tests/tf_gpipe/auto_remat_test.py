@@ -2,6 +2,7 @@
 
 import collections
 import os
+import re
 
 import keras
 import numpy as np
@@ -83,6 +84,19 @@ class PlanTest(parameterized.TestCase):
     def test_tells_what_cannot_fit(self):
         with self.assertRaisesRegex(ValueError, r"too low for stage \d.*more"):
             planned(remat="auto", memory_limit=0.01)
+
+    @parameterized.product(
+        schedule=("1f1b", "zero_bubble"), balance=(None, "parameters")
+    )
+    def test_tells_the_least_that_is_enough(self, **options):
+        with self.assertRaisesRegex(ValueError, "too low") as raised:
+            planned(remat="auto", memory_limit=1000, **options)
+        (least,) = re.findall(r"takes? ([\d,]+) bytes", str(raised.exception))
+        least = int(least.replace(",", ""))
+        found = planned(remat="auto", memory_limit=least, **options)
+        self.assertLessEqual(max(found.device_bytes), least)
+        with self.assertRaisesRegex(ValueError, "too low"):
+            planned(remat="auto", memory_limit=least - 1, **options)
 
     def test_split_backward_passes_save_little(self):
         with self.assertRaisesRegex(ValueError, "schedule='1f1b'"):

@@ -4,6 +4,7 @@ balanced     the cut of a graph into stages that cost nearly the same
 contiguous   the best cut of a sequence of costs, by dynamic programming
 layer_costs  what calls of layers do and keep, found by tracing them
 stage_costs  the same for stages
+passing      what operations hold on their way, at most
 tensor_memory what tensors of a graph take, and which share it
 flops        floating-point operations of a graph (cudnn: of recurrent layers
              on GPUs, and what these keep)

@@ -156,7 +156,8 @@ class Search:
             try:
                 found = self._fitted(counts, limit)
             except TooLittleMemoryError as error:
-                refused = refused or error
+                if refused is None or error.least < refused.least:
+                    refused = error
                 return None
             times = self._times(found)
             if max(times) < least * (1 - 1e-9):
@@ -232,11 +233,21 @@ class Search:
         fixed = [sum(self._fixed[a:b]) for a, b in spans]
         plain = find(parts, self._traces, self._size)
         chosen: list[Choice] = [None] * len(counts)  # type: ignore[list-item]
+        refused: list[TooLittleMemoryError] = []
         for device in dict.fromkeys(self._devices):
             own = [k for k, x in enumerate(self._devices) if x == device]
-            found = self._fitted_device(own, parts, spans, plain, fixed, limit)
+            try:
+                found = self._fitted_device(
+                    own, parts, spans, plain, fixed, limit
+                )
+            except TooLittleMemoryError as error:
+                refused.append(error)
+                continue
             for k, choice in zip(own, found, strict=True):
                 chosen[k] = choice
+        if refused:
+            # With as much as this one needs, the others fit, too.
+            raise max(refused, key=lambda x: x.least)
         costs = [
             self._with_choice(x, choice)
             for x, choice in zip(plain, chosen, strict=True)
@@ -339,7 +350,8 @@ class Search:
             f"{least:,.0f} bytes{weights}. A device may take {limit:,.0f}. "
             f"Received: memory_limit={self._limit.given!r}. Use {repair}, "
             "the default `balance` (which cuts the model for the limit), or "
-            "a higher limit."
+            "a higher limit.",
+            least,
         )
 
 

@@ -16,6 +16,7 @@ from tf_gpipe import upstream
 from tf_gpipe.partition import cudnn
 from tf_gpipe.partition import flops
 from tf_gpipe.partition import uncounted
+from tf_gpipe.partition.passing import peak
 from tf_gpipe.partition.tensor_memory import holder
 from tf_gpipe.partition.tensor_memory import kept_bytes
 from tf_gpipe.partition.tensor_memory import size_in_bytes
@@ -53,7 +54,9 @@ class LayerCosts:
     kept_inputs: tuple[bool, ...]
     keeps_outputs: bool
     output_bytes: int
-    largest_bytes: int  # of a tensor in between
+    # What the backward pass needs only while it runs: the gradient that
+    # arrives, and what it makes, those of the inputs and the weights included.
+    passing: int
     # What the passes cost beside their arithmetic, and of the backward pass
     # that for weights alone.
     forward: flops.Traffic = flops.Traffic()
@@ -61,15 +64,6 @@ class LayerCosts:
     by_weights: flops.Traffic = flops.Traffic()
     # Its gradients of rows of weights, which no step adds up.
     slices_bytes: int = 0
-
-    @property
-    def passing(self) -> int:
-        """What the backward pass needs only while it runs.
-
-        The gradient that arrives, and those that it makes, of about the size
-        of its largest tensor.
-        """
-        return 2 * self.largest_bytes + self.output_bytes
 
 
 def rows_of(graph: Graph) -> int | None:
@@ -262,15 +256,7 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             kept_inputs=tuple(not own.isdisjoint(kept) for own in of_inputs),
             keeps_outputs=not of_outputs.isdisjoint(kept),
             output_bytes=size_in_bytes(outputs),
-            largest_bytes=max(
-                (
-                    size_in_bytes(x)
-                    for op in early
-                    for x in op.outputs
-                    if x.dtype.is_floating and x.shape.is_fully_defined()
-                ),
-                default=0,
-            ),
+            passing=peak(late, graph.outputs),
             forward=flops.traffic(early),
             backward=flops.traffic(late),
             by_weights=flops.traffic(for_weights),

@@ -8,7 +8,15 @@ from tf_gpipe.partition import sizes
 
 
 class TooLittleMemoryError(ValueError):
-    """A stage does not fit, whatever of it is recomputed."""
+    """A stage does not fit, whatever of it is recomputed.
+
+    Attributes:
+        least: The bytes that its device would have to have.
+    """
+
+    def __init__(self, message: str, least: float):
+        super().__init__(message)
+        self.least = least
 
 
 @dataclasses.dataclass(frozen=True)

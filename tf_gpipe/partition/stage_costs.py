@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -91,7 +92,6 @@ def find(
         own = traces[first : first + len(part.nodes)]
         first += len(part.nodes)
         received = sum(size(x) for x in part.inputs if x in made_before)
-        made_before.update(x for node in part.nodes for x in node.made)
         found.append(
             StageCosts(
                 before_flops=sum(x.forward_flops for x in own),
@@ -102,12 +102,13 @@ def find(
                 sizes=Sizes(
                     inputs=received,
                     stored=_stored(part, own, size),
-                    passing=max(x.passing for x in own),
+                    passing=_passing(part, own, size, made_before),
                     slices=sum(x.slices_bytes for x in own),
                 ),
                 sends=sends(parts, k, size),
             )
         )
+        made_before.update(x for node in part.nodes for x in node.made)
     return found
 
 
@@ -220,6 +221,30 @@ def resolved(
             f"{found.description}; stages are taken for equal. {reason}",
         )
     return searched(costs, num_micro_batches, num_devices, remat, {})
+
+
+def _passing(
+    part: Graph,
+    traces: Sequence[layer_costs.LayerCosts],
+    size: Callable[[Value], int],
+    received: Collection[Value],
+) -> int:
+    """Returns the most that the backward pass of a stage needs on its way.
+
+    While that of a call runs, there are gradients of all that later calls have
+    taken and earlier ones made: of skip connections. So it is with outputs of
+    the stage, and with what is `received` from other stages. What the model is
+    given has no gradient.
+    """
+    last = {x: i for i, node in enumerate(part.nodes) for x in node.inputs}
+    last.update(dict.fromkeys(part.outputs, len(part.nodes)))
+    waiting = {x for x in part.inputs if x in received}
+    most = 0
+    for i, (node, trace) in enumerate(zip(part.nodes, traces, strict=True)):
+        waiting = {x for x in waiting if last.get(x, i) > i}
+        most = max(most, trace.passing + sum(map(size, waiting)))
+        waiting.update(node.made)
+    return most
 
 
 def _stored(

@@ -1,10 +1,11 @@
 """`python -m tools.benchmark COMMAND [--json]`."""
 
 import argparse
-import os
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from tools import quiet
+
+# Before anything else imports it: it logs at its start what it has found.
+quiet.import_tensorflow()
 
 from tf_gpipe import progress  # noqa: E402
 from tools.benchmark import baselines  # noqa: E402

@@ -21,6 +21,11 @@ _EXACT = 1.1
 _SHARE = 0.9
 # The share of the limit at which the next try aims.
 _AIM = 0.97
+# Whose kernels a process takes.
+_KERNELS = {
+    "tensorflow": worker_usage.GIVE_BACK,
+    "onednn": worker_usage.ONEDNN_GIVES_BACK,
+}
 # MiB, for the time of what does not fit.
 _BEYOND = 3072
 
@@ -38,6 +43,13 @@ def add_arguments(parser):
         type=command_line.positive,
         default=8,
         help="of a step of tf_gpipe, and steps that Keras accumulates",
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=_KERNELS,
+        default="tensorflow",
+        help="whose: oneDNN's do not unfold images for the gradients of "
+        "convolutions; with them TensorFlow 2.21 crashes in AmoebaNet-D",
     )
     parser.add_argument(
         "--ways",
@@ -231,12 +243,12 @@ def _planned(args, case, share, start):
 
 def _kept(args, case, way, size, limit, **more):
     """Returns what is measured of a size, by a process of its own."""
-    own = "".join(f", {x}" for x in more.values())
+    own = "".join(f", {x}" for x in (*more.values(), args.kernels))
     return fresh.Kept(args.results).once(
         f"{case} {way} {size}, {limit} MiB, M={args.num_micro_batches}{own}",
         lambda: fresh.measure(
             args,
-            worker_usage.GIVE_BACK,
+            _KERNELS[args.kernels],
             case=case,
             only=case,
             ways=way,

@@ -120,7 +120,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(second.sends, {})
         self.assertEqual(found.devices, [0, 1])
         self.assertEqual(found.device_bytes, [first.bytes, second.bytes])
-        self.assertEqual(first.bytes, first.parameter_bytes + 800)
+        self.assertEqual(first.bytes, first.parameter_bytes + 760)
         self.assertTrue(found.fits)
         self.assertEmpty(found.advice)
 
@@ -136,19 +136,20 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_activations_by_hand(self, remat, schedule, kept):
         found = self.plan(remat=remat, schedule=schedule)
-        # Beside it the inputs of three micro-batches, two tensors of the size
-        # of the kernel of `b`, its largest one, and the gradient of its output.
+        # Beside it the inputs of three micro-batches, and the gradients of what
+        # `b` makes, takes and weighs it with.
         self.assertEqual(
             found.stages[0].activation_bytes,
-            128 * kept + 3 * 64 + 2 * 4 * 48 + 4 * 24,
+            128 * kept + 3 * 64 + 4 * (24 + 32 + 48 + 6),
         )
 
     def test_activations_of_last_stage_by_hand(self):
         found = self.plan(remat="always", schedule="gpipe")
-        # The inputs of three micro-batches; for one, two of the kernel of `c`
-        # and the gradient of its output. It keeps nothing but its inputs.
+        # The inputs of three micro-batches; for one, the gradients of what `c`
+        # makes, takes and weighs it with. It keeps nothing but its inputs.
         self.assertEqual(
-            found.stages[1].activation_bytes, 3 * 96 + 2 * 4 * 12 * 2 + 32
+            found.stages[1].activation_bytes,
+            3 * 96 + 4 * (8 + 24 + 12 + 2),
         )
 
     @parameterized.product(

@@ -1,0 +1,107 @@
+"""What a backward pass needs only while it runs."""
+
+import keras
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_gpipe
+from tf_gpipe.partition import passing
+
+L = keras.layers
+# Bytes of an activation of the models below, for a micro-batch.
+_UNIT = 4 * 8 * 16 * 16 * 4
+
+
+def _peak(run, *shapes):
+    """Returns the peak of a function's operations, in tensors of 100 floats."""
+    graph = (
+        tf.function(run, autograph=False)
+        .get_concrete_function(*(tf.TensorSpec(x) for x in shapes))
+        .graph
+    )
+    return passing.peak(graph.get_operations(), graph.outputs) / 400
+
+
+class PassingTest(tf.test.TestCase):
+    def test_in_place(self):
+        # The result of each operation is written over that of the one before.
+        self.assertEqual(_peak(lambda x: tf.tanh(tf.exp(x)), [100]), 1)
+
+    def test_needed_later(self):
+        def run(x):
+            y = tf.exp(x)
+            return tf.tanh(y) * y
+
+        self.assertEqual(_peak(run, [100]), 2)
+
+    def test_not_in_place(self):
+        # A product of matrices is made beside its operands.
+        self.assertEqual(_peak(lambda x: tf.exp(x) @ x, [10, 10]), 2)
+
+    def test_same_memory(self):
+        self.assertEqual(
+            _peak(lambda x: tf.reshape(tf.exp(x), [10, 10]) @ x, [10, 10]), 2
+        )
+
+    def test_results_stay(self):
+        self.assertEqual(_peak(lambda x: (tf.exp(x), tf.tanh(x)), [100]), 2)
+
+    def test_within_functions(self):
+        inner = tf.function(
+            lambda x: tf.reduce_sum(tf.exp(x) @ x), autograph=False
+        )
+
+        def run(x):
+            return tf.exp(x), tf.grad_pass_through(inner)(x)
+
+        self.assertBetween(_peak(run, [10, 10]), 3, 3.1)
+
+
+class PlannedTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.named_parameters(
+        # The gradient that arrives, and the one that leaves.
+        ("dense", lambda: L.Dense(8, use_bias=False), 2),
+        ("convolution", lambda: L.Conv2D(8, 3, padding="same"), 2),
+        ("depthwise", lambda: L.DepthwiseConv2D(3, padding="same"), 2),
+        # Those by the mean and the variance beside it.
+        ("normalization", L.BatchNormalization, 4),
+    )
+    def test_layers(self, make, expected):
+        found = _activations(lambda x: make()(make()(x)))
+        # What the second one takes, and the inputs.
+        self.assertAllClose(found, expected + 1, atol=0.2)
+
+    def test_gradient_of_a_skip_waits(self):
+        def convolution(x):
+            return L.Conv2D(8, 3, padding="same", use_bias=False)(x)
+
+        def chain(x):
+            for _ in range(3):
+                x = convolution(x)
+            return x
+
+        def skip(x):
+            x = convolution(x)
+            return L.Add()([x, convolution(convolution(x))])
+
+        # The sum is no more than its operands.
+        self.assertAllClose(
+            _activations(skip), _activations(chain) + 1, atol=0.01
+        )
+
+
+def _activations(call):
+    """Returns the activations that a stage is planned to need at its peak.
+
+    In those of a micro-batch, without the model's inputs.
+    """
+    inputs = keras.Input((16, 16, 8))
+    outputs = call(inputs)
+    plan = tf_gpipe.plan(
+        keras.Model(inputs, outputs),
+        (8, 16, 16, 8),
+        num_stages=1,
+        num_micro_batches=2,
+        remat="never",
+    )
+    return plan.stages[0].activation_bytes / _UNIT - 2

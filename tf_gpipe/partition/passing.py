@@ -1,0 +1,82 @@
+"""What operations hold while they run, at most: found in their order."""
+
+import collections
+from collections.abc import Collection
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_gpipe.partition import flops
+from tf_gpipe.partition.tensor_memory import holder
+from tf_gpipe.partition.tensor_memory import size_in_bytes
+
+# Operations that write their result over an operand which nobody needs later,
+# as their kernels do on every kind of device.
+_IN_PLACE = frozenset(
+    """
+    Add AddN AddV2 BiasAdd Div DivNoNan Elu EluGrad Erf Exp InvGrad LeakyRelu
+    LeakyReluGrad Log LogSoftmax Maximum Minimum Mul MulNoNan Neg Pow RealDiv
+    Reciprocal Relu Relu6 Relu6Grad ReluGrad Rsqrt RsqrtGrad Selu SeluGrad
+    Sigmoid SigmoidGrad Softmax SoftplusGrad Sqrt SqrtGrad Square
+    SquaredDifference Sub Tanh TanhGrad
+    """.split()
+)
+
+
+def peak(
+    operations: Collection[tf.Operation], results: Sequence[tf.Tensor]
+) -> int:
+    """Returns the most bytes of tensors that operations make and hold.
+
+    They run one after another, as they stand in their graph. A tensor is there
+    until the last of them that takes it has run, and `results` to the end. What
+    others have made is not counted, and neither is what a kernel needs inside.
+
+    Args:
+        operations: Operations of one graph.
+        results: Tensors that stay.
+    """
+    own = set(operations)
+    if not own:
+        return 0
+    ordered = [x for x in next(iter(own)).graph.get_operations() if x in own]
+    uses = collections.Counter(x.name for x in map(holder, results))
+    for op in ordered:
+        uses.update({holder(x).name for x in op.inputs})
+    held: dict[str, int] = {}
+    most = 0
+    for op in ordered:
+        taken = {x.name: x for x in map(holder, op.inputs)}
+        inside = max(
+            (
+                peak(graph.get_operations(), graph.outputs)
+                for graph in flops.called_by(op)
+            ),
+            default=0,
+        )
+        made = {
+            x.name: size_in_bytes(x)
+            for x in op.outputs
+            if op.type != "Placeholder"
+            and x.dtype not in (tf.variant, tf.resource)
+            and x.shape.rank is not None
+            and holder(x) is x
+        }
+        if op.type in _IN_PLACE:
+            over = next(
+                (
+                    name
+                    for name in taken
+                    if uses[name] == 1 and held.get(name) == sum(made.values())
+                ),
+                None,
+            )
+            if over is not None:
+                held[over] = 0
+        held.update(made)
+        most = max(most, sum(held.values()) + inside)
+        uses.subtract(list(taken))
+        for name in (*taken, *made):
+            if uses[name] <= 0:
+                held.pop(name, None)
+    return most

@@ -1,0 +1,17 @@
+"""Starts a program without what TensorFlow logs at its start."""
+
+import importlib.util
+import pathlib
+
+
+def import_tensorflow():
+    """Imports TensorFlow as the commands of tf_gpipe do.
+
+    To be called before tf_gpipe is imported, which imports TensorFlow: the
+    module that leaves out the lines is loaded by its path.
+    """
+    path = pathlib.Path(__file__).parents[1] / "tf_gpipe/commands/start.py"
+    spec = importlib.util.spec_from_file_location("start", path)
+    start = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(start)
+    start.import_tensorflow()
