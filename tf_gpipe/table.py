@@ -4,11 +4,12 @@ This module imports no TensorFlow.
 """
 
 import io
-import itertools
+from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import rich.box
 import rich.console
@@ -20,24 +21,34 @@ _MANY = 16
 _UNBOUNDED = 10_000
 
 
-def runs(keys: Sequence[Hashable]) -> list[range]:
-    """Returns which rows are one row of a table.
+def runs(keys: Sequence[Hashable], devices: Sequence[int]) -> list[range]:
+    """Returns which stages are one row of a table.
 
-    Of many rows neighbours with equal keys are one; of few each is its own.
+    Of many stages neighbours with equal keys are one; of few each is its own.
+    In a row the numbers of the devices of its stages rise or fall, so that the
+    first and the last one tell them all.
 
     Example:
 
-    >>> runs(["a"] * 20 + ["b"])
+    >>> runs(["a"] * 20 + ["b"], range(21))
     [range(0, 20), range(20, 21)]
-    >>> runs(["a", "a"])
+    >>> runs(["a"] * 20, [*range(10), *range(10)])
+    [range(0, 10), range(10, 20)]
+    >>> runs(["a", "a"], [0, 1])
     [range(0, 1), range(1, 2)]
     """
     if len(keys) <= _MANY:
         return [range(i, i + 1) for i in range(len(keys))]
-    found = []
-    for _, group in itertools.groupby(range(len(keys)), keys.__getitem__):
-        first, *rest = group
-        found.append(range(first, first + len(rest) + 1))
+    found = [range(0, 1)]
+    direction = 0
+    for i in range(1, len(keys)):
+        step = devices[i] - devices[i - 1]
+        if keys[i] == keys[i - 1] and step * direction >= 0:
+            found[-1] = range(found[-1].start, i + 1)
+            direction = direction or step
+        else:
+            found.append(range(i, i + 1))
+            direction = 0
     return found
 
 
@@ -45,6 +56,28 @@ def of_run(names: Sequence[str], run: range) -> str:
     """Returns a name, or the first and the last one of a run."""
     first, last = names[run.start], names[run.stop - 1]
     return first if first == last else f"{first} to {last}"
+
+
+def destinations(sizes: Mapping[int, Any], words: Callable[[Any], str]) -> str:
+    """Returns what goes to which stages, neighbours with equal sizes as one.
+
+    Example:
+
+    >>> destinations({1: 8, 3: 4, 4: 4, 5: 4}, str)
+    '1 (8), 3-5 (4 each)'
+    """
+    found: list[list[int]] = []
+    for to, size in sizes.items():
+        if found and found[-1][-1] == to - 1 and sizes[to - 1] == size:
+            found[-1].append(to)
+        else:
+            found.append([to])
+    return ", ".join(
+        f"{first}-{rest[-1]} ({words(sizes[first])} each)"
+        if rest
+        else f"{first} ({words(sizes[first])})"
+        for first, *rest in found
+    )
 
 
 def render(

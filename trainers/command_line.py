@@ -232,6 +232,6 @@ def chosen(name, among):
     if value not in among:
         raise UserError(
             f"--{name} must be one of {', '.join(among)}. Received: "
-            f"--{name}={value}"
+            f"--{name}={value}{near([value], among)}"
         )
     return value

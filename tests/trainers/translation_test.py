@@ -344,7 +344,8 @@ class ErrorsTest(TestCase):
         )
 
     @parameterized.parameters(
-        (["--mode=nonsuch"], "nonsuch"),
+        (["--mode=nonsuch"], "nonsuch$"),
+        (["--mode=translat"], r"--mode=translat. Did you mean translate\?"),
         (["--temperature=0.5"], "temperature"),
         (["--beam_size=0"], "beam_size"),
         (["--directions=de-x"], "directions"),

@@ -8,7 +8,6 @@ from tf_gpipe.partition import stage_costs
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.stage.pipeline import Pipeline
-from tf_gpipe.stage.stage import Stage
 
 
 def stage_table(
@@ -38,7 +37,7 @@ def stage_table(
         for k, stage in enumerate(stages)
     ]
     rows = []
-    for run in table.runs(keys):
+    for run in table.runs(keys, schedule.devices):
         stage = stages[run.start]
         names = [n.layer.name for k in run for n in stages[k].nodes]
         if len(names) > 3:
@@ -49,9 +48,8 @@ def stage_table(
                 "Device": "\n".join(table.of_run(x, run) for x in devices),
                 "Layers": f"{len(stage.nodes)} ({', '.join(names)})",
                 "Parameters": f"{stage.count_params():,}",
-                "Sends to (KiB a row)": ", ".join(
-                    f"{to} ({size / 2**10:.3g})"
-                    for to, size in sends[run.start].items()
+                "Sends to (KiB a row)": table.destinations(
+                    sends[run.start], lambda size: f"{size / 2**10:.3g}"
                 ),
             }
         )
@@ -69,7 +67,7 @@ def stage_table(
     if schedule.description:
         notes.append(f"Order of tasks: {schedule.description}")
     if pipeline.chosen is not None:
-        notes += [_recomputed(pipeline, stage) for stage in stages]
+        notes += _recomputed(pipeline)
     return table.render(
         rows,
         notes,
@@ -79,22 +77,32 @@ def stage_table(
     )
 
 
-def _recomputed(pipeline: Pipeline, stage: Stage) -> str:
-    """Returns which layers a stage recomputes, in words."""
-    parts = [
-        stage.nodes[x.start : x.stop] for x in pipeline.recomputed(stage.index)
-    ]
-    count = sum(map(len, parts))
-    names = ", ".join(
-        x[0].layer.name
-        if len(x) == 1
-        else f"{x[0].layer.name} to {x[-1].layer.name}"
-        for x in parts
-    )
-    return (
-        f"Stage {stage.index} recomputes {count} of {len(stage.nodes)} calls"
-        + (f": {names}" if names else "")
-    )
+def _recomputed(pipeline: Pipeline) -> list[str]:
+    """Returns which layers stages recompute, in words."""
+    stages = pipeline.stages
+    parts = [pipeline.recomputed(stage.index) for stage in stages]
+    keys = [(len(x.nodes), *y) for x, y in zip(stages, parts, strict=True)]
+    notes = []
+    for run in table.runs(keys, pipeline.schedule.devices):
+        nodes = stages[run.start].nodes
+        count = sum(map(len, parts[run.start]))
+        own = [nodes[x.start : x.stop] for x in parts[run.start]]
+        names = ", ".join(
+            x[0].layer.name
+            if len(x) == 1
+            else f"{x[0].layer.name} to {x[-1].layer.name}"
+            for x in own
+        )
+        several = len(run) > 1
+        notes.append(
+            f"Stage{'s' if several else ''} "
+            f"{table.of_run([str(x.index) for x in stages], run)} "
+            f"{'recompute' if several else 'recomputes'} {count} of "
+            f"{len(nodes)} calls{' each' if several else ''}"
+            + (f": {names}" if names else "")
+            + (", and so on" if several and names else "")
+        )
+    return notes
 
 
 def _bubble(pipeline: Pipeline, length: int) -> str:

@@ -62,6 +62,7 @@ def counts(
     weights: Sequence[Sequence[keras.Variable]] | None = None,
     tell: Callable = lambda *_: None,
     length: int = layer_costs.NOMINAL_LENGTH,
+    costs: dict[str, list[float]] | None = None,
 ) -> list[int]:
     """Returns the number of calls of layers in each stage.
 
@@ -92,7 +93,8 @@ def counts(
     """
     if schedule.num_stages == 1 and balance is None:
         return [len(graph.nodes)]
-    costs = _costs(balance, graph, remat, device, weights, length)
+    if costs is None:
+        costs = costs_of_calls(balance, graph, remat, device, weights, length)
     balanced = next(iter(costs))
     # A stage that recomputes takes a third more time, so that a stage that
     # never does, such as the last one of `1f1b`, gets more layers. What a
@@ -117,20 +119,26 @@ def counts(
     return found
 
 
-def _costs(
+def costs_of_calls(
     balance: Any,
     graph: Graph,
     remat: str,
-    device: str,
-    weights: Sequence[Sequence[keras.Variable]] | None,
-    length: int,
+    device: str = "",
+    weights: Sequence[Sequence[keras.Variable]] | None = None,
+    length: int = layer_costs.NOMINAL_LENGTH,
 ) -> dict[str, list[float]]:
-    """Returns the cost of each call of a layer, as `counts` tells it."""
+    """Returns the cost of each call of a layer, by what that is.
+
+    First what is balanced, then what is known, too. The arguments are as of
+    `counts`.
+    """
     if weights is None:
         weights = weights_of_calls(graph)
     if balance is None:
         try:
-            found = _costs("flops", graph, remat, device, weights, length)
+            found = costs_of_calls(
+                "flops", graph, remat, device, weights, length
+            )
         except ValueError:
             found = {}
         if any(found.get("flops", ())):

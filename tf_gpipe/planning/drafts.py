@@ -20,7 +20,7 @@ from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.memory import device_peaks
-from tf_gpipe.schedule.memory import peak_activations
+from tf_gpipe.schedule.memory import stage_peaks
 from tf_gpipe.schedule.search import search
 from tf_gpipe.schedule.simulate import Times
 from tf_gpipe.schedule.tasks import AUTO_REMAT
@@ -128,6 +128,10 @@ class Draft:
         schedule, remat = self._schedule, self.candidate.remat
         costs, _ = self._layers.costs(self._micro_batch)
         each = [schedule.devices.count(d) for d in schedule.devices]
+        stored, inputs = (
+            stage_peaks(schedule, remat, [x] * schedule.num_stages)
+            for x in (Sizes(0, 0, 1), Sizes(0, 1, 0))
+        )
         rooms = []
         for k, device in enumerate(schedule.devices):
             memory = self._memory[device]
@@ -136,8 +140,8 @@ class Draft:
                     math.inf
                     if memory is None
                     else (FITTING * memory - spare) / each[k],
-                    peak_activations(schedule, remat, {k: Sizes(0, 0, 1)}),
-                    peak_activations(schedule, remat, {k: Sizes(0, 1, 0)}),
+                    stored[k],
+                    inputs[k],
                 )
             )
         return cuts.within(

@@ -1,6 +1,5 @@
 """What a pipeline needs whose every argument is decided."""
 
-import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.plans import StagePlan
 from tf_gpipe.schedule.memory import device_peaks
-from tf_gpipe.schedule.memory import peak_activations
+from tf_gpipe.schedule.memory import stage_peaks
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.schedule.tasks import Schedule
@@ -103,7 +102,7 @@ def _stages(
     layers, counts, costs, schedule, remat, sizes, recomputed
 ) -> list[StagePlan]:
     stages, first = [], 0
-    peak = functools.partial(peak_activations, schedule, remat)
+    peaks = stage_peaks(schedule, remat, sizes)
     for k, (count, cost) in enumerate(zip(counts, costs, strict=True)):
         own = slice(first, first + count)
         first = own.stop
@@ -120,7 +119,7 @@ def _stages(
                     for w in itertools.chain(*layers.weights[own])
                 ),
                 parameter_bytes=sum(layers.bytes[own]),
-                activation_bytes=int(peak({k: sizes[k]})),
+                activation_bytes=int(peaks[k]),
                 flops=cost.flops,
                 backward_flops=cost.backward_flops,
                 sends=cost.sends,

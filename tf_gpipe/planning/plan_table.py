@@ -8,13 +8,18 @@ from typing import Any
 
 from tf_gpipe import table
 
+_KEPT = "Activations MiB"
+
 
 def text(plan: Any) -> str:
     """Returns a `Plan` as a table."""
     names = [str(k) for k in range(len(plan.stages))]
     devices = [str(device) for device in plan.devices]
     columns = [_numbers(stage) for stage in plan.stages]
-    runs = table.runs([tuple(x.values()) for x in columns])
+    # What stages keep differs from one to the next under most schedules.
+    runs = table.runs(
+        [tuple({**x, _KEPT: ""}.values()) for x in columns], plan.devices
+    )
     # Else it says what the number of the stage does.
     shared = devices != names
     rows = [
@@ -22,6 +27,7 @@ def text(plan: Any) -> str:
             "Stage": table.of_run(names, run),
             **({"Device": table.of_run(devices, run)} if shared else {}),
             **columns[run.start],
+            _KEPT: _between([plan.stages[k].activation_bytes for k in run]),
         }
         for run in runs
     ]
@@ -38,10 +44,9 @@ def text(plan: Any) -> str:
     if plan.description:
         notes.append(f"order of tasks: {plan.description}")
     skips = [
-        f"{k} to {to} ({_size(size)})"
-        for k, stage in enumerate(plan.stages)
-        for to, size in stage.sends.items()
-        if to != k + 1
+        f"{own} to {table.destinations(sizes, _size)}"
+        for own, stage in enumerate(plan.stages)
+        if (sizes := {k: v for k, v in stage.sends.items() if k != own + 1})
     ]
     if skips:
         notes.append(f"skips from stage {', '.join(skips)} a micro-batch")
@@ -64,10 +69,20 @@ def _numbers(stage: Any) -> dict[str, str]:
         "Remat": str(len(stage.recomputed)),
         "Parameters": f"{stage.parameters:,}",
         "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
-        "Activations MiB": f"{stage.activation_bytes / 2**20:,.1f}",
+        _KEPT: _mib(stage.activation_bytes),
         "GFLOPs": f"{stage.flops / 1e9:,.2f}",
         "Boundary MiB": f"{stage.boundary_bytes / 2**20:,.2f}",
     }
+
+
+def _between(sizes: list[int]) -> str:
+    """Returns the least and the most MiB, or the one that all are."""
+    least, most = _mib(min(sizes)), _mib(max(sizes))
+    return most if least == most else f"{least} to\n{most}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f}"
 
 
 def _verdict(plan: Any) -> str:

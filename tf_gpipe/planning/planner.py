@@ -183,6 +183,8 @@ class _Planner:
         self._device_flops = device_flops
         self._bandwidth = bandwidth
         self._latency = latency
+        # The costs that are balanced, by the remat mode.
+        self._balanced: dict[str, dict[str, list[float]]] = {}
 
     def plan(self, config: PipelineConfig) -> Plan:
         layers = self._layers
@@ -276,10 +278,20 @@ class _Planner:
     def _counts(self, config, schedule):
         if isinstance(config.balance, list):
             return config.balance
+        if schedule.num_stages == 1 and config.balance is None:
+            return [len(self._layers.graph.nodes)]
+        # Of any number of stages.
+        if config.remat not in self._balanced:
+            self._balanced[config.remat] = balanced.costs_of_calls(
+                config.balance,
+                self._layers.graph,
+                config.remat,
+                weights=self._layers.weights,
+            )
         return balanced.counts(
             config.balance,
             self._layers.graph,
             schedule,
             config.remat,
-            weights=self._layers.weights,
+            costs=self._balanced[config.remat],
         )

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from tf_gpipe.schedule.tasks import BACKWARD
 from tf_gpipe.schedule.tasks import FORWARD
-from tf_gpipe.schedule.tasks import RECOMPUTE
 from tf_gpipe.schedule.tasks import WEIGHTS
 from tf_gpipe.schedule.tasks import Schedule
 
@@ -66,24 +65,23 @@ def peak_activations(
         remat: The remat mode.
         sizes: Dictionary from stages, all of one device, to their `Sizes`.
     """
-    held = most = sum(own.fixed for own in sizes.values())
-    last = WEIGHTS if schedule.splits else BACKWARD
-    for task in schedule.steps(remat):
-        if task.stage not in sizes:
-            continue
-        own = sizes[task.stage]
-        again = schedule.recomputes(task._replace(kind=BACKWARD), remat)
-        if task.kind == FORWARD:
-            held += own.left(again)
-        elif task.kind == RECOMPUTE:
-            held += own.added
-        most = max(most, held + (own.passing if task.kind == BACKWARD else 0))
-        if task.kind == last:
-            held -= own.left(again) + (own.added if again else 0)
-            held += own.slices
-    number = schedule.num_micro_batches
-    together = sum(number * own.slices for own in sizes.values())
-    return max(most, held + (together if number > 1 else 0))
+    return _peaks(schedule, remat, sizes, dict.fromkeys(sizes, 0)).get(0, 0)
+
+
+def stage_peaks(
+    schedule: Schedule, remat: str, sizes: Sequence[Sizes]
+) -> list[float]:
+    """Returns the most that each stage holds at a time.
+
+    Args:
+        schedule: A `Schedule`.
+        remat: The remat mode.
+        sizes: The `Sizes` of each stage.
+    """
+    stages = range(schedule.num_stages)
+    own = dict(zip(stages, sizes, strict=True))
+    found = _peaks(schedule, remat, own, dict(zip(stages, stages, strict=True)))
+    return [found[stage] for stage in stages]
 
 
 def device_peaks(
@@ -99,7 +97,53 @@ def device_peaks(
         remat: The remat mode.
         sizes: The `Sizes` of each stage.
     """
-    own: list[dict[int, Sizes]] = [{} for _ in schedule.tasks]
-    for stage, device in enumerate(schedule.devices):
-        own[device][stage] = sizes[stage]
-    return [peak_activations(schedule, remat, x) for x in own]
+    own = dict(enumerate(sizes))
+    found = _peaks(schedule, remat, own, dict(enumerate(schedule.devices)))
+    return [found.get(device, 0) for device in range(len(schedule.tasks))]
+
+
+def _peaks(
+    schedule: Schedule,
+    remat: str,
+    sizes: Mapping[int, Sizes],
+    holders: Mapping[int, int],
+) -> dict[int, float]:
+    """Returns the most that each holder of stages holds at a time.
+
+    All of them in one walk over the tasks, of which many stages have many. A
+    recomputation comes right before its backward pass.
+
+    Args:
+        schedule: A `Schedule`.
+        remat: The remat mode.
+        sizes: Dictionary from stages to their `Sizes`.
+        holders: Dictionary from the same stages to what holds them.
+    """
+    held: dict[int, float] = dict.fromkeys(holders.values(), 0)
+    together = dict(held)
+    number = schedule.num_micro_batches
+    for stage, own in sizes.items():
+        held[holders[stage]] += own.fixed
+        together[holders[stage]] += number * own.slices
+    most = dict(held)
+    last = WEIGHTS if schedule.splits else BACKWARD
+    rows = {schedule.devices[stage] for stage in sizes}
+    alone = len(rows) == 1
+    for task in schedule.tasks[rows.pop()] if alone else schedule.order:
+        if task.stage not in sizes:
+            continue
+        own, holder = sizes[task.stage], holders[task.stage]
+        again = schedule.recomputes(task._replace(kind=BACKWARD), remat)
+        passing = 0.0
+        if task.kind == FORWARD:
+            held[holder] += own.left(again)
+        elif task.kind == BACKWARD:
+            held[holder] += own.added if again else 0
+            passing = own.passing
+        most[holder] = max(most[holder], held[holder] + passing)
+        if task.kind == last:
+            held[holder] -= own.left(again) + (own.added if again else 0)
+            held[holder] += own.slices
+    if number == 1:
+        return most
+    return {x: max(most[x], held[x] + together[x]) for x in most}

@@ -128,7 +128,7 @@ def write(
     )
     if timeline.shares_cores(last.devices):
         figure.add_annotation(
-            text=timeline.SHARED_CORES.replace("\n", " "),
+            text=timeline.SHARED_CORES,
             **{"xref": "paper", "yref": "paper", "x": 0, "y": 0},
             **{"yshift": -40, "xanchor": "left", "showarrow": False},
         )

@@ -106,13 +106,7 @@ class Schedule:
             raise TypeError(f"`name` must be a string. Received: name={name!r}")
         self.name = name
         self.description = description
-        self.tasks = tuple(
-            tuple(
-                _task(task, tasks)
-                for task in checks.items(row, _no_tasks(tasks))
-            )
-            for row in checks.items(tasks, _no_tasks(tasks))
-        )
+        self.tasks = _parsed(tasks)
         flat = [task for row in self.tasks for task in row]
         if not flat:
             raise ValueError(f"Schedule '{name}' has no tasks.")
@@ -298,16 +292,22 @@ class Schedule:
         return "\n".join(" ".join(map(str, row)) for row in self.tasks)
 
 
-def _task(task: Any, tasks: Any) -> Task:
+def _parsed(tasks: Any) -> tuple[tuple[Task, ...], ...]:
+    try:
+        return tuple(
+            tuple(_task(task) for task in checks.items(row, "no list"))
+            for row in checks.items(tasks, "no list")
+        )
+    except TypeError as error:
+        raise TypeError(
+            "`tasks` must be a list of lists of tasks, one a device, such as "
+            f"[['F0.0', 'B0.0']]. Received: tasks={tasks!r}"
+        ) from error
+
+
+def _task(task: Any) -> Task:
     if isinstance(task, str):
         return Task.parse(task)
     if isinstance(task, tuple) and len(task) == 3:
         return Task.parse("{}{}.{}".format(*task))
-    raise TypeError(_no_tasks(tasks))
-
-
-def _no_tasks(tasks: Any) -> str:
-    return (
-        "`tasks` must be a list of lists of tasks, one a device, such as "
-        f"[['F0.0', 'B0.0']]. Received: tasks={tasks!r}"
-    )
+    raise TypeError(f"no task: {task!r}")

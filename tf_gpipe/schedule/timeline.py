@@ -8,6 +8,7 @@ import collections
 import io
 import os
 import re
+import textwrap
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,7 @@ COLOURS = {
     WEIGHTS: "#009E73",
 }
 SHARED_CORES = (
-    "Logical CPU devices share the cores of a machine: tasks that run at the\n"
+    "Logical CPU devices share the cores of a machine: tasks that run at the "
     "same time take longer, and the bubble is not that of real devices."
 )
 _DEVICE = re.compile(
@@ -53,8 +54,8 @@ def text_chart(step: Execution, width: int = 80) -> str:
 
     Args:
         step: The `Execution`.
-        width: Integer, the characters of a row with its name. At least 20 are
-            for the time.
+        width: Integer, the characters of a row with its name, and of what is
+            below. At least 20 are for the time.
 
     Example:
 
@@ -65,19 +66,22 @@ def text_chart(step: Execution, width: int = 80) -> str:
     device 0  F0--F1--........B1--B0--
     device 1  ....F0--F1--B1--B0--....
     makespan 6, bubble 33.3%
-    F forward, B backward, with the micro-batch; . idle
+    F forward, B backward,
+    with the micro-batch; . idle
     """
     names = short_names(step.devices)
     margin = max(map(len, names)) + 2
     columns = max(width - margin, _MIN_COLUMNS)
     scale = columns / step.makespan if step.makespan else 0.0
     rows = [["."] * columns for _ in step.devices]
+    fitting = 0
     for (device, task, start, end), label in zip(
         step.spans, labels(step), strict=True
     ):
         left = round((start - step.start) * scale)
         size = round((end - step.start) * scale) - left
         label = task.kind + label
+        fitting += len(label) <= size
         if len(label) > size:
             label = task.kind[:size]
         rows[device][left : left + size] = label.ljust(size, "-")
@@ -85,15 +89,31 @@ def text_chart(step: Execution, width: int = 80) -> str:
         name.ljust(margin) + "".join(row)
         for name, row in zip(names, rows, strict=True)
     ]
-    column = f"; a column is {_time(step, step.makespan / columns)}"
-    lines.append(f"{totals(step)}{column if step.in_seconds else ''}")
-    present = {span.task.kind for span in step.spans}
-    kinds = ", ".join(f"{x} {KINDS[x]}" for x in KINDS if x in present)
-    numbers = "stage.micro-batch" if _several(step) else "the micro-batch"
-    lines.append(f"{kinds}, with {numbers}; . idle")
+    text = totals(step)
+    if step.in_seconds:
+        text += f"; a column is {_time(step, step.makespan / columns)}"
+    present = {x.task.kind for x in step.spans}
+    letters = ", ".join(f"{x} {KINDS[x]}" for x in KINDS if x in present)
+    if fitting:
+        numbers = "stage.micro-batch" if _several(step) else "the micro-batch"
+        letters += f", with {numbers}"
+        letters += "" if fitting == len(step.spans) else " where it fits"
+    notes = [text, f"{letters}; . idle"]
     if shares_cores(step.devices):
-        lines.append(SHARED_CORES)
-    return "\n".join(lines)
+        notes.append(SHARED_CORES)
+    return "\n".join([*lines, *(_wrapped(x, margin + columns) for x in notes)])
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Returns lines of such a width, broken at commas and semicolons first."""
+    first, *phrases = re.split(r"(?<=[,;:]) ", text)
+    lines = [first]
+    for phrase in phrases:
+        if len(lines[-1]) + 1 + len(phrase) <= width:
+            lines[-1] += f" {phrase}"
+        else:
+            lines.append(phrase)
+    return "\n".join(textwrap.fill(x, width) for x in lines)
 
 
 def totals(step: Execution) -> str:

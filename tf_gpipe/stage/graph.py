@@ -223,9 +223,9 @@ class Graph:
         made = [value for node in nodes for value in node.made]
         used = [value for node in nodes for value in node.inputs]
         if end < len(self.nodes):
-            later = {x for node in self.nodes[end:] for x in node.inputs}
-            later.update(self.returned)
-            outputs = [value for value in made if value in later]
+            outputs = [
+                value for value in made if self.last.get(value, 0) >= end
+            ]
         else:
             outputs = self.returned
             used += outputs

@@ -56,8 +56,8 @@ class TimelineTest(parameterized.TestCase):
                 "device 0  F0-F1--R1-..........B1----R0-B0-----",
                 "device 1  ...F0--F1-R1-B1-----R0-B0----.......",
                 "makespan 11, bubble 27.3%",
-                "F forward, R recompute, B backward, with the micro-batch; "
-                ". idle",
+                "F forward, R recompute, B backward,",
+                "with the micro-batch; . idle",
                 "most micro-batches kept, by stage: 2, 2",
             ],
         )

@@ -642,6 +642,30 @@ class NothingAllocatedTest(tf.test.TestCase):
             sum(x.parameter_bytes for x in found.stages), 16 * parameters
         )
 
+    def test_layers_are_looked_at_once_for_any_number_of_stages(self):
+        looks = []
+
+        class Looked(LAYERS.Dense):
+            def get_config(self):
+                looks.append(self.name)
+                return super().get_config()
+
+        found = {}
+        for memory in (10**9, 60_000):
+            looks.clear()
+            layers = [Looked(32) for _ in range(12)]
+            found[memory] = plan(
+                layers,
+                (2, 32),
+                num_stages=2,
+                num_micro_batches=2,
+                device_memory=memory,
+            )
+            found[memory, "looks"] = len(looks)
+        self.assertTrue(found[10**9].fits)
+        self.assertIn("It would fit with num_stages=", found[60_000].advice)
+        self.assertEqual(found[60_000, "looks"], found[10**9, "looks"])
+
 
 if __name__ == "__main__":
     tf.test.main()

@@ -7,12 +7,12 @@ from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.plans import StagePlan
 
 
-def stage(k, num_layers=13, sends=2**28):
+def stage(k, num_layers=13, sends=2**28, activations=6_000):
     return StagePlan(
         layers=["layer"] * num_layers,
         parameters=655_000_000 * num_layers,
         parameter_bytes=10_000 * 2**20,
-        activation_bytes=6_000 * 2**20,
+        activation_bytes=activations * 2**20,
         flops=9 * 10**12,
         backward_flops=2 * 10**13,
         sends={k + 1: sends},
@@ -33,6 +33,15 @@ def plan(stages, devices=None, **kwargs):
     )
 
 
+def cells(text, *columns):
+    """Returns columns of the rows of a plan's table."""
+    return [
+        [line.split("│")[i].strip() for i in columns]
+        for line in text.splitlines()
+        if line.startswith("│")
+    ][2:]
+
+
 class PlansTest(parameterized.TestCase):
     @parameterized.parameters(([*range(4)],), ([0, 1, 0, 1],), ([*range(128)],))
     def test_80_columns_and_all_digits(self, devices):
@@ -44,16 +53,46 @@ class PlansTest(parameterized.TestCase):
     def test_equal_stages_of_many_are_one_row(self):
         stages = [stage(k) for k in range(128)]
         stages[5] = stage(5, num_layers=14)
-        rows = [
-            [cell.strip() for cell in line.split("│")[1:3]]
-            for line in str(plan(stages)).splitlines()
-            if line.startswith("│")
-        ]
         self.assertEqual(
-            rows[-3:], [["0 to 4", "13"], ["5", "14"], ["6 to 127", "13"]]
+            cells(str(plan(stages)), 1, 2),
+            [["0 to 4", "13"], ["5", "14"], ["6 to 127", "13"]],
         )
         few = str(plan(stages[:4]))
         self.assertEqual(few.count("8,515,000,000"), 4)
+
+    def test_stages_that_differ_in_activations_alone_are_one_row(self):
+        # As under 1F1B, where stage k keeps K - k micro-batches.
+        text = str(plan([stage(k, activations=128 - k) for k in range(128)]))
+        self.assertEqual(
+            cells(text, 1, 6), [["0 to 127", "1.0 to"], ["", "128.0"]]
+        )
+        self.assertLessEqual(max(map(len, text.splitlines())), 80)
+
+    @parameterized.parameters(
+        # Interleaved, and a V.
+        ([*range(64), *range(64)],),
+        ([*range(64), *reversed(range(64))],),
+    )
+    def test_the_devices_of_a_row_rise_or_fall(self, devices):
+        rows = cells(str(plan([stage(k) for k in range(128)], devices)), 1, 2)
+        found = []
+        for stages, names in rows:
+            first, last = map(int, stages.split(" to "))
+            ends = [int(x) for x in names.split(" to ")]
+            self.assertEqual(ends, [devices[first], devices[last]])
+            own = devices[first : last + 1]
+            self.assertIn(own, (sorted(own), sorted(own, reverse=True)))
+            found += range(first, last + 1)
+        self.assertEqual(found, [*range(128)])
+        self.assertLen(rows, 2)
+
+    def test_skips_to_many_stages_are_told_as_one(self):
+        stages = [stage(k) for k in range(128)]
+        stages[0].sends.update(dict.fromkeys(range(64, 128), 2**20))
+        self.assertIn(
+            "skips from stage 0 to 64-127 (1.0 MiB each) a micro-batch",
+            str(plan(stages)),
+        )
 
     def test_verdict_first(self):
         text = str(

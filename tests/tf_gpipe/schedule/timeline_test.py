@@ -28,7 +28,8 @@ class TextChartTest(parameterized.TestCase):
                 "device 1  ...F0-F1-F2-F3-......B3-B2-B1-B0-...",
                 "device 2  ......F0-F1-F2-F3-B3-B2-B1-B0-......",
                 "makespan 12, bubble 33.3%",
-                "F forward, B backward, with the micro-batch; . idle",
+                "F forward, B backward, with the micro-batch;",
+                ". idle",
             ],
         ),
         (
@@ -38,7 +39,8 @@ class TextChartTest(parameterized.TestCase):
                 "device 1  ...F0-F1-...B0-F2-B1-F3-B2-...B3-...",
                 "device 2  ......F0-B0-F1-B1-F2-B2-F3-B3-......",
                 "makespan 12, bubble 33.3%",
-                "F forward, B backward, with the micro-batch; . idle",
+                "F forward, B backward, with the micro-batch;",
+                ". idle",
             ],
         ),
     )
@@ -54,7 +56,8 @@ class TextChartTest(parameterized.TestCase):
             "a  F0-F1--R1-..........B1----R0-B0-----\n"
             "b  ...F0--F1-R1-B1-----R0-B0----.......\n"
             "makespan 11, bubble 27.3%\n"
-            "F forward, R recompute, B backward, with the micro-batch; . idle",
+            "F forward, R recompute, B backward,\n"
+            "with the micro-batch; . idle",
         )
 
     def test_several_stages_a_device(self):
@@ -64,7 +67,7 @@ class TextChartTest(parameterized.TestCase):
             "device 0  F0.0F0.1F2.0F2.1....B2.0....B2.1B0.0B0.1\n"
             "device 1  ....F1.0F1.1F3.0B3.0F3.1B3.1B1.0B1.1....\n"
             "makespan 10, bubble 20.0%\n"
-            "F forward, B backward, with stage.micro-batch; . idle",
+            "F forward, B backward, with stage.micro-batch;\n. idle",
         )
 
     def test_label_without_room(self):
@@ -78,8 +81,9 @@ class TextChartTest(parameterized.TestCase):
         # Names leave 20 columns to the time, whatever the width.
         self.assertEqual(
             timeline.text_chart(Execution(spans, ["a"]), width=1),
-            "a  F-F..B10------------\nmakespan 20, bubble 9.5%\n"
-            "F forward, B backward, with the micro-batch; . idle",
+            "a  F-F..B10------------\nmakespan 20,\nbubble 9.5%\n"
+            "F forward, B backward,\nwith the micro-batch\nwhere it fits;\n"
+            ". idle",
         )
 
     def test_no_time(self):
@@ -87,7 +91,7 @@ class TextChartTest(parameterized.TestCase):
         self.assertEqual(
             timeline.text_chart(Execution(spans), width=30),
             "device 0  ....................\nmakespan 0, bubble 0.0%\n"
-            "F forward, with the micro-batch; . idle",
+            "F forward; . idle",
         )
 
     def test_seconds_on_cores_that_are_shared(self):
@@ -96,16 +100,34 @@ class TextChartTest(parameterized.TestCase):
             Span(1, Task("F", 1, 0), 7.02, 7.04),
         ]
         names = [f"/job:worker/replica:0/task:3/device:CPU:{i}" for i in (0, 1)]
-        *rows, totals, _, shared = timeline.text_chart(
+        chart = timeline.text_chart(
             Execution(spans, names, in_seconds=True), width=27
-        ).split("\n", 4)
-        self.assertEqual(
-            rows, ["CPU:0  F0--------..........", "CPU:1  ..........F0--------"]
         )
-        self.assertEqual(
-            totals, "makespan 40 ms, bubble 50.0%; a column is 2 ms"
+        self.assertStartsWith(
+            chart,
+            "CPU:0  F0--------..........\nCPU:1  ..........F0--------\n"
+            "makespan 40 ms,\nbubble 50.0%;\na column is 2 ms\n",
         )
-        self.assertEqual(shared, timeline.SHARED_CORES)
+        self.assertEndsWith(
+            chart.replace("\n", " "), f" {timeline.SHARED_CORES}"
+        )
+
+    @parameterized.product(
+        width=(40, 60, 80), num_devices=(2, 4, 8, 16), name=("1f1b", "zb_v")
+    )
+    def test_width_and_what_letters_mean(self, width, num_devices, name):
+        stages = num_devices * (2 if name == "zb_v" else 1)
+        step = simulate(schedules.get(name, stages, 2 * stages), remat="never")
+        names = [f"/job:w/task:{i}/device:CPU:0" for i in range(num_devices)]
+        step = Execution(step.spans, names, in_seconds=True)
+        rows = timeline.text_chart(step, width).splitlines()
+        self.assertLessEqual(max(map(len, rows)), width)
+        self.assertEqual({len(x) for x in rows[:num_devices]}, {width})
+        below = " ".join(rows[num_devices:])
+        self.assertEndsWith(below, ". idle")
+        # It tells of numbers where there are any.
+        times = "".join(x.split()[1] for x in rows[:num_devices])
+        self.assertEqual("with " in below, any(map(str.isdigit, times)))
 
     @parameterized.parameters(
         (["/device:CPU:0", "/device:CPU:1"], True),
