@@ -84,7 +84,12 @@ def copies(
 
     For each call it is the copy, which equal calls share, and the bytes of
     its weights, of the sums of their gradients, and of an optimizer's slots.
-    Layers that have the global dtype policy have the given one instead.
+    Layers that have the global dtype policy have the given one instead. A
+    built layer that cannot be copied is taken itself, as it is.
+
+    Raises:
+        ValueError: If a layer cannot be copied that is not built, or that would
+            get another dtype policy.
     """
     optimizer = keras.optimizers.get(optimizer)
     before = keras.config.dtype_policy()
@@ -94,15 +99,33 @@ def copies(
         keras.dtype_policies.serialize, (before, keras.config.dtype_policy())
     )
 
+    def bytes_of(layer):
+        trained = [x for x in layer.weights if x.trainable]
+        return layer_costs.size_in_bytes(
+            [layer.weights, trained, slots.planned(optimizer, trained)]
+        )
+
     def copied(node, specs):
         layer = node.layer
         args, kwargs = node.arguments(specs)
         if not isinstance(layer, keras.Layer):
             return (layer, 0), layer.compute_output_spec(*args, **kwargs)
-        config = keras.tree.traverse(
-            lambda x: new if x == old else None, layer.get_config()
-        )
-        copy = type(layer).from_config(config)
+        try:
+            config = keras.tree.traverse(
+                lambda x: new if x == old else None, layer.get_config()
+            )
+            copy = type(layer).from_config(config)
+        except Exception as e:  # whatever a layer's own methods raise
+            if not layer.built or old != new:
+                raise ValueError(
+                    f"Layer '{layer.name}' (of type {type(layer).__name__}) "
+                    f"cannot be copied for the plan: {e}. Its `from_config` "
+                    "must take what its `get_config` returns; or give layers "
+                    "that are built, and no `dtype_policy`."
+                ) from e
+            return (layer, bytes_of(layer)), layer.compute_output_spec(
+                *args, **kwargs
+            )
         # Which a config tells of the layer alone, not of those in it.
         pairs = zip(
             upstream.layers_within(copy),
@@ -117,11 +140,7 @@ def copies(
         if len(copy.weights) == len(layer.weights):
             for x, original in zip(copy.weights, layer.weights, strict=True):
                 x.trainable = original.trainable
-        trained = [x for x in copy.weights if x.trainable]
-        size = layer_costs.size_in_bytes(
-            [copy.weights, trained, slots.planned(optimizer, trained)]
-        )
-        return (copy, size), outputs
+        return (copy, bytes_of(copy)), outputs
 
     # Copies of layers draw seeds that they do not need.
     drawn = random.getstate()

@@ -608,6 +608,43 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(found.device_memory, number)
 
 
+class Uncopied(LAYERS.Dense):
+    """A layer whose `from_config` does not take what `get_config` returns."""
+
+    def get_config(self):
+        return {**super().get_config(), "input_size": 4}
+
+
+class UncopiedLayersTest(tf.test.TestCase, parameterized.TestCase):
+    def planned(self, model, **options):
+        return plan(
+            model, (8, 4), num_stages=2, num_micro_batches=2, **options
+        ).to_dict()
+
+    def test_built(self):
+        plans = []
+        for cls in (Uncopied, LAYERS.Dense):
+            x = keras.Input((4,))
+            y = cls(6, name="a")(x)
+            model = keras.Model(x, LAYERS.Dense(2, name="b")(y))
+            weights = model.get_weights()
+            plans.append(self.planned(model))
+            self.assertAllEqual(model.get_weights()[0], weights[0])
+        self.assertEqual(*plans)
+
+    @parameterized.parameters(False, True)
+    def test_refused(self, built):
+        layers = [Uncopied(6, name="odd"), LAYERS.Dense(2)]
+        options = {}
+        if built:
+            layers = keras.Sequential([keras.Input((4,)), *layers])
+            options = {"dtype_policy": "float64"}
+        with self.assertRaisesRegex(
+            ValueError, "Layer 'odd' .*Uncopied.*cannot be copied"
+        ):
+            self.planned(layers, **options)
+
+
 class NothingAllocatedTest(tf.test.TestCase):
     def test_layers_stay_unbuilt(self):
         layers = make_mixed()
