@@ -159,7 +159,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(1, 20)
     def test_find_largest(self, start):
-        args = ["--device_memory=200KB", "--num_stages=2"]
+        args = ["--device_memory=300KB", "--num_stages=2"]
         model = "--model_args=num_filters=8,num_blocks="
         text = run(
             *args, f"{model}{start}", "--find_largest=num_blocks", "--json"
