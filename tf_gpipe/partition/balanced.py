@@ -87,6 +87,8 @@ def counts(
             was balanced, then what is known, too.
         length: Integer, what other sizes than that of a batch count as where
             they are not known.
+        costs: What `costs_of_calls` returns for these arguments, if that is
+            known.
 
     Raises:
         ValueError: If a cost is negative or no number, or cannot be found.

@@ -40,5 +40,5 @@ def tell_shapes(graph: Any) -> None:
 
 def _sizes(op: tf.Operation) -> tuple[int, int]:
     """Returns the number of positions, of all rows, and that of units."""
-    *positions, _ = op.inputs[0].shape
-    return math.prod(positions), op.inputs[1].shape[-1]
+    *positions, _ = flops.shape_of(op.inputs[0])
+    return math.prod(positions), flops.shape_of(op.inputs[1])[-1]

@@ -100,7 +100,7 @@ def _count(op: tf.Operation) -> int:
         return 0
     if kind == "MatMul" or kind.startswith("BatchMatMul"):
         name = "transpose_a" if kind == "MatMul" else "adj_x"
-        depth = _shape(op.inputs[0])[-2 if op.get_attr(name) else -1]
+        depth = shape_of(op.inputs[0])[-2 if op.get_attr(name) else -1]
         return 2 * _size(op.outputs[0]) * depth
     if kind == "Einsum":
         return _einsum(op)
@@ -108,7 +108,7 @@ def _count(op: tf.Operation) -> int:
         return _convolution(op)
     if kind.startswith("CudnnRNN"):
         # Each position goes through all weights, and back by them and by it.
-        positions = math.prod(_shape(op.inputs[0])[:-1])
+        positions = math.prod(shape_of(op.inputs[0])[:-1])
         passes = 2 if "Backprop" in kind else 1
         return 2 * passes * positions * _size(op.inputs[3])
     if kind.startswith("FusedBatchNormGrad"):
@@ -139,7 +139,7 @@ def _einsum(op: tf.Operation) -> int:
     # The size of each label; "." stands for the axes of an ellipsis.
     sizes: dict[str, int] = {}
     for term, operand in zip(inputs.split(","), op.inputs, strict=True):
-        shape = _shape(operand)
+        shape = shape_of(operand)
         head, dots, tail = term.partition("...")
         sizes.update(zip(head, shape, strict=False))
         sizes.update(zip(reversed(tail), reversed(shape), strict=False))
@@ -158,7 +158,7 @@ def _convolution(op: tf.Operation) -> int:
     """
     output = op.inputs[2] if "Backprop" in op.type else op.outputs[0]
     kernel = op.outputs[0] if "BackpropFilter" in op.type else op.inputs[1]
-    taps = _shape(kernel)[: -2 if op.type.startswith("Depthwise") else -1]
+    taps = shape_of(kernel)[: -2 if op.type.startswith("Depthwise") else -1]
     return 2 * _size(output) * math.prod(taps)
 
 
@@ -191,10 +191,11 @@ def called_by(op: tf.Operation) -> list[Any]:
 
 
 def _size(x: tf.Tensor) -> int:
-    return math.prod(_shape(x))
+    return math.prod(shape_of(x))
 
 
-def _shape(x: tf.Tensor) -> list[int]:
+def shape_of(x: tf.Tensor) -> list[int]:
+    """Returns the shape of a tensor, in which each size must be known."""
     if not x.shape.is_fully_defined():
         raise ValueError(f"the shape of '{x.name}' is not known")
     return x.shape.as_list()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition.recomputed import Choice
 from tf_gpipe.partition.recomputed import StageCalls
+from tf_gpipe.partition.uncounted import UncountedError
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.search import search
@@ -213,8 +214,7 @@ def resolved(
             len(counts), recompute=0.0 if remat == "never" else 1.0
         )
         found = search(times, num_micro_batches, num_devices, remat)
-        reason = str(error).partition(" Give costs")[0]
-        reason = reason.partition(" Or give costs")[0]
+        reason = error.reason if isinstance(error, UncountedError) else error
         return Schedule(
             found.tasks,
             schedules.AUTO,

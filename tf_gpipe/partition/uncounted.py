@@ -8,12 +8,32 @@ import keras
 from tf_gpipe.stage.graph import Node
 
 
+class UncountedError(ValueError):
+    """The costs of a layer cannot be found.
+
+    Attributes:
+        reason: String, the message but for how to give costs.
+    """
+
+    def __init__(self, reason: str, repair: str):
+        super().__init__(f"{reason} {repair}")
+        self.reason = reason
+
+
 @contextlib.contextmanager
 def naming(node: Node) -> Iterator[None]:
-    """Returns a scope whose errors say which layer has no cost."""
+    """Returns a scope whose errors say which layer has no cost.
+
+    Raises:
+        UncountedError: Whatever is raised within.
+    """
     try:
         yield
     except Exception as e:
+        reason = (
+            f"The cost of layer '{node.layer.name}' (of type "
+            f"{type(node.layer).__name__}) cannot be found: {e}."
+        )
         repair = (
             "costs with a function `cost(layer, input_shape)`, or the split as "
             "a list of layer counts."
@@ -21,14 +41,9 @@ def naming(node: Node) -> Iterator[None]:
         specs = keras.tree.flatten([value.spec for value in node.inputs])
         if any(None in x.shape[1:] for x in specs if x is not None):
             # Too long, it may be, for a table of positions, or too short.
-            repair = (
-                "Sizes of its inputs that are not known count as the model's "
-                "`nominal_length`: if it takes no such input, give another. Or "
-                f"give {repair}"
+            reason += (
+                " Sizes of its inputs that are not known count as the model's "
+                "`nominal_length`: if it takes no such input, give another."
             )
-        else:
-            repair = f"Give {repair}"
-        raise ValueError(
-            f"The cost of layer '{node.layer.name}' (of type "
-            f"{type(node.layer).__name__}) cannot be found: {e}. {repair}"
-        ) from e
+            raise UncountedError(reason, f"Or give {repair}") from e
+        raise UncountedError(reason, f"Give {repair}") from e

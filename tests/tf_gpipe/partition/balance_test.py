@@ -10,6 +10,7 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
+from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.devices import slots
 
 LAYERS = keras.layers
@@ -73,18 +74,6 @@ class Handed(LAYERS.Layer):
 
     def compute_output_spec(self, x):
         return keras.KerasTensor((3, 4), "float32")
-
-
-class Endless(LAYERS.Layer):
-    """Doubles until the sum is large, however often that is."""
-
-    def call(self, x):
-        return tf.while_loop(
-            lambda y: tf.reduce_sum(y) < 100, lambda y: [2 * y], [x]
-        )[0]
-
-    def compute_output_shape(self, input_shape):
-        return input_shape
 
 
 def pipelined(layers, balance="parameters", num_stages=2, **kwargs):

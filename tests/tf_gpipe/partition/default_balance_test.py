@@ -9,20 +9,9 @@ from absl.testing import parameterized
 from keras import layers as L
 
 import tf_gpipe
+from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.stage import opening
-
-
-class Endless(L.Layer):
-    """Of which nobody knows how often its loop runs."""
-
-    def call(self, x):
-        return tf.while_loop(
-            lambda y: tf.reduce_sum(y) < 9, lambda y: [y + 1], [x]
-        )[0]
-
-    def compute_output_shape(self, input_shape):
-        return input_shape
 
 
 class Fails(L.Layer):

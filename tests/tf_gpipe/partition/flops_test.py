@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.stage.opening import chain
 
@@ -60,15 +61,6 @@ class Block(keras.layers.Layer):
 
     def call(self, x):
         return x + self.conv(self.dense(self.dense(self.norm(x))))
-
-
-class Endless(keras.layers.Layer):
-    """Doubles until the sum is large, however often that is."""
-
-    def call(self, x):
-        return tf.while_loop(
-            lambda y: tf.reduce_sum(y) < 100, lambda y: [2 * y], [x]
-        )[0]
 
 
 class Fails(keras.layers.Layer):

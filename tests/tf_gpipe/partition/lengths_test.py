@@ -8,6 +8,7 @@ from keras import layers as L
 
 import tf_gpipe
 from tests.devices import KIND
+from tests.tf_gpipe.partition.uncountable import Endless
 
 WORDS = ["a", "b", "c", "d"]
 COSTS = ("flops", "memory", "time")
@@ -171,15 +172,6 @@ class LengthsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(counts(model), [1, 1])
 
     def test_is_not_told_of_known_lengths(self):
-        class Endless(L.Layer):
-            def call(self, x):
-                return tf.while_loop(
-                    lambda y: tf.reduce_sum(y) < 9, lambda y: [y + 1], [x]
-                )[0]
-
-            def compute_output_shape(self, input_shape):
-                return input_shape
-
         with self.assertRaisesRegex(ValueError, r"known\. Give costs with a"):
             pipelined(
                 [keras.Input((4,)), L.Dense(4), Endless()], balance="flops"

@@ -10,6 +10,7 @@ from keras import layers as L
 
 import tf_gpipe
 from tests.devices import KIND
+from tests.tf_gpipe.partition.uncountable import Endless
 
 
 class Block(L.Layer):
@@ -148,15 +149,6 @@ class SummaryTest(tf.test.TestCase, parameterized.TestCase):
         self.assertBetween(float(bubble), least, most)
 
     def test_operations_that_cannot_be_counted(self):
-        class Endless(L.Layer):
-            def call(self, x):
-                return tf.while_loop(
-                    lambda y: tf.reduce_sum(y) < 9, lambda y: [y + 1], [x]
-                )[0]
-
-            def compute_output_shape(self, input_shape):
-                return input_shape
-
         model = pipelined(L.Dense(16), Endless(), num_stages=2)
         printed = []
         model.summary(print_fn=lambda x, **_: printed.append(x))
