@@ -11,6 +11,7 @@ rematerialisation):
     graph              a model as calls of layers, which can be cut
     stage, pipeline    the layers of a stage; all stages of a model
     function           the layers as a pure function: state in, state out
+    assignments        what layers assign to variables meanwhile
     phases             its forward, recompute, backward and weights phases
     traced_phases      those phases, cut from one trace of the function
     traced_backward    of them, the backward phase

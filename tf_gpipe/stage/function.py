@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage.assignments import AssignmentScope
 from tf_gpipe.stage.function_call import filled
 from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.graph import Value
@@ -137,7 +138,7 @@ class StageFunction:
             tf.device(self.stage.device),
             tf.name_scope(self.stage.scope),
             holding([v for v, _ in others], [x for _, x in others]),
-            _Recorder(mapping, self._foreign) as scope,
+            AssignmentScope(mapping, self._foreign) as scope,
         ):
             ends = [_num_operations()]
             run_stage(
@@ -215,7 +216,7 @@ class StageFunction:
             if x.dtype.is_floating and not stopped[i]
         ]
         borrowed = [self.carried[i] for i in self.borrowed]
-        # The borrowed ones twice: see `_Recorder.get_current_value`.
+        # The borrowed ones twice: see `AssignmentScope.get_current_value`.
         variables = [*borrowed, *borrowed, *self._weights]
         sources = [flat[i] for i in by_input]
         sources += [carried[i] for i in self.borrowed]
@@ -323,60 +324,3 @@ def _num_operations() -> int:
     if tf.executing_eagerly():
         return 0
     return len(tf.compat.v1.get_default_graph().get_operations())
-
-
-class _Recorder(keras.StatelessScope):
-    """A stateless scope that knows which variables were assigned to.
-
-    Args:
-        state_mapping: As of `keras.StatelessScope`.
-        foreign: Ids of variables that must not be read.
-    """
-
-    def __init__(self, state_mapping, foreign):
-        super().__init__(state_mapping, collect_losses=True)
-        self.updated: dict[int, keras.Variable] = {}
-        self._foreign = foreign
-        self._stopped = upstream.tapes_are_stopped()
-
-    def add_update(self, update):
-        variable, value = update
-        self.updated[id(variable)] = variable
-        if value.dtype.is_floating and not variable.trainable:
-            value = tf.stop_gradient(value)
-        elif value.dtype.is_floating:
-            before = self.get_current_value(variable)
-            if before is None:
-                # Not `value`, which is cast under mixed precision.
-                before = upstream.tensorflow_variable(variable)
-            value = _assigned(tf.convert_to_tensor(before), value)
-        super().add_update((variable, value))
-
-    def get_current_value(self, variable):
-        if variable.trainable and id(variable) in self._foreign:
-            raise ValueError(
-                f"Variable '{variable.path}' is no weight of the layers of "
-                "this stage, so that its gradient would be lost. Make it a "
-                "weight of the layer that uses it too. If layers have got "
-                "weights since the model was built, call `model.rebalance`."
-            )
-        stopped = upstream.tapes_are_stopped() and not self._stopped
-        if variable.trainable and stopped and id(variable) not in self.updated:
-            # A layer's own `keras.remat`, which finds the weights of what it
-            # will run again by watching which are read where they are.
-            return None
-        return super().get_current_value(variable)
-
-
-def _assigned(before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """Returns `value`, with its gradient for that by what was there before.
-
-    As of a variable: the gradient by it is that by what it holds last.
-    """
-
-    @tf.custom_gradient
-    def assign(before):
-        del before
-        return tf.stop_gradient(value), lambda upstream: upstream
-
-    return assign(before)

@@ -1,0 +1,71 @@
+"""What the layers of a stage assign to their variables as they run."""
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+
+
+class AssignmentScope(keras.StatelessScope):
+    """The stateless scope in which the layers of a stage run.
+
+    A variable that a layer assigns to keeps its value: the scope holds the new
+    one.
+
+    Args:
+        state_mapping: List of pairs of a variable and its value in the scope,
+            as of `keras.StatelessScope`.
+        foreign: Ids of the trainable variables of other stages, which layers
+            must not read.
+
+    Attributes:
+        updated: Dict from ids to the variables that layers have assigned to.
+    """
+
+    def __init__(self, state_mapping, foreign):
+        super().__init__(state_mapping, collect_losses=True)
+        self.updated: dict[int, keras.Variable] = {}
+        self._foreign = foreign
+        self._stopped = upstream.tapes_are_stopped()
+
+    def add_update(self, update):
+        variable, value = update
+        self.updated[id(variable)] = variable
+        if value.dtype.is_floating and not variable.trainable:
+            value = tf.stop_gradient(value)
+        elif value.dtype.is_floating:
+            before = self.get_current_value(variable)
+            if before is None:
+                # Not `value`, which is cast under mixed precision.
+                before = upstream.tensorflow_variable(variable)
+            value = _assigned(tf.convert_to_tensor(before), value)
+        super().add_update((variable, value))
+
+    def get_current_value(self, variable):
+        if variable.trainable and id(variable) in self._foreign:
+            raise ValueError(
+                f"Variable '{variable.path}' is no weight of the layers of "
+                "this stage, so that its gradient would be lost. Make it a "
+                "weight of the layer that uses it too. If layers have got "
+                "weights since the model was built, call `model.rebalance`."
+            )
+        stopped = upstream.tapes_are_stopped() and not self._stopped
+        if variable.trainable and stopped and id(variable) not in self.updated:
+            # A layer's own `keras.remat`, which finds the weights of what it
+            # will run again by watching which are read where they are.
+            return None
+        return super().get_current_value(variable)
+
+
+def _assigned(before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """Returns `value`, with its gradient for that by what was there before.
+
+    As of a variable: the gradient by it is that by what it holds last.
+    """
+
+    @tf.custom_gradient
+    def assign(before):
+        del before
+        return tf.stop_gradient(value), lambda upstream: upstream
+
+    return assign(before)
