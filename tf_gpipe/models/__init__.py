@@ -18,6 +18,8 @@ arguments       the arguments of a pipeline, as attributes
 saving          what is written into files; the way back to plain Keras
 keras_words     Keras's docstrings, where a pipeline has its own methods
 deciding        how many calls each stage has, and which it recomputes
+placing         the stages of a graph, and their variables on devices
+refused         layers and stages that a pipeline refuses
 planned         the arguments of a pipeline that follow from a plan
 depth           what is said of models deeper than Python's recursion limit
 summary         the table of stages of `summary()`

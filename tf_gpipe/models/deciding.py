@@ -1,9 +1,10 @@
-"""The cut of a model, and what `remat="auto"` decides, when it is placed."""
+"""What is decided of a model once its layers are built: its cut and more."""
 
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
+from typing import NamedTuple
 
 import keras
 
@@ -12,24 +13,88 @@ from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import lopsided
+from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
 
 
-def counts_of(
+class Decision(NamedTuple):
+    """What the stages of a model are.
+
+    Attributes:
+        counts: List of integers, how many calls each stage has.
+        recomputed: The calls of each stage that are recomputed, where
+            `remat="auto"` chooses them; else `None`.
+        schedule: The `Schedule`.
+        devices: List of the devices of each stage, one a replica.
+    """
+
+    counts: list[int]
+    recomputed: tuple[tuple[range, ...], ...] | None
+    schedule: Schedule
+    devices: list[list[str]]
+
+
+def decide(
+    name: str,
+    graph: Graph,
+    config: PipelineConfig,
+    schedule: Schedule,
+    devices: list[list[str]],
+    optimizer: keras.optimizers.Optimizer | None,
+) -> Decision:
+    """Returns what the stages of a model are.
+
+    Args:
+        name: That of the model, for a warning of a lopsided cut.
+        graph: `Graph` of built layers.
+        config: The `PipelineConfig`.
+        schedule: The `Schedule`; of `"auto"` the one that its search begins
+            with.
+        devices: Those of each stage, one a replica.
+        optimizer: That of the model, or `None`.
+
+    Raises:
+        ValueError: If a stage cannot fit in the memory limit; or if the size
+            of a mini-batch is needed and not known.
+    """
+    counts = functools.partial(_counts, name, graph, config, schedule, devices)
+    recomputed = costs = None
+    if config.remat == AUTO_REMAT:
+        found = _recomputed(graph, config, schedule, devices, optimizer, counts)
+        decided, recomputed, costs = found.counts, found.parts, found.costs
+    else:
+        decided = counts()
+    if config.schedule == schedules.AUTO:
+        rows = [
+            devices[schedule.devices.index(i)]
+            for i in range(len(schedule.tasks))
+        ]
+        schedule = stage_costs.resolved(
+            graph,
+            decided,
+            schedule,
+            config.remat,
+            config.nominal_length,
+            costs,
+        )
+        devices = [rows[i] for i in schedule.devices]
+    return Decision(decided, recomputed, schedule, devices)
+
+
+def _counts(
     name: str,
     graph: Graph,
     config: PipelineConfig,
     schedule: Schedule,
     devices: Sequence[Sequence[str]],
 ) -> list[int]:
-    """Returns how many calls each stage has, as `balance` says.
-
-    `name` is that of the model, for a warning of a lopsided cut.
-    """
+    """Returns how many calls each stage has, as `balance` says."""
     balance: Any = config.balance
     if isinstance(balance, list):
         return balance
@@ -44,7 +109,7 @@ def counts_of(
     )
 
 
-def decided(
+def _recomputed(
     graph: Graph,
     config: PipelineConfig,
     schedule: Schedule,

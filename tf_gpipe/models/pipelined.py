@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,22 +9,21 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.devices import placement
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
+from tf_gpipe.models import refused
 from tf_gpipe.models.arguments import Arguments
-from tf_gpipe.models.deciding import counts_of
-from tf_gpipe.models.deciding import decided
+from tf_gpipe.models.deciding import decide
+from tf_gpipe.models.placing import put_on_devices
+from tf_gpipe.models.placing import stages_of
 from tf_gpipe.models.saving import Saving
 from tf_gpipe.models.step_functions import StepFunctions
 from tf_gpipe.models.step_functions import while_running
 from tf_gpipe.models.summary import stage_table
 from tf_gpipe.models.training import PipelinedTraining
 from tf_gpipe.partition import auto_remat
-from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.partition.memory_limit import MemoryLimit
-from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import seeds
@@ -54,6 +52,8 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     _stage_devices: list[list[str]]
     # Of the variables that functions have been traced with.
     _traced_with: int | None
+    # The class of the optimizer that was there when the stages were formed.
+    _decided_for: type | None
     # Whether the class is one made of a user's and a pipeline's.
     _keeps_class = False
 
@@ -225,70 +225,24 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             [x.layer for x in graph.nodes], len(graph.nodes)
         )
         worker_lost.note_devices(self, devices)
-        counted = functools.partial(
-            counts_of, self.name, graph, config, schedule, devices
-        )
-        chosen = costs = None
-        if config.remat == AUTO_REMAT:
-            optimizer = getattr(self, "optimizer", None)
-            found = decided(
-                graph, config, schedule, devices, optimizer, counted
-            )
-            counts, chosen, costs = found.counts, found.parts, found.costs
-            attributes: Any = vars(self)
-            attributes["_decided_for"] = type(optimizer)
-        else:
-            counts = counted()
-        if config.schedule == schedules.AUTO:
-            rows = [
-                devices[schedule.devices.index(i)]
-                for i in range(len(schedule.tasks))
-            ]
-            schedule = stage_costs.resolved(
-                graph,
-                counts,
-                schedule,
-                config.remat,
-                config.nominal_length,
-                costs,
-            )
-            devices = [rows[i] for i in schedule.devices]
-        stages: list[Stage] = []
-        for k, part in enumerate(graph.parts(counts)):
-            stages.append(Stage(k, devices[k], part, stages))
-            _check_stage(stages[k])
-        # The functions of a SavedModel use the variables that it was loaded
-        # with, wherever others are made of them.
-        loaded = {
-            id(v)
-            for layer in self._flatten_layers()
-            if isinstance(layer, keras.layers.TFSMLayer)
-            for v in layer.variables
-        }
-        # All or none: what `rebalance` refuses leaves the model as it is.
-        places = [
-            (variable, stage.devices, id(variable) in weights)
-            for stage in stages
-            for weights in [stage.made_trainable()]
-            for variable in (*stage.owned, *stage.waiting())
-            if id(variable) not in loaded
-        ]
+        optimizer = getattr(self, "optimizer", None)
+        found = decide(self.name, graph, config, schedule, devices, optimizer)
+        self._decided_for = type(optimizer)
+        stages = stages_of(graph, found.counts, found.devices)
         with self._strategy_scope():
-            for place in places:
-                placement.place(*place)
+            put_on_devices(stages)
             seeds.global_seed()
-        upstream.forget_waiting(variable for variable, *_ in places)
         self._pipeline = Pipeline(
             graph,
-            tuple(stages),
-            schedule,
+            stages,
+            found.schedule,
             config.remat,
             config.boundary_dtype,
             None
             if isinstance(config.schedule, Schedule)
             else config.num_micro_batches or schedule.num_micro_batches,
             [(x, x.layers) for x in graph.models],
-            chosen=chosen,
+            chosen=found.recomputed,
         )
 
     def _decide_again(self) -> None:
@@ -298,7 +252,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             self._pipeline is None
             or config.remat != AUTO_REMAT
             or MemoryLimit.of(config.memory_limit).is_share
-            or vars(self)["_decided_for"] is type(self.optimizer)
+            or self._decided_for is type(self.optimizer)
         ):
             return
         self.rebalance(config.balance)
@@ -355,7 +309,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         )
         for layer in layers:
             if isinstance(layer, keras.Layer):
-                _check_layer(layer)
+                refused.check_layer(layer)
                 if resolved[0].num_micro_batches > 1:
                     state.check(layer)
         return resolved
@@ -382,38 +336,3 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
                 "was made. Make the pipeline anew."
             )
         return self._pipeline
-
-
-def _check_layer(layer: keras.Layer) -> None:
-    """Refuses what cannot be a layer of a pipeline."""
-    for x in upstream.layers_within(layer):
-        if isinstance(x, Pipelined):
-            raise ValueError(
-                f"Layer '{x.name}' is a pipeline, with stages on devices of "
-                "its own, and cannot be a layer of another one. Give the "
-                "outer pipeline its layers."
-            )
-        if isinstance(x, keras.layers.RNN) and x.stateful:
-            raise ValueError(
-                f"Layer '{x.name}' keeps states of the rows of a batch, which "
-                "micro-batches divide. Received: stateful=True. Use False."
-            )
-
-
-def _check_stage(stage: Stage) -> None:
-    """Refuses what a stage cannot compute from micro-batches."""
-    for variable in stage.owned:
-        if variable.overwrite_with_gradient:
-            raise ValueError(
-                f"Variable '{variable.path}' is of a layer in float8, whose "
-                "scales cannot be put together from micro-batches. Use another "
-                "dtype policy."
-            )
-    for x in keras.tree.flatten([value.spec for value in stage.outputs]):
-        if tf.as_dtype(x.dtype).is_complex:
-            raise ValueError(
-                f"Stage {stage.index} would make complex numbers for others "
-                f"('{x.name}', {x.dtype}). Cut the model elsewhere, with "
-                "`balance` a list of layer counts; or make it return real "
-                "numbers."
-            )

@@ -11,6 +11,7 @@ from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.models import depth
 from tf_gpipe.models import planned
+from tf_gpipe.models import refused
 from tf_gpipe.models import user_class
 from tf_gpipe.models.keras_words import with_keras_words
 from tf_gpipe.models.pipelined import Pipelined
@@ -237,7 +238,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             try:
                 with depth.told():
                     super().build(input_shape)
-                self._check_specs()
+                if self._functional is None:
+                    refused.check_specs(self._layers)
             except Exception as e:
                 if isinstance(self._layers[0], keras.layers.InputLayer):
                     self._name_layer(e, self._layers[0].output)
@@ -334,29 +336,6 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             self._place(graph)
             scope.assign()
         self.built = True
-
-    def _check_specs(self) -> None:
-        """Refuses a layer that Keras cannot call on a `KerasTensor`.
-
-        A plain model does without its graph then.
-        """
-        first = self._layers[0]
-        if self._functional is not None or not isinstance(
-            first, keras.layers.InputLayer
-        ):
-            return
-        x = first.output
-        for layer in self.layers:
-            try:
-                x = layer(x)
-            except NotImplementedError as e:
-                raise NotImplementedError(
-                    f"Layer '{layer.name}' (of type {type(layer).__name__}) "
-                    "does not tell the shape and dtype of what it returns, "
-                    "which a pipeline must know. Implement its "
-                    "`compute_output_spec` or `compute_output_shape`; of a "
-                    "layer that has neither, Keras infers them from `call`."
-                ) from e
 
     def _name_layer(self, error: Exception, x: Any) -> None:
         """Adds to an error of the build which layer and stage raised it.

@@ -1,0 +1,74 @@
+"""Layers and stages that a pipeline refuses."""
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.models.arguments import Arguments
+from tf_gpipe.stage.stage import Stage
+
+
+def check_layer(layer: keras.Layer) -> None:
+    """Refuses what cannot be a layer of a pipeline."""
+    for x in upstream.layers_within(layer):
+        if isinstance(x, Arguments):
+            raise ValueError(
+                f"Layer '{x.name}' is a pipeline, with stages on devices of "
+                "its own, and cannot be a layer of another one. Give the "
+                "outer pipeline its layers."
+            )
+        if isinstance(x, keras.layers.RNN) and x.stateful:
+            raise ValueError(
+                f"Layer '{x.name}' keeps states of the rows of a batch, which "
+                "micro-batches divide. Received: stateful=True. Use False."
+            )
+
+
+def check_specs(layers: Sequence[keras.Operation]) -> None:
+    """Refuses a layer that Keras cannot call on a `KerasTensor`.
+
+    A plain `keras.Sequential` does without its graph then.
+
+    Args:
+        layers: Sequence of the layers of a stack. Nothing is checked unless
+            the first is a `keras.layers.InputLayer`.
+
+    Raises:
+        NotImplementedError: If there is such a layer.
+    """
+    first, *others = layers
+    if not isinstance(first, keras.layers.InputLayer):
+        return
+    x = first.output
+    for layer in others:
+        try:
+            x = layer(x)
+        except NotImplementedError as e:
+            raise NotImplementedError(
+                f"Layer '{layer.name}' (of type {type(layer).__name__}) does "
+                "not tell the shape and dtype of what it returns, which a "
+                "pipeline must know. Implement its `compute_output_spec` or "
+                "`compute_output_shape`; of a layer that has neither, Keras "
+                "infers them from `call`."
+            ) from e
+
+
+def check_stage(stage: Stage) -> None:
+    """Refuses what a stage cannot compute from micro-batches."""
+    for variable in stage.owned:
+        if variable.overwrite_with_gradient:
+            raise ValueError(
+                f"Variable '{variable.path}' is of a layer in float8, whose "
+                "scales cannot be put together from micro-batches. Use another "
+                "dtype policy."
+            )
+    for x in keras.tree.flatten([value.spec for value in stage.outputs]):
+        if tf.as_dtype(x.dtype).is_complex:
+            raise ValueError(
+                f"Stage {stage.index} would make complex numbers for others "
+                f"('{x.name}', {x.dtype}). Cut the model elsewhere, with "
+                "`balance` a list of layer counts; or make it return real "
+                "numbers."
+            )
