@@ -32,8 +32,8 @@ def measured(args: argparse.Namespace) -> tuple[dict[str, Execution], float]:
     if not args.workers:
         devices.ensure(num_devices)
         return _measured(args, devices.first(args.num_devices))
-    with workers.connected(num_devices, one_core=True) as processes:
-        return _measured(args, [process.device for process in processes])
+    processes = workers.connected(num_devices, one_core=True)
+    return _measured(args, [process.device for process in processes])
 
 
 def _measured(args, names):

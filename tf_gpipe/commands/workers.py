@@ -106,6 +106,14 @@ class Worker:
         if not line.startswith("worker at "):
             raise RuntimeError("A worker process failed to start.")
 
+    def outlive_models(self) -> None:
+        """Keeps the process until the system closes what this one has open.
+
+        Python closes files before it deletes the last models.
+        """
+        if self.process.stdin is not None:
+            os.dup(self.process.stdin.fileno())
+
     def kill(self) -> None:
         """Ends the process, and waits until it has."""
         self.process.kill()
@@ -134,6 +142,48 @@ def started(
     Raises:
         ValueError: If there are not that many cores.
     """
+    with contextlib.ExitStack() as stack:
+        yield _start(stack, num_workers, environment, one_core)
+
+
+def connected(
+    num_workers: int,
+    environment: Mapping[str, str] | None = None,
+    one_core: bool = False,
+) -> list[Worker]:
+    """Starts workers on loopback, and connects this process to them.
+
+    They end with this process. If they ended before, TensorFlow would print
+    an error for each function that it then cannot remove from a worker.
+
+    Args:
+        num_workers: Integer.
+        environment: As for `started`.
+        one_core: As for `started`.
+
+    Returns:
+        List of `Worker`s.
+
+    Raises:
+        ValueError: If there are not that many cores.
+    """
+    with contextlib.ExitStack() as stack:
+        workers = _start(stack, num_workers, environment, one_core)
+        devices = tf_gpipe.connect([worker.address for worker in workers])
+        for worker, device in zip(workers, devices, strict=True):
+            worker.device = device
+            worker.outlive_models()
+        stack.pop_all()
+    return workers
+
+
+def _start(
+    stack: contextlib.ExitStack,
+    num_workers: int,
+    environment: Mapping[str, str] | None,
+    one_core: bool,
+) -> list[Worker]:
+    """Returns workers that are ready, and that `stack` ends."""
     cores: list[int | None] = [None] * num_workers
     if one_core:
         cores = [*sorted(os.sched_getaffinity(0))[:num_workers]]
@@ -142,24 +192,13 @@ def started(
                 "A core for each worker is needed. Received: "
                 f"{num_workers} workers, {len(cores)} cores"
             )
-    with contextlib.ExitStack() as stack:
-        workers = []
-        for core in cores:
-            workers.append(Worker(core, environment=environment))
-            stack.callback(workers[-1].kill)
-        for worker in workers:
-            worker.wait_until_ready()
-        yield workers
-
-
-@contextlib.contextmanager
-def connected(num_workers: int, **kwargs: Any) -> Iterator[list[Worker]]:
-    """Starts workers as `started` does, and connects this process to them."""
-    with started(num_workers, **kwargs) as workers:
-        devices = tf_gpipe.connect([worker.address for worker in workers])
-        for worker, device in zip(workers, devices, strict=True):
-            worker.device = device
-        yield workers
+    workers = []
+    for core in cores:
+        workers.append(Worker(core, environment=environment))
+        stack.callback(workers[-1].kill)
+    for worker in workers:
+        worker.wait_until_ready()
+    return workers
 
 
 def run_in_foreground(

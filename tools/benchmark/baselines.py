@@ -69,10 +69,8 @@ def main(args):
     _check(args)
     make = _WORKLOADS[args.workload]
     x, y = workloads.data(make(), args.batch_size)
-    with (
-        workers.connected(num_stages, one_core=True) as processes,
-        _data_parallel(args) as data_parallel,
-    ):
+    processes = workers.connected(num_stages, one_core=True)
+    with _data_parallel(args) as data_parallel:
 
         def run(num_stages, num_micro_batches, remat="never", schedule="1f1b"):
             model = tf_gpipe.PipelinedSequential(

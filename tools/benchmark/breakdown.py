@@ -49,20 +49,20 @@ def main(args):
     """
     make = workloads.WORKLOADS[args.workload]
     num_devices = schedules.spread(args.schedule, args.num_stages)
-    with pipeline.devices(args.on, num_devices) as (devices, _, note):
-        x, y = workloads.data(make(), args.batch_size)
-        model = tf_gpipe.PipelinedSequential(
-            make(),
-            num_stages=args.num_stages,
-            num_micro_batches=args.num_micro_batches,
-            balance="flops",
-            schedule=args.schedule,
-            remat=args.remat,
-            devices=devices[:num_devices],
-        )
-        workloads.compiled(model)
-        recorder = _Recorder()
-        timing.fit(model, x, y, args.num_steps + 1, [recorder])
+    devices, _, note = pipeline.devices(args.on, num_devices)
+    x, y = workloads.data(make(), args.batch_size)
+    model = tf_gpipe.PipelinedSequential(
+        make(),
+        num_stages=args.num_stages,
+        num_micro_batches=args.num_micro_batches,
+        balance="flops",
+        schedule=args.schedule,
+        remat=args.remat,
+        devices=devices[:num_devices],
+    )
+    workloads.compiled(model)
+    recorder = _Recorder()
+    timing.fit(model, x, y, args.num_steps + 1, [recorder])
     parts = {
         name: statistics.median(step[name] for step in recorder.parts)
         for name in recorder.parts[0]

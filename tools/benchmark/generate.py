@@ -43,8 +43,8 @@ def main(args):
     plain task on one device.
     """
     if args.on == "workers":
-        with workers.connected(max(args.num_stages)) as found:
-            rows = _measured(args, [worker.device for worker in found])
+        found = workers.connected(max(args.num_stages))
+        rows = _measured(args, [worker.device for worker in found])
     else:
         devices.ensure(max(args.num_stages))
         rows = _measured(args, devices.first(max(args.num_stages)))

@@ -65,16 +65,16 @@ def main(args):
     by_layer = _activations(make(), x.shape, len(make()) - 1)
     activations = [size / sum(by_layer) * whole for size in by_layer]
     rows = []
-    with workers.connected(
+    processes = workers.connected(
         max(schedules.spread(x, args.num_stages) for x in args.schedule),
         environment=worker_usage.GIVE_BACK,
         one_core=True,
-    ) as processes:
-        for schedule in args.schedule:
-            for mode in args.remat:
-                rows += _measured(
-                    args, schedule, mode, x, y, processes, activations
-                )
+    )
+    for schedule in args.schedule:
+        for mode in args.remat:
+            rows += _measured(
+                args, schedule, mode, x, y, processes, activations
+            )
     return Report(
         f"{args.workload}: K={args.num_stages}, M={args.num_micro_batches}, "
         f"batch of {args.batch_size}; peak MiB of activations and gradients",

@@ -1,7 +1,6 @@
 """`pipeline`: how much faster K devices are than one."""
 
 import argparse
-import contextlib
 import itertools
 import statistics
 import time
@@ -125,37 +124,37 @@ def main(args):
         schedules.spread(schedule, num_stages, args.num_devices)
         for num_stages, _, schedule, *_ in grid
     )
-    with devices(args.on, most) as (names, processes, note):
+    names, processes, note = devices(args.on, most)
 
-        def layers(num_stages):
-            if not simulated:
-                return make()
-            # One a stage: several would wait at the same time.
-            return workloads.waiting(num_stages, forward / num_stages)
+    def layers(num_stages):
+        if not simulated:
+            return make()
+        # One a stage: several would wait at the same time.
+        return workloads.waiting(num_stages, forward / num_stages)
 
-        # This starts TensorFlow.
-        x, y = workloads.data(layers(1), args.batch_size)
+    # This starts TensorFlow.
+    x, y = workloads.data(layers(1), args.batch_size)
 
-        def run(num_stages, num_micro_batches, schedule, remat, steps):
-            count = schedules.spread(schedule, num_stages, args.num_devices)
-            model = tf_gpipe.PipelinedSequential(
-                layers(num_stages),
-                num_stages=num_stages,
-                num_micro_batches=num_micro_batches,
-                balance=balance,
-                schedule=schedule,
-                remat=remat,
-                devices=names[:count],
-            )
-            # XLA is for the pipelines only: one device is what it is against.
-            jit_compile = args.jit_compile and num_stages > 1
-            workloads.compiled(model, jit_compile or "auto", steps)
-            num_steps = max(args.num_steps, steps)
-            return Run(model, x, y, processes, num_steps)
+    def run(num_stages, num_micro_batches, schedule, remat, steps):
+        count = schedules.spread(schedule, num_stages, args.num_devices)
+        model = tf_gpipe.PipelinedSequential(
+            layers(num_stages),
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            balance=balance,
+            schedule=schedule,
+            remat=remat,
+            devices=names[:count],
+        )
+        # XLA is for the pipelines only: one device is what it is against.
+        jit_compile = args.jit_compile and num_stages > 1
+        workloads.compiled(model, jit_compile or "auto", steps)
+        num_steps = max(args.num_steps, steps)
+        return Run(model, x, y, processes, num_steps)
 
-        one = 1, 1, "1f1b", "never", 1
-        runs = {one: run(*one), **{key: run(*key) for key in grid}}
-        seconds = timed(runs, args.num_repeats)
+    one = 1, 1, "1f1b", "never", 1
+    runs = {one: run(*one), **{key: run(*key) for key in grid}}
+    seconds = timed(runs, args.num_repeats)
     found = []
     for key, each in runs.items():
         num_stages, num_micro_batches, schedule, mode, steps = key
@@ -207,7 +206,6 @@ def main(args):
     )
 
 
-@contextlib.contextmanager
 def devices(where, count):
     """Finds devices for pipelines.
 
@@ -215,18 +213,17 @@ def devices(where, count):
         where: `"workers"`, `"local"` or `"simulated"`.
         count: Integer, how many.
 
-    Yields:
+    Returns:
         List of names; list of the `workers.Worker`s; string, what they are.
     """
     if where == "local":
         names, note = local_devices.find(count)
-        yield names, [], note
-        return
-    with workers.connected(count, one_core=where == "workers") as processes:
-        note = "worker processes of one core"
-        if where == "simulated":
-            note = "simulated accelerators"
-        yield [process.device for process in processes], processes, note
+        return names, [], note
+    processes = workers.connected(count, one_core=where == "workers")
+    note = "worker processes of one core"
+    if where == "simulated":
+        note = "simulated accelerators"
+    return [process.device for process in processes], processes, note
 
 
 class Run:

@@ -123,83 +123,77 @@ def _measured(args, name):
     """Returns what is found of a model, a dictionary for each remat mode."""
     make, num_rows, length, convolutions = MODELS[name]
     found = []
-    with workers.connected(
+    processes = workers.connected(
         args.num_stages, environment=worker_usage.GIVE_BACK, one_core=True
-    ) as processes:
-        names = [x.device for x in processes]
-        model = make()
-        known = KnownLayers(
-            model, models.batch(model, num_rows, length), "adam"
-        )
-        machine = measured_speeds.measured(names, [None] * len(names))
-        times = LayerTimes(
+    )
+    names = [x.device for x in processes]
+    model = make()
+    known = KnownLayers(model, models.batch(model, num_rows, length), "adam")
+    machine = measured_speeds.measured(names, [None] * len(names))
+    times = LayerTimes(
+        known,
+        measured_layers.measured(
             known,
-            measured_layers.measured(
-                known,
-                [known.micro_batch(args.num_micro_batches)],
-                names[0],
-                time.monotonic() + args.measuring_seconds,
-            ),
-            machine.devices[0].speed,
+            [known.micro_batch(args.num_micro_batches)],
+            names[0],
+            time.monotonic() + args.measuring_seconds,
+        ),
+        machine.devices[0].speed,
+    )
+    for remat in _REMAT:
+        fixed = Fixed(args.num_stages, args.num_micro_batches, "1f1b", remat)
+        plan = Chooser(known, times, machine).ranked(fixed, 1)[0].plan
+        keras.backend.clear_session(free_memory=False)
+        pipeline = models.pipelined(make(), **plan.arguments)
+        x, y = _data(pipeline, num_rows, length)
+        pipeline.compile(
+            "adam", keras.tree.map_structure(lambda _: mean_square, y)
         )
-        for remat in _REMAT:
-            fixed = Fixed(
-                args.num_stages, args.num_micro_batches, "1f1b", remat
-            )
-            plan = Chooser(known, times, machine).ranked(fixed, 1)[0].plan
-            keras.backend.clear_session(free_memory=False)
-            pipeline = models.pipelined(make(), **plan.arguments)
-            x, y = _data(pipeline, num_rows, length)
-            pipeline.compile(
-                "adam", keras.tree.map_structure(lambda _: mean_square, y)
-            )
 
-            def step(pipeline=pipeline, x=x, y=y):
-                pipeline.train_on_batch(x, y)
+        def step(pipeline=pipeline, x=x, y=y):
+            pipeline.train_on_batch(x, y)
 
-            # A stage may be on any of the devices.
-            own = {x.device: x for x in processes}
-            added = worker_usage.peak_memory(
-                [own[device] for device in plan.device_names], step
+        # A stage may be on any of the devices.
+        own = {x.device: x for x in processes}
+        added = worker_usage.peak_memory(
+            [own[device] for device in plan.device_names], step
+        )
+        between = [
+            sum(
+                size_in_bytes([x.variables, _slots(pipeline, x)])
+                for x in pipeline.stages
+                if plan.devices[x.index] == device
             )
-            between = [
-                sum(
-                    size_in_bytes([x.variables, _slots(pipeline, x)])
-                    for x in pipeline.stages
-                    if plan.devices[x.index] == device
-                )
-                for device in range(plan.num_devices)
-            ]
-            used = sum(map(worker_usage.cpu_seconds, processes))
-            seconds = min(
-                timing.step_seconds(pipeline, x, y, 1)
-                for _ in range(args.num_repeats)
-            )
-            used = sum(map(worker_usage.cpu_seconds, processes)) - used
-            busy = plan.step_seconds * sum(1 - x for x in plan.device_idle)
-            planned = plan.device_bytes
-            planned_step = [
-                a - b for a, b in zip(planned, between, strict=True)
-            ]
-            measured = [a + b for a, b in zip(added, between, strict=True)]
-            found.append(
-                {
-                    "remat": remat,
-                    "convolutions": convolutions,
-                    "planned_bytes": planned,
-                    "measured_bytes": measured,
-                    "memory": _worst(planned, measured),
-                    "planned_step_bytes": planned_step,
-                    "measured_step_bytes": added,
-                    "step": _worst(planned_step, added),
-                    "planned_seconds": plan.step_seconds,
-                    "measured_seconds": seconds,
-                    "time": plan.step_seconds / seconds,
-                    "planned_busy": busy,
-                    "measured_busy": used / args.num_repeats,
-                    "work": _worst([busy], [used / args.num_repeats]),
-                }
-            )
+            for device in range(plan.num_devices)
+        ]
+        used = sum(map(worker_usage.cpu_seconds, processes))
+        seconds = min(
+            timing.step_seconds(pipeline, x, y, 1)
+            for _ in range(args.num_repeats)
+        )
+        used = sum(map(worker_usage.cpu_seconds, processes)) - used
+        busy = plan.step_seconds * sum(1 - x for x in plan.device_idle)
+        planned = plan.device_bytes
+        planned_step = [a - b for a, b in zip(planned, between, strict=True)]
+        measured = [a + b for a, b in zip(added, between, strict=True)]
+        found.append(
+            {
+                "remat": remat,
+                "convolutions": convolutions,
+                "planned_bytes": planned,
+                "measured_bytes": measured,
+                "memory": _worst(planned, measured),
+                "planned_step_bytes": planned_step,
+                "measured_step_bytes": added,
+                "step": _worst(planned_step, added),
+                "planned_seconds": plan.step_seconds,
+                "measured_seconds": seconds,
+                "time": plan.step_seconds / seconds,
+                "planned_busy": busy,
+                "measured_busy": used / args.num_repeats,
+                "work": _worst([busy], [used / args.num_repeats]),
+            }
+        )
     return found
 
 

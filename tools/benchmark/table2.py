@@ -62,18 +62,18 @@ def main(args):
     """
     names = [args.model] if args.model else list(_PUBLISHED)
     keys = list(itertools.product(names, _NUM_MICRO_BATCHES, _NUM_STAGES))
-    with workers.connected(max(_NUM_STAGES)) as processes:
-        runs = {}
-        for name, num_micro_batches, num_stages in keys:
-            runs[name, num_micro_batches, num_stages] = pipeline.simulated_run(
-                _layers(args.wait, name, num_stages),
-                _BATCH_SIZE,
-                processes,
-                num_micro_batches=num_micro_batches,
-                schedule=args.schedule,
-                remat="always",
-            )
-        seconds = pipeline.timed(runs, args.num_repeats)
+    processes = workers.connected(max(_NUM_STAGES))
+    runs = {}
+    for name, num_micro_batches, num_stages in keys:
+        runs[name, num_micro_batches, num_stages] = pipeline.simulated_run(
+            _layers(args.wait, name, num_stages),
+            _BATCH_SIZE,
+            processes,
+            num_micro_batches=num_micro_batches,
+            schedule=args.schedule,
+            remat="always",
+        )
+    seconds = pipeline.timed(runs, args.num_repeats)
     rows = []
     for name, num_micro_batches, num_stages in keys:
         published = _PUBLISHED[name][

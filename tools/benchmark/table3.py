@@ -64,18 +64,18 @@ def main(args):
     names = [args.model] if args.model else list(_PUBLISHED)
     keys = list(itertools.product(names, _NUM_STAGES))
     # As many links as boundaries.
-    with workers.connected(2 * max(_NUM_STAGES) - 1) as processes:
-        runs = {}
-        for name, num_stages in keys:
-            runs[name, num_stages] = pipeline.simulated_run(
-                _layers(args, name, num_stages),
-                _BATCH_SIZE,
-                processes,
-                num_micro_batches=_NUM_MICRO_BATCHES,
-                schedule="gpipe",
-                remat="never",
-            )
-        seconds = pipeline.timed(runs, args.num_repeats)
+    processes = workers.connected(2 * max(_NUM_STAGES) - 1)
+    runs = {}
+    for name, num_stages in keys:
+        runs[name, num_stages] = pipeline.simulated_run(
+            _layers(args, name, num_stages),
+            _BATCH_SIZE,
+            processes,
+            num_micro_batches=_NUM_MICRO_BATCHES,
+            schedule="gpipe",
+            remat="never",
+        )
+    seconds = pipeline.timed(runs, args.num_repeats)
     ideal = {
         k: pipeline.ideal_speedup(k, _NUM_MICRO_BATCHES, "never")
         for k in _NUM_STAGES

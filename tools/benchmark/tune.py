@@ -1,6 +1,5 @@
 """`tune`: what `tf_gpipe.tune` chooses, against fixed pipelines."""
 
-import contextlib
 import json
 import time
 
@@ -116,60 +115,56 @@ def main(args):
     )
 
 
-@contextlib.contextmanager
 def _devices(where, count):
     if where == "logical":
-        yield local_devices.find(count)[0]
-        return
-    with workers.connected(count, one_core=where == "workers") as processes:
-        yield [x.device for x in processes]
+        return local_devices.find(count)[0]
+    processes = workers.connected(count, one_core=where == "workers")
+    return [x.device for x in processes]
 
 
 def _measured(args, where, count, model, share):
     make, rows = _MODELS[model], args.batch_size
-    with _devices(where, count) as names:
-        if where == "simulated":
-            x = y = keras.ops.ones((rows, workloads.NUM_CLASSES))
-        else:
-            x, y = workloads.data(make(), rows)
-        fixed = _fixed(where, len(make()) - 1, count, rows)
+    names = _devices(where, count)
+    if where == "simulated":
+        x = y = keras.ops.ones((rows, workloads.NUM_CLASSES))
+    else:
+        x, y = workloads.data(make(), rows)
+    fixed = _fixed(where, len(make()) - 1, count, rows)
 
-        def plan(options):
-            return tf_gpipe.plan(
-                make()[1:], x.shape, optimizer="sgd", **options
-            )
+    def plan(options):
+        return tf_gpipe.plan(make()[1:], x.shape, optimizer="sgd", **options)
 
-        memory = None
-        if share:
-            most = plan(
-                fixed[f"1f1b, M={min(rows, 4 * count)}, never"]
-            ).device_bytes
-            memory = int(share * max(most))
-        options = fixed
-        if memory is not None:
-            options = {
-                name: each
-                for name, each in fixed.items()
-                if max(plan(each).device_bytes) <= 0.9 * memory
-            }
-        start = time.perf_counter()
-        chosen = tf_gpipe.tune(
-            make()[1:],
-            x.shape,
-            names,
-            memory,
-            optimizer="sgd",
-            budget_seconds=args.budget_seconds,
-            # TensorFlow has one strategy a process.
-            replicas=False,
-        )
-        taken = time.perf_counter() - start
-        runs = {
-            name: _run(make(), x, y, devices=_named(names, each), **each)
-            for name, each in options.items()
+    memory = None
+    if share:
+        most = plan(
+            fixed[f"1f1b, M={min(rows, 4 * count)}, never"]
+        ).device_bytes
+        memory = int(share * max(most))
+    options = fixed
+    if memory is not None:
+        options = {
+            name: each
+            for name, each in fixed.items()
+            if max(plan(each).device_bytes) <= 0.9 * memory
         }
-        runs["tune"] = _run(make(), x, y, plan=chosen)
-        found = timing.interleaved(runs, args.num_repeats)
+    start = time.perf_counter()
+    chosen = tf_gpipe.tune(
+        make()[1:],
+        x.shape,
+        names,
+        memory,
+        optimizer="sgd",
+        budget_seconds=args.budget_seconds,
+        # TensorFlow has one strategy a process.
+        replicas=False,
+    )
+    taken = time.perf_counter() - start
+    runs = {
+        name: _run(make(), x, y, devices=_named(names, each), **each)
+        for name, each in options.items()
+    }
+    runs["tune"] = _run(make(), x, y, plan=chosen)
+    found = timing.interleaved(runs, args.num_repeats)
     seconds = {name: min(times) for name, times in found.items()}
     own = seconds.pop("tune", float("nan"))
     best = min(seconds, key=seconds.get)

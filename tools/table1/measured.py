@@ -87,42 +87,42 @@ def device_peaks(model, devices, x, y):
 def on_workers(models, args):
     """Prints the memory of worker processes beside what is planned for it."""
     lines, runs, why = [], [], []
-    with workers.connected(
+    processes = workers.connected(
         2, environment=worker_usage.GIVE_BACK, one_core=True
-    ) as processes:
-        cases = list(itertools.product(models, ("never", "always")))
-        for model, remat in progress.track(cases, "measuring"):
-            print(f"{model}, remat {remat}", file=sys.stderr)
-            options = {
-                "num_stages": len(processes),
-                "num_micro_batches": 4,
+    )
+    cases = list(itertools.product(models, ("never", "always")))
+    for model, remat in progress.track(cases, "measuring"):
+        print(f"{model}, remat {remat}", file=sys.stderr)
+        options = {
+            "num_stages": len(processes),
+            "num_micro_batches": 4,
+            "remat": remat,
+        }
+        planned, measured = _memory(model, processes, options)
+        ratios = [x / y for x, y in zip(measured, planned, strict=True)]
+        lines += [
+            {
+                "model": model,
                 "remat": remat,
+                "stage": k,
+                "planned": planned[k] / 2**20,
+                "measured": measured[k] / 2**20,
+                "measured / planned": ratio,
             }
-            planned, measured = _memory(model, processes, options)
-            ratios = [x / y for x, y in zip(measured, planned, strict=True)]
-            lines += [
-                {
-                    "model": model,
-                    "remat": remat,
-                    "stage": k,
-                    "planned": planned[k] / 2**20,
-                    "measured": measured[k] / 2**20,
-                    "measured / planned": ratio,
-                }
-                for k, ratio in enumerate(ratios)
-            ]
-            runs.append(
-                {
-                    "model": model,
-                    "remat": remat,
-                    "planned": planned,
-                    "measured": measured,
-                }
-            )
-            if model == "amoebanet_d" and min(ratios) < 0.8:
-                why.append(f"AmoebaNet-D, remat {remat}: {notes.MERGED}")
-            if remat == "never" and max(ratios) > 1.2:
-                why.append(f"{FAMILIES[model].title}: {notes.SHAPES}")
+            for k, ratio in enumerate(ratios)
+        ]
+        runs.append(
+            {
+                "model": model,
+                "remat": remat,
+                "planned": planned,
+                "measured": measured,
+            }
+        )
+        if model == "amoebanet_d" and min(ratios) < 0.8:
+            why.append(f"AmoebaNet-D, remat {remat}: {notes.MERGED}")
+        if remat == "never" and max(ratios) > 1.2:
+            why.append(f"{FAMILIES[model].title}: {notes.SHAPES}")
     Report(
         "Small versions, a worker process a stage; peak MiB of activations and "
         "gradients",

@@ -231,24 +231,24 @@ def sums():
         ]
 
     x = np.ones((16, 1024), "float32")
-    with workers.connected(1, environment=worker_usage.GIVE_BACK) as processes:
-        for schedule in ("1f1b", "zero_bubble"):
-            options = {
-                "num_stages": 1,
-                "num_micro_batches": 4,
-                "schedule": schedule,
-            }
-            plan = tf_gpipe.plan(make(), x.shape, optimizer="sgd", **options)
-            model = tf_gpipe.PipelinedSequential(
-                make(), devices=[processes[0].device], **options
-            )
-            model.compile("sgd", "mse")
-            step = functools.partial(model.train_on_batch, x, x)
-            (measured,) = worker_usage.peak_memory(processes, step)
-            weights = 4 * model.count_params()
-            planned = plan.stages[0].bytes - weights
-            assert planned < 1.2 * weights
-            assert 0.9 * planned < measured < 1.3 * planned, (measured, planned)
+    processes = workers.connected(1, environment=worker_usage.GIVE_BACK)
+    for schedule in ("1f1b", "zero_bubble"):
+        options = {
+            "num_stages": 1,
+            "num_micro_batches": 4,
+            "schedule": schedule,
+        }
+        plan = tf_gpipe.plan(make(), x.shape, optimizer="sgd", **options)
+        model = tf_gpipe.PipelinedSequential(
+            make(), devices=[processes[0].device], **options
+        )
+        model.compile("sgd", "mse")
+        step = functools.partial(model.train_on_batch, x, x)
+        (measured,) = worker_usage.peak_memory(processes, step)
+        weights = 4 * model.count_params()
+        planned = plan.stages[0].bytes - weights
+        assert planned < 1.2 * weights
+        assert 0.9 * planned < measured < 1.3 * planned, (measured, planned)
 
 
 def _bytes_moved():
