@@ -2,16 +2,17 @@
 
 balanced     the cut of a graph into stages that cost nearly the same
 contiguous   the best cut of a sequence of costs, by dynamic programming
-layer_costs  what calls of layers do and keep, found by tracing them
-stage_costs  the same for stages
-passing      what operations hold on their way, at most
-tensor_memory what tensors of a graph take, and which share it
-flops        floating-point operations of a graph (cudnn: of recurrent layers
-             on GPUs, and what these keep)
-recomputed   what a stage keeps and computes, whichever layers it recomputes
-auto_remat   those that it recomputes to fit, and the cut for that
-memory_limit what a device may take (sizes: bytes, as people write them)
-uncounted    what is said of a layer whose costs cannot be found
-lopsided     what is said of layers that make a cut uneven
-config       the arguments of a pipeline, checked
+layer_costs  FLOPs and bytes of layer calls, from a trace without weights
+stage_costs  FLOPs and bytes of stages, summed over their layer calls
+passing      peak bytes of the intermediate tensors of a graph's operations
+tensor_memory sizes of a graph's tensors, and which of them share memory
+flops        FLOPs, memory traffic and kernel counts of a graph's operations
+cudnn        shapes of the tensors that cuDNN's recurrent layers keep
+recomputed   bytes and time of each choice of layers that a stage recomputes
+auto_remat   remat="auto": the layers recomputed to fit, and the cut for them
+memory_limit the `memory_limit` of a device
+sizes        bytes, parsed from strings such as "16GB"
+uncounted    the error for a layer whose costs cannot be found
+lopsided     warnings and errors about layers that make a cut uneven
+config       the arguments of a pipeline: checked, then resolved
 """

@@ -1,8 +1,8 @@
-"""`remat="auto"`: what each stage recomputes, and the cut that goes with it.
+"""`remat="auto"`: the layers that each stage recomputes, and the cut for them.
 
-As AdaPipe does (Sun et al., ASPLOS 2024): of each stage those layers are
-recomputed with which it just fits into the memory of its device, and the model
-is cut so that the slowest stage is as fast as it can be then.
+As in AdaPipe (Sun et al., ASPLOS 2024), each stage recomputes just as much as
+it must to fit into the memory of its device, and the model is cut so that the
+slowest stage, recomputation included, is as fast as possible.
 """
 
 import dataclasses
@@ -25,25 +25,25 @@ from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Value
 
-# How often a cut is made for what the last one made stages recompute.
+# How many times the model is cut for the recomputation that the cut before had.
 _NUM_CUTS = 12
-# Steps in which the memory of a device is shared out among its stages.
+# How many shares are tried where several stages divide a device's memory.
 _NUM_SHARES = 24
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoRemat:
-    """What has been decided.
+    """A cut, and the calls that its stages recompute.
 
     Attributes:
-        counts: List of the numbers of calls in each stage.
-        parts: For each stage the places of the calls that are recomputed;
-            those in a range together.
+        counts: List of the number of calls in each stage.
+        parts: For each stage, ranges of indices of its calls that are
+            recomputed; the calls of a range are recomputed together.
         costs: List of the `StageCosts`.
-        limit: The bytes that each device has, for activations alone where
-            the memory limit is a share of these.
-        given: The memory limit with which these counts lead to the same: what
-            the user gave, or the share that the limit is of what this cut
+        limit: Bytes that each device may use; for activations alone where the
+            memory limit is a share of these.
+        given: The `memory_limit` with which these counts lead to the same
+            parts: the user's, or `limit` as a share of the bytes that this cut
             takes without recomputation.
     """
 
@@ -55,24 +55,25 @@ class AutoRemat:
 
 
 def cuts(balance: Any) -> bool:
-    """Returns whether a cut by `balance` is made for the memory limit."""
+    """Returns whether `balance` lets the memory limit decide the cut."""
     return balance is None or (isinstance(balance, str) and balance == "flops")
 
 
 class Search:
-    """The search for a cut, and for what its stages recompute.
+    """The search for a cut and for the calls that its stages recompute.
 
     Args:
         graph: `Graph` of built layers.
         traces: The `LayerCosts` of its calls.
         size: Function that returns the bytes of a `Value`.
         fixed: Bytes of each call's weights, gradients and slots.
-        schedule: The `Schedule`, whatever costs it may be searched for later.
+        schedule: The `Schedule`, even if a better one is searched later for
+            the costs of the stages.
         devices: A name or number for each stage; stages with the same one
             share a device.
         limit: `MemoryLimit`.
-        work: The time that each call takes without recomputation, and how much
-            more if it is recomputed, for the cut; by default operations.
+        work: For each call, its time without recomputation and the time that
+            recomputing it adds. Defaults to FLOPs.
     """
 
     def __init__(
@@ -97,19 +98,19 @@ class Search:
                 for x in traces
             ]
         self._work = work
-        # By the first call and the one after the last.
+        # The choices of a stage, by its first call and the one after its last.
         self._choices: dict[tuple[int, int], list[Choice]] = {}
 
     def decided(
         self, balance: Any, counts: Callable[[], Sequence[int]]
     ) -> AutoRemat:
-        """Returns what is recomputed with the cut that `balance` asks for.
+        """Decides the cut that `balance` asks for, and what it recomputes.
 
         Args:
-            balance: As of `PipelineConfig`. By operations, the default, the
-                cut is made for the limit.
-            counts: Returns the numbers of calls that other balances mean, or
-                the default where no layer has operations.
+            balance: As of `PipelineConfig`. With `None` or `"flops"`, the cut
+                is searched together with the recomputation.
+            counts: Function that returns the number of calls in each stage for
+                other balances, or where no layer has FLOPs.
 
         Raises:
             TooLittleMemoryError: If a device has too little memory.
@@ -122,7 +123,7 @@ class Search:
         return self.with_counts(counts())
 
     def with_counts(self, counts: Sequence[int]) -> AutoRemat:
-        """Returns what is recomputed with a given cut.
+        """Decides what is recomputed with a given cut.
 
         Raises:
             TooLittleMemoryError: If a device has too little memory.
@@ -130,10 +131,13 @@ class Search:
         return self._fitted(list(counts), self._bytes(list(counts)))
 
     def with_best_cut(self) -> AutoRemat:
-        """Returns the cut whose slowest stage is fastest, as far as is tried.
+        """Searches the cut whose slowest stage is fastest.
+
+        A heuristic: cuts are repeated with the slowdown of each stage by its
+        recomputation as factor; the best is then improved call by call.
 
         Raises:
-            TooLittleMemoryError: If a device has too little, with each cut.
+            TooLittleMemoryError: If no cut that was tried fits.
         """
         num_stages = self._schedule.num_stages
         crossing = [sum(map(self._size, x)) for x in self._graph.crossing()]
@@ -148,7 +152,7 @@ class Search:
         factors = [1.0] * num_stages
 
         def tried(counts: list[int]) -> list[float] | None:
-            """Returns the time of each stage, or `None` if that is known."""
+            """Returns the time of each stage; `None` if seen or too large."""
             nonlocal best, least, refused
             if tuple(counts) in seen:
                 return None
@@ -167,7 +171,8 @@ class Search:
         for _ in range(_NUM_CUTS):
             times = tried(counts)
             if times is None:
-                # The first stages hold most.
+                # As nothing has fitted yet, move calls away from the first
+                # stages, which hold the most micro-batches.
                 if best is not None:
                     break
                 factors = [
@@ -182,7 +187,7 @@ class Search:
                 ]
             counts = cut(factors=factors)
         while best is not None:
-            # A call more or less for the slowest stage's neighbours.
+            # Hill climbing: move one call from a stage to the next or back.
             before = least
             for counts in _neighbours(best.counts):
                 tried(counts)
@@ -191,26 +196,26 @@ class Search:
         raise refused  # type: ignore[misc]
 
     def _bytes(self, counts: list[int]) -> float:
-        """Returns the bytes that a device may take."""
+        """Returns the limit in bytes, which as a share depends on the cut."""
         if not self._limit.is_share:
             return self._limit.value
         return self._limit.value * self._never(counts)
 
     def _never(self, counts: list[int]) -> float:
-        """Returns the activations of the fullest device if all are kept."""
+        """Returns the fullest device's activation bytes with `"never"`."""
         never = find(self._graph.parts(counts), self._traces, self._size)
         peaks = self._peaks(never, "never", [0] * len(counts))
         return max(peaks.values())
 
     def _given(self, counts: list[int], limit: float) -> Any:
-        """Returns the memory limit that means the same bytes for this cut."""
+        """Returns the `memory_limit` that is `limit` bytes for this cut."""
         if not self._limit.is_share or limit == self._bytes(counts):
             return self._limit.given
-        # Not less for having been rounded.
+        # Rounded up, so that the same choices fit.
         return min(1.0, limit / self._never(counts) * (1 + 1e-12))
 
     def _peaks(self, costs, remat, fixed) -> dict:
-        """Returns the most that each device holds at a time."""
+        """Returns the peak bytes of each device."""
         sizes = [
             x.of_micro_batches(self._schedule.num_micro_batches) for x in costs
         ]
@@ -246,7 +251,7 @@ class Search:
             for k, choice in zip(own, found, strict=True):
                 chosen[k] = choice
         if refused:
-            # With as much as this one needs, the others fit, too.
+            # With the limit that this error asks for, all devices fit.
             raise max(refused, key=lambda x: x.least)
         costs = [
             self._with_choice(x, choice)
@@ -261,7 +266,7 @@ class Search:
         )
 
     def _fitted_device(self, own, parts, spans, plain, fixed, limit):
-        """Returns the choices of a device's stages."""
+        """Returns the choice of each stage of one device."""
         choices = {k: self._choices_of(parts[k], spans[k]) for k in own}
 
         def peak(stages: dict[int, Choice]) -> float:
@@ -277,9 +282,11 @@ class Search:
         alone = {k: [peak({k: x}) for x in choices[k]] for k in own}
 
         def within(share: float) -> dict[int, Choice]:
-            """Returns choices with which each stage takes such a share.
+            """Returns, for each stage, the choice of least work in its share.
 
-            Of what it takes without recomputation, or the least that it can.
+            That is a share of the bytes that the stage takes without
+            recomputation; a stage that cannot fit takes its least memory. A
+            stage alone on its device has the whole limit.
             """
             found = {}
             for k in own:
@@ -319,7 +326,10 @@ class Search:
         return costs.recomputing(choice, self._schedule.splits)
 
     def _times(self, found: AutoRemat | None, counts=None) -> list[float]:
-        """Returns the time of each stage for a micro-batch."""
+        """Returns the time of each stage for a micro-batch.
+
+        With `found`, recomputation is included; else `counts` is the cut.
+        """
         counts = found.counts if found else counts
         times, first = [], 0
         for k, count in enumerate(counts):
@@ -342,7 +352,8 @@ class Search:
             )
         repair = "more stages, more micro-batches"
         if self._schedule.splits:
-            # Where what is recomputed stays up to the gradients of weights.
+            # With split backward passes, recomputed activations live until the
+            # gradients of the weights are computed, later.
             repair += ", schedule='1f1b' (whose backward passes are not split)"
         return TooLittleMemoryError(
             f"The memory limit is too low for {stages}, which with all that "
@@ -356,7 +367,7 @@ class Search:
 
 
 def _neighbours(counts: list[int]) -> list[list[int]]:
-    """Returns the cuts that differ in the place of one call."""
+    """Returns the cuts with one call moved between neighbouring stages."""
     found = []
     for k in range(len(counts) - 1):
         for step in (-1, 1):

@@ -24,11 +24,11 @@ _NUM_TIMINGS = 5
 
 
 def check(balance: Any) -> None:
-    """Refuses what neither names nor computes a cost, nor leaves it open.
+    """Checks a `balance` that is no list: a name, a function or `None`.
 
     Raises:
-        ValueError: If it is neither a name nor a function.
-        TypeError: If it is a function of other arguments.
+        ValueError: If it is none of these.
+        TypeError: If it is a function that does not take two arguments.
     """
     if balance is None:
         return
@@ -41,11 +41,11 @@ def check(balance: Any) -> None:
     except TypeError as error:
         raise TypeError(f"{expected(balance)} ({error})") from error
     except ValueError:
-        pass  # Of a function that is not of Python.
+        pass  # Functions written in C may have no signature to check.
 
 
 def expected(balance: Any) -> str:
-    """Returns what an error says of another `balance`."""
+    """Returns the error message for a wrong `balance`."""
     return (
         f"`balance` must be one of {list(_NAMES)}, a function "
         "`cost(layer, input_shape)`, a list of layer counts, or None. "
@@ -64,7 +64,7 @@ def counts(
     length: int = layer_costs.NOMINAL_LENGTH,
     costs: dict[str, list[float]] | None = None,
 ) -> list[int]:
-    """Returns the number of calls of layers in each stage.
+    """Returns the number of layer calls in each stage.
 
     Args:
         balance: `"parameters"`; `"flops"`, the floating-point operations of
@@ -72,22 +72,20 @@ def counts(
             a backward pass; `"memory"`, the bytes of a layer's weights and
             their gradients and of what it keeps for the backward pass; or a
             function `cost(layer, input_shape)` that returns a number. `None`
-            is `"flops"`, or `"parameters"` where those of a layer cannot be
-            found, or none has any.
+            is `"flops"`, or `"parameters"` where the operations of a layer
+            cannot be counted, or no layer has any.
         graph: `Graph` of built layers; their variables need no values. An
             unknown batch size of its inputs counts as 1.
-        schedule: The `Schedule`, which tells what stages recompute.
-        remat: The remat mode. Activations that are recomputed are kept only
-            briefly, so that `"memory"` then counts a layer's output alone.
+        schedule: The `Schedule`: how often a stage recomputes depends on it.
+        remat: The remat mode. With `"always"`, stored activations live only
+            briefly, so that `"memory"` counts a layer's output without them.
         device: The device on which `"time"` measures.
         weights: For each call, the weights that no earlier call uses. Defaults
             to those of the layers.
-        tell: Function that is told the calls, how many each stage has, and a
-            dictionary of what each of them costs, by what that is: first what
-            was balanced, then what is known, too.
-        length: Integer, what other sizes than that of a batch count as where
-            they are not known.
-        costs: What `costs_of_calls` returns for these arguments, if that is
+        tell: Function that is called with the list of calls, the number of
+            calls in each stage, and the result of `costs_of_calls`.
+        length: Integer, stands for unknown sizes other than the batch size.
+        costs: The result of `costs_of_calls` for these arguments, if it is
             known.
 
     Raises:
@@ -98,10 +96,9 @@ def counts(
     if costs is None:
         costs = costs_of_calls(balance, graph, remat, device, weights, length)
     balanced = next(iter(costs))
-    # A stage that recomputes takes a third more time, so that a stage that
-    # never does, such as the last one of `1f1b`, gets more layers. What a
-    # function given as `balance` measures is unknown: its costs stay as they
-    # are.
+    # Recomputation makes a stage a third slower, so that a stage without it,
+    # such as the last one of `1f1b`, gets more layers. The unit of a function
+    # given as `balance` is unknown: its costs are not multiplied.
     factors = None
     if balanced in ("flops", "time"):
         factors = [
@@ -129,10 +126,13 @@ def costs_of_calls(
     weights: Sequence[Sequence[keras.Variable]] | None = None,
     length: int = layer_costs.NOMINAL_LENGTH,
 ) -> dict[str, list[float]]:
-    """Returns the cost of each call of a layer, by what that is.
+    """Returns the costs of the layer calls, by the name of the cost.
 
-    First what is balanced, then what is known, too. The arguments are as of
-    `counts`.
+    The arguments are those of `counts`.
+
+    Returns:
+        Dictionary from names such as `"flops"` to a list with the cost of each
+        call. The first one is to be balanced; others were found on the way.
     """
     if weights is None:
         weights = weights_of_calls(graph)
@@ -153,7 +153,8 @@ def costs_of_calls(
         traces, _ = layer_costs.trace(graph, length=length)
         rows = 1
         if balance != "memory" and not layer_costs.rows_of(graph):
-            # For what is told of it: of one row weights would seem to be all.
+            # Only `lopsided.warn` reads these: with activations of one row,
+            # weights would seem to be all the memory.
             rows = layer_costs.NOMINAL_ROWS
         memory = [
             2 * layer_costs.size_in_bytes(own)
@@ -163,8 +164,8 @@ def costs_of_calls(
         ]
         found = {"flops": [x.forward_flops for x in traces], "memory": memory}
         return {balance: found[balance], **found}
-    # Operations are not counted here: layers whose operations cannot be
-    # counted have these costs, too.
+    # `walk` with `specs_of`, as counting operations in `trace` fails for some
+    # layers, which can still be timed or given a cost.
     _, contents = layer_costs.walk(graph, specs_of, length=length)
     calls = [
         (node, [contents[value] for value in node.inputs])
@@ -177,7 +178,7 @@ def costs_of_calls(
 
 
 def specs_of(node: Node, specs: dict) -> tuple[None, Any]:
-    """Returns nothing of a call, and what its layer tells that it returns."""
+    """A `visit` for `layer_costs.walk`: no result, and the output specs."""
     args, kwargs = node.arguments(specs)
     with uncounted.naming(node):
         return None, node.layer.compute_output_spec(*args, **kwargs)
@@ -196,7 +197,7 @@ def weights_of_calls(graph: Graph) -> list[list[keras.Variable]]:
 
 
 def _asked(balance: Callable, node: Node, contents: list) -> float:
-    """Returns the costs that a function given as `balance` returns."""
+    """Returns the cost of a call, from the user's function `balance`."""
     shapes = [
         keras.tree.map_structure(lambda t: tuple(t.shape), x) for x in contents
     ]
@@ -211,10 +212,13 @@ def _asked(balance: Callable, node: Node, contents: list) -> float:
 
 
 def seconds(node: Node, contents: list, backward: bool = True) -> float:
-    """Returns the seconds of a forward and, if asked, a backward pass.
+    """Measures a layer's forward and, with `backward`, its backward pass.
 
-    On the current device. Inputs and weights are made up, so that nothing of
-    the layer changes.
+    It runs on the current device, with made-up inputs and weights, so that the
+    layer's own variables are unchanged.
+
+    Returns:
+        Seconds, the least of `_NUM_TIMINGS` runs.
     """
     run = layer_costs.forward_and_backward(node)
     function = tf.function(
@@ -231,7 +235,7 @@ def seconds(node: Node, contents: list, backward: bool = True) -> float:
                     tf.convert_to_tensor(x).numpy()
 
         pass_and_wait()  # traces
-        # The least: whatever else the machine does only adds to the time.
+        # The minimum: other work of the machine can only add to the time.
         return min(timeit.repeat(pass_and_wait, number=1, repeat=_NUM_TIMINGS))
 
 

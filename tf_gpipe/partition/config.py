@@ -26,8 +26,7 @@ from tf_gpipe.schedule.tasks import check_remat
 class PipelineConfig:
     """The arguments that pipelined models share; see `PipelinedSequential`.
 
-    An argument that is `None` depends on the layers and the machine; see
-    `resolve`.
+    `resolve` decides those that are `None`, for the layers and the machine.
 
     Raises:
         ValueError: If an argument is out of range or unknown.
@@ -73,7 +72,7 @@ class PipelineConfig:
         else:
             schedules.check_name(self.schedule)
             if self.num_stages is not None:
-                # Whatever the devices are.
+                # Refuses numbers of stages that are wrong for any devices.
                 schedules.spread(self.schedule, self.num_stages)
         if isinstance(self.balance, str) or not isinstance(
             self.balance, Iterable
@@ -132,16 +131,22 @@ class PipelineConfig:
         layers: Sequence = (),
         rows: int | None = None,
     ) -> Schedule:
-        """Returns the schedule, after deciding the numbers that were left open.
+        """Returns the schedule, with defaults for numbers that were not given.
 
-        The error names `layers` where they are too few. There are at most as
-        many micro-batches as `rows`; or as can be traced, if it is `None`. Of
-        `"auto"` it is another one of as many stages and devices: what the
-        stages cost is known when they are formed.
+        In place of `"auto"` it is an interleaved one of as many stages and
+        devices: the search needs the costs of stages, which are known once
+        the model is cut.
+
+        Args:
+            num_layers: Integer, the number of layer calls.
+            num_devices: Integer, the devices of a replica.
+            layers: The layers, which an error names if they are too few.
+            rows: Integer, the most micro-batches; by default as many as can be
+                traced.
 
         Raises:
-            ValueError: If the layers are too few, or the balance is not
-                theirs.
+            ValueError: If there are fewer layers than stages, or the counts of
+                `balance` do not sum to their number.
         """
         num_stages = self.num_stages
         if num_stages is None:
@@ -172,7 +177,7 @@ class PipelineConfig:
         return schedules.get(schedule, num_stages, number, num_devices)
 
     def _default_stages(self, num_layers: int, num_devices: int) -> int:
-        """Returns one a device, or two where the schedule has several."""
+        """Returns one stage a device, or two if the schedule interleaves."""
         num_devices = max(1, min(num_devices, num_layers))
         if self.schedule in schedules.TWO_EACH:
             return 2 * min(num_devices, max(1, num_layers // 2))
@@ -186,12 +191,13 @@ class PipelineConfig:
         devices: Any,
         strategy: tf.distribute.Strategy | None,
     ) -> Any:
-        """Returns devices for the stages of a saved model on this machine.
+        """Returns devices of this machine for the stages of a saved model.
 
         Args:
-            name: Of the model, for a warning where it had others.
-            devices: What it was given, or what is in its file.
-            strategy: What it is loaded under.
+            name: String, the model's name, for the warning that some of
+                `devices` are missing here.
+            devices: The user's `devices`, or those in the model's file.
+            strategy: The `tf.distribute.Strategy` under which it is loaded.
         """
         devices = placement.listed(devices)
         num_replicas = replicas.count(strategy)
@@ -217,8 +223,11 @@ class PipelineConfig:
     ) -> tuple[Schedule, list[list[str]]]:
         """Returns the schedule, and the devices of each stage, one a replica.
 
-        `num_layers` is the number of calls of layers, and `layers` are those
-        that are called.
+        Args:
+            num_layers: Integer, the number of layer calls.
+            strategy: The `tf.distribute.Strategy` whose replicas each get a
+                pipeline.
+            layers: The layers, which an error names if they are too few.
 
         Raises:
             ValueError: If the layers or the devices are too few.
@@ -238,7 +247,8 @@ class PipelineConfig:
         else:
             num_devices = len(placement.accelerators()) // num_replicas
         schedule = self.schedule_of(num_layers, num_devices, layers)
-        # Where there is none for a replica, what is missing is told below.
+        # With no device for a replica, `placement.assign` below says how many
+        # are missing.
         if self.schedule in schedules.TWO_EACH and num_devices and not on_tpu:
             self._check_two_each(schedule, num_devices)
         num_devices = len(schedule.tasks)
@@ -250,7 +260,7 @@ class PipelineConfig:
         return schedule, [[row[i] for row in rows] for i in schedule.devices]
 
     def _check_two_each(self, schedule: Schedule, num_devices: int) -> None:
-        """Refuses devices that are not half as many as the stages."""
+        """Refuses too few devices for two stages each, or unused `devices`."""
         needed = len(schedule.tasks)
         if num_devices >= needed and not (
             self.devices and num_devices > needed

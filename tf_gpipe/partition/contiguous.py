@@ -16,11 +16,11 @@ def split(
 ) -> list[int]:
     """Cuts a sequence into contiguous parts of nearly equal cost.
 
-    Of all cuts into non-empty parts it takes those whose largest part is
-    smallest; among them those whose parts vary least (whose sum of squares is
-    smallest, which is the paper's smallest variance, since the mean is fixed);
-    and among them one whose cuts cost least. Bisection finds the size of the
-    largest part, dynamic programming over prefixes finds the cuts.
+    Of all cuts into non-empty parts, it minimises the cost of the largest part;
+    ties are broken by the smallest sum of squares of the parts' costs (the
+    paper's smallest variance, since the mean is fixed), then by the smallest
+    cost of the cuts. Bisection finds the cost of the largest part, dynamic
+    programming over prefixes finds the cuts.
 
     Args:
         costs: n non-negative numbers.
@@ -52,7 +52,8 @@ def split(
     sent = np.zeros(n + 1)
     choices = []
     for factor in factors:
-        # Where parts that end before item i may start, and their squares.
+        # Where a part that ends before item i may start within the limit; its
+        # squared cost is added to the best sum of squares up to there.
         first = np.searchsorted(prefix, prefix - limit / factor)
         starts = ends[:, None] - np.arange(np.max(ends - first), 0, -1)
         allowed = starts >= first[:, None]
@@ -71,11 +72,15 @@ def split(
 
 
 def _smallest_limit(prefix: np.ndarray, factors: Sequence[float]) -> float:
-    """Returns the smallest size that the largest part of a split can have."""
+    """Returns the smallest cost that the largest part of a split can have."""
     last = len(prefix) - len(factors)
 
     def suffices(limit: float) -> bool:
-        """Fills parts up to `limit`, and leaves one item to each later part."""
+        """Returns whether a split exists with no part above `limit`.
+
+        Greedily: each part takes as many items as fit, but leaves one item to
+        each later part.
+        """
         start = 0
         for end, factor in enumerate(factors, start=last):
             full = np.searchsorted(

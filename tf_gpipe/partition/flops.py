@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 
-# Operations that only move numbers, or make them up.
+# Operations without arithmetic: they only move numbers, or generate them.
 _FREE = frozenset(
     """
     BatchToSpaceND BroadcastTo Cast ConcatV2 Const DepthToSpace DynamicStitch
@@ -28,7 +28,8 @@ _FREE = frozenset(
     Tile Transpose Unpack ZerosLike
     """.split()
 )
-# Of them, those that move nothing: their result is in the memory of another.
+# Operations without memory traffic, as their result is in the memory of an
+# operand, argument or variable.
 _STILL = frozenset(
     """
     Const EnsureShape Enter ExpandDims Identity IdentityN NoOp Placeholder
@@ -38,7 +39,7 @@ _STILL = frozenset(
 )
 _REDUCTIONS = frozenset("Sum Mean Prod Max Min All Any L2Loss".split())
 _POOLS = frozenset("MaxPool AvgPool MaxPool3D AvgPool3D".split())
-# The attributes that name the functions which an operation calls.
+# By kind of operation, the attributes that name the functions it calls.
 _CALLS = {
     "PartitionedCall": ("f",),
     "While": ("body",),
@@ -47,7 +48,7 @@ _CALLS = {
 
 
 def count(operations: Iterable[tf.Operation]) -> int:
-    """Returns the floating-point operations of operations of a graph.
+    """Returns the number of floating-point operations (FLOPs).
 
     Raises:
         ValueError: If a shape, or how often a loop runs, is not known.
@@ -56,11 +57,11 @@ def count(operations: Iterable[tf.Operation]) -> int:
 
 
 class Traffic(NamedTuple):
-    """What operations cost beside their arithmetic.
+    """The cost of operations beside their arithmetic.
 
     Attributes:
         moved: Integer, the bytes that they read and write.
-        operations: Integer, how many a device starts.
+        operations: Integer, the number of operations that a device launches.
     """
 
     moved: int = 0
@@ -70,7 +71,8 @@ class Traffic(NamedTuple):
 def traffic(operations: Iterable[tf.Operation]) -> Traffic:
     """Returns the `Traffic` of operations of a graph.
 
-    Each reads its operands and writes its results, as where none are fused.
+    Each operation is taken to read its operands from memory and to write its
+    results there: fusion is not considered.
 
     Raises:
         ValueError: If a shape, or how often a loop runs, is not known.
@@ -90,7 +92,7 @@ def traffic(operations: Iterable[tf.Operation]) -> Traffic:
 
 
 def _bytes(x: tf.Tensor) -> int:
-    # Integers are axes and the like, small and often of unknown number.
+    # Integer tensors are mostly axes and shapes: small, often of unknown size.
     return _size(x) * x.dtype.size if x.dtype.is_floating else 0
 
 
@@ -107,14 +109,16 @@ def _count(op: tf.Operation) -> int:
     if kind.startswith(("Conv2D", "Conv3D", "DepthwiseConv2d")):
         return _convolution(op)
     if kind.startswith("CudnnRNN"):
-        # Each position goes through all weights, and back by them and by it.
+        # Each position is multiplied with all weights; in the backward pass
+        # twice, for the gradients by the weights and by the position.
         positions = math.prod(shape_of(op.inputs[0])[:-1])
         passes = 2 if "Backprop" in kind else 1
         return 2 * passes * positions * _size(op.inputs[3])
     if kind.startswith("FusedBatchNormGrad"):
         return 11 * _size(op.outputs[0])
     if kind.startswith("FusedBatchNorm"):
-        # Mean 1, squared difference and its mean 2, a product and a sum 2.
+        # For each element: mean 1, squared difference and its mean 2, scale
+        # and offset 2.
         return (5 if op.get_attr("is_training") else 2) * _size(op.outputs[0])
     if kind.removesuffix("Grad") in _POOLS:
         pooled = op.inputs[-1] if kind.endswith("Grad") else op.outputs[0]
@@ -136,7 +140,7 @@ def _count(op: tf.Operation) -> int:
 
 def _einsum(op: tf.Operation) -> int:
     inputs, _, output = op.get_attr("equation").decode().partition("->")
-    # The size of each label; "." stands for the axes of an ellipsis.
+    # The size of the axis of each label; "." stands for the ellipsis's axes.
     sizes: dict[str, int] = {}
     for term, operand in zip(inputs.split(","), op.inputs, strict=True):
         shape = shape_of(operand)
@@ -151,10 +155,10 @@ def _einsum(op: tf.Operation) -> int:
 
 
 def _convolution(op: tf.Operation) -> int:
-    """Returns the operations of a convolution or of one of its gradients.
+    """Returns the FLOPs of a convolution, or of either of its gradients.
 
-    All three multiply each element of the forward pass's output with each
-    element of the filter that it depends on.
+    The three are equal: each multiplies every element of the forward pass's
+    output with every element of the filter that it depends on.
     """
     output = op.inputs[2] if "Backprop" in op.type else op.outputs[0]
     kernel = op.outputs[0] if "BackpropFilter" in op.type else op.inputs[1]
@@ -163,9 +167,13 @@ def _convolution(op: tf.Operation) -> int:
 
 
 def iterations(op: tf.Operation) -> int:
-    """Returns how often a loop runs."""
-    # TensorFlow's while loops count in their first variable, and carry the
-    # most that they may run in the second.
+    """Returns the number of iterations of a while loop.
+
+    Raises:
+        ValueError: If it is not known from the graph.
+    """
+    # The first loop variable of TensorFlow's while loops is the counter, the
+    # second one the maximum number of iterations.
     limit = op.inputs[1]
     if limit.op.type == "Max":  # as Keras's recurrent layers make it
         limit = limit.op.inputs[0]
@@ -195,7 +203,11 @@ def _size(x: tf.Tensor) -> int:
 
 
 def shape_of(x: tf.Tensor) -> list[int]:
-    """Returns the shape of a tensor, in which each size must be known."""
+    """Returns the shape of a tensor.
+
+    Raises:
+        ValueError: If a size of it is unknown.
+    """
     if not x.shape.is_fully_defined():
         raise ValueError(f"the shape of '{x.name}' is not known")
     return x.shape.as_list()

@@ -1,4 +1,7 @@
-"""What calls of layers do and keep, found by tracing them without weights."""
+"""FLOPs and bytes of layer calls, found by tracing them.
+
+Variables are traced by shape and dtype: they need no values.
+"""
 
 import dataclasses
 import json
@@ -30,51 +33,60 @@ from tf_gpipe.stage.stage import in_mode
 
 Specs = dict[Value, Any]
 
-# Operations that need no more of their inputs than these shapes.
+# Operations that read only the shapes of their inputs, so keep no tensor alive.
 _SHAPES = frozenset("Shape ShapeN Size Rank".split())
-# What a size that is not known counts as, but for the rows of a batch.
+# Stands for every unknown size of a tensor except that of its batch axis.
 NOMINAL_LENGTH = 128
-# The rows of a micro-batch where a model does not tell, and they matter.
+# Rows of a micro-batch where the model's inputs do not fix the batch size.
 NOMINAL_ROWS = 32
 
-# What has been traced of a graph, by the keys of calls.
+# From each graph to the results of `_trace` for it, by the `_key` of calls.
 _traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCosts:
-    """What a call of a layer does and keeps for a micro-batch in training."""
+    """FLOPs and bytes of one layer call for a micro-batch in training."""
 
     forward_flops: int
-    backward_flops: int  # of the gradient by inputs and weights
-    weight_flops: int  # those of them for weights alone
-    # What it keeps beside the layer's inputs, outputs and weights.
+    backward_flops: int  # of the gradients by inputs and by weights
+    weight_flops: int  # the part of `backward_flops` for weights alone
+    # Bytes kept from the forward to the backward pass, beside the layer's
+    # inputs, outputs and weights.
     stored_bytes: int
-    # Whether the backward pass needs each of `Node.inputs`, and the outputs.
+    # Whether the backward pass reads each of `Node.inputs`, and the outputs.
     kept_inputs: tuple[bool, ...]
     keeps_outputs: bool
     output_bytes: int
-    # What the backward pass needs only while it runs: the gradient that
-    # arrives, and what it makes, those of the inputs and the weights included.
+    # Peak bytes of the tensors that live only during the backward pass: the
+    # gradient of the outputs, intermediate tensors, and the gradients by
+    # inputs and weights.
     passing: int
-    # What the passes cost beside their arithmetic, and of the backward pass
-    # that for weights alone.
+    # Memory traffic and number of operations of the forward pass, of the
+    # backward pass, and of the part of it for weights alone.
     forward: flops.Traffic = flops.Traffic()
     backward: flops.Traffic = flops.Traffic()
     by_weights: flops.Traffic = flops.Traffic()
-    # Its gradients of rows of weights, which no step adds up.
+    # Bytes of its `IndexedSlices`, such as the gradient of an embedding: each
+    # micro-batch's are kept until the end of the step, as they are not summed.
     slices_bytes: int = 0
 
 
 def rows_of(graph: Graph) -> int | None:
-    """Returns the size of a batch, if an input of the model tells it."""
+    """Returns the batch size that an input of the model fixes, or `None`."""
     specs = keras.tree.flatten([x.spec for x in graph.inputs])
     known = (x.shape[0] for x in specs if x is not None and x.shape)
     return next((n for n in known if n), None)
 
 
 def rows_of_micro_batch(size: int | None, num_micro_batches: int) -> int:
-    """Returns the rows of a micro-batch of a batch of so many, or unknown."""
+    """Returns the rows of the largest micro-batch of a batch.
+
+    Args:
+        size: Integer, the batch size; `None`, if it is unknown, leads to
+            `NOMINAL_ROWS`.
+        num_micro_batches: Integer.
+    """
     if size is None:
         return NOMINAL_ROWS
     return math.ceil(size / num_micro_batches)
@@ -85,9 +97,9 @@ def trace(
 ) -> tuple[list, Specs]:
     """Returns the `LayerCosts` of each call, and the specs of all values.
 
-    Nothing is allocated or run: the variables of the layers, which are built,
-    need no values. What is traced is kept as long as the graph. `rows` and
-    `length` are as of `walk`.
+    Nothing is allocated or run: the layers must be built, but their variables
+    need no values. The costs are cached for as long as the graph lives. For
+    `rows` and `length` see `walk`.
 
     Raises:
         ValueError: If the costs of a layer cannot be found.
@@ -103,20 +115,25 @@ def walk(
     length: int = NOMINAL_LENGTH,
     known: dict[str, tuple] | None = None,
 ) -> tuple[list, Specs]:
-    """Returns what `visit` finds of each call, and the specs of all values.
+    """Visits each layer call of a graph, with the specs of its inputs.
 
-    `visit` returns what it finds of a `Node` and the specs of its inputs, and
-    what the layer returns. Of calls that do the same only one is visited, so
-    that a thousand of them take no longer than one.
+    Equal calls (see `_key`) are visited once, so that a thousand equal blocks
+    take no longer than one.
 
     Args:
         graph: `Graph` of built layers.
-        visit: Function of a `Node` and a dictionary of specs.
+        visit: Function of a `Node` and a dictionary from `Value`s to specs.
+            It returns a result of any kind and the specs of the outputs.
         rows: Integer, the batch size; by default that of the graph's inputs,
-            or 1 where it is not known.
-        length: Integer, what other sizes count as that are not known, of the
-            graph's inputs and of what layers return.
-        known: Dictionary of what calls were found to do, which is added to.
+            or 1 where it is unknown.
+        length: Integer, stands for all other unknown sizes, of the graph's
+            inputs and of the outputs of layers.
+        known: Dictionary from keys of calls to what `visit` returned, a cache
+            that is read and added to.
+
+    Returns:
+        List with the result of `visit` for each call, and a dictionary from
+        all `Value`s to their specs.
     """
     known = {} if known is None else known
     specs = {
@@ -138,7 +155,7 @@ def walk(
 
 
 def _with_rows(spec: Any, rows: int | None) -> Any:
-    """Returns a spec for so many rows, or for its own."""
+    """Returns a spec with the batch size `rows`; unchanged if it is `None`."""
     return keras.tree.map_structure(
         lambda x: keras.KerasTensor(
             (*(rows or n for n in x.shape[:1]), *x.shape[1:]), x.dtype
@@ -148,7 +165,7 @@ def _with_rows(spec: Any, rows: int | None) -> Any:
 
 
 def _with_sizes(spec: Any, rows: int, length: int) -> Any:
-    """Returns a spec in which all sizes are known."""
+    """Returns a spec with `rows` and `length` in place of unknown sizes."""
 
     def filled(x: Any) -> Any:
         if not isinstance(x, keras.KerasTensor) or None not in x.shape:
@@ -160,17 +177,17 @@ def _with_sizes(spec: Any, rows: int, length: int) -> Any:
 
 
 def variables_of(layer: keras.Operation) -> list[keras.Variable]:
-    """Returns the variables of a layer; other operations have none."""
+    """Returns the variables of a layer, none for other Keras operations."""
     return list(getattr(layer, "variables", ()))
 
 
 def forward_and_backward(node: Node) -> Callable:
-    """Returns a function that calls a layer on given values of its variables.
+    """Returns a function that runs a layer call and its backward pass.
 
     It takes a list with the contents of `node.inputs` and a list of values
-    for `variables_of(node.layer)`, and returns the outputs, and the gradients
-    of their sum by the inputs and the weights. The layer's own variables stay
-    as they are.
+    that stand for `variables_of(node.layer)`. It returns the outputs, and the
+    list of gradients of their sum by the floating-point inputs and the
+    trainable variables. The layer's own variables are neither read nor changed.
     """
     variables = variables_of(node.layer)
 
@@ -180,7 +197,8 @@ def forward_and_backward(node: Node) -> Callable:
             dict(zip(node.inputs, contents, strict=True))
         )
         sources = _floating(contents)
-        # Not by layer: within a frozen layer there may be a trained one.
+        # Each variable is asked, not the layer: a frozen layer may contain a
+        # trainable one.
         sources += [x for v, x in mapping if v.trainable]
         with tf.GradientTape() as tape:
             tape.watch(sources)
@@ -199,7 +217,7 @@ def _floating(tensors: Any) -> list:
 
 
 def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
-    """Returns what a call does, and the specs of what the layer returns."""
+    """Returns the `LayerCosts` of a call, and the specs of its outputs."""
     with uncounted.naming(node):
         outputs: Any = None
         by_inputs: list = []
@@ -228,7 +246,8 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
         cudnn.tell_shapes(graph)
         early = _needed_by(keras.tree.flatten(outputs))
         late = _needed_by(graph.outputs) - early
-        # What the backward pass takes from the forward pass, by name.
+        # Tensors of the forward pass, inputs and weights included, that the
+        # backward pass reads, by name.
         kept = {
             root.name: root
             for op in late
@@ -280,7 +299,7 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
 def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
     """Returns the operations from which tensors are computed.
 
-    TensorFlow drops all other operations of the graph.
+    The other operations of the graph cost nothing: TensorFlow prunes them.
     """
     return reached(
         [x.op for x in tensors],
@@ -289,14 +308,19 @@ def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
 
 
 def _key(node: Node, specs: Specs) -> str:
-    """Returns a key that calls share which do the same: all but their names."""
+    """Returns a key that is the same for calls with the same costs.
+
+    It describes the layer's class, its config but for names, which weights are
+    trainable, and the arguments, tensors by dtype and shape.
+    """
     try:
         config = keras.saving.serialize_keras_object(node.layer)
     except Exception:  # whatever a layer's `get_config` raises
         config = id(node.layer)
     nameless = json.loads(
         json.dumps(config, default=str),
-        # What has a name alone is a dtype policy.
+        # A config with nothing but a name is a dtype policy, which the name
+        # tells from others; every other name is erased.
         object_hook=lambda x: x if {*x} == {"name"} else {**x, "name": None},
     )
     numbers = {value: i for i, value in enumerate(node.inputs)}

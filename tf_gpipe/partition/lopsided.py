@@ -1,4 +1,4 @@
-"""What is said of layers that make a cut uneven, or that cannot be cut."""
+"""Warnings and errors about layers that make a cut uneven or cannot be cut."""
 
 import warnings
 from collections.abc import Mapping
@@ -10,8 +10,9 @@ import keras
 from tf_gpipe import upstream
 from tf_gpipe.stage.graph import Node
 
-# Smaller models have nothing to gain from a pipeline, however they are cut.
+# Smaller models gain nothing from a pipeline, however they are cut: no warning.
 _MIN_PARAMETERS = 10_000
+# The most layers that an error lists by name.
 _NAMED = 5
 
 
@@ -21,16 +22,16 @@ def warn(
     counts: Sequence[int],
     costs: Mapping[str, Sequence[float]],
 ) -> None:
-    """Warns of a stage that has more than twice its share of a cost.
+    """Warns if a stage has more than twice its share of a cost, or 95% of it.
 
-    Or, of two stages, of one that has nearly all. It warns once.
+    It warns about the first such cost only.
 
     Args:
-        name: Of the model.
-        nodes: The calls of layers.
-        counts: How many of them each stage has.
-        costs: Dictionary of what each of them costs, by what that is, first
-            what was balanced.
+        name: String, the model's name.
+        nodes: The layer calls.
+        counts: The number of calls in each stage.
+        costs: Dictionary from the names of costs to the cost of each call,
+            the balanced cost first.
     """
     layers = {id(x.layer): x.layer for x in nodes}.values()
     size = sum(
@@ -56,7 +57,16 @@ def _told(
     costs: Sequence[float],
     balanced: bool,
 ) -> str | None:
-    """Returns what is to be said of a cost, if it was `balanced` or not."""
+    """Returns the warning about one cost, or `None` if it is even enough.
+
+    Args:
+        name: String, the model's name.
+        nodes: The layer calls.
+        counts: The number of calls in each stage.
+        what: String, the name of the cost.
+        costs: That cost of each call.
+        balanced: Boolean, whether the cut balances this cost.
+    """
     total = sum(costs)
     if total <= 0:
         return None
@@ -72,7 +82,8 @@ def _told(
     place = max(stages[k], key=lambda i: costs[i])
     layer, most = nodes[place].layer, costs[place]
     if not balanced and most <= total / len(counts):
-        # No layer makes it so: plans tell what each stage needs.
+        # No single layer is to blame, so there is no advice to give. `Plan`
+        # shows what each stage needs.
         return None
     waits = ": the others wait for it" if what != "memory" else ""
     repair = (
@@ -92,7 +103,10 @@ def _told(
 
 
 def uncut(layers: Sequence[Any]) -> str:
-    """Returns, for an error, which of some layers cannot be cut."""
+    """Returns the end of an error message: which layers cannot be cut.
+
+    It names the layer with the most layers in it, or else the first ones.
+    """
     composite = [
         x
         for x in layers

@@ -1,4 +1,4 @@
-"""What a device may take, as people say it."""
+"""The `memory_limit` of a device: bytes, or a share of the activations."""
 
 import dataclasses
 import numbers
@@ -8,10 +8,10 @@ from tf_gpipe.partition import sizes
 
 
 class TooLittleMemoryError(ValueError):
-    """A stage does not fit, whatever of it is recomputed.
+    """A stage exceeds the memory limit even where it recomputes all it can.
 
     Attributes:
-        least: The bytes that its device would have to have.
+        least: The least limit in bytes that its device would need.
     """
 
     def __init__(self, message: str, least: float):
@@ -21,13 +21,13 @@ class TooLittleMemoryError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLimit:
-    """What a device may take.
+    """How much memory the stages of one device may use.
 
     Attributes:
-        value: Bytes; or a share of the activations that the fullest device
-            takes without recomputation.
-        is_share: Whether it is such a share.
-        given: What the user gave.
+        value: Bytes; or a share, above 0 and up to 1, of the activation bytes
+            of the fullest device without recomputation.
+        is_share: Whether `value` is a share.
+        given: The user's argument.
     """
 
     value: float
@@ -36,7 +36,7 @@ class MemoryLimit:
 
     @classmethod
     def of(cls, given: Any) -> "MemoryLimit":
-        """Returns the limit that a user means.
+        """Returns the limit for a user's argument `memory_limit`.
 
         Raises:
             TypeError: If it is neither a number nor a string.

@@ -1,4 +1,4 @@
-"""What operations hold while they run, at most: found in their order."""
+"""The peak memory of a graph's operations, run one by one in graph order."""
 
 import collections
 from collections.abc import Collection
@@ -10,8 +10,8 @@ from tf_gpipe.partition import flops
 from tf_gpipe.partition.tensor_memory import holder
 from tf_gpipe.partition.tensor_memory import size_in_bytes
 
-# Operations that write their result over an operand which nobody needs later,
-# as their kernels do on every kind of device.
+# Operations that write their result into the memory of an operand that no later
+# operation reads, as their kernels do on every kind of device.
 _IN_PLACE = frozenset(
     """
     Add AddN AddV2 BiasAdd Div DivNoNan Elu EluGrad Erf Exp InvGrad LeakyRelu
@@ -26,15 +26,15 @@ _IN_PLACE = frozenset(
 def peak(
     operations: Collection[tf.Operation], results: Sequence[tf.Tensor]
 ) -> int:
-    """Returns the most bytes of tensors that operations make and hold.
+    """Returns the peak bytes of the tensors that operations make.
 
-    They run one after another, as they stand in their graph. A tensor is there
-    until the last of them that takes it has run, and `results` to the end. What
-    others have made is not counted, and neither is what a kernel needs inside.
+    The operations run one after another, in the order of their graph. A tensor
+    lives until the last operation that reads it has run. Tensors that other
+    operations made and the workspaces of kernels are not counted.
 
     Args:
         operations: Operations of one graph.
-        results: Tensors that stay.
+        results: Tensors that live to the end.
     """
     own = set(operations)
     if not own:

@@ -1,9 +1,10 @@
-"""Which layers of a stage are recomputed: what each choice keeps and costs.
+"""Bytes and time of each choice of layers that a stage recomputes.
 
-A knapsack a stage, at the grain of layers, as in AdaPipe (Sun et al., ASPLOS
-2024). The layers that are recomputed together keep what they take from others
-alone, and all that they make is there again at once: few long parts keep
-little, and many short ones need little at a time.
+A knapsack problem for each stage, with layers as items, as in AdaPipe (Sun et
+al., ASPLOS 2024). A part, consecutive layers that are recomputed together,
+keeps only its inputs from the forward pass; when it is recomputed, all its
+activations are in memory at once. So few long parts keep little from pass to
+pass, and many short ones need little at a time.
 """
 
 import math
@@ -18,27 +19,29 @@ from tf_gpipe.partition.layer_costs import LayerCosts
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Value
 
-# Steps in which the memory that a stage keeps is counted.
+# The memory that a stage keeps is rounded to multiples of a `_BINS`th of it.
 _BINS = 192
-# Sizes of parts that are tried, from the largest layer to the whole stage.
+# How many limits on a part's bytes are tried, from those of the largest layer
+# to those of the whole stage.
 _SIZES = 5
-# Calls that are recomputed together at most, unless all of a stage are.
+# The most calls in a part, unless it is the whole stage.
 _LONGEST = 32
-# What a call is: kept, or in a part that is recomputed.
+# A call's activations are kept, or the call is in a part that is recomputed.
 _KEPT, _PART = 0, 1
 
 
 class Choice(NamedTuple):
-    """Calls of a stage that are recomputed.
+    """A choice of calls that a stage recomputes, with its memory and time.
 
     Attributes:
-        parts: Places of calls in the stage; those in a range together.
+        parts: Ranges of indices of calls in the stage; the calls of a range are
+            recomputed together.
         work: Float, the time that recomputing them takes.
-        kept: Integer, bytes that a micro-batch keeps up to its backward pass,
-            without the stage's inputs.
-        again: Integer, bytes that recomputing adds to that at a time: of the
-            part that needs most.
-        all_again: Integer, bytes of all parts.
+        kept: Integer, bytes that a micro-batch keeps from its forward to its
+            backward pass, without the stage's inputs.
+        again: Integer, bytes that recomputing adds to `kept` at a time: those
+            of the part that needs most.
+        all_again: Integer, bytes that all parts add together.
     """
 
     parts: tuple[range, ...]
@@ -49,39 +52,45 @@ class Choice(NamedTuple):
 
     @property
     def before(self) -> bool:
-        """Whether it is recomputed before the backward pass, not within it."""
+        """Whether recomputation comes before the backward pass, not within.
+
+        A single part does; several are each recomputed when the backward pass
+        reaches them.
+        """
         return len(self.parts) == 1
 
 
 class _Made(NamedTuple):
-    """A value that a stage makes."""
+    """A value that a call of the stage returns."""
 
-    maker: int  # the call that makes it
-    needed: bool  # by that call, later
-    size: int
-    takers: dict[int, bool]  # calls that take it, and whether they need it
+    maker: int  # index of the call that returns it
+    needed: bool  # whether that call's backward pass reads it
+    size: int  # bytes
+    # From the indices of the calls that take it to whether their backward
+    # passes read it.
+    takers: dict[int, bool]
 
     @property
     def used(self) -> bool:
-        """Whether the backward pass needs it."""
+        """Whether the backward pass of any call reads it."""
         return self.needed or any(self.takers.values())
 
     @property
     def first(self) -> int | None:
-        """The first call that takes it and needs it later."""
+        """The first call that takes it and reads it in its backward pass."""
         return min(
             (i for i, needs in self.takers.items() if needs), default=None
         )
 
 
 class StageCalls:
-    """The calls of a stage, of which some may be recomputed.
+    """The calls of a stage, and the choices of those that it recomputes.
 
     Args:
         part: Graph of the stage.
-        traces: The costs of its calls.
+        traces: The `LayerCosts` of its calls.
         size: Function that returns the bytes of a `Value`.
-        work: The time that each call takes again, in any unit.
+        work: The time of recomputing each call, in any unit.
     """
 
     def __init__(
@@ -109,7 +118,7 @@ class StageCalls:
             ]
 
     def choice(self, parts: Sequence[range]) -> Choice:
-        """Returns what it means to recompute some of the calls."""
+        """Returns the `Choice` to recompute the given ranges of calls."""
         count = len(self._work)
         part_of = [-1] * count
         for number, part in enumerate(parts):
@@ -123,7 +132,7 @@ class StageCalls:
                 again[own] += stored
         for x in self._values:
             own = part_of[x.maker]
-            # Another part starts from it.
+            # An input of another part must be kept for recomputing that.
             starts = any(part_of[i] not in (-1, own) for i in x.takers)
             if starts or (own < 0 and x.used):
                 kept += x.size
@@ -138,10 +147,10 @@ class StageCalls:
         )
 
     def choices(self) -> list[Choice]:
-        """Returns the choices that are best for some memory, least work first.
+        """Returns the Pareto-optimal choices found, those of least work first.
 
-        None of them is worse than another one in work, in what it keeps and
-        in what it adds at a time.
+        No other choice found is at least as good in `work`, `kept`, `again`
+        and `all_again`. The first one recomputes nothing.
         """
         count = len(self._work)
         whole = self.choice([range(count)])
@@ -164,17 +173,18 @@ class StageCalls:
         return best
 
     def _cheapest(self, most: float) -> Iterator[list[range]]:
-        """Returns the parts of least work for each amount of memory.
+        """Yields the parts of least work, for increasing amounts of memory.
 
-        By dynamic programming over the calls. Parts add at most `most` bytes.
-        What a call takes from one that is not next to it counts each time.
+        By dynamic programming over the calls. A part of several calls adds at
+        most `most` bytes. An upper bound: a value that several parts take from
+        an earlier call is counted for each of them.
         """
         table = _Table(len(self._work), max(1, self.choice([]).kept))
         makers, takes = self._by_call()
         for start in range(len(self._work)):
             for before in (_KEPT, _PART):
                 near = start - 1 if before == _PART else -1
-                # What the call keeps that no call before it does.
+                # Bytes that the call keeps and no earlier call keeps already.
                 kept = self._stored[start]
                 kept += sum(x.size for x in makers[start] if x.needed)
                 kept += sum(
@@ -192,7 +202,8 @@ class StageCalls:
                         break
                     work += self._work[end]
                     for x in takes[end]:
-                        # What the call before keeps anyway costs nothing.
+                        # An input that the preceding call keeps for its own
+                        # backward pass costs nothing.
                         there = x.needed and x.maker == start - 1 != near
                         if x.maker < start and not there:
                             given[id(x)] = x.size
@@ -205,7 +216,7 @@ class StageCalls:
         yield from table.best()
 
     def _by_call(self) -> tuple[list[list[_Made]], list[list[_Made]]]:
-        """Returns the values that each call makes, and those that it takes."""
+        """Returns, for each call, the values that it returns and takes."""
         makers: list[list[_Made]] = [[] for _ in self._work]
         takes: list[list[_Made]] = [[] for _ in self._work]
         for value in self._values:
@@ -216,9 +227,10 @@ class StageCalls:
 
 
 class _Table:
-    """The least work for each amount of memory, after each call of a stage.
+    """The table of the dynamic programme: least work, and the state before.
 
-    Apart for what the last call is: kept, or the end of a part.
+    Its axes: the number of calls decided so far, whether the last of them is
+    kept or ends a part, and the memory kept, in bins.
     """
 
     def __init__(self, count: int, memory: int):
@@ -227,7 +239,7 @@ class _Table:
         shape = count + 1, 2, _BINS + 1
         self._least = np.full(shape, math.inf)
         self._least[0, _KEPT] = 0.0
-        # The place that is reached from, and the memory that this takes.
+        # The state before, as the first two axes, and the bins added since.
         self._from = np.zeros((*shape, 3), np.int32)
 
     def offer(
@@ -237,7 +249,14 @@ class _Table:
         size: int,
         work: float,
     ) -> None:
-        """Notes a way from a place, a call and what it is, to a later one."""
+        """Updates the states of `end` with those of `start` plus one step.
+
+        Args:
+            start: Number of calls, and the kind of the last one.
+            end: Likewise, of a later state.
+            size: Bytes that the calls between keep.
+            work: Time of recomputing them.
+        """
         taken = round(size / self._unit)
         if taken > _BINS:
             return
@@ -247,7 +266,7 @@ class _Table:
         self._from[end][taken:][better] = *start, taken
 
     def best(self) -> Iterator[list[range]]:
-        """Returns the parts of the best ways to the end."""
+        """Yields the parts of each solution that more memory makes faster."""
         before = math.inf
         for room in range(_BINS + 1):
             kind = int(np.argmin(self._least[self._count, :, room]))

@@ -1,4 +1,4 @@
-"""Sizes of memory, as people write them."""
+"""Sizes in bytes, parsed from numbers or strings such as "16GB"."""
 
 import math
 import numbers
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def to_bytes(value: Any, name: str = "size") -> int:
-    """Returns a number of bytes.
+    """Returns a size as an integer of bytes.
 
     Args:
         value: Positive number, or a string such as `"16GB"`, `"512MB"` or
             `"16GiB"`.
-        name: String, what an error calls it.
+        name: String, the name of the argument in errors.
 
     Raises:
-        ValueError: If it is not such a number or string.
-        TypeError: If it is something else.
+        ValueError: If the number or string is no size of at least a byte.
+        TypeError: If it is neither a number nor a string.
 
     Example:
 

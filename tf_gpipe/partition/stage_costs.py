@@ -1,4 +1,4 @@
-"""What stages compute, keep and send, put together from their layers."""
+"""FLOPs and bytes of stages, summed over their layer calls."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,17 +22,18 @@ from tf_gpipe.stage.stage import Stage
 
 @dataclasses.dataclass(frozen=True)
 class StageCosts:
-    """What a stage does with a micro-batch.
+    """FLOPs and bytes of a stage for one micro-batch.
 
     Attributes:
-        flops: Integer, the floating-point operations of the forward pass.
-        backward_flops: Integer, those of the backward pass.
-        weight_flops: Integer, those of them for gradients of weights alone.
-        before_flops: Integer, those of layers that are recomputed before the
-            backward pass, where a micro-batch is.
-        within_flops: Integer, those of layers recomputed within it.
-        given: Bytes of the model's inputs that it takes.
-        sizes: `Sizes` in bytes, without what is fixed.
+        flops: Integer, floating-point operations of the forward pass.
+        backward_flops: Integer, of the backward pass.
+        weight_flops: Integer, the part of `backward_flops` for gradients of
+            weights alone.
+        before_flops: Integer, of recomputation before the backward pass, for
+            the micro-batches that the remat mode recomputes.
+        within_flops: Integer, of recomputation within the backward pass.
+        given: Bytes of the model's inputs that the stage takes.
+        sizes: `Sizes` in bytes, with `fixed` 0.
         sends: Dictionary from each later stage to the bytes sent there.
     """
 
@@ -47,14 +48,15 @@ class StageCosts:
 
     @property
     def whole_backward_flops(self) -> int:
-        """The operations of the backward pass, recomputation in it too."""
+        """The FLOPs of the backward pass and of recomputation within it."""
         return self.backward_flops + self.within_flops
 
     def recomputing(self, choice: Choice, splits: bool) -> "StageCosts":
-        """Returns the costs where some layers are recomputed.
+        """Returns the costs of the stage if it recomputes `choice`.
 
-        If the schedule `splits` backward passes, what has been recomputed is
-        there until the gradients of weights are.
+        If the schedule `splits` backward passes, recomputed activations live
+        until the gradients of the weights are computed: those of all parts
+        then add up.
         """
         work = int(choice.work)
         return dataclasses.replace(
@@ -68,9 +70,9 @@ class StageCosts:
         )
 
     def of_micro_batches(self, count: int) -> Sizes:
-        """Returns its sizes in a step of so many micro-batches.
+        """Returns `sizes` with the model's inputs of `count` micro-batches.
 
-        The model's inputs are held throughout.
+        They are fixed: a step holds its mini-batch from start to end.
         """
         return self.sizes._replace(fixed=count * self.given)
 
@@ -84,7 +86,7 @@ def find(
 
     Args:
         parts: List with the graph of each stage.
-        traces: The costs of the calls of layers, in the order of the model.
+        traces: The `LayerCosts` of all calls, in the order of the model.
         size: Function that returns the bytes of a `Value`.
     """
     made_before: set[Value] = set()
@@ -119,15 +121,15 @@ def of_graph(
     length: int = layer_costs.NOMINAL_LENGTH,
     recomputed: Sequence[Sequence[range]] | None = None,
 ) -> list[StageCosts]:
-    """Returns the costs of the stages of a graph that is cut.
+    """Returns the costs of the stages that a graph is cut into.
 
     Args:
         graph: `Graph` of built layers.
-        counts: List of the numbers of calls in each stage.
-        length: Integer, what sizes that are not known count as.
-        recomputed: The places of the calls of each stage that are recomputed,
-            in an order without split backward passes; those in a range
-            together. By default those of a stage at once.
+        counts: List of the number of calls in each stage.
+        length: Integer, stands for unknown sizes, see `layer_costs.walk`.
+        recomputed: For each stage, ranges of indices of its calls that are
+            recomputed, those of a range together, under a schedule that does
+            not split backward passes. Defaults to the whole stage as one part.
 
     Raises:
         ValueError: If the costs of a layer cannot be found.
@@ -155,7 +157,17 @@ def searched(
     transfer: Mapping[tuple[int, int], float],
     device_flops: float = 1.0,
 ) -> Schedule:
-    """Returns the schedule `"auto"` of stages, operations taken for time."""
+    """Searches the schedule `"auto"` for the costs of stages.
+
+    Args:
+        costs: The `StageCosts`.
+        num_micro_batches: Integer.
+        num_devices: Integer.
+        remat: The remat mode.
+        transfer: Dictionary from pairs of stages to the time of a transfer.
+        device_flops: Float, FLOPs in a unit of time. By default one FLOP is
+            the unit.
+    """
     times = Times.of(
         len(costs),
         [x.flops / device_flops for x in costs],
@@ -169,7 +181,7 @@ def searched(
 
 
 def sends(parts: Sequence[Graph | Stage], k: int, size: Callable) -> dict:
-    """Returns the bytes that part `k` sends to each of the later ones.
+    """Returns a dictionary from each later part to the bytes `k` sends to it.
 
     `size` is a function that returns the bytes of a `Value`.
     """
@@ -189,19 +201,19 @@ def resolved(
     length: int = layer_costs.NOMINAL_LENGTH,
     costs: Sequence[StageCosts] | None = None,
 ) -> Schedule:
-    """Returns the schedule `"auto"` of a graph that is cut.
+    """Searches the schedule `"auto"` for a graph that is cut.
 
-    Where the costs of a layer cannot be found, that for stages of equal cost,
-    with a description that says so. Nobody knows how long transfers will take:
-    they count nothing.
+    If the costs of a layer cannot be found, it is searched for stages of equal
+    cost, and its description says so. The time of transfers is unknown, and
+    taken for 0.
 
     Args:
         graph: `Graph` of built layers.
-        counts: List of the numbers of calls in each stage.
-        schedule: One of as many stages, micro-batches and devices.
+        counts: List of the number of calls in each stage.
+        schedule: A `Schedule` of as many stages, micro-batches and devices.
         remat: The remat mode.
         length: As of `of_graph`.
-        costs: Those of the stages, if they are known.
+        costs: The `StageCosts`, if they are known.
     """
     num_micro_batches, num_devices = (
         schedule.num_micro_batches,
@@ -229,12 +241,12 @@ def _passing(
     size: Callable[[Value], int],
     received: Collection[Value],
 ) -> int:
-    """Returns the most that the backward pass of a stage needs on its way.
+    """Returns the peak bytes that live only during a stage's backward pass.
 
-    While that of a call runs, there are gradients of all that later calls have
-    taken and earlier ones made: of skip connections. So it is with outputs of
-    the stage, and with what is `received` from other stages. What the model is
-    given has no gradient.
+    While the backward pass of one call runs, the stage also holds gradients of
+    skip connections: of values that earlier calls made or other stages sent
+    (`received`), and that later calls took or the stage returns. The model's
+    inputs have no gradient.
     """
     last = {x: i for i, node in enumerate(part.nodes) for x in node.inputs}
     last.update(dict.fromkeys(part.outputs, len(part.nodes)))
@@ -252,7 +264,10 @@ def _stored(
     traces: Sequence[layer_costs.LayerCosts],
     size: Callable[[Value], int],
 ) -> int:
-    """Returns the bytes that a stage keeps of a micro-batch, without inputs."""
+    """Returns the bytes that a stage keeps for backward, without its inputs.
+
+    A value that several calls keep is counted once.
+    """
     kept: set[Value] = set()
     for node, trace in zip(part.nodes, traces, strict=True):
         pairs = zip(node.inputs, trace.kept_inputs, strict=True)

@@ -1,4 +1,4 @@
-"""How much memory tensors of a graph take, and which of them share it."""
+"""The sizes in bytes of a graph's tensors, and which of them share memory."""
 
 import math
 from typing import Any
@@ -16,9 +16,9 @@ _ALIASES = frozenset(
 
 
 def size_in_bytes(tensors: Any) -> int:
-    """Returns the size of the tensors in a nested structure.
+    """Returns the bytes of all tensors in a nested structure.
 
-    An unknown number of rows is taken for 1.
+    Unknown sizes count as 1.
     """
     return sum(
         math.prod(n or 1 for n in x.shape) * tf.as_dtype(x.dtype).size
@@ -28,11 +28,12 @@ def size_in_bytes(tensors: Any) -> int:
 
 
 def holder(x: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor whose memory `x` shares."""
+    """Returns the tensor whose memory `x` shares, or `x` itself."""
     op = x.op
     if op.type in _ALIASES:
         return holder(op.inputs[x.value_index if op.type == "IdentityN" else 0])
-    # Functions return whatever their gradients need, their arguments, too.
+    # The outputs of a function include all that its gradient reads. Where that
+    # is an argument, the caller's tensor holds it.
     if op.type.endswith(("PartitionedCall", "While")):
         (body,) = flops.called_by(op)
         root = holder(body.outputs[x.value_index])
@@ -46,7 +47,10 @@ def holder(x: tf.Tensor) -> tf.Tensor:
 
 
 def kept_bytes(x: tf.Tensor) -> int:
-    """Returns the size of a tensor, or of a loop's list with one a step."""
+    """Returns the bytes of a tensor, or of a while loop's `TensorList`.
+
+    Such a list has one tensor for each iteration of the loop.
+    """
     if x.dtype != tf.variant or not x.op.type.endswith("While"):
         return size_in_bytes(x)
     start = x.op.inputs[x.value_index]

@@ -1,4 +1,4 @@
-"""What is said of a layer whose costs cannot be found."""
+"""The error for a layer whose costs cannot be found."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ class UncountedError(ValueError):
     """The costs of a layer cannot be found.
 
     Attributes:
-        reason: String, the message but for how to give costs.
+        reason: String, the message without the advice on how to give costs.
     """
 
     def __init__(self, reason: str, repair: str):
@@ -22,10 +22,10 @@ class UncountedError(ValueError):
 
 @contextlib.contextmanager
 def naming(node: Node) -> Iterator[None]:
-    """Returns a scope whose errors say which layer has no cost.
+    """A scope that replaces any exception by one that names the layer.
 
     Raises:
-        UncountedError: Whatever is raised within.
+        UncountedError: In place of whatever is raised within the scope.
     """
     try:
         yield
@@ -40,7 +40,8 @@ def naming(node: Node) -> Iterator[None]:
         )
         specs = keras.tree.flatten([value.spec for value in node.inputs])
         if any(None in x.shape[1:] for x in specs if x is not None):
-            # Too long, it may be, for a table of positions, or too short.
+            # The layer may refuse `nominal_length` because it is longer than
+            # its table of positions, or too short.
             reason += (
                 " Sizes of its inputs that are not known count as the model's "
                 "`nominal_length`: if it takes no such input, give another."
