@@ -1,16 +1,16 @@
-"""What a pipeline will need, told before anything of it is allocated.
+"""Memory and time of a pipeline, predicted before anything is allocated.
 
-planner        the plan for arguments that are given
-choice         the plan of the best pipeline, and of the next best
-candidates     what there is to choose from
-drafts         a candidate on devices: its cut, its times and its plan
-cuts           cuts whose stages fit their devices
-estimates      bytes, bubble and step time where all is decided
-layer_times    how long layers take on a device
-speeds         how fast devices are
-known_layers   the layers without values, and what they do
-planned_graph  the model with all sizes and no values
-plans          what a plan tells, as data
-plan_table     a plan as people read it
-plan_files     plans in files
+planner        `tf_gpipe.plan`: the plan for given arguments
+choice         the fastest plans among all candidates
+candidates     the combinations of arguments that are compared
+drafts         a candidate placed on devices: its cut, times and plan
+cuts           cuts whose stages fit the memory of their devices
+estimates      bytes, bubble and step time for decided arguments
+layer_times    seconds of the passes of each layer on a device
+speeds         FLOPs and bytes a second of devices and connections
+known_layers   copies of the layers without values, and their costs
+planned_graph  the model's graph with all sizes known and no values
+plans          `Plan`, the result, as data
+plan_table     a plan as a table of text
+plan_files     a plan in a JSON file
 """

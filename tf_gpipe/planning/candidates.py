@@ -1,4 +1,4 @@
-"""The choices among which the best pipeline is searched.
+"""The combinations of arguments among which the best pipeline is searched.
 
 This module imports no TensorFlow.
 """
@@ -14,15 +14,16 @@ from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import REMAT_MODES
 
-# Of more micro-batches a device the bubble is hardly smaller.
+# More micro-batches a device hardly make the bubble smaller.
 _MOST_A_DEVICE = 16
-# Of more devices, only powers of two and divisors are tried.
+# With more devices, a pipeline is tried only over divisors of their number and
+# over powers of two.
 _FEW = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """What is not to be chosen; `None` of the rest."""
+    """The arguments that the user has fixed; `None` for those to choose."""
 
     num_stages: int | None = None
     num_micro_batches: int | None = None
@@ -32,10 +33,10 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Some values of what is chosen.
+    """One combination of the arguments that are chosen.
 
     Attributes:
-        num_devices: Integer, those of a replica.
+        num_devices: Integer, the devices of a replica.
         num_replicas: Integer.
         num_stages: Integer K.
         num_micro_batches: Integer M.
@@ -52,7 +53,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple:
-        """What tells it apart from others that run much the same."""
+        """All fields but `remat`: the fastest choice is kept for each key."""
         return dataclasses.astuple(self)[:-1]
 
     def __str__(self) -> str:
@@ -66,17 +67,17 @@ def candidates(
     fixed: Fixed = Fixed(),  # noqa: B008
     replicates: bool = True,
 ) -> Iterator[Candidate]:
-    """Returns the choices, each once, without those that are searched.
+    """Yields each `Candidate` once; none has a searched order of tasks.
 
     Args:
-        num_devices: Integer, the devices that there are.
-        num_calls: Integer, the calls of layers.
+        num_devices: Integer, all available devices.
+        num_calls: Integer, the number of layer calls.
         rows: Integer, rows of the mini-batch.
         fixed: `Fixed`.
         replicates: Boolean, whether there may be several replicas.
     """
     names = [x for x in schedules.NAMES if x != schedules.AUTO]
-    # Of equally fast ones the first is taken.
+    # The first of equally fast ones is kept: that which recomputes least.
     modes: tuple[str, ...] = REMAT_MODES[::-1]
     if fixed.schedule is not None:
         names = [fixed.schedule]
@@ -88,7 +89,7 @@ def candidates(
             sizes = [fixed.num_micro_batches]
         for name in names:
             if count == 1 and name != (fixed.schedule or "1f1b"):
-                continue  # One device works all the time, in any order.
+                continue  # On one device, no order of tasks is faster.
             each = num_each(name, count)
             num_stages = each * count
             if num_stages > num_calls or fixed.num_stages not in (
@@ -107,9 +108,10 @@ def candidates(
 def placements(
     machine: Machine, candidate: Candidate
 ) -> list[list[list[Device]]]:
-    """Returns rows of devices, one a replica, in orders that are worth trying.
+    """Returns the placements worth trying: a row of devices for each replica.
 
-    The fastest devices, by rows of nearly equal speed.
+    If devices differ, the fastest or those with most memory are taken, sorted
+    into rows of similar ones, each in several orders.
     """
     count, copies = candidate.num_devices, candidate.num_replicas
     if machine.alike:
@@ -143,7 +145,7 @@ def placements(
 
 
 def layouts(num_devices: int, replicates: bool) -> list[tuple[int, int]]:
-    """Returns the numbers of devices a replica and of replicas."""
+    """Returns pairs of the devices of a replica and the number of replicas."""
     counts = [
         x
         for x in range(1, num_devices + 1)
@@ -156,7 +158,11 @@ def layouts(num_devices: int, replicates: bool) -> list[tuple[int, int]]:
 
 
 def micro_batches(num_devices: int, rows: int) -> list[int]:
-    """Returns numbers of micro-batches, those of equal size where they are."""
+    """Returns the numbers of micro-batches to try.
+
+    Powers of two, and these times `num_devices`; if more than two of them
+    divide the rows, so that micro-batches are equal, only those.
+    """
     most = min(_MOST_A_DEVICE * num_devices, rows)
     if num_devices == 1:
         # More than one only saves memory.
@@ -168,7 +174,7 @@ def micro_batches(num_devices: int, rows: int) -> list[int]:
 
 
 def num_each(schedule: str, num_devices: int) -> int:
-    """Returns how many stages a device has."""
+    """Returns how many stages each device has under a schedule."""
     if schedule in schedules.TWO_EACH:
         return 2
     return 2 if schedule in schedules.ANY_NUMBER and num_devices > 1 else 1

@@ -1,4 +1,4 @@
-"""The fastest pipeline that fits, by the simulator."""
+"""The search for the fastest pipelines that fit, by simulated step times."""
 
 import dataclasses
 import math
@@ -18,10 +18,10 @@ from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 
-# More devices than one must make a step shorter by more than this.
+# One device is preferred unless several are faster by more than this factor.
 _HARDLY = 1.02
-# For how many of the best something better is searched: another order of
-# tasks, other layers to recompute.
+# How many of the best choices are refined, by searching an order of tasks and
+# by recomputing only some layers.
 _NUM_SEARCHED = 3
 
 
@@ -48,8 +48,9 @@ class Chooser:
 
         Args:
             fixed: `Fixed`.
-            count: Integer, how many; no two have the same `Candidate.key`.
-            among: `Candidate`s. Defaults to all.
+            count: Integer, the most choices to return; no two have the same
+                `Candidate.key`.
+            among: `Candidate`s. Defaults to all that `fixed` allows.
         """
         layers, machine = self._layers, self._machine
         searched = fixed.schedule in (None, schedules.AUTO)
@@ -74,7 +75,8 @@ class Chooser:
         if rows and not layers.sampled:
             layers.sampled = sorted({min(rows), max(rows)})
         best: dict[tuple, Choice] = {}
-        # The most promising first, so that others need not be simulated.
+        # By their lower bound of the step time: once `count` choices are
+        # faster than the next bound, the rest need not be simulated.
         drafts = sorted(
             (draft for candidate in among for draft in self._drafts(candidate)),
             key=lambda draft: draft.bound,
@@ -121,9 +123,11 @@ class Chooser:
         fixed: Fixed,
         too_large: Iterable[Candidate],
     ) -> dict[tuple, Choice]:
-        """Returns choices with those that recompute some layers among them.
+        """Adds choices with `remat="auto"`, if all devices have equal memory.
 
-        In place of all layers, or where they would not fit without.
+        They are made from the best choices that recompute whole stages, and
+        from the fastest that do not fit without recomputation. If `fixed` asks
+        for `"auto"`, only they are returned.
         """
         machine, alone = self._machine, fixed.remat == AUTO_REMAT
         if fixed.remat is not None and not alone:
@@ -163,7 +167,7 @@ class Chooser:
             best[key] = choice
 
     def _drafts(self, candidate: Candidate) -> list[Draft]:
-        """Returns the candidate with each order of devices and its best cut."""
+        """Returns a `Draft` for each placement with a cut that fits."""
         schedule = schedules.get(
             candidate.schedule,
             candidate.num_stages,
@@ -190,7 +194,10 @@ class Chooser:
         )
 
     def _searched(self, known: Choice, fixed: Fixed) -> list[Choice]:
-        """Returns orders that are searched for a choice's stages."""
+        """Returns choices like `known`, with orders of tasks searched for it.
+
+        With one and with two stages a device.
+        """
         found = []
         for each in (1, 2):
             candidate = dataclasses.replace(
@@ -217,7 +224,7 @@ class Chooser:
 
 
 def _fastest(best: dict[tuple, Choice]) -> list[Choice]:
-    # Of equally fast ones that with fewer devices, stages and micro-batches.
+    # Ties are broken by the candidate: fewer devices, stages, micro-batches.
     return sorted(
         best.values(),
         key=lambda x: (float(f"{x.seconds:.9g}"), *map(str, x.candidate.key)),
@@ -225,7 +232,7 @@ def _fastest(best: dict[tuple, Choice]) -> list[Choice]:
 
 
 def explanation(choices: Sequence[Choice], machine: Machine) -> str:
-    """Returns what there is to say of the best choice."""
+    """Returns advice on how to use the best choice, or an empty string."""
     best = choices[0].candidate
     if best.num_devices == 1 and best.num_replicas == 1:
         if len(machine.devices) == 1:

@@ -10,12 +10,12 @@ import numpy as np
 
 
 class Room(NamedTuple):
-    """What a stage may hold, and what it holds of its layers.
+    """The memory limit of a stage, and the micro-batches that it holds.
 
     Attributes:
         limit: Float, bytes.
-        kept: Float, of how many micro-batches it keeps all activations.
-        received: Float, of how many it keeps what it received.
+        kept: Float, the most micro-batches whose activations it holds at once.
+        received: Float, the most micro-batches whose inputs it holds at once.
     """
 
     limit: float
@@ -30,20 +30,21 @@ def within(
     received: Sequence[float],
     rooms: Sequence[Room],
 ) -> list[int] | None:
-    """Returns the cut whose longest stage is shortest, of those that fit.
+    """Returns the cut whose slowest stage is fastest, of those that fit.
 
     By dynamic programming over the end of each stage; O(K n^2).
 
     Args:
         seconds: For each of K stages, the times of n layers there.
         fixed: n numbers, bytes that a layer holds throughout.
-        stored: n numbers, bytes that it keeps of a micro-batch.
+        stored: n numbers, bytes that a layer keeps of a micro-batch.
         received: n numbers, bytes that a stage receives of a micro-batch if it
             begins with the layer.
         rooms: K `Room`s.
 
     Returns:
-        List of K positive integers, or `None` where nothing fits.
+        List of K positive integers, the layers of each stage; `None` if no cut
+        fits.
 
     Example:
 
@@ -58,7 +59,7 @@ def within(
         for x in (fixed, stored)
     )
     given = np.concatenate([np.asarray(received, float), [0.0]])
-    # Of stages from layer i (row) up to layer j (column), without the latter.
+    # Row i, column j: whether layers i to j - 1 are a stage, not empty.
     proper = ends[:, None] < ends[None, :]
     best = np.full(n + 1, np.inf)
     best[0] = 0.0

@@ -1,4 +1,4 @@
-"""A candidate on devices: its cut, the times of its stages, its plan."""
+"""A candidate placed on devices: its cut, its stages' times, its plan."""
 
 import dataclasses
 import functools
@@ -26,10 +26,11 @@ from tf_gpipe.schedule.simulate import Times
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 
-# The share of a device's memory that a plan may need: what operations need
-# while they run, and fragments, are not in it.
+# The share of a device's memory that a plan may use; the rest is for workspaces
+# of kernels and for fragmentation.
 FITTING = 0.9
-# Of larger models such a cut takes too long: stages are equal in memory then.
+# With more calls, a cut for memory takes too long: a candidate whose cut for
+# time does not fit is dropped.
 _MOST_CALLS = 600
 
 
@@ -39,8 +40,8 @@ class Choice:
 
     Attributes:
         candidate: `Candidate`.
-        plan: `Plan`, with `step_seconds` of the whole step: updates, and the
-            sum of the gradients of replicas, are in it.
+        plan: `Plan`, whose `step_seconds` include the optimizer's updates and
+            the all-reduce of the replicas' gradients.
     """
 
     candidate: Candidate
@@ -52,7 +53,16 @@ class Choice:
 
 
 class Draft:
-    """A candidate on given devices, cut, with the times of its stages."""
+    """A candidate on given devices, its cut and the times of its stages.
+
+    Args:
+        layers: `KnownLayers`.
+        times: `LayerTimes`.
+        machine: `Machine`.
+        candidate: `Candidate`.
+        rows: List with a list of `Device`s for each replica.
+        schedule: `Schedule`.
+    """
 
     def __init__(self, layers, times, machine, candidate, rows, schedule):
         self._layers = layers
@@ -61,7 +71,7 @@ class Draft:
         self._rows = rows
         self._schedule = schedule
         slow = machine.slowdown(candidate.num_devices * candidate.num_replicas)
-        # All replicas wait for the slowest, and all must fit.
+        # A stage's replicas wait for the slowest, and the smallest must fit.
         columns = list(zip(*rows, strict=True))
         self._speeds: list[Speed] = [
             min((x.speed for x in column), key=lambda x: x.flops).slower(slow)
@@ -80,7 +90,11 @@ class Draft:
         ]
 
     def cut(self) -> bool:
-        """Finds the cut, and returns whether there is one that fits."""
+        """Cuts the model, for time or else for memory.
+
+        Returns:
+            Boolean, whether a cut that fits was found.
+        """
         schedule, remat = self._schedule, self.candidate.remat
         shares = [
             schedule.recomputed_share(k, remat)
@@ -113,7 +127,8 @@ class Draft:
             return False
         costs, _ = self._layers.costs(self._micro_batch)
         most = max(x.passing for x in costs)
-        # What a backward pass needs while it runs may be elsewhere.
+        # First without room for tensors that live only during a backward pass,
+        # as the peak of a device may come at another time; then with it.
         for spare in (0, most):
             counts = self._cut_for_memory(whole, sends, spare)
             if counts is None:
@@ -153,7 +168,12 @@ class Draft:
         )
 
     def _measure(self, decided: AutoRemat | None = None) -> None:
-        """Puts together what the stages of the cut take."""
+        """Computes bytes and times of the cut's stages and of their updates.
+
+        Args:
+            decided: `AutoRemat` with the recomputed calls. By default stages
+                recompute all or nothing, as the remat mode says.
+        """
         counts, machine = self.counts, self._machine
         self._recomputed = decided.parts if decided else None
         self._costs = (
@@ -189,20 +209,20 @@ class Draft:
         )
         own = [sum(self._layers.bytes[part]) for part in parts]
         self._parameter_bytes = own
-        # An update reads and writes what a stage has of its weights.
+        # An update reads and writes a stage's weights, gradients and slots.
         self._updates = [0.0] * len(self._speeds)
         copies = self.candidate.num_replicas
         for device, size in zip(self._schedule.devices, own, strict=True):
             self._updates[device] += 2 * size / self._speeds[device].memory
             if copies > 1:
-                # A ring: each gradient is sent and received 2(R-1)/R times.
-                # About a third of these bytes are gradients.
+                # All-reduce in a ring: each gradient is sent and received
+                # 2(R-1)/R times. Gradients are about a third of the bytes.
                 self._updates[device] += machine.latency * 2 * (copies - 1) + (
                     2 * (copies - 1) / copies * size / 3
                 ) / (machine.bandwidth or self._speeds[device].memory)
 
     def _recomputation(self, forward, parts) -> tuple[list, list]:
-        """Returns what stages recompute before and within backward passes."""
+        """Returns seconds recomputed before and within backward, by stage."""
         if self._recomputed is None:
             return forward, [0.0] * len(forward)
         before, within = [], []
@@ -218,7 +238,7 @@ class Draft:
 
     @property
     def bound(self) -> float:
-        """What the step takes at least."""
+        """A lower bound of the step time: seconds of the busiest device."""
         number = self._schedule.num_micro_batches
         busy = list(self._updates)
         times = self._stage_times
@@ -248,7 +268,7 @@ class Draft:
         )
 
     def choice(self) -> Choice:
-        """Returns what is planned."""
+        """Returns the `Choice`, with the plan of a simulated step."""
         plan = estimate(
             self._layers,
             self._costs,
@@ -283,7 +303,7 @@ class Draft:
 
     @property
     def _limit(self) -> int:
-        """The bytes that a device may take, where all have as many."""
+        """The bytes that each device may use, if all have equal memory."""
         return int(FITTING * self._memory[0])
 
     def recomputing(self) -> Choice | None:
@@ -298,7 +318,8 @@ class Draft:
         work = list(zip(forward + backward, forward, strict=True))
         try:
             self.counts = search(work).with_best_cut().counts
-            # As a model decides, which knows no times.
+            # Models decide by FLOPs, as they know no times: plan what a model
+            # with this cut will recompute.
             decided = search().with_counts(self.counts)
         except TooLittleMemoryError:
             return None
@@ -306,7 +327,7 @@ class Draft:
         return self.choice() if self._fits() else None
 
     def searched(self, candidate: Candidate) -> Choice | None:
-        """Returns the choice with an order that is searched, if one fits."""
+        """Returns the choice with a searched order of tasks, if one fits."""
         times = self._stage_times
         memory = self._memory[0]
         sizes = []
@@ -335,7 +356,7 @@ class Draft:
             )
         except ValueError:
             return None
-        # Of devices that are alike, it does not matter which has which stages.
+        # As the devices are alike, any of them may get any of the stages.
         self._schedule, self.candidate = order, candidate
         self._measure()
         return self.choice() if self._fits() else None

@@ -1,4 +1,4 @@
-"""What a pipeline needs whose every argument is decided."""
+"""The `Plan` of a pipeline whose arguments are all decided."""
 
 import itertools
 import math
@@ -18,16 +18,15 @@ from tf_gpipe.schedule.tasks import Schedule
 
 
 class StageTimes(NamedTuple):
-    """How long the passes of stages take, in seconds or operations.
+    """The times of each stage for a micro-batch, in seconds or FLOPs.
 
     Attributes:
-        forward: List, of the forward pass of a micro-batch.
-        backward: List, of its backward pass.
-        weights: List, of the share of that for gradients of weights.
+        forward: List, of the forward pass.
+        backward: List, of the backward pass, without recomputation.
+        weights: List, of the part of `backward` for gradients of weights.
         transfer: Dictionary from pairs of stages to the time of a transfer.
-        before: List, of what is recomputed before the backward pass of a
-            micro-batch.
-        within: List, of what is recomputed in the course of it.
+        before: List, of recomputation before the backward pass.
+        within: List, of recomputation within the backward pass.
     """
 
     forward: list[float]
@@ -40,7 +39,7 @@ class StageTimes(NamedTuple):
     def simulated(
         self, schedule: Schedule, remat: str, transfers: bool = True
     ) -> Execution:
-        """Returns the step on paper."""
+        """Simulates a step."""
         return simulate(
             schedule,
             self.forward,
@@ -63,8 +62,8 @@ def estimate(
 ) -> Plan:
     """Returns the plan of a pipeline, in the unit of `times`.
 
-    `recomputed` has for each stage the places of the calls that it recomputes,
-    where they are not all that it has.
+    `recomputed` has, for each stage, ranges of indices of the calls that it
+    recomputes. By default it recomputes all, if `remat` says so.
     """
     sizes = [x.of_micro_batches(schedule.num_micro_batches) for x in costs]
     simulation = times.simulated(schedule, remat)

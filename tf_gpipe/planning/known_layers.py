@@ -1,4 +1,4 @@
-"""What is known of a model's layers before anything of it is allocated."""
+"""A model's layers as copies without values, and their costs."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from tf_gpipe.schedule.tasks import Schedule
 
 
 class KnownLayers:
-    """Layers copied without values, and what they do.
+    """Copies of a model's layers without values, and their costs.
 
     Args:
         model: As of `plan`.
@@ -31,13 +31,13 @@ class KnownLayers:
         graph: `Graph` of the copies.
         names: List of the names of the layers, one a call.
         weights: List of the weights that no earlier call uses, one a call.
-        bytes: List of the bytes of these, of the sums of their gradients and
-            of their slots.
+        bytes: List of the bytes of these weights, of the sums of their
+            gradients and of their optimizer slots.
         input_spec: Nested structure of `KerasTensor`s, the mini-batch.
         rows: Integer, rows of the mini-batch.
-        sampled: List of numbers of rows of a micro-batch that are traced;
-            what layers do with others lies on lines through them. Empty:
-            each number is traced.
+        sampled: List of the sizes of a micro-batch, in rows, for which layers
+            are traced; their costs for others are interpolated. If empty, each
+            size is traced.
     """
 
     def __init__(self, model, input_spec, optimizer, dtype_policy=None):
@@ -50,7 +50,7 @@ class KnownLayers:
         self.bytes: list[int] = []
         nodes, seen = [], set()
         for node, (copy, size) in zip(graph.nodes, copies, strict=True):
-            # A layer that is called again brings no weights of its own.
+            # A layer that is called again adds no weights.
             again = id(node.layer) in seen
             seen.add(id(node.layer))
             self.weights.append([] if again else getattr(copy, "weights", []))
@@ -60,7 +60,7 @@ class KnownLayers:
         self.input_spec = planned_graph.spec_of(input_spec)
         self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
         self.sampled: list[int] = []
-        # Of micro-batches of so many rows.
+        # Cached by the rows of a micro-batch.
         self._traced = functools.cache(self._trace)
         self.costs = functools.cache(self._costs)
 
@@ -71,7 +71,7 @@ class KnownLayers:
     def stages(
         self, counts: Sequence[int], rows: int
     ) -> list[stage_costs.StageCosts]:
-        """Returns the costs of stages for micro-batches of so many rows."""
+        """Returns the costs of stages for micro-batches of `rows` rows."""
         costs, sizes = self.costs(rows)
         return stage_costs.find(
             self.graph.parts(list(counts)), costs, sizes.__getitem__
@@ -84,11 +84,11 @@ class KnownLayers:
         limit: MemoryLimit,
         work: Sequence[tuple[float, float]] | None = None,
     ) -> auto_remat.Search:
-        """Returns the search for what stages recompute to fit a limit.
+        """Returns the `Search` for the calls to recompute within a limit.
 
-        For micro-batches of so many rows; `work` is as of `Search`.
+        It is for micro-batches of `rows` rows; `work` is as of `Search`.
         """
-        # As a model does, which then recomputes the same.
+        # Traced, not interpolated, as models do: they must decide the same.
         costs, sizes = self._traced(rows)
         return auto_remat.Search(
             self.graph,
@@ -107,7 +107,7 @@ class KnownLayers:
         return costs, sizes
 
     def _costs(self, rows: int) -> tuple[list[LayerCosts], dict[Any, int]]:
-        """Returns what calls cost for so many rows, and the size of values."""
+        """Returns the `LayerCosts` of calls, and the bytes of each `Value`."""
         if not self.sampled or rows in self.sampled:
             return self._traced(rows)
         low, high = min(self.sampled), max(self.sampled)
@@ -123,7 +123,7 @@ class KnownLayers:
 
         made: dict[int, LayerCosts] = {}
         for x, y in zip(a, b, strict=True):
-            # Calls that do the same share what is known of them.
+            # Equal calls share one `LayerCosts`.
             if id(x) not in made:
                 made[id(x)] = LayerCosts(
                     *(

@@ -1,4 +1,4 @@
-"""How long the passes of each layer take on a device."""
+"""Seconds of the forward and backward pass of each layer call on a device."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from tf_gpipe.planning.speeds import Speed
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Seconds that grow with the rows: `start + rows * each`."""
+    """Seconds as a linear function of the rows: `start + rows * each`."""
 
     start: float
     each: float
 
     @classmethod
     def through(cls, points: Mapping[int, float]) -> "Line":
-        """Returns the line through one or two points, by their rows."""
+        """Returns the line through one or two points, from rows to seconds."""
         low, high = min(points), max(points)
         if low == high:
             return cls(0.0, points[low] / low)
@@ -30,14 +30,14 @@ class Line:
 
 
 class LayerTimes:
-    """Times of forward and backward passes, reckoned or measured.
+    """Times of forward and backward passes, measured or estimated.
 
     Args:
         layers: `KnownLayers`.
         measured: Dictionary from the indices of calls to the `Line`s of their
             forward and backward pass on a device of the speed `reference`.
-            Others are reckoned, and taken as many times as long as those that
-            were measured.
+            Other calls are estimated from their costs, and multiplied by the
+            ratio of the measured times to their estimates.
         reference: `Speed`.
     """
 
@@ -53,7 +53,11 @@ class LayerTimes:
         self._found: dict[tuple[int, Speed], np.ndarray] = {}
 
     def of(self, rows: int, speed: Speed) -> np.ndarray:
-        """Returns seconds of forward, backward and by weights, `(3, n)`."""
+        """Returns the seconds of n calls, an array of shape `(3, n)`.
+
+        Of the forward pass, of the backward pass, and of its part for the
+        gradients of weights.
+        """
         key = rows, speed
         if key not in self._found:
             self._found[key] = self._of(rows, speed)

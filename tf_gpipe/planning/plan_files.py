@@ -91,5 +91,5 @@ def _check(plan: Any) -> None:
     check_remat(plan.remat)
     if (plan.remat == AUTO_REMAT) != (plan.memory_limit is not None):
         raise ValueError("its memory limit is not that of its remat mode")
-    # What needs the rest to be numbers, and of the right number.
+    # The table fails unless all other fields have the right types and lengths.
     str(plan)

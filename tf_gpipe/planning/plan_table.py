@@ -1,4 +1,4 @@
-"""A plan as people read it: the verdict, a table, and notes.
+"""The text of a plan: a verdict, a table of stages, and notes.
 
 This module imports no TensorFlow.
 """
@@ -12,15 +12,16 @@ _KEPT = "Activations MiB"
 
 
 def text(plan: Any) -> str:
-    """Returns a `Plan` as a table."""
+    """Returns the text of a `Plan`."""
     names = [str(k) for k in range(len(plan.stages))]
     devices = [str(device) for device in plan.devices]
     columns = [_numbers(stage) for stage in plan.stages]
-    # What stages keep differs from one to the next under most schedules.
+    # Consecutive stages share a row even if their activations differ, as these
+    # do from stage to stage under most schedules.
     runs = table.runs(
         [tuple({**x, _KEPT: ""}.values()) for x in columns], plan.devices
     )
-    # Else it says what the number of the stage does.
+    # Where device k has stage k alone, a column of devices says nothing.
     shared = devices != names
     rows = [
         {
@@ -65,7 +66,8 @@ def text(plan: Any) -> str:
 def _numbers(stage: Any) -> dict[str, str]:
     return {
         "Layers": str(len(stage.layers)),
-        # Of its layers; a longer word would cost digits of other columns.
+        # The number of layers recomputed; a longer title would take width from
+        # the other columns.
         "Remat": str(len(stage.recomputed)),
         "Parameters": f"{stage.parameters:,}",
         "Weights MiB": f"{stage.parameter_bytes / 2**20:,.1f}",
@@ -76,7 +78,7 @@ def _numbers(stage: Any) -> dict[str, str]:
 
 
 def _between(sizes: list[int]) -> str:
-    """Returns the least and the most MiB, or the one that all are."""
+    """Returns the range of sizes in MiB, or the one size if all are equal."""
     least, most = _mib(min(sizes)), _mib(max(sizes))
     return most if least == most else f"{least} to\n{most}"
 
@@ -86,7 +88,7 @@ def _mib(size: int) -> str:
 
 
 def _verdict(plan: Any) -> str:
-    """Returns what matters most: whether it fits, and how good it is."""
+    """Returns the first lines: whether it fits, advice, and the bubble."""
     lines = []
     known = [
         (size / memory, size, memory)
@@ -108,7 +110,7 @@ def _verdict(plan: Any) -> str:
 
 
 def _of_idle(plan: Any) -> list[str]:
-    """Returns how idle devices are, where that is not the bubble of each."""
+    """Returns the idle share of each device, unless all are alike."""
     shares = [f"{x:.0%}" for x in plan.device_idle]
     if len(set(shares)) < 2:
         return []
@@ -132,7 +134,7 @@ def _of_rivals(plan: Any) -> list[str]:
         more = x.seconds / own - 1
         words = f"{more:.1%} slower"
         if more < 0:
-            # Of one device, to which more would hardly add.
+            # The plan is one device's, hardly slower than with more devices.
             words = f"{-more:.1%} faster, too little for more devices"
         found.append(
             f"{'then' if i else 'next best'}: {x.words}, {words}"
@@ -142,7 +144,7 @@ def _of_rivals(plan: Any) -> list[str]:
 
 
 def _size(size: float) -> str:
-    """Returns a number of bytes as people read it."""
+    """Returns bytes as text in MiB or GiB."""
     if size < 2**30:
         return f"{size / 2**20:,.1f} MiB"
     return f"{size / 2**30:,.2f} GiB"

@@ -1,4 +1,4 @@
-"""The graph that a plan is made of: with all sizes, and without values."""
+"""The graph of a model to be planned: all sizes known, no variable values."""
 
 import random
 from typing import Any
@@ -17,7 +17,7 @@ from tf_gpipe.stage.opening import functional
 
 
 def of(model: Any, input_spec: Any) -> Graph:
-    """Returns the graph of what `plan` is given, and the spec of the input."""
+    """Returns the graph of the layers or model, with specs of its inputs."""
     spec = spec_of(input_spec)
     if isinstance(model, upstream.Functional):
         graph, flat = functional(model), keras.tree.flatten(spec)
@@ -57,12 +57,16 @@ def of(model: Any, input_spec: Any) -> Graph:
 
 
 def spec_of(input_spec: Any) -> Any:
-    """Returns a nested structure of `KerasTensor`s with all sizes."""
+    """Returns `input_spec` as a nested structure of `KerasTensor`s.
+
+    Raises:
+        ValueError: If a size is unknown or no positive integer.
+    """
     return keras.tree.map_shape_structure(_with_all_sizes, input_spec)
 
 
 def _with_all_sizes(x: Any) -> keras.KerasTensor:
-    """Returns a shape (of float32), or what has one, as a `KerasTensor`."""
+    """Returns a shape (of float32) or a tensor spec as a `KerasTensor`."""
     expected = (
         "`input_spec` must give all sizes, that of the mini-batch first, as "
         "positive integers. Received: "
@@ -82,10 +86,13 @@ def copies(
 ) -> tuple[list[tuple], dict]:
     """Returns copies of the layers, built without values, and all specs.
 
-    For each call it is the copy, which equal calls share, and the bytes of
-    its weights, of the sums of their gradients, and of an optimizer's slots.
-    Layers that have the global dtype policy have the given one instead. A
-    built layer that cannot be copied is taken itself, as it is.
+    Copies of layers that have the global dtype policy get `dtype_policy`. A
+    built layer that cannot be copied is used itself.
+
+    Returns:
+        List with, for each call, the copy (equal calls share one) and the bytes
+        of its weights, of the sums of their gradients and of the optimizer's
+        slots; and a dictionary from `Value`s to specs.
 
     Raises:
         ValueError: If a layer cannot be copied that is not built, or that would
@@ -126,7 +133,7 @@ def copies(
             return (layer, bytes_of(layer)), layer.compute_output_spec(
                 *args, **kwargs
             )
-        # Which a config tells of the layer alone, not of those in it.
+        # Configs have `trainable` of the layer, not of the layers within it.
         pairs = zip(
             upstream.layers_within(copy),
             upstream.layers_within(layer),
@@ -142,7 +149,8 @@ def copies(
                 x.trainable = original.trainable
         return (copy, bytes_of(copy)), outputs
 
-    # Copies of layers draw seeds that they do not need.
+    # Copies of layers draw seeds: afterwards Python's generator goes on as if
+    # there had been no plan.
     drawn = random.getstate()
     try:
         return layer_costs.walk(graph, copied)

@@ -1,4 +1,4 @@
-"""What a pipeline will need, before anything of it is allocated."""
+"""`tf_gpipe.plan`: memory and time of a pipeline before it is allocated."""
 
 import dataclasses
 import math
@@ -183,7 +183,7 @@ class _Planner:
         self._device_flops = device_flops
         self._bandwidth = bandwidth
         self._latency = latency
-        # The costs that are balanced, by the remat mode.
+        # Results of `balanced.costs_of_calls`, by the remat mode.
         self._balanced: dict[str, dict[str, list[float]]] = {}
 
     def plan(self, config: PipelineConfig) -> Plan:
@@ -194,13 +194,13 @@ class _Planner:
             rows=layers.rows,
         )
         counts, costs, recomputed, limit = self._costs(config, schedule)
-        # Between two stages, however many tensors.
+        # One transfer for each pair of stages, however many tensors it has.
         transfer = {
             (k, to): self._latency + size / (self._bandwidth or math.inf)
             for k, stage in enumerate(costs)
             for to, size in stage.sends.items()
         }
-        # Without a speed, one operation is the unit of time.
+        # Without a speed, the time of one FLOP is the unit.
         unit = self._device_flops or 1.0
         if config.schedule == schedules.AUTO:
             schedule = stage_costs.searched(
@@ -236,7 +236,7 @@ class _Planner:
         )
 
     def changes(self, config, found):
-        """Returns changes that could make a plan fit, the smallest first."""
+        """Returns changes of arguments that may help, the smallest first."""
         if found.remat == AUTO_REMAT:
             return [{"memory_limit": found.device_memory}]
         changes: list[dict[str, Any]] = []
@@ -261,7 +261,7 @@ class _Planner:
         return changes
 
     def _costs(self, config, schedule):
-        """Returns the cut, its stages' costs, what is recomputed, the limit."""
+        """Returns the cut, its `StageCosts`, recomputed parts, memory limit."""
         layers = self._layers
         rows = layers.micro_batch(schedule.num_micro_batches)
         if config.remat != AUTO_REMAT:
@@ -280,7 +280,7 @@ class _Planner:
             return config.balance
         if schedule.num_stages == 1 and config.balance is None:
             return [len(self._layers.graph.nodes)]
-        # Of any number of stages.
+        # The same for any number of stages, which `changes` varies.
         if config.remat not in self._balanced:
             self._balanced[config.remat] = balanced.costs_of_calls(
                 config.balance,

@@ -1,4 +1,4 @@
-"""What a plan tells, as data.
+"""`Plan` and its parts: the arguments of a pipeline, its memory and times.
 
 This module imports no TensorFlow.
 """
@@ -54,12 +54,12 @@ class StagePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Rival:
-    """A choice that `tune` did not take, and how long its step takes.
+    """One of the next best candidates of `tune`, with its step time.
 
     Attributes:
-        words: String, which choice it is.
-        seconds: Float, the time of its step, found as the plan's own was.
-        tried: Boolean, whether that was measured.
+        words: String, a description of the candidate, see `words`.
+        seconds: Float, its step time, measured if `tried`, else simulated.
+        tried: Boolean, whether `seconds` were measured.
     """
 
     words: str
@@ -145,7 +145,7 @@ class Plan:
     @property
     def arguments(self) -> dict[str, Any]:
         """What the classes of pipelines take, as keyword arguments."""
-        # An order that was searched is not searched again.
+        # A searched order is passed as a `Schedule`, not searched again.
         named = self.schedule in schedules.NAMES
         schedule: Any = self.schedule
         if not named or self.schedule == schedules.AUTO:
@@ -285,7 +285,7 @@ def words(
     schedule: str,
     remat: str,
 ) -> str:
-    """Returns the choices of a plan in words."""
+    """Returns a short description of a candidate's arguments."""
     if num_devices == 1:
         text = "one device" if num_replicas == 1 else "data parallelism"
         if num_replicas > 1:

@@ -1,23 +1,24 @@
-"""How fast devices are, and how long passes take on them.
+"""The speed of devices and connections, and times that follow from it.
 
 This module imports no TensorFlow.
 """
 
 import dataclasses
 
-# Of an accelerator of which nothing is known: plans for it tell shares of time.
+# FLOPs a second of an accelerator of unknown speed: of the times in its plans,
+# only ratios have a meaning.
 _NOMINAL_FLOPS = 1e13
-# Operations for each byte that memory moves meanwhile, as on many processors.
+# FLOPs in the time in which memory moves a byte, as on many processors.
 _FLOPS_A_BYTE = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """How fast a device is.
+    """The speed of a device.
 
-    A pass takes its arithmetic at `flops`, the bytes that its operations read
-    and write at `memory`, and a start of each operation and of the task. These
-    are added: few operations overlap with others on a device.
+    The time of a pass is the sum of its arithmetic at `flops`, of the bytes
+    that its operations read and write at `memory`, and of the launches of the
+    operations and of the task: few operations overlap on a device.
 
     Attributes:
         flops: Float, floating-point operations a second.
@@ -33,11 +34,11 @@ class Speed:
 
     @classmethod
     def of_flops(cls, flops: float) -> "Speed":
-        """Returns that of a device of which no more than this is known."""
+        """Returns the speed of a device of which only `flops` is known."""
         return cls(float(flops), float(flops) / _FLOPS_A_BYTE)
 
     def slower(self, factor: float) -> "Speed":
-        """Returns that of a device that takes so many times as long."""
+        """Returns the speed of a device that takes `factor` times as long."""
         return Speed(
             self.flops / factor,
             self.memory / factor,
@@ -46,7 +47,7 @@ class Speed:
         )
 
     def seconds(self, flops: float, moved: float, operations: float) -> float:
-        """Returns how long operations take, without the start of a task."""
+        """Returns the seconds of operations, without the launch of a task."""
         return (
             flops / self.flops
             + moved / self.memory
@@ -59,8 +60,8 @@ class Device:
     """A device that may get stages.
 
     Attributes:
-        name: String, or `None` of one that is not there.
-        memory: Integer, its bytes; `None` where it is not known.
+        name: String; `None` for a device that is not on this machine.
+        memory: Integer, its bytes; `None` if they are unknown.
         speed: Its `Speed`.
     """
 
@@ -71,15 +72,15 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The devices among which a pipeline is placed, and what is between them.
+    """The devices for a pipeline, and the connections between them.
 
     Attributes:
         devices: List of `Device`s.
         bandwidth: Float, bytes a second from device to device; `None`:
             transfers take no time.
-        latency: Float, seconds that a transfer takes besides.
-        sharing: Float, how many times as long each device takes when all work
-            at once as when it works alone; 1 where they share nothing.
+        latency: Float, seconds that each transfer takes in addition.
+        sharing: Float, the slowdown of each device when all work at once,
+            because they share cores or memory; 1 if they share nothing.
         replicates: Boolean, whether `tf.distribute` can have replicas there.
     """
 
@@ -95,6 +96,6 @@ class Machine:
         return len({(x.memory, x.speed) for x in self.devices}) == 1
 
     def slowdown(self, count: int) -> float:
-        """Returns how many times as long each of so many devices takes."""
+        """Returns the slowdown of each device when `count` work at once."""
         others = len(self.devices) - 1
         return 1 + (self.sharing - 1) * (count - 1) / max(others, 1)
