@@ -1,7 +1,7 @@
-"""The pipeline that suits a model and its devices, found and tried.
+"""The fastest pipeline for a model and its devices, measured and tried.
 
-tune            the arguments of a pipeline, chosen
-measured_speeds how fast the devices here are
-measured_layers how long layers take on one of them
-trials          steps of pipelines that are made to be tried
+tune            `tf_gpipe.tune`: chooses the arguments of a pipeline
+measured_speeds measured speed of this machine's devices and connections
+measured_layers measured seconds of layer calls on a device
+trials          measured seconds of training steps of a copied model
 """

@@ -1,4 +1,4 @@
-"""How long layers take on a device that is there."""
+"""Measured seconds of the forward and backward passes of layer calls."""
 
 import time
 import timeit
@@ -16,16 +16,18 @@ from tf_gpipe.planning.layer_times import Line
 def measured(
     layers: KnownLayers, rows: Sequence[int], device: str, until: float
 ) -> dict[int, tuple[Line, Line]]:
-    """Returns the lines of forward and backward passes, by the call.
-
-    Of calls that do the same only one is measured. What is not measured in
-    time, or cannot be, is left out.
+    """Measures layer calls, each of equal calls once.
 
     Args:
         layers: `KnownLayers`.
-        rows: List of one or two numbers of rows of a micro-batch.
+        rows: List of one or two sizes of a micro-batch, in rows.
         device: String.
-        until: Float, of `time.monotonic`.
+        until: Float, the value of `time.monotonic` after which no further call
+            is measured.
+
+    Returns:
+        Dictionary from the indices of calls to the `Line`s of their forward and
+        backward pass, without the calls that could not be measured.
     """
     nothing = _nothing(device)
 
@@ -40,7 +42,7 @@ def measured(
                 forward = max(forward - nothing, 0.0)
                 found = forward, max(whole - nothing - forward, 0.0)
             except ValueError:
-                pass  # Then it is reckoned.
+                pass  # `LayerTimes` estimates calls that are not measured.
         return found, balanced.specs_of(node, specs)[1]
 
     times = {
@@ -58,7 +60,7 @@ def measured(
 
 
 def _nothing(device: str) -> float:
-    """Returns the seconds of a function that does nothing there."""
+    """Returns the overhead in seconds: a `tf.function` that does nothing."""
     with tf.device(device):
         x = tf.zeros(())
 

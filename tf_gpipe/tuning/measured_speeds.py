@@ -1,4 +1,4 @@
-"""How fast the devices here are, and the connections between them."""
+"""Measured speed of this machine's devices and of their connections."""
 
 import dataclasses
 import functools
@@ -15,22 +15,23 @@ from tf_gpipe.planning.speeds import Speed
 _REPEATS = 5
 _PRODUCTS = 8
 _OPERATIONS = 100
-# The sizes of matrices and of vectors. The first one is taken that keeps a
-# device busy for longer than it takes to start the operations.
+# Sides of matrices and lengths of vectors. The first size is used that keeps a
+# device busy for `_BUSY_SECONDS`, much longer than launching the operations.
 _SIDES = 512, 1024, 2048, 4096, 8192
 _FLOATS = 2**22, 2**24, 2**26
 _BUSY_SECONDS = 1e-3
 
 
 def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
-    """Returns the devices of these names, measured in about a second each.
+    """Measures devices, in about a second each, and their connection.
 
-    Arithmetic is measured by products of matrices, memory by sums of vectors,
-    both beside a function that does nothing; devices that share cores or memory
-    are slower where all work at once, which is measured, too.
+    Arithmetic is measured by matrix products, memory by sums of vectors, both
+    less the time of a function that does nothing. The slowdown of devices that
+    share cores or memory is measured with all working at once. The connection
+    is that between the first two devices.
     """
     speeds, sides = zip(*(_speed(name) for name in names), strict=True)
-    # At which the fastest device is busy.
+    # The size that keeps the fastest device busy.
     side = max(sides)
     together = _seconds(_products(names, side)) if len(names) > 1 else 0.0
     alone = max(_seconds(_products([name], side)) for name in names)
@@ -47,15 +48,15 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
         ],
         bandwidth,
         latency,
-        # What differs by no more is chance.
+        # A smaller slowdown is noise.
         sharing if sharing > 1.1 else 1.0,
-        # Strategies take devices of this process alone.
+        # `tf.distribute` strategies take only devices of this process.
         replicates=all("/job:worker" not in x for x in names),
     )
 
 
 def _alike(speeds: Sequence[Speed]) -> list[Speed]:
-    """Takes devices for equally fast that differ by less than a quarter."""
+    """Returns the median speed for all, if none is a quarter slower."""
     fastest = max(speeds, key=lambda x: x.flops)
     if all(x.flops > 0.8 * fastest.flops for x in speeds):
         middle = sorted(speeds, key=lambda x: x.flops)[len(speeds) // 2]
@@ -64,7 +65,7 @@ def _alike(speeds: Sequence[Speed]) -> list[Speed]:
 
 
 def _speed(name: str) -> tuple[Speed, int]:
-    """Returns a device's speed, and of which matrices products keep it busy."""
+    """Returns a device's speed, and the side of matrices that keep it busy."""
     with tf.device(name):
         one = tf.zeros((1,))
 
@@ -88,7 +89,8 @@ def _speed(name: str) -> tuple[Speed, int]:
     speed = dataclasses.replace(
         Speed(),
         flops=_PRODUCTS * 2 * side**3 / product,
-        # Two vectors are read, and one written, and again for the sum.
+        # Six passes over a vector: the square root, the addition and the
+        # reduction read four and write two.
         memory=6 * 4 * floats / moved,
         operation=each,
     )
@@ -98,12 +100,12 @@ def _speed(name: str) -> tuple[Speed, int]:
 def _busy(
     make: Callable[[int], Callable], sizes: Sequence[int], start: float
 ) -> tuple[int, float]:
-    """Returns the first size that keeps a device busy, and the seconds.
+    """Returns the first size that keeps a device busy, and its seconds.
 
     Args:
-        make: Function that returns what to run, of a size.
+        make: Function that takes a size and returns the function to time.
         sizes: List of integers.
-        start: Float, seconds that it takes to run anything, which are left out.
+        start: Float, seconds of overhead, which are subtracted.
     """
     for size in sizes:
         seconds = max(_seconds(make(size)) - start, 1e-6)
@@ -145,7 +147,7 @@ def _products(names: Sequence[str], side: int) -> Callable:
 
 
 def _connection(first: str, second: str) -> tuple[float, float]:
-    """Returns bytes a second, and seconds that a transfer takes besides."""
+    """Returns the bandwidth in bytes a second, and the latency in seconds."""
 
     def there_and_back(size: int) -> Callable:
         with tf.device(first):
@@ -157,7 +159,8 @@ def _connection(first: str, second: str) -> tuple[float, float]:
             for _ in range(4):
                 for name in (second, first):
                     with tf.device(name):
-                        # What does nothing would be taken away.
+                        # TensorFlow would remove an operation like `identity`,
+                        # and the transfer with it.
                         y = tf.sqrt(y)
             return y[:1]
 

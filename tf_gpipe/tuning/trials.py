@@ -1,4 +1,4 @@
-"""Steps of pipelines that are made to be tried, and forgotten."""
+"""Measured seconds of training steps of a pipeline made from copied layers."""
 
 import contextlib
 import random
@@ -19,7 +19,7 @@ _NUM_STEPS = 3
 
 
 class _Clock(keras.callbacks.Callback):
-    """Notes how long each step takes."""
+    """Records the seconds of each step."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.seconds: list[float] = []
@@ -34,10 +34,10 @@ class _Clock(keras.callbacks.Callback):
 def step_seconds(
     model: Any, spec: Any, optimizer: Any, plan: Plan
 ) -> float | None:
-    """Returns the seconds of a step of a copy of a model.
+    """Measures training steps of a copy of a model.
 
-    The copy has weights, slots and seeds of its own; the model, and what draws
-    random numbers, stay as they are.
+    The copy has weights, slots and seeds of its own; the model and the global
+    random generators are left unchanged.
 
     Args:
         model: As of `tf_gpipe.tune`.
@@ -46,8 +46,8 @@ def step_seconds(
         plan: The `Plan` of a single replica.
 
     Returns:
-        The least of some steps, after one that traces; `None` where a device
-        runs out of memory.
+        Float, seconds of the fastest step; `None` if a device runs out of
+        memory.
     """
     with _nothing_drawn():
         try:
@@ -83,9 +83,9 @@ def step_seconds(
 
 
 def mean_square(y_true: Any, y_pred: Any) -> Any:
-    """A loss for any outputs, which hardly takes time or memory.
+    """A loss for any outputs, which takes little time and memory.
 
-    Nobody has told which one it will be, and most cost little.
+    The user's loss is not known here; most take little, too.
     """
     size = keras.ops.mean(
         keras.ops.square(keras.ops.cast(y_pred, "float32")), axis=-1
@@ -103,7 +103,8 @@ def _copy(model: Any, spec: Any, plan: Plan) -> Any:
     if isinstance(model, keras.Model) and not isinstance(
         model, keras.Sequential
     ):
-        # So that weights get their first values where their stage is.
+        # Without values, so that weights are initialised on the devices of
+        # their stages.
         with abstract.NoValues() as scope:
             clone = keras.models.clone_model(model)
         _freeze(clone.layers, model.layers)
@@ -139,7 +140,10 @@ def _freeze(copies: Any, originals: Any) -> None:
 
 @contextlib.contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    """A scope after which random numbers are those that would have come."""
+    """A scope that restores the global random generators at its end.
+
+    Those of Python and of Keras, from which layers and initialisers draw.
+    """
     drawn = random.getstate()
     states = [(x, x.value.numpy()) for x in seeds.global_seed()]
     try:

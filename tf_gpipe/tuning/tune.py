@@ -1,4 +1,4 @@
-"""The arguments of a pipeline, chosen for a model, a batch and devices."""
+"""`tf_gpipe.tune`: the fastest pipeline for a model, a batch and devices."""
 
 import dataclasses
 import math
@@ -32,6 +32,7 @@ from tf_gpipe.tuning import measured_speeds
 from tf_gpipe.tuning import trials
 
 _MOST_DEVICES = 1024
+# How many choices train some steps, are ranked, and are listed in a plan.
 _NUM_TRIED = 3
 _NUM_RANKED = 6
 _NUM_RIVALS = 3
@@ -133,7 +134,7 @@ def tune(
         )
     flops = _each("device_flops", device_flops, len(names), _flops)
     until = time.monotonic() + float(budget_seconds)
-    # Of those that are not there nothing can be tried.
+    # Devices given as a number are not here: there is nothing to measure.
     tries = budget_seconds > 0 and names[0] is not None
     machine = Machine(
         [Device(*x, Speed()) for x in zip(names, memories, strict=True)],
@@ -175,7 +176,7 @@ def tune(
 
 
 def _measured_times(known, machine, fixed, until) -> LayerTimes:
-    """Returns the times of layers, measured in a third of what is left."""
+    """Returns `LayerTimes`, measured in a third of the time that is left."""
     now = time.monotonic()
     numbers = [
         known.micro_batch(x.num_micro_batches, x.num_replicas)
@@ -203,7 +204,14 @@ def _measured_times(known, machine, fixed, until) -> LayerTimes:
 
 
 def _tried(ranked, layers, known, optimizer, until):
-    """Returns the choices with those that were tried first, and their times."""
+    """Tries the best choices, as long as the time allows.
+
+    Returns:
+        List of choices, those that were tried and those with replicas (which
+        cannot be tried) first, by time; and a dictionary from the `id` of each
+        choice that was tried to its seconds. The `step_seconds` of the others
+        are corrected by how much the simulation was wrong for those tried.
+    """
     spec = known.input_spec
     optimizer = keras.optimizers.get(optimizer)
     left = list(ranked)
@@ -213,7 +221,8 @@ def _tried(ranked, layers, known, optimizer, until):
     while (
         left
         and len(done) < _NUM_TRIED
-        # Most of a trial is tracing, of which nothing can be left out.
+        # A trial cannot be cut short, as most of it is tracing: none starts
+        # that may end too late.
         and time.monotonic() + longest < until
     ):
         each = next((x for x in left if x.candidate.num_replicas == 1), None)
@@ -229,7 +238,7 @@ def _tried(ranked, layers, known, optimizer, until):
             done.append(each)
     if not done:
         return left, {}
-    # What all take longer than was reckoned, others will, too.
+    # The geometric mean of measured to simulated times.
     factor = math.exp(
         sum(math.log(tried[id(x)] / x.seconds) for x in done) / len(done)
     )
@@ -292,7 +301,7 @@ def _fixed(num_stages, num_micro_batches, schedule, remat) -> Fixed:
 
 
 def _names(devices: Any) -> list[str | None]:
-    """Returns the full names of devices, or so many `None`s."""
+    """Returns the full names of devices; `None`s for a number of them."""
     if devices is None:
         return list(placement.accelerators())
     if isinstance(devices, (int, float)) or checks.is_positive_integer(devices):
@@ -314,7 +323,7 @@ def _names(devices: Any) -> list[str | None]:
 
 
 def _each(name: str, value: Any, count: int, convert: Any) -> list:
-    """Returns a value a device, of one for all or a list."""
+    """Returns a list with a value a device, given one for all or a list."""
     if value is None:
         return [None] * count
     if isinstance(value, (str, int, float)) or not hasattr(value, "__len__"):
@@ -336,7 +345,10 @@ def _flops(value: Any) -> Speed:
 
 
 def _nothing_fits(known, machine, memories, fixed) -> str:
-    """Returns what an error says where there is no choice."""
+    """Returns the error message for when no candidate fits in memory.
+
+    Or none exists, because of arguments that are fixed.
+    """
     free = Machine(
         [dataclasses.replace(x, memory=None) for x in machine.devices],
         replicates=machine.replicates,
