@@ -1,8 +1,8 @@
-"""Whether a pipeline has the plain Keras model's numbers, all of them.
+"""`tf_gpipe.verify`: whether a pipeline has the plain Keras model's numbers.
 
-verify  one mini-batch through both, compared
-steps   steps of one model, as a pipeline and as the plain model
-layers  which layers differ
-report  differences, measured against rounding
+verify  compares a step of the pipeline with one of the plain model
+steps   runs steps of one model, as a pipeline and as the plain model
+layers  finds the layers that cause a difference
+report  the `Report`: differences relative to rounding
 memory  whether one device has room for the plain model
 """

@@ -1,4 +1,8 @@
-"""Which layers of a pipeline differ from what they are in the plain model."""
+"""The search for layers whose numbers differ from the plain model's.
+
+Outputs and gradients of each layer are compared by themselves, so that a
+difference that is small beside the rest of the model is found.
+"""
 
 import dataclasses
 import functools
@@ -28,19 +32,22 @@ from tf_gpipe.verification.steps import Variables
 from tf_gpipe.verification.steps import is_seed
 from tf_gpipe.verification.steps import tensorflow_variables
 
-# The forward pass of layers, and their gradients, are compared by themselves,
-# so that what is small beside the rest of the model is not overlooked.
+# The seed of the made-up gradients of outputs.
 _SEED = 31
 
 
 class Layers:
-    """The layers of a built pipeline, and a mini-batch that they are given.
+    """The layers of a built pipeline, run and compared on one mini-batch.
 
     Args:
         model: The pipeline.
         variables: `Variables` of the model.
         x: Inputs of the model.
-        tolerance: Float, how far numbers may be apart.
+        tolerance: Float, the largest relative difference that is rounding.
+
+    Attributes:
+        names: List of the names of the layers, in order.
+        notes: List of strings, which layers could not be compared, and why.
     """
 
     def __init__(
@@ -62,7 +69,7 @@ class Layers:
         return self._pipeline.graph
 
     def with_batch_norms(self) -> list[str]:
-        """Returns the layers that normalise over the rows of a batch."""
+        """Returns the names of layers with trainable batch normalisation."""
         found = [
             node.layer.name
             for node in self._graph.nodes
@@ -72,7 +79,7 @@ class Layers:
         return list(dict.fromkeys(found))
 
     def of(self, name: str) -> str | None:
-        """Returns the first layer that has the variable of this name."""
+        """Returns the name of the first layer with the variable `name`."""
         variable = self._variables.find(name)
         for node in self._graph.nodes:
             if any(v is variable for v in _state_of(node)):
@@ -80,12 +87,12 @@ class Layers:
         return None
 
     def alone(self, training: bool) -> list[str]:
-        """Returns the layers that differ when each is run by itself.
+        """Returns the names of layers that differ when each is run by itself.
 
-        Each is given what it gets in the plain model: as a whole in plain
-        Keras, and in micro-batches in a pipeline of this layer only. What is
-        compared is what it makes, what it adds to the loss, its state, and
-        in training the gradients of its weights and its inputs.
+        Each layer gets the inputs that it has in the plain model: the whole
+        mini-batch in plain Keras, and micro-batches in a pipeline of this layer
+        only. Its outputs, added losses and state are compared, and in training
+        the gradients of its weights and inputs.
         """
         self._variables.restore()
         found: list[str] = []
@@ -93,7 +100,7 @@ class Layers:
         m = self._pipeline.schedule.num_micro_batches
         for node in progress.track(self._graph.nodes, "comparing layers"):
             name = node.layer.name
-            # Before it runs, as every one of the calls that follow.
+            # Both runs of the layer get the inputs as they are now.
             inputs = [values[x] for x in node.inputs]
             whole, drawn, repeats = self._whole(node, values, training)
             norms = training and bool(_trained_norms(node))
@@ -114,9 +121,10 @@ class Layers:
         return found
 
     def through(self, training: bool) -> str | None:
-        """Returns the first layer whose output the stages do not carry.
+        """Returns the first layer whose output is another in the pipeline.
 
-        All outputs of layers are taken out of the pipeline as it runs.
+        The same stages run forward in one pipeline that returns the outputs of
+        all layers.
         """
         self._variables.restore()
         values = dict(zip(self._graph.inputs, self._inputs, strict=True))
@@ -146,11 +154,12 @@ class Layers:
     def _whole(
         self, node: Node, values: dict[Value, Any], training: bool
     ) -> tuple[dict[str, dict[str, np.ndarray]], bool, bool]:
-        """Runs a layer in plain Keras, and adds what it makes to `values`.
+        """Runs a layer in plain Keras, and adds its outputs to `values`.
 
         Returns:
-            Tuple of what is compared, by kind; whether it drew random numbers
-            of Keras; and whether it makes the same again.
+            Tuple of the arrays to compare, see `_compared`; whether the layer
+            drew random numbers of Keras; and whether a second run, with the
+            same state and seeds, has the same outputs.
         """
         layer = node.layer
         state_of = _state_of(node)
@@ -198,9 +207,9 @@ class Layers:
     def _parts(
         self, node: Node, inputs: list, training: bool
     ) -> dict[str, dict[str, np.ndarray]]:
-        """Runs a layer in micro-batches, as `_whole` does all at once."""
+        """Runs a layer in micro-batches; returns the arrays to compare."""
         m = self._pipeline.schedule.num_micro_batches
-        # A pipeline of this layer alone: what the layer makes is its output.
+        # A pipeline of this layer alone, which returns the layer's outputs.
         graph = Graph([node], node.inputs, node.made)
         device = next(
             stage.devices
@@ -263,7 +272,7 @@ class Layers:
             "input": 1e-2 * largest(gradients.values()),
             "weight": 1e-2 * largest(gradients.values()),
             "loss": 1e-6,
-            # A mean of numbers that cancel is zero but for their rounding.
+            # A statistic of numbers that cancel out consists of rounding.
             "state": max(1e-6, outputs),
         }
         return not all(
@@ -280,7 +289,7 @@ class Layers:
 
 
 def _returning(pipeline: Pipeline, made: list[Value]) -> Pipeline:
-    """Returns a pipeline with the same stages that returns other values."""
+    """Returns a pipeline of the same stages that returns the values `made`."""
     graph = dataclasses.replace(pipeline.graph, outputs=made)
     parts = graph.parts([len(stage.nodes) for stage in pipeline.stages])
     stages: list[Stage] = []
@@ -297,7 +306,7 @@ def _returning(pipeline: Pipeline, made: list[Value]) -> Pipeline:
 
 
 def _state_of(node: Node) -> list:
-    """Returns all variables of a layer, weights too."""
+    """Returns all variables of a layer, weights and `tf.Variable`s too."""
     if not isinstance(node.layer, keras.Layer):
         return []
     found = [
@@ -318,7 +327,7 @@ def _trained_norms(node: Node) -> list:
 
 
 def _added(layer: Any) -> list[tf.Tensor]:
-    """Returns what a layer has added to the loss in its last call."""
+    """Returns the losses that a layer added in its last call."""
     if not isinstance(layer, keras.Layer):
         return []
     return [
@@ -337,7 +346,7 @@ def _compared(
     by_weight: list,
     state_of: list,
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Returns all the values by which two runs of a layer are compared."""
+    """Returns the arrays by which two runs of a layer are compared, by kind."""
     return {
         "output": _flat(made),
         "loss": _flat([tf.add_n(losses)] if losses else []),
@@ -356,7 +365,7 @@ def _floats(x: Any) -> list[tf.Tensor]:
 
 
 def _upstream(tensors: list[tf.Tensor]) -> Iterator[tf.Tensor]:
-    """Returns made-up gradients of tensors, the same in each call."""
+    """Yields made-up gradients of tensors, the same ones in each call."""
     numbers = np.random.default_rng(_SEED)
     for x in tensors:
         drawn = numbers.standard_normal(tuple(x.shape))
@@ -364,7 +373,7 @@ def _upstream(tensors: list[tf.Tensor]) -> Iterator[tf.Tensor]:
 
 
 def _gradients(sources: list, gradients: list) -> dict[str, np.ndarray]:
-    """Returns gradients as arrays; where there is none it is zero."""
+    """Returns gradients as arrays, by number; zeros for `None`."""
     return {
         str(i): np.zeros(tuple(source.shape), source.dtype.as_numpy_dtype)
         if gradient is None

@@ -1,4 +1,4 @@
-"""Whether one device has room for the plain model, from shapes alone."""
+"""A check that one device has room for the plain model, from shapes alone."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from tf_gpipe.devices import slots
 
 
 def too_large(model: Any, x: Any) -> str | None:
-    """Returns why one device has no room for the plain model, or `None`."""
+    """Returns the message that the plain model is too large, or `None`."""
     there = _device_memory()
     needed = _needed_bytes(model, x)
     if there is None or needed <= there:
@@ -26,7 +26,7 @@ def too_large(model: Any, x: Any) -> str | None:
 
 
 def _needed_bytes(model: Any, x: Any) -> int:
-    """Returns what the plain model needs at least, from shapes alone."""
+    """Returns a lower bound of the bytes that the plain model needs."""
     optimizer, trained = model.optimizer, model.trainable_variables
     kept = [*model.variables, *trained]
     if optimizer.built:
@@ -37,7 +37,7 @@ def _needed_bytes(model: Any, x: Any) -> int:
     shape = getattr(flat[0], "shape", None) if flat else None
     rows = shape[0] if shape else 1
     graph = model._pipeline.graph
-    # A tape keeps what layers make.
+    # A gradient tape keeps the outputs of all layers.
     made = [
         spec
         for node in graph.nodes

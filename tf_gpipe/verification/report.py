@@ -1,4 +1,4 @@
-"""What `verify` has found: differences, measured against rounding."""
+"""The `Report` of `verify`, and differences relative to rounding."""
 
 import dataclasses
 import math
@@ -10,16 +10,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-# How far numbers may be apart, relative to the largest entry of a tensor. Sums
-# in another order differ by some units in the last place for each layer.
+# The largest difference of two entries that counts as rounding, relative to the
+# largest entry of a tensor. Sums in another order differ by some units in the
+# last place for each layer.
 TOLERANCES = {
     "float64": 1e-9,
     "float32": 1e-4,
     "float16": 1e-2,
     "bfloat16": 5e-2,
 }
-# A tensor that is zero but for rounding, such as the gradient of a bias before
-# a normalisation, is measured against this share of the largest of its kind.
+# Differences are relative to at least this share of the largest entry of all
+# tensors of a kind, as some tensors are zero but for rounding, such as the
+# gradient of a bias before a normalisation.
 _FLOOR = 1e-2
 KINDS = (
     "loss",
@@ -125,7 +127,7 @@ class Report:
 
 
 class Comparison:
-    """Differences of each kind as they are found."""
+    """Collects the `Difference`s of each kind of value."""
 
     def __init__(self, tolerance: float):
         self.tolerance = tolerance
@@ -145,10 +147,10 @@ class Comparison:
             kind: One of `KINDS`.
             expected: Arrays of the plain model.
             received: Arrays of the pipeline.
-            before: What they were before a step: then the step's changes are
-                what a difference is relative to, beside the rounding of the
-                value itself.
-            floor: The least size that differences are relative to.
+            before: The arrays before a step. If given, differences are relative
+                to the step's changes, and the rounding of the values
+                themselves is allowed for.
+            floor: Differences are relative to at least this.
         """
         found = differences(
             expected, received, self.tolerance, before=before, floor=floor
@@ -163,7 +165,10 @@ class Comparison:
         before: Mapping[str, np.ndarray],
         floor: float,
     ) -> None:
-        """Puts these differences in place of those that are too large."""
+        """Compares again, and replaces the differences above the tolerance.
+
+        The arguments are those of `add`.
+        """
         again = differences(
             expected, received, self.tolerance, before=before, floor=floor
         )
@@ -174,12 +179,12 @@ class Comparison:
         ]
 
     def update(self, other: "Comparison") -> None:
-        """Adds what another comparison has found."""
+        """Adds the differences of another comparison."""
         for kind, found in other.found.items():
             self.found.setdefault(kind, []).extend(found)
 
     def failed(self, kind: str | None = None) -> list[Difference]:
-        """Returns what differs, of a kind or of all."""
+        """Returns the differences above the tolerance, of a kind or of all."""
         kinds = self.found if kind is None else [kind]
         return [x for k in kinds for x in self.found.get(k, ()) if not x.ok]
 
@@ -219,7 +224,8 @@ def differences(
             continue
         scale = max(sizes[name], floor)
         if before is not None:
-            # The sum of a large value and a small step is rounded.
+            # Where a small step is added to a large value, the rounding of the
+            # sum exceeds that of the step.
             rounding = 4 * _epsilon(a.dtype) * largest([a])
             scale += rounding / tolerance
         found.append(Difference(name, _apart(a, b, scale), tolerance))
@@ -227,7 +233,7 @@ def differences(
 
 
 def largest(arrays: Iterable[Any]) -> float:
-    """Returns the size of the largest finite entry."""
+    """Returns the largest absolute value of all finite entries, or 0."""
     sizes = [0.0]
     for x in arrays:
         x = np.abs(np.asarray(x, dtype="float64"))

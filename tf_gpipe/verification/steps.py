@@ -1,10 +1,10 @@
 """Steps of one model, as a pipeline and as the plain Keras model.
 
-The plain model has the same layers, variables, losses, metrics and optimizer,
-and no assumption is made of their configurations: it is the same object. While
-it is plain, a class stands between its own and the pipeline's, with Keras's
-methods in place of those that the pipeline overrides. So what a subclass has
-overridden still runs, and nothing of the pipeline does.
+The plain model is the same object, so that it has the same layers, variables,
+losses, metrics and optimizer, however they are configured. While it is plain,
+its class has a base class between the user's class and the pipeline's, with
+Keras's methods in place of those that the pipeline overrides. So methods that a
+user's subclass overrides still run, and none of the pipeline's do.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from tf_gpipe.models.functional import PipelinedModel
 from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.stage import seeds
 
+# Attributes that the plain model does not take from Keras's class.
 _NOT_KERAS = {
     "__dict__",
     "__doc__",
@@ -40,9 +41,10 @@ _NOT_KERAS = {
 
 
 class Step(NamedTuple):
-    """What a step has returned, and the state that it has left.
+    """The results of a step, and the values of all variables after it.
 
-    All are dictionaries of arrays by name; `variables` by number.
+    All are dictionaries of arrays by name; `variables` by number, as in
+    `Variables`.
     """
 
     logs: dict[str, np.ndarray]
@@ -53,14 +55,14 @@ class Step(NamedTuple):
 
 @contextlib.contextmanager
 def plain(model: keras.Model) -> Iterator[None]:
-    """A scope in which a pipeline is the plain Keras model."""
+    """A scope in which a pipeline runs as the plain Keras model."""
     pipelined: Any = type(model)
     optimizers = slots.with_inner(model.optimizer) if model.optimizer else []
     replaced = [
         (vars(x), name, vars(x).pop(name))
         for x in optimizers
         for name in list(vars(x))
-        # Methods that a pipeline has replaced.
+        # Methods that the pipeline has replaced on the optimizer object.
         if callable(getattr(type(x), name, None))
     ]
     object.__setattr__(model, "__class__", _plain_class(pipelined))
@@ -84,7 +86,10 @@ def _plain_class(cls: Any) -> Any:
 
 @functools.cache
 def _keras_methods(ours: Any, theirs: Any) -> Any:
-    """Returns a class with Keras's methods for all that pipelines override."""
+    """Returns a subclass of `ours` with the methods that it overrides undone.
+
+    `theirs` is the Keras class from which they are taken.
+    """
     package = __name__.partition(".")[0]
     methods: dict[str, Any] = {
         name: _inherited(theirs, name)
@@ -98,12 +103,12 @@ def _keras_methods(ours: Any, theirs: Any) -> Any:
 
 
 def _inherited(cls: type, name: str) -> Any:
-    """Returns an attribute of a class as it is, such as a static method."""
+    """Returns an attribute as the class body has it, `staticmethod`s too."""
     return next(vars(x)[name] for x in cls.__mro__ if name in vars(x))
 
 
 def _loss_and_gradients(self, x, y=None, sample_weight=None):
-    """Stands in for the pipeline's method in a `train_step` of the user's."""
+    """Replaces the pipeline's method, which a user's `train_step` may call."""
     with tf.GradientTape() as tape:
         y_pred = self(x, training=True)
         loss = self._compute_loss(x, y, y_pred, sample_weight, training=True)
@@ -114,12 +119,13 @@ def _loss_and_gradients(self, x, y=None, sample_weight=None):
 
 
 class Variables:
-    """All variables of a model, with their values and where they belong.
+    """All variables of a model, with names, kinds and saved values.
 
     Attributes:
-        names: List of names.
+        names: List of unique names.
         kinds: List of "variable", "slot", "statistic" or "metric".
-        values: What they were when this was made: arrays by number.
+        values: Dictionary from the numbers of variables to arrays, their values
+            when this object was made.
     """
 
     def __init__(self, model: keras.Model):
@@ -154,7 +160,10 @@ class Variables:
     def named(
         self, kind: str, prefix: str = ""
     ) -> Callable[[dict[int, np.ndarray]], dict[str, np.ndarray]]:
-        """Returns a function from values by number to those of a kind."""
+        """Returns a function that selects the values of a kind, by name.
+
+        It takes a dictionary of values by number, such as `values`.
+        """
         names = {
             i: prefix + name
             for i, (name, x) in enumerate(
@@ -181,7 +190,7 @@ class Variables:
             v.assign(self.values[i])
 
     def drawn(self, after: dict[int, np.ndarray]) -> bool:
-        """Returns whether a seed has changed."""
+        """Returns whether a seed differs in `after`: whether layers drew."""
         return any(
             is_seed(v) and not np.array_equal(self.values[i], after[i])
             for i, v in enumerate(self._variables)
@@ -212,10 +221,11 @@ def tensorflow_variables(layer: keras.Layer) -> list[tf.Variable]:
 
 
 class Attributes:
-    """Python's attributes of a model, to be put back as they were.
+    """The Python attributes of a model and its parts, saved to be restored.
 
-    A step builds optimizers, losses and metrics, and leaves functions, losses
-    that layers have added, and what layers count by themselves.
+    A step changes them: it builds optimizers, losses and metrics, caches
+    functions, collects the losses that layers add, and layers may count. The
+    random generators of Python and NumPy are saved too.
     """
 
     def __init__(self, model: keras.Model):
@@ -235,11 +245,11 @@ class Attributes:
         if id(x) in seen:
             return
         seen.add(id(x))
-        # Those in which TensorFlow wraps lists and dictionaries.
+        # The content of TensorFlow's wrappers of lists and dictionaries.
         for name in ("_storage", "__wrapped__"):
             if isinstance(x, tf.__internal__.tracking.Trackable):
                 self._keep(getattr(x, name, None), seen)
-        # Not what merely claims to be a list, as a wrapper does.
+        # Not `isinstance`, as wrappers that are no lists pretend to be.
         if issubclass(type(x), list):
             content = list.__getitem__(x, slice(None))
             self._contents.append((x, content))
@@ -261,7 +271,8 @@ class Attributes:
             self._keep(each, seen)
 
     def restore(self) -> None:
-        # Keras's lists track what they get, or refuse it.
+        # With `list`'s own methods, as those of Keras's lists track new items
+        # or refuse them.
         for x, content in self._contents:
             if isinstance(x, list):
                 list.__setitem__(x, slice(None), content)
@@ -282,15 +293,17 @@ def train(
     gradients: dict[str, np.ndarray] | None = None,
     times: int = 1,
 ) -> Step:
-    """Returns a step of `fit`, from the values in `variables`.
+    """Runs a step of `fit`, from the values in `variables`.
 
     Args:
-        model: The model.
-        variables: All its variables, which are changed.
-        data: Tuple of what `fit` takes, one mini-batch.
-        gradients: What the optimizer gets instead of the step's own.
-        times: Integer, the how manieth such step of the same function it is.
-            TensorFlow's random numbers are others each time.
+        model: The model, as a pipeline or in the scope `plain`.
+        variables: Its `Variables`; the variables are changed.
+        data: Tuple of inputs, labels and sample weights of one mini-batch.
+        gradients: Gradients by name, which the optimizer gets instead of the
+            step's own.
+        times: Integer, how many times the traced step runs, from the same
+            values; the last one is returned. TensorFlow's own random numbers
+            differ each time.
     """
     train_step = model.train_step
     paths = {
@@ -345,7 +358,7 @@ def train(
 def evaluate(
     model: keras.Model, variables: Variables, data: tuple, times: int = 1
 ) -> Step:
-    """Returns a step of `evaluate` and one of `predict`, as `train` does."""
+    """Runs a step of `evaluate` and one of `predict`; see `train`."""
     model.make_test_function(force=True)
     model.make_predict_function(force=True)
     try:
@@ -361,12 +374,12 @@ def evaluate(
 
 def _start(model: keras.Model, variables: Variables) -> None:
     variables.restore()
-    # Variables that a first step makes, too.
+    # `variables` lacks those of metrics that are built in the first step.
     model.reset_metrics()
 
 
 def _by_path(x: Any) -> dict[str, np.ndarray]:
-    """Returns the tensors of a nested structure, by where they are in it."""
+    """Returns the tensors of a nested structure as arrays, by their paths."""
     flat = keras.tree.flatten_with_path(x)
     return {
         "output " + "/".join(map(str, path)) if path else "output": _array(t)

@@ -1,4 +1,4 @@
-"""`verify`: whether a pipeline has the plain Keras model's numbers."""
+"""`tf_gpipe.verify`: compares a pipeline's numbers with plain Keras's."""
 
 import contextlib
 import warnings
@@ -26,9 +26,10 @@ from tf_gpipe.verification.report import Report
 from tf_gpipe.verification.steps import Step
 from tf_gpipe.verification.steps import Variables
 
-# A loss, a metric or the change of a statistic below this counts as zero.
+# Differences of losses, metrics and changes of statistics are relative to at
+# least this, as those that should be 0 consist of rounding.
 _SMALL = 1e-2
-# Of what a step of evaluation is called.
+# Prefix of the names of all that is compared after a step of evaluation.
 _EVALUATE = "evaluate: "
 
 
@@ -90,7 +91,7 @@ def verify(
 
 
 class _Verification:
-    """One comparison of a model with itself."""
+    """One run of `verify`: the comparison, the problems and the notes."""
 
     def __init__(self, model: Any, x: Any):
         self._model = model
@@ -117,10 +118,11 @@ class _Verification:
                     keras.tree.map_structure(_as_tensor, each)
                     for each in (x, y, sample_weight)
                 )
-                # As a first step does. Then slots have values to start from.
+                # As the first step does: the slots must exist before their
+                # values are saved.
                 model._build_optimizer()
                 variables = Variables(model)
-                # The report says which layers differ.
+                # No warnings beside the report, which names the layers.
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)
                     first, alone = self._compare(variables, data)
@@ -144,7 +146,12 @@ class _Verification:
     def _compare(
         self, variables: Variables, data: tuple
     ) -> tuple[str | None, list[str]]:
-        """Returns the first layer that differs, and those that do alone."""
+        """Compares the steps, then searches the layers that differ.
+
+        Returns:
+            Tuple of the name of the first layer that differs, or `None`, and
+            the names of the layers that differ when run by themselves.
+        """
         layers = Layers(self._model, variables, data[0], self._all.tolerance)
         modes = [
             training
@@ -157,18 +164,18 @@ class _Verification:
         self._notes += dict.fromkeys(layers.notes)
         found = list(alone)
         for training in modes:
-            # It may fail as the pipeline did, which the report says already.
+            # It may raise as the pipeline did, which is reported already.
             with contextlib.suppress(Exception):
                 found += filter(None, [layers.through(training)])
         found += self._owners(layers, "statistic")
         if not found and not self._all.failed("loss"):
-            # It is the backward pass, which goes wrong in a layer and in all
-            # before it.
+            # Only the backward pass differs. A wrong gradient spreads to all
+            # earlier layers, so the last layer with one is the cause.
             owners = self._owners(layers, "gradient")
             found = [x for x in layers.names if x in owners][-1:]
         if not found and not self._all.failed("gradient"):
-            # The same gradients, but an optimizer makes something else of
-            # them, such as of several slices of one embedding.
+            # The gradients agree, but the optimizer's updates differ, as where
+            # an embedding has several gradient slices for one row.
             found = self._owners(layers, "variable")
         if not found and self._all.failed():
             self._notes.append(
@@ -180,7 +187,7 @@ class _Verification:
         return first, [x for x in layers.names if x in alone]
 
     def _owners(self, layers: Layers, kind: str) -> list[str]:
-        """Returns the layers of the variables that differ."""
+        """Returns the names of the layers whose variables of a kind differ."""
         names = [x.name.removeprefix(_EVALUATE) for x in self._all.failed(kind)]
         return [x for x in map(layers.of, names) if x is not None]
 
@@ -194,7 +201,8 @@ class _Verification:
         """Compares steps of training, or of evaluation and prediction.
 
         Returns:
-            Whether the pipeline could be compared as it is.
+            Boolean, whether the pipeline was compared with its own number of
+            micro-batches.
         """
         make = steps.train if training else steps.evaluate
         what = "training" if training else "evaluation"
@@ -235,7 +243,7 @@ class _Verification:
         _compare_logs(comparison, expected, received, prefix)
         comparison.add("gradient", expected.gradients, received.gradients)
         comparison.add("prediction", expected.outputs, received.outputs)
-        # A mean of numbers that cancel is zero but for their rounding.
+        # A statistic of numbers that cancel out consists of rounding.
         floors = {"statistic": _SMALL}
         for kind in ("variable", "slot", "statistic"):
             of_kind = variables.named(kind, prefix)
@@ -256,7 +264,8 @@ class _Verification:
                 )
                 return False
         if comparison.failed() and not comparison.failed("gradient"):
-            # The optimizer magnifies the rounding of gradients.
+            # The optimizer may magnify the rounding of gradients: compare with
+            # the plain optimizer's update by the pipeline's gradients.
             if expected.gradients:
                 expected = plain_step(gradients=received.gradients)
             for kind in ("variable", "slot", "statistic"):
@@ -293,6 +302,7 @@ class _Verification:
 
     @contextlib.contextmanager
     def _one_micro_batch(self) -> Iterator[None]:
+        """A scope in which the model does not split its mini-batches."""
         pipeline = self._pipeline
         num_stages = len(pipeline.stages)
         try:
@@ -303,7 +313,7 @@ class _Verification:
                 len(pipeline.schedule.tasks),
             )
         except ValueError:
-            # One of the user's own, or one that needs several.
+            # The user's own schedule, or one for several micro-batches only.
             schedule = schedules.get("gpipe", num_stages, 1)
         attributes = vars(self._model)
         attributes["_pipeline"] = Pipeline(
@@ -365,7 +375,7 @@ def _differ(one: Step, other: Step, tolerance: float) -> bool:
 
 
 def _unfit(model: Any, x: Any) -> str | None:
-    """Returns why a model cannot be compared, before anything is allocated."""
+    """Returns why a model cannot be compared, or `None`; allocates nothing."""
     if not isinstance(model, Pipelined):
         return (
             "`model` must be a `PipelinedSequential` or a `PipelinedModel`. "
@@ -398,7 +408,7 @@ def _tolerance(model: Any) -> float:
 
 
 def _as_tensor(x: Any) -> Any:
-    """As `fit` makes them of arrays."""
+    """Converts an array to a tensor as `fit` does."""
     if x is None or tf.is_tensor(x):
         return x
     x = np.asarray(x)
@@ -408,7 +418,7 @@ def _as_tensor(x: Any) -> Any:
 
 @contextlib.contextmanager
 def _exact_products() -> Iterator[None]:
-    """A scope in which GPUs round no factors to TensorFloat-32."""
+    """A scope in which GPUs do not round factors to TensorFloat-32."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
