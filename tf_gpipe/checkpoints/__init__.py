@@ -1,8 +1,8 @@
-"""Checkpoints of a training run, from which it goes on to the same bits.
+"""Checkpoints of a training run, which resumes with bitwise equal results.
 
 store    checkpoints in a directory: written whole, with checksums, or not
-lock     one process at a time writes there
-state    all that a step changes, copied where it is and put back
-writer   writes them beside the training, one at a time
-data     whether data can be taken up again, and how it is
+lock     a lock file: one process at a time writes there
+state    the variables that a step changes, copied on their hosts and restored
+writer   a thread that writes checkpoints while the training goes on
+data     the data of a resumed run: batches already used are skipped
 """

@@ -1,8 +1,8 @@
-"""Data that can be taken up again, and how it is: drawn once more, passed by.
+"""The data of a resumed run: checks that it repeats, and skips used batches.
 
-What an epoch has may depend on those before it, as where a data set shuffles
-anew each time. So the data of the steps that are done is drawn again, in their
-order, without a step.
+The batches of an epoch may depend on the epochs before it, as where a data set
+is shuffled anew in each. So the batches of the steps that are done are drawn
+again, in order, and dropped.
 """
 
 import random
@@ -22,7 +22,7 @@ _ENDED = (
 
 
 def check(epochs: Any) -> None:
-    """Refuses data of which a place could not be found again.
+    """Refuses data that would not come in the same order again.
 
     Args:
         epochs: Keras's iterator over the epochs of `fit`.
@@ -75,7 +75,7 @@ def _check_dataset(dataset: Any) -> None:
 
 
 def seed_of(epochs: Any) -> int | None:
-    """Returns the seed that an order follows from that Keras makes."""
+    """Returns the seed by which Keras shuffles arrays, or else `None`."""
     shuffles = upstream.kind_of_data(
         epochs
     ) == upstream.ARRAYS and upstream.shuffles_arrays(epochs)
@@ -83,9 +83,9 @@ def seed_of(epochs: Any) -> int | None:
 
 
 def random_states() -> list:
-    """Returns the states of Python's and NumPy's random numbers, as JSON.
+    """Returns the states of Python's and NumPy's random generators, for JSON.
 
-    By the first one Keras shuffles a `PyDataset`.
+    Keras shuffles a `PyDataset` by Python's.
     """
     version, numbers, gauss = random.getstate()
     state: Any = np.random.get_state()
@@ -94,22 +94,22 @@ def random_states() -> list:
 
 
 def set_random_states(states: list) -> None:
-    """Sets what `random_states` has returned."""
+    """Restores the states that `random_states` has returned."""
     (version, numbers, gauss), (name, keys, *rest) = states
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
 
 
 def pass_epochs(epochs: Any, count: int) -> None:
-    """Draws the data of whole epochs, as `fit` would.
+    """Draws and drops the batches of whole epochs, as `fit` would draw them.
 
     Args:
         epochs: As of `check`.
-        count: Integer, how many.
+        count: Integer, the number of epochs.
     """
     fresh = epochs.steps_per_epoch is None
     if fresh and upstream.kind_of_data(epochs) == upstream.ARRAYS:
-        # Each epoch draws by the seed alone.
+        # The order of each epoch depends on the seed alone.
         return
     for _ in range(count):
         with epochs.catch_stop_iteration():
@@ -118,13 +118,13 @@ def pass_epochs(epochs: Any, count: int) -> None:
 
 
 def pass_steps(epochs: Any, count: int, last: Callable[[Any], None]) -> None:
-    """Has the next epoch start after some steps, whose data is drawn.
+    """Makes the next epoch start after some steps, whose batches are dropped.
 
     Args:
         epochs: As of `check`.
-        count: Positive integer, steps.
-        last: Function of an iterator of batches that takes what the last one
-            of these steps took.
+        count: Positive integer, the number of steps.
+        last: Function that is called with the iterator of batches and draws
+            those of the last call of the step function.
     """
 
     def rest(executions: Iterator) -> Iterator:
@@ -144,7 +144,7 @@ def pass_steps(epochs: Any, count: int, last: Callable[[Any], None]) -> None:
 
 
 def _draw(batches: Iterator, count: int) -> None:
-    """Draws what one call of the function of steps would."""
+    """Draws the batches that one call of the step function would."""
     for i in range(count):
         try:
             next(batches)

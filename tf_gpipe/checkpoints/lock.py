@@ -1,4 +1,4 @@
-"""A directory that one process at a time trains in."""
+"""A lock file, so that one process at a time trains in a directory."""
 
 import contextlib
 import errno
@@ -17,7 +17,8 @@ except ImportError:  # On Windows.
 
 _NAME = ".lock"
 _LOCKED = (errno.EACCES, errno.EAGAIN)
-# A process has the lock for a moment before it says so.
+# How often the file is read for the name of the process that has the lock,
+# which that process writes a moment after it has locked the file.
 _LOOKS = 20
 _LOOK_SECONDS = 0.05
 _MOST_CHARACTERS = 300
@@ -28,11 +29,11 @@ class LockedError(CheckpointError):
 
 
 class Lock:
-    """Keeps other processes out of a directory, in which `.lock` says who.
+    """Keeps other processes out of a directory; `.lock` there names this one.
 
-    The lock is the kernel's (flock). It ends with the process that has it,
-    however that ends, so what the file says of a dead process, or of one whose
-    number another process has got, keeps nobody out.
+    The kernel's `flock` of the file is the lock. It ends with its process,
+    however that ends: a file that names a dead process, or one whose number
+    another process has now, locks nobody out.
 
     Args:
         directory: Path of a directory.
@@ -62,7 +63,7 @@ class Lock:
                     return
                 self._file.seek(0)
                 who = self._file.read(_MOST_CHARACTERS).strip()
-                # At first it may tell of a process before.
+                # At the first look, it may still name an earlier process.
                 if look and who and not _is_dead(who):
                     break
             except OSError:
@@ -77,7 +78,7 @@ class Lock:
         )
 
     def _take(self) -> bool:
-        """Returns whether we have the lock now."""
+        """Tries to lock the open file, and returns whether it is ours."""
         if fcntl is None:
             raise OSError(errno.ENOLCK, "This system has no flock")
         try:
@@ -87,7 +88,7 @@ class Lock:
                 return False
             raise
         if not self.holds():
-            # It was released since it was opened.
+            # The process that had the lock deleted the file after we opened it.
             return False
         self._file.truncate(0)
         self._file.write(f"Process {os.getpid()} on {socket.gethostname()}\n")
@@ -95,7 +96,7 @@ class Lock:
         return True
 
     def holds(self) -> bool:
-        """Returns whether this is the lock of the file that is there now."""
+        """Returns whether the open file is still the one at the path."""
         if self._file.closed:
             return False
         try:
@@ -105,7 +106,7 @@ class Lock:
         return os.path.samestat(there, os.fstat(self._file.fileno()))
 
     def release(self) -> None:
-        """Lets other processes in."""
+        """Deletes the file, if it is ours, and releases the lock."""
         if self.holds():
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -113,7 +114,7 @@ class Lock:
 
 
 def _is_dead(who: str) -> bool:
-    """Returns whether that is a process of this host which has ended."""
+    """Returns whether `who` names a process of this host that has ended."""
     found = re.fullmatch(r"Process (\d+) on (.*)", who)
     if not found or found[2] != socket.gethostname():
         return False
@@ -122,6 +123,6 @@ def _is_dead(who: str) -> bool:
     except (ProcessLookupError, OverflowError):
         return True
     except OSError:
-        # It is another user's.
+        # The process of another user, which we may not signal.
         return False
     return False

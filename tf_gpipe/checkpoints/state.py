@@ -1,4 +1,4 @@
-"""All that a training step changes: copied where it is, and put back."""
+"""The variables that a training step changes: copied on hosts, and restored."""
 
 import collections
 from collections.abc import Callable
@@ -29,9 +29,9 @@ MODEL = (WEIGHTS, OTHER_STATE, OPTIMIZER)
 def variables_of(model: keras.Model) -> dict[str, list]:
     """Returns the variables that a step may change, by kind, each once.
 
-    They are in an order that does not depend on how the model is cut, nor on
-    names that Keras gives. Seeds are among the weights and the other state.
-    Those of metrics are there once Keras has built them, in a first step.
+    Their order depends neither on how the model is cut nor on names that Keras
+    gives. Seeds are among the weights and the other state. Variables of metrics
+    exist once Keras has built them, in the first step.
     """
     layers = upstream.layers_within(model)
     optimizer = getattr(model, "optimizer", None)
@@ -68,9 +68,9 @@ class Copier:
     """Takes copies of a model's variables between two steps.
 
     A copy stays in the memory of the host whose device has the variable, so
-    that the variables of several hosts are never on one. On a CPU it takes no
-    time: TensorFlow gives a variable that is read other memory when it is
-    written.
+    that no host holds the variables of several. On a CPU it takes no time:
+    TensorFlow copies on write, as a variable that is assigned gets new memory
+    while its old value is in use.
 
     Args:
         model: A `keras.Model` that is built and compiled.
@@ -94,7 +94,7 @@ class Copier:
             self._key = key
         parts = []
         for host, arrays, function in self._functions:
-            # All of it in a single call, which stays there.
+            # One call copies all, and leaves the copies on the host.
             with tf.device(host):
                 values = function()
             parts.append(list(zip(arrays, values, strict=True)))
@@ -104,7 +104,10 @@ class Copier:
 def values(
     part: list[tuple[Array, tf.Tensor]],
 ) -> Iterator[tuple[Array, Iterator[np.ndarray]]]:
-    """Yields the values of copies one by one, in pieces, and forgets each."""
+    """Yields the arrays of a part of `Copier.copy`, with iterators of pieces.
+
+    It empties the list, so that each copy is freed once it is written.
+    """
     part.reverse()
     while part:
         array, value = part.pop()
@@ -113,13 +116,13 @@ def values(
 
 
 def _pieces(value: tf.Tensor) -> Iterator[np.ndarray]:
-    """Yields the elements of a tensor that may be on another host."""
+    """Yields the elements of a tensor in pieces, as NumPy arrays."""
     count = store.PIECE_BYTES // value.dtype.size
     size = int(np.prod(value.shape, dtype=np.int64))
     if size <= count:
         yield np.asarray(value)
         return
-    # They are cut where they are.
+    # Sliced on the tensor's own host, so that only a piece is here at a time.
     with tf.device(value.device):
         flat = tf.reshape(value, [-1])
     for begin in range(0, size, count):
@@ -133,17 +136,17 @@ def _pieces(value: tf.Tensor) -> Iterator[np.ndarray]:
 
 
 def restore(model: keras.Model, saved: Saved, kinds: tuple[str, ...]) -> None:
-    """Gives a model's variables the values that a checkpoint has of them.
+    """Assigns a checkpoint's values to a model's variables.
 
     Args:
-        model: A `keras.Model` that is built. If it is not compiled, it gets
-            no more than weights.
+        model: A `keras.Model` that is built. If it is not compiled, the
+            optimizer's variables are left out.
         saved: `Saved`.
-        kinds: Kinds of variables.
+        kinds: Tuple of the kinds of variables to restore.
 
     Raises:
         CheckpointError: If the checkpoint is one of another model or optimizer.
-            Nothing has been changed then.
+            No variable has been changed then.
     """
     optimizer = optimizer_of(model)
     of_model = variables_of(model)
@@ -166,19 +169,23 @@ def matched(
     variables: list,
     skip: Callable[[Any], bool] = lambda v: False,
 ) -> list[tuple[int, Any]]:
-    """Returns variables, each with the index of the array that is its value.
+    """Pairs the variables of a kind with their arrays in a checkpoint.
 
     Args:
         saved: `Saved`.
         kind: String, a kind of variables.
-        variables: List of all of that kind, as of `variables_of`.
-        skip: Function that tells whether a variable is left out, whatever the
-            checkpoint has in its place.
+        variables: List of all variables of that kind, as of `variables_of`.
+        skip: Function that returns whether a variable is left out, and its
+            array not checked.
+
+    Returns:
+        List of pairs of an index into `Saved.arrays` and a variable.
 
     Raises:
-        CheckpointError: If the checkpoint has others.
+        CheckpointError: If the checkpoint has another number of variables, or
+            other shapes or dtypes.
     """
-    # Written host by host.
+    # Arrays are written host by host; numbers give the order of variables.
     ordered = sorted(
         ((i, x) for i, x in enumerate(saved.arrays) if x.kind == kind),
         key=lambda x: x[1].number,
@@ -206,7 +213,7 @@ def matched(
 
 
 def _assign(v: Any, saved: Saved, i: int) -> None:
-    """Gives a variable the value of an array, of which we have a piece."""
+    """Assigns an array to a variable, a piece in our memory at a time."""
     inner = _inner(v)
     size = int(np.prod(inner.shape, dtype=np.int64)) * inner.dtype.size
     if size <= store.PIECE_BYTES or isinstance(
@@ -218,14 +225,15 @@ def _assign(v: Any, saved: Saved, i: int) -> None:
     with tf.device(_host(v)):
         for piece in saved.pieces(i):
             pieces.append(tf.identity(piece))
-            # Otherwise TensorFlow goes on while it is sent.
+            # Waits until the piece has arrived there: TensorFlow would go on
+            # meanwhile, and fill our memory with pieces.
             np.asarray(tf.raw_ops.Size(input=pieces[-1]))
         value = tf.reshape(tf.concat(pieces, 0), inner.shape)
     inner.assign(value)
 
 
 def optimizer_of(model: keras.Model) -> list[str] | None:
-    """Returns the names of the classes of a model's optimizers."""
+    """Returns the class names of the model's optimizer and those within it."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return None
@@ -233,7 +241,7 @@ def optimizer_of(model: keras.Model) -> list[str] | None:
 
 
 def _functions(variables: list[tuple[str, Any]]) -> list[tuple]:
-    """Returns hosts, what is there, and functions that copy that."""
+    """Returns each host, its `Array`s and a function that copies these."""
     numbers: dict[str, int] = collections.Counter()
     by_host: dict[str, list] = collections.defaultdict(list)
     for kind, v in variables:
@@ -246,7 +254,8 @@ def _functions(variables: list[tuple[str, Any]]) -> list[tuple]:
             with tf.device(host):
                 return [tf.identity(x) for x in read]
 
-        # Many of them are no sign of a function that is traced in vain.
+        # A concrete function, as TensorFlow warns of `tf.function`s that are
+        # made and traced again and again.
         return tf.function(copy, autograph=False).get_concrete_function()
 
     return [
@@ -262,7 +271,7 @@ def _describe(kind: str, number: int, v: Any) -> Array:
 
 
 def _parts(v: Any) -> list:
-    """Returns what each replica of this process has, where that differs."""
+    """Returns a variable; or each replica's own, where their values differ."""
     value = _inner(v)
     if not isinstance(value, tf.distribute.DistributedValues):
         return [v]
@@ -276,14 +285,14 @@ def _parts(v: Any) -> list:
 
 
 def _inner(v: Any) -> tf.Variable:
-    """Returns the TensorFlow variable, without the scope's casts."""
+    """Returns the `tf.Variable`, which an autocast scope does not cast."""
     if isinstance(v, keras.Variable):
         return upstream.tensorflow_variable(v)
     return v
 
 
 def _host(v: Any) -> str:
-    """Returns the CPU that has a variable, or copies of its device."""
+    """Returns the CPU device of the host that has a variable."""
     device = tf.DeviceSpec.from_string(_inner(v).device)
     if device.device_type == "CPU":
         return device.to_string()

@@ -22,12 +22,13 @@ _PARTIAL = "partial"
 INDEX = "index.json"
 _CHECKSUMS = "CRC32SUMS"
 _FORMAT = 1
-# What of an array is in memory at a time.
+# Arrays are written and read in pieces of this size, so that only a piece of
+# them is in memory.
 PIECE_BYTES = 2**22
 
 
 class Position(NamedTuple):
-    """Where a training run stands.
+    """How far a training run has come.
 
     Attributes:
         epochs: Integer, epochs that are done.
@@ -43,12 +44,12 @@ class Position(NamedTuple):
 
 
 class Array(NamedTuple):
-    """What is known of an array of a checkpoint, but for its values.
+    """The description of an array of a checkpoint, without its values.
 
     Attributes:
-        kind: String, what it is the value of.
-        number: Integer, which one of that kind.
-        name: String, for messages.
+        kind: String, the kind of variable whose value it is; see `state`.
+        number: Integer, the place of the variable among those of its kind.
+        name: String, the variable's name, for messages.
         shape: Tuple of integers.
         dtype: String.
     """
@@ -61,39 +62,39 @@ class Array(NamedTuple):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used, or not for this."""
+    """A checkpoint cannot be used, or not with this model or data."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint does not have the bytes that were written."""
+    """A file of a checkpoint is missing, or not as it was written."""
 
 
 class Store:
     """The checkpoints in a directory.
 
-    Each is a directory of its own, `epoch_00003` or `epoch_00003_step_000120`,
-    with a file of bytes for each device, `index.json`, which says what is in
-    them, and `CRC32SUMS`, a line of checksum and name for each. A CRC finds
-    what breaks by itself, in a sixth of the time of a cryptographic hash, which
-    steps would share the cores with. It gets its name when all of it is on the
-    disk.
+    Each is a directory of its own, `epoch_00003` or `epoch_00003_step_000120`.
+    In it are a file with the bytes of arrays for each host, `index.json`, which
+    lists the arrays, and `CRC32SUMS`, with a line of checksum and name for each
+    file. A CRC detects accidental damage in a sixth of the time of a
+    cryptographic hash, time of cores that steps need. The directory is called
+    `partial` until all of it is on the disk.
 
     Args:
-        directory: Path. It is made when something is written.
+        directory: Path. It is created by the first `write`.
     """
 
     def __init__(self, directory: str | os.PathLike):
         self.directory = pathlib.Path(directory)
 
     def positions(self) -> list[Position]:
-        """Returns the positions that there are checkpoints of, in order."""
+        """Returns the positions of all checkpoints, in order."""
         if not self.directory.is_dir():
             return []
         found = (_PATTERN.fullmatch(p.name) for p in self.directory.iterdir())
         return sorted(Position(int(m[1]), int(m[2] or 0)) for m in found if m)
 
     def path(self, position: Position) -> pathlib.Path:
-        """Returns where the checkpoint of a position is, or would be."""
+        """Returns the path of a position's checkpoint, which may not exist."""
         steps = f"_step_{position.steps:06d}" if position.steps else ""
         return self.directory / f"epoch_{position.epochs:05d}{steps}"
 
@@ -109,15 +110,15 @@ class Store:
         content: Mapping[str, Any],
         keep: int,
     ) -> pathlib.Path:
-        """Writes a checkpoint, then deletes others.
+        """Writes a checkpoint, then deletes those that are not to be kept.
 
         Args:
             position: `Position`.
-            parts: The arrays of each file, each in pieces of its elements,
-                which are asked for one at a time.
-            content: What else is to be told, as JSON has it.
-            keep: Integer, how many checkpoints to keep: this one, and those
-                before it.
+            parts: For each file, its arrays, each with an iterable of pieces
+                of its elements, which are drawn one at a time.
+            content: Dictionary of other entries of `index.json`.
+            keep: Integer, how many checkpoints to keep: this one and the last
+                before it. Those of later positions are deleted.
 
         Returns:
             The path of the checkpoint.
@@ -138,7 +139,7 @@ class Store:
                         arrays.append([*array, name, file.size])
                         for piece in pieces:
                             file.write(piece)
-                            # Before the next one comes.
+                            # Freed before the next piece is fetched.
                             del piece
                 sums[name] = file.checksum
             index = {**content, "format": _FORMAT, "arrays": arrays}
@@ -154,12 +155,12 @@ class Store:
             partial.rename(path)
             _sync(self.directory)
         except BaseException:
-            # A worker that is lost, too, may end it.
+            # Any error: `parts` may raise, as when a worker is lost.
             _delete(partial)
             raise
         before = [x for x in self.positions() if x < position]
         kept = {position, *before[len(before) - keep + 1 :]}
-        # Later ones are of a run that went another way, or are damaged.
+        # Later ones are of a run that was given up, or are damaged.
         for other in self.positions():
             if other not in kept:
                 _delete(self.path(other))
@@ -167,11 +168,10 @@ class Store:
 
 
 def read(path: pathlib.Path) -> "Saved":
-    """Returns a checkpoint, all of whose checksums are right.
+    """Opens a checkpoint, and checks the checksums of all its files.
 
     Raises:
-        DamagedError: If a file is missing, or has other bytes than were
-            written.
+        DamagedError: If a file is missing, or its checksum is wrong.
     """
     try:
         return Saved(path)
@@ -182,11 +182,12 @@ def read(path: pathlib.Path) -> "Saved":
 
 
 class Saved:
-    """A checkpoint that has been read.
+    """A checkpoint with correct checksums; arrays are read when asked for.
 
     Attributes:
         path: `pathlib.Path`.
-        content: Dict, what `Store.write` was told.
+        content: Dictionary, `index.json`: the `content` of `Store.write`, the
+            format and the arrays.
         arrays: List of `Array`.
     """
 
@@ -244,7 +245,7 @@ class Saved:
 
 
 class _File:
-    """A file that is on the disk when it is closed, and its checksum."""
+    """A file to write, flushed to the disk as it is closed; with a checksum."""
 
     def __init__(self, path: pathlib.Path):
         self._file = path.open("wb")
@@ -280,21 +281,21 @@ def _checksum(path: pathlib.Path) -> str:
 
 
 def _opened(path: pathlib.Path) -> BinaryIO:
-    # A pipe, for one, would be waited for.
+    # To open a named pipe would block.
     if not path.is_file():
         raise ValueError(f"{path.name} is missing, or no file")
     return path.open("rb")
 
 
 def _delete(path: pathlib.Path) -> None:
-    """Deletes what is there, as far as it can, of whatever kind it is."""
+    """Deletes a directory or a file, and ignores errors."""
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def _sync(directory: pathlib.Path) -> None:
-    """Has the system write what a directory lists to the disk."""
+    """Flushes a directory's entries (new and renamed files) to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the training, one at a time."""
+"""A thread that writes checkpoints, one at a time, while training goes on."""
 
 import concurrent.futures
 import contextlib
@@ -18,7 +18,7 @@ from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Saved
 from tf_gpipe.checkpoints.store import Store
 
-# From 0 to 19: the share of a core that it gets beside a step is small.
+# The thread's `nice` value, up to 19: beside a step it gets little of a core.
 _NICENESS = 10
 
 
@@ -27,9 +27,7 @@ class NotWrittenError(OSError):
 
 
 class Writer:
-    """Writes into a `Store` from a thread.
-
-    A process waits for it as it ends.
+    """Writes into a `Store` from a thread, which Python waits for at exit.
 
     Args:
         directory: Path, as of `Store`.
@@ -48,7 +46,7 @@ class Writer:
     def lock(self) -> None:
         """Keeps other processes from writing there, until `end`.
 
-        Of a directory that cannot be locked it tells.
+        If the directory cannot be locked, it prints why, and goes on.
 
         Raises:
             LockedError: If another process writes there.
@@ -70,16 +68,17 @@ class Writer:
         content: Mapping[str, Any],
         done: Callable[[pathlib.Path], None],
     ) -> None:
-        """Begins to write a checkpoint, once the one before it is written.
+        """Starts to write a checkpoint, once the last one is written.
 
         Args:
-            position: As of `Store.write`, as are the next two.
-            parts: See `position`.
-            content: See `position`.
-            done: Function of the checkpoint's path, called when it is there.
+            position: As of `Store.write`.
+            parts: As of `Store.write`.
+            content: As of `Store.write`.
+            done: Function that is called, in the thread, with the path of the
+                checkpoint once it is written.
 
         Raises:
-            NotWrittenError: If the one before it could not be written.
+            NotWrittenError: If the last one could not be written.
         """
         self.wait()
 
@@ -105,7 +104,7 @@ class Writer:
         self._pending = self._thread.submit(run)
 
     def wait(self) -> None:
-        """Waits for what is being written.
+        """Waits until the checkpoint is written that `write` started.
 
         Raises:
             NotWrittenError: If it could not be written.
@@ -125,10 +124,10 @@ class Writer:
         )
 
     def end(self) -> None:
-        """Waits for what is being written, and lets other processes write.
+        """Waits for the last checkpoint, and releases the lock.
 
-        If it cannot be written, training has ended by another error: this one
-        is told of.
+        An error of writing is printed, not raised, so as not to hide the error
+        by which training has ended.
         """
         try:
             self.wait()
@@ -151,7 +150,7 @@ class Writer:
     def read(self) -> Saved | None:
         """Returns the newest checkpoint that is whole, or `None`.
 
-        Of damaged ones it tells.
+        It prints a line for each damaged one.
 
         Raises:
             DamagedError: If there are some, and none is whole.
@@ -173,9 +172,9 @@ class Writer:
 
 
 def _give_way() -> None:
-    """Lets the steps have the cores before this thread, where it can be."""
+    """Lowers this thread's priority below that of the steps, on Linux."""
     if sys.platform == "linux":
-        # Elsewhere it would be the whole process.
+        # On other systems it would be that of the whole process.
         with contextlib.suppress(OSError):
             os.setpriority(
                 os.PRIO_PROCESS, threading.get_native_id(), _NICENESS
@@ -183,5 +182,5 @@ def _give_way() -> None:
 
 
 def tell(text: str) -> None:
-    """Prints a line for who runs the program, on standard error."""
+    """Prints a line on standard error, for whoever runs the program."""
     print(f"tf_gpipe: {text}", file=sys.stderr, flush=True)
