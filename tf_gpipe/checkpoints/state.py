@@ -82,7 +82,7 @@ class Copier:
         self._functions: list[tuple] = []
 
     def copy(self) -> list[list[tuple[Array, tf.Tensor]]]:
-        """Returns copies of the model's variables, a list for each host."""
+        """Returns, for each host, pairs of an `Array` and its copied value."""
         found = [
             (kind, v)
             for kind, variables in variables_of(self._model).items()

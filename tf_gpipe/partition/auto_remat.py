@@ -133,8 +133,8 @@ class Search:
     def with_best_cut(self) -> AutoRemat:
         """Searches the cut whose slowest stage is fastest.
 
-        A heuristic: cuts are repeated with the slowdown of each stage by its
-        recomputation as factor; the best is then improved call by call.
+        A heuristic: the model is cut again with each stage's slowdown by
+        recomputation as its factor; the best cut is then improved call by call.
 
         Raises:
             TooLittleMemoryError: If no cut that was tried fits.
@@ -232,6 +232,7 @@ class Search:
         }
 
     def _fitted(self, counts: list[int], limit: float) -> AutoRemat:
+        """Decides what a cut recomputes, with `limit` bytes on each device."""
         bounds = [sum(counts[:k]) for k in range(len(counts) + 1)]
         spans = list(zip(bounds, bounds[1:], strict=False))
         parts = self._graph.parts(counts)
@@ -307,6 +308,7 @@ class Search:
         return [found[k] for k in own]
 
     def _choices_of(self, part: Graph, span: tuple[int, int]) -> list[Choice]:
+        """Returns the choices of the stage with the calls of `span`, cached."""
         if span not in self._choices:
             own = slice(*span)
             self._choices[span] = StageCalls(

@@ -22,7 +22,7 @@ def warn(
     counts: Sequence[int],
     costs: Mapping[str, Sequence[float]],
 ) -> None:
-    """Warns if a stage has more than twice its share of a cost, or 95% of it.
+    """Warns if a stage has over twice its share of a cost, or over 95% of it.
 
     It warns about the first such cost only.
 

@@ -140,6 +140,11 @@ class Draft:
         return False
 
     def _cut_for_memory(self, whole, sends, spare) -> list[int] | None:
+        """Returns the fastest cut that leaves `spare` bytes free, or `None`.
+
+        `whole` has the seconds of each call in each stage, `sends` the bytes
+        that cross each place between two calls.
+        """
         schedule, remat = self._schedule, self.candidate.remat
         costs, _ = self._layers.costs(self._micro_batch)
         each = [schedule.devices.count(d) for d in schedule.devices]
@@ -250,6 +255,7 @@ class Draft:
         return max(busy)
 
     def _fits(self) -> bool:
+        """Returns whether each device needs at most `FITTING` of its memory."""
         if all(x is None for x in self._memory):
             return True
         number = self._schedule.num_micro_batches

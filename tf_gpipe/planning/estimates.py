@@ -92,6 +92,7 @@ def estimate(
 
 
 def _idle(simulation: Execution, num_devices: int) -> list[float]:
+    """Returns the share of the step in which each device is idle."""
     busy = [*simulation.busy, *[0.0] * num_devices][:num_devices]
     whole = simulation.makespan
     return [round(1 - x / whole, 12) if whole else 0.0 for x in busy]
@@ -100,6 +101,7 @@ def _idle(simulation: Execution, num_devices: int) -> list[float]:
 def _stages(
     layers, counts, costs, schedule, remat, sizes, recomputed
 ) -> list[StagePlan]:
+    """Returns the `StagePlan` of each stage."""
     stages, first = [], 0
     peaks = stage_peaks(schedule, remat, sizes)
     for k, (count, cost) in enumerate(zip(counts, costs, strict=True)):

@@ -126,6 +126,7 @@ def _of_idle(plan: Any) -> list[str]:
 
 
 def _of_rivals(plan: Any) -> list[str]:
+    """Returns a note on each of the next best candidates of `tune`."""
     own = plan.measured_seconds or plan.step_seconds
     if not plan.rivals or not own:
         return []

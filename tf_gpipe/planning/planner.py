@@ -187,6 +187,7 @@ class _Planner:
         self._balanced: dict[str, dict[str, list[float]]] = {}
 
     def plan(self, config: PipelineConfig) -> Plan:
+        """Returns the plan for a config, whether it fits or not."""
         layers = self._layers
         schedule = config.schedule_of(
             len(layers.graph.nodes),
@@ -276,6 +277,7 @@ class _Planner:
         return decided.counts, decided.costs, decided.parts, decided.given
 
     def _counts(self, config, schedule):
+        """Returns the number of calls in each stage, by `config.balance`."""
         if isinstance(config.balance, list):
             return config.balance
         if schedule.num_stages == 1 and config.balance is None:

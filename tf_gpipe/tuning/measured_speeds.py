@@ -115,6 +115,7 @@ def _busy(
 
 
 def _sums(name: str, floats: int) -> Callable:
+    """Returns a function that is bound by the memory of a device."""
     with tf.device(name):
         vector = tf.zeros((floats,))
 
@@ -127,6 +128,7 @@ def _sums(name: str, floats: int) -> Callable:
 
 
 def _products(names: Sequence[str], side: int) -> Callable:
+    """Returns a function that multiplies matrices on all devices at once."""
     matrices = {}
     for name in names:
         with tf.device(name):
@@ -150,6 +152,7 @@ def _connection(first: str, second: str) -> tuple[float, float]:
     """Returns the bandwidth in bytes a second, and the latency in seconds."""
 
     def there_and_back(size: int) -> Callable:
+        """Returns a function with 8 transfers of `size` floats."""
         with tf.device(first):
             x = tf.zeros((size,))
 
@@ -173,6 +176,8 @@ def _connection(first: str, second: str) -> tuple[float, float]:
 
 
 def _seconds(run: Callable) -> float:
+    """Returns the seconds of the fastest run, after one that traces."""
+
     def wait() -> None:
         for x in tf.nest.flatten(run()):
             x.numpy()

@@ -260,6 +260,7 @@ def _tried(ranked, layers, known, optimizer, until):
 def _decided(
     ranked: list[Choice], tried: dict[int, float], machine: Machine
 ) -> Plan:
+    """Returns the plan of the first choice, with a reason and its rivals."""
     best = ranked[0]
     reason = choice.explanation(ranked, machine)
     count = len(machine.devices)
@@ -286,6 +287,7 @@ def _decided(
 
 
 def _fixed(num_stages, num_micro_batches, schedule, remat) -> Fixed:
+    """Checks the arguments that the user has fixed."""
     numbers = {
         "num_stages": num_stages,
         "num_micro_batches": num_micro_batches,

@@ -265,6 +265,7 @@ class Layers:
             self._assign(state_of, before)
 
     def _differ(self, whole: dict, parts: dict) -> bool:
+        """Returns whether two runs of a layer differ beyond rounding."""
         gradients = {**whole["input"], **whole["weight"]}
         outputs = 1e-3 * largest(whole["output"].values())
         floors = {

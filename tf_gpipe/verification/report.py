@@ -244,12 +244,14 @@ def largest(arrays: Iterable[Any]) -> float:
 
 
 def _changed(x: np.ndarray, before: np.ndarray | None) -> np.ndarray:
+    """Returns the change since `before`; `x` itself if that is unknown."""
     if not _is_float(x) or before is None or before.shape != x.shape:
         return x
     return x.astype("float64") - before.astype("float64")
 
 
 def _apart(a: np.ndarray, b: np.ndarray, scale: float) -> float:
+    """Returns the largest difference of two entries, relative to `scale`."""
     if a.shape != b.shape:
         return math.inf
     a, b = a.astype("float64"), b.astype("float64")

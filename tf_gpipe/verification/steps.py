@@ -174,7 +174,7 @@ class Variables:
         return lambda values: {name: values[i] for i, name in names.items()}
 
     def find(self, name: str) -> Any:
-        """Returns the variable of this name, or `None`."""
+        """Returns the variable called `name`, or `None`."""
         if name not in self.names:
             return None
         return self._variables[self.names.index(name)]
@@ -242,6 +242,7 @@ class Attributes:
                 self._keep(x, seen)
 
     def _keep(self, x: Any, seen: set[int]) -> None:
+        """Saves the items or attributes of `x`, and of the objects in it."""
         if id(x) in seen:
             return
         seen.add(id(x))

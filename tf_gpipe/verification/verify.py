@@ -107,6 +107,7 @@ class _Verification:
             )
 
     def run(self, x: Any, y: Any, sample_weight: Any) -> Report:
+        """Compares the steps, restores the model and returns the report."""
         model = self._model
         first: str | None = None
         alone: list[str] = []
@@ -350,6 +351,8 @@ class _Verification:
 def _compare_logs(
     comparison: Comparison, expected: Step, received: Step, prefix: str
 ) -> None:
+    """Adds the losses and metrics of two steps to a comparison."""
+
     def named(logs: dict, losses: bool) -> dict:
         return {
             prefix + name: x
