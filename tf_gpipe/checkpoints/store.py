@@ -118,7 +118,7 @@ class Store:
                 of its elements, which are drawn one at a time.
             content: Dictionary of other entries of `index.json`.
             keep: Integer, how many checkpoints to keep: this one and the last
-                before it. Those of later positions are deleted.
+                ones before it. Those of later positions are deleted.
 
         Returns:
             The path of the checkpoint.

@@ -285,9 +285,9 @@ class Search:
         def within(share: float) -> dict[int, Choice]:
             """Returns, for each stage, the choice of least work in its share.
 
-            That is a share of the bytes that the stage takes without
-            recomputation; a stage that cannot fit takes its least memory. A
-            stage alone on its device has the whole limit.
+            That is a share of the bytes of its first choice, with the least
+            work; a stage that cannot fit takes its least memory. A stage alone
+            on its device has the whole limit.
             """
             found = {}
             for k in own:

@@ -150,7 +150,7 @@ class StageCalls:
         """Returns the Pareto-optimal choices found, those of least work first.
 
         No other choice found is at least as good in `work`, `kept`, `again`
-        and `all_again`. The first one recomputes nothing.
+        and `all_again`.
         """
         count = len(self._work)
         whole = self.choice([range(count)])

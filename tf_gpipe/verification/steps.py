@@ -76,6 +76,7 @@ def plain(model: keras.Model) -> Iterator[None]:
 
 @functools.cache
 def _plain_class(cls: Any) -> Any:
+    """Returns a user's or our pipeline class, with Keras's methods again."""
     ours: Any = PipelinedModel
     theirs: Any = upstream.Functional
     if issubclass(cls, PipelinedSequential):
