@@ -227,7 +227,7 @@ def _fastest(best: dict[tuple, Choice]) -> list[Choice]:
     # Ties are broken by the candidate: fewer devices, stages, micro-batches.
     return sorted(
         best.values(),
-        key=lambda x: (float(f"{x.seconds:.9g}"), *map(str, x.candidate.key)),
+        key=lambda x: (float(f"{x.seconds:.9g}"), *x.candidate.key),
     )
 
 
