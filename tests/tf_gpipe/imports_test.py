@@ -20,7 +20,7 @@ FLOORS = (
     ("step", "partition"),
     ("stage",),
     ("devices",),
-    ("schedule", "table", "upstream"),
+    ("schedule", "table", "upstream", "upstream_server"),
     ("checks", "progress", "_version"),
 )
 # Commands of the package are its users. A worker is one, by another name.

@@ -7,9 +7,12 @@ its docstring which promise of the library hangs on it.
 import inspect
 import pathlib
 import re
+import subprocess
+import sys
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -17,6 +20,7 @@ import tf_gpipe
 from tests.devices import KIND
 from tests.tf_gpipe.step.executed_graph import executed_graph
 from tf_gpipe import upstream
+from tf_gpipe import upstream_server
 
 L = keras.layers
 PACKAGE = pathlib.Path(tf_gpipe.__file__).parent
@@ -956,10 +960,65 @@ class ProfileTest(tf.test.TestCase):
         self.assertEqual(again.planes[0].lines[0].name, "pipeline CPU:0")
 
 
+# Runs `upstream_server.server`, without the package, which imports TensorFlow.
+SERVER = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("s", {upstream_server.__file__!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+# Which TensorFlow need not import here.
+sys.modules["keras"] = sys.modules["jax"] = None
+%s
+server = module.server()
+print("tensorflow" in sys.modules)
+import tensorflow as tf
+print(server is tf.distribute.Server)
+tf.constant(1) + 1
+"""
+
+
+class ServerTest(tf.test.TestCase):
+    def check(self, prepared, whole):
+        """Tells whether TensorFlow is imported as a whole."""
+        done = subprocess.run(
+            [sys.executable, "-c", SERVER % prepared],
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(done.stdout.split(), [str(whole), "True"], done.stderr)
+
+    def test_server(self):
+        """A worker is there in half a second, and so is one that restarts."""
+        self.assertIs(upstream_server.server(), tf.distribute.Server)
+        self.check("", whole=False)
+
+    @pytest.mark.slow
+    def test_another_release(self):
+        """What is nowhere by this name is imported as a user does."""
+        self.check(
+            """
+class Finder:
+    def find_spec(name, *args):
+        if name == "tensorflow.python.training.server_lib":
+            sys.meta_path.remove(Finder)
+            raise ImportError(name)
+sys.meta_path.insert(0, Finder)
+""",
+            whole=True,
+        )
+
+    @pytest.mark.slow
+    def test_libraries_of_devices(self):
+        """A worker has the devices for which TensorFlow loads a library."""
+        folder = pathlib.Path(self.get_temp_dir())
+        (folder / "tensorflow-plugins").mkdir()
+        self.check(f"sys.path.append({str(folder)!r})", whole=True)
+
+
 class PackageTest(tf.test.TestCase):
     def test_nobody_else_looks_inside(self):
         for path in PACKAGE.rglob("*.py"):
-            if path.name == "upstream.py":
+            if path.name in ("upstream.py", "upstream_server.py"):
                 continue
             found = re.findall(
                 r"(?:keras\.src|tensorflow\.python)\S*", path.read_text()

@@ -24,16 +24,34 @@ def import_tensorflow() -> None:
     The lines that it logs meanwhile, and what it logs later that is less than
     an error, are left out, unless `TF_CPP_MIN_LOG_LEVEL` is 0 or 1.
     """
-    if os.environ.get(_LEVEL, "") in ("0", "1") or "tensorflow" in sys.modules:
+    if _shown() or "tensorflow" in sys.modules:
         return
-    os.environ[_LEVEL] = "2"
-    with _logs_left_out():
+    with quiet():
         import tensorflow as tf
 
         # Which finds out that there is no GPU.
         tf.config.list_physical_devices()
     # A command makes several models, which TensorFlow warns to be slow.
     tf.get_logger().setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """A scope in which TensorFlow starts, without the lines that it logs.
+
+    Later it logs errors alone. With `TF_CPP_MIN_LOG_LEVEL` of 0 or 1 it logs
+    all, as ever.
+    """
+    if _shown():
+        yield
+        return
+    os.environ[_LEVEL] = "2"
+    with _logs_left_out():
+        yield
+
+
+def _shown() -> bool:
+    return os.environ.get(_LEVEL, "") in ("0", "1")
 
 
 @contextlib.contextmanager

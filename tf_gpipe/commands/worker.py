@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from tf_gpipe import upstream_server
 from tf_gpipe.commands import start
 from tf_gpipe.commands.parser import Parser
 from tf_gpipe.devices import clients
@@ -66,14 +67,12 @@ def serve(
     fail_fast.fail_fast()
     # Stages reach a worker as graphs. Where Keras and JAX are installed,
     # TensorFlow imports them, which takes as long as all the rest.
-    with start.left_out("keras", "jax"):
-        start.import_tensorflow()
-        import tensorflow as tf
-
+    with start.left_out("keras", "jax"), start.quiet():
+        server_class = upstream_server.server()
     if listening.AVAILABLE:
         # With those sockets, until they are closed.
         os.environ["TF_GRPC_REUSE_PORT"] = "true"
-    server = tf.distribute.Server(
+    server = server_class(
         {"worker": [f"{bind}:{port}"]}, job_name="worker", task_index=0
     )
     for each in sockets:
