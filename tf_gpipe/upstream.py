@@ -312,7 +312,7 @@ def outputs_of(model: keras.Model) -> Any:
 
 
 def unpack_singleton(x: Any) -> Any:
-    """Returns the item of a list of one, or else `x`, as Keras's outputs."""
+    """Returns the only item of a list of one, and anything else unchanged."""
     return functional.unpack_singleton(x)
 
 
@@ -632,7 +632,7 @@ def monitors(callbacks: Any) -> list[keras.callbacks.Callback]:
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Sets the epoch at which `fit` starts, from a callback's `on_train_begin`."""
+    """Sets the epoch at which `fit` starts, if called as training begins."""
     model._initial_epoch = epoch
 
 

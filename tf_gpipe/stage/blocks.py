@@ -22,8 +22,8 @@ _LONGEST = 64
 # The most layers of a block. With more there are fewer function calls, but
 # the trace is longer.
 _LAYERS = 12
-# All gradients of a block are in memory before any is added to its sum. That
-# is accepted for so many weights, or for an eighth of the stage's.
+# All gradients of a block are in memory before any is added to its sum. This is
+# accepted for this many weights, or for this share of the stage's.
 _FEW_WEIGHTS = 2**18
 _SHARE = 1 / 8
 

@@ -172,7 +172,7 @@ class StageFunction:
     def _assigned(
         self, states: list[TensorFlowState], before: int
     ) -> list[TensorFlowState]:
-        """Returns those of `states` that layers may have assigned to.
+        """Returns the variables in `states` that layers may have assigned to.
 
         Raises:
             ValueError: If layers have assigned to other variables.

@@ -110,7 +110,7 @@ def _is_repeated(
     fed = [*inputs, *carried]
     if any(x.op in by_value for x in fed) or traced.draws(by_value):
         return False
-    # The indices may still be repeated for each row, as their number tells.
+    # The indices may still be repeated for each row: their number shows it.
     rows = [x.shape[0] for x in inputs if x.shape.rank]
     fixed = [n for n in rows if n is not None]
     if len(fixed) == len(rows):

@@ -63,11 +63,11 @@ class RecomputedParts:
     ) -> dict[tf.Operation, list[tf.Operation]]:
         """Returns the control dependencies of parts in the backward pass.
 
-        A part is run when the gradients are there that its first user takes:
-        the operation of the backward pass, first in the order of tracing, that
-        depends both on the part, directly or by operations that no gradient
-        reaches, and on incoming gradients. All that waits for a part was
-        traced after that operation, so no two parts wait for each other.
+        A part is run when the gradients that its first user takes are ready.
+        The first user is the operation, first in the order of tracing, that
+        depends both on the part, not through other layers, and on incoming
+        gradients. In this order all that waits for a part comes after the part,
+        so no two parts wait for each other.
 
         Args:
             alive: The operations that depend on incoming gradients.

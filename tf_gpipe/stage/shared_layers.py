@@ -38,8 +38,8 @@ class SharedLayers:
     The others, on any device, call these phases with their own weights:
 
         block 0    trace -> forward, backward, weights
-        block 1             forward(weights of block 1, what block 0 made)
-        block 2             forward(weights of block 2, what block 1 made)
+        block 1             forward(weights of block 1, outputs of block 0)
+        block 2             forward(weights of block 2, outputs of block 1)
 
     Args:
         blocks: Blocks of layer calls of all stages, as from `blocks.find`.

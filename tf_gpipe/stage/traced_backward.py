@@ -31,8 +31,8 @@ class Backward:
             weights, the pack of stored tensors, the incoming gradients, and
             the place for dense gradients: a list of the handle of an
             accumulator, or an empty list. It returns the gradients of inputs,
-            and then, with a weights phase, the pack of tensors that it takes;
-            without, what the weights phase would return.
+            and then the pack of tensors that the weights phase takes. If there
+            is no weights phase, it returns that phase's results instead.
         weights: `FunctionCall` of the weights phase. It takes the pack of
             weights, the pack from `run` and the place for dense gradients. It
             returns a list of one tensor, which is ready once dense gradients

@@ -303,7 +303,7 @@ class RunningStages:
 
 
 def _spec(x: tf.Tensor) -> tuple:
-    """Returns what a trace depends on of an input: shape, dtype, masked."""
+    """Returns the shape and dtype of an input, and whether it has a mask."""
     shape = x.shape.as_list() if x.shape.rank is not None else None
     return str(shape), x.dtype, upstream.mask(x) is not None
 

@@ -64,7 +64,11 @@ class StateVersions:
         self._updated: dict[int, keras.Variable] = {}
 
     def read(self, variable: keras.Variable, m: int, device: str) -> tf.Tensor:
-        """Returns the value of a variable in micro-batch `m`, as on `device`."""
+        """Returns a variable's current value in micro-batch `m`.
+
+        For a stage on `device`. The value is that of the last stage that has
+        updated the variable, or that of `start`.
+        """
         if id(variable) in self._versions[m]:
             return self._versions[m][id(variable)]
         return self.start(variable, m, device)
