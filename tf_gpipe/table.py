@@ -58,7 +58,7 @@ def runs(keys: Sequence[Hashable], devices: Sequence[int]) -> list[range]:
 
 
 def of_run(names: Sequence[str], run: range) -> str:
-    """Returns the name of a run's stages, or "first to last" if they differ."""
+    """Returns the name of a run's items, or "first to last" if they differ."""
     first, last = names[run.start], names[run.stop - 1]
     return first if first == last else f"{first} to {last}"
 

@@ -70,7 +70,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     of weights are computed in what would be the bubble. If the forward pass and
     both halves of the backward pass take equally long, a third of the bubble is
     left with K micro-batches or more. With fewer, more is left, since the first
-    and the last micro-batch wait for each other. Stage k computes the gradients
+    and the last stage wait for each other. Stage k computes the gradients
     of its weights k micro-batches late, so that no stage keeps more than K
     micro-batches, as many as the first stage keeps under 1F1B.
     """

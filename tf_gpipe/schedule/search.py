@@ -46,7 +46,7 @@ def search(
     which a free device runs its most urgent ready task: a forward pass only if
     memory is left for the tasks after it, and gradients of weights only if it
     would wait otherwise. Then the urgencies, and which stages share a device,
-    are changed at random; a change is kept unless the step gets noticeably
+    are changed at random; a change is kept if the step gets at most a little
     longer (simulated annealing). Backward passes are split; each device has
     `num_stages / num_devices` stages. The same arguments give the same order.
 

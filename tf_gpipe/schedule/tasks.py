@@ -159,6 +159,7 @@ class Schedule:
         )
 
     def _check_complete(self, flat: list[Task]) -> None:
+        """Raises an error if a task is missing, repeated or unknown."""
         expected = {
             Task(kind, stage, micro_batch)
             for kind in (FORWARD, BACKWARD, WEIGHTS)[: 2 + self.splits]
@@ -198,6 +199,11 @@ class Schedule:
         return needs
 
     def _linearize(self) -> tuple[Task, ...]:
+        """Returns one order of all tasks, each after those that it needs.
+
+        Raises:
+            ValueError: If there is none.
+        """
         done: dict[Task, None] = {}  # in order
 
         def missing(task: Task) -> list[Task]:

@@ -105,6 +105,7 @@ class _Walk:
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def form(self, x: Any) -> Hashable:
+        """Returns the form of an object; notes the variables in it."""
         if isinstance(x, _VALUES):
             return type(x), repr(x) if isinstance(x, (slice, float)) else x
         is_function = isinstance(x, types.FunctionType) and not x.__closure__

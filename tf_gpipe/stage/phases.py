@@ -33,7 +33,7 @@ class StagePhases:
                           v
                        weights ------> gradients of weights
 
-    No operation is in two phases, except with rematerialisation. Then the
+    No two phases compute the same, except with rematerialisation. Then the
     forward phase does not store the inner activations of recomputed layers. If
     all of them are one range, a recompute phase runs it before the backward
     phase. If they are several ranges, the backward phase recomputes each when

@@ -125,6 +125,7 @@ def not_followed(
 
 
 def _writes(operation: tf.Operation, place: int) -> bool:
+    """Returns whether an operation writes the variable at an input's index."""
     if operation.type.startswith(_WRITES):
         return place == 0
     reads = upstream.read_only_places(operation)

@@ -86,7 +86,7 @@ class MiniBatch:
         self._calls: dict[tuple[int, int], Any] = {}
         self._dependence = RowDependence(pipeline.graph, inputs, training)
         self._added = AddedLosses(pipeline.stages, self.split, self._dependence)
-        # By micro-batch: the loss's gradient of each part of the outputs.
+        # By micro-batch: the gradient of each part of the outputs, or `None`.
         self._upstream: dict[int, list] = {}
         self._sums: list[GradientSum] = []
         self._loss_sum = GradientSum(self.split.num_micro_batches > 1)

@@ -78,6 +78,7 @@ def _kind(
     i: int,
     x: tf.Tensor,
 ) -> str:
+    """Returns how `x`, the i-th flat tensor of a value, is merged."""
     found = dependence.axes(value)
     if found is None:
         # Unknown: axis 0 is taken for the batch axis, as it nearly always is.

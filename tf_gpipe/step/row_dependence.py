@@ -171,6 +171,13 @@ class RowDependence:
         return functools.partial(in_mode, training=training)
 
     def _tried(self, node: Node, fetch: Callable) -> list[Dependence | None]:
+        """Returns the dependence of each tensor that `fetch` returns.
+
+        Args:
+            node: The last layer call that is run.
+            fetch: Function from the dict of values and the list of losses of
+                `node` to a list of tensors.
+        """
         if self._like is None:
             return []
         nodes, given = self._since_rows(node)
@@ -216,6 +223,7 @@ class RowDependence:
         fetch: Callable,
         training: bool | None,
     ) -> list[Dependence | None]:
+        """Runs `nodes` from made-up values `given`; see `_tried`."""
         assert self._like is not None
         like = [self._like[value] for value in given]
         flat = [x for values in like for x in _flat(values)]

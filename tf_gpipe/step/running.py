@@ -252,6 +252,7 @@ class RunningStages:
             stage.read_weights_again()
 
     def _kind(self) -> tuple:
+        """Returns a key that is equal for stages that run in the same way."""
         return self._pipeline, self._training, self._gradients, self._how
 
     def __getitem__(self, k: int) -> Any:

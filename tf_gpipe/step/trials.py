@@ -95,6 +95,7 @@ class Trials:
         ]
 
     def _trace(self, rows: int | None) -> Callable:
+        """Returns the function for batches of so many rows; `None` for any."""
         own: set[tf.Operation] = set()
 
         def call(*args: tf.Tensor) -> list[tf.Tensor]:
