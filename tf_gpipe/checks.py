@@ -16,7 +16,7 @@ from typing import Any
 
 
 def is_positive_integer(value: Any) -> bool:
-    """Returns whether a value is an integer above 0, of Python or NumPy, say."""
+    """Returns whether a value is an integer above 0, of any library."""
     return (
         isinstance(value, numbers.Integral)
         and not isinstance(value, bool)

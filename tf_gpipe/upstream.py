@@ -1,4 +1,4 @@
-"""All uses of private APIs of TensorFlow and Keras.
+"""Functions that use private APIs of TensorFlow and Keras.
 
 Any release may change them; then a function here has to be adapted.
 `tests/tf_gpipe/upstream_test.py` tests each function, and says which promise of
