@@ -1,7 +1,8 @@
-"""Checks of arguments, and the errors that they raise.
+"""Checks of users' arguments, with their error messages.
 
-Each takes the name that users know an argument by, and its value, which may be
-anything: an array is neither true nor false, and equal to nothing.
+Each takes the argument's name, for the error, and its value. The value may be
+of any type: an array, for example, can neither be tested for truth nor compared
+with `==`.
 """
 
 import math
@@ -15,7 +16,7 @@ from typing import Any
 
 
 def is_positive_integer(value: Any) -> bool:
-    """Returns whether a value is an integer, of any library, above 0."""
+    """Returns whether a value is an integer above 0, of any library."""
     return (
         isinstance(value, numbers.Integral)
         and not isinstance(value, bool)
@@ -24,10 +25,10 @@ def is_positive_integer(value: Any) -> bool:
 
 
 def positive_integer(name: str, value: Any) -> int:
-    """Returns a positive integer as Python's.
+    """Returns a positive integer as a Python `int`.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If the value is not one.
     """
     if not is_positive_integer(value):
         raise ValueError(
@@ -37,17 +38,18 @@ def positive_integer(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any, what: str, above: bool = False) -> None:
-    """Refuses what is not a finite number of 0 or more.
+    """Checks that a value is a finite number, 0 or more.
 
     Args:
-        name: String, of the argument.
+        name: String, name of the argument.
         value: Anything.
-        what: String, what it must be, such as `"a positive number"`.
-        above: Boolean, whether it must be above 0.
+        what: String, the requirement for the error, such as
+            `"a positive number"`.
+        above: Boolean, whether the number must be above 0.
 
     Raises:
-        TypeError: If it is no number.
-        ValueError: If it is out of range.
+        TypeError: If the value is not a number.
+        ValueError: If the number is out of range.
     """
     text = f"`{name}` must be {what}. Received: {name}={value!r}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -61,10 +63,10 @@ def number(name: str, value: Any, what: str, above: bool = False) -> None:
 
 
 def boolean(name: str, value: Any) -> None:
-    """Refuses what is neither `True` nor `False`.
+    """Checks that a value is `True` or `False`.
 
     Raises:
-        TypeError: If it is something else.
+        TypeError: If it is not.
     """
     if not isinstance(value, bool):
         raise TypeError(
@@ -73,16 +75,16 @@ def boolean(name: str, value: Any) -> None:
 
 
 def one_of(name: str, value: Any, choices: Sequence, more: str = "") -> None:
-    """Refuses what is none of some strings, or `None`.
+    """Checks that a value is one of some strings, or `None` if allowed.
 
     Args:
-        name: String, of the argument.
+        name: String, name of the argument.
         value: Anything.
-        choices: The strings, and `None` if that is one of them.
+        choices: The allowed strings, and `None` if it is allowed.
         more: String, what else the argument may be, for the error.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If it is not.
     """
     known = value is None or isinstance(value, str)
     if not known or value not in choices:
@@ -93,11 +95,15 @@ def one_of(name: str, value: Any, choices: Sequence, more: str = "") -> None:
 
 
 def items(value: Any, text: str) -> list:
-    """Returns a list, a tuple, an array or the like as a list.
+    """Returns the items of a list, tuple, array or other ordered iterable.
+
+    Args:
+        value: Anything.
+        text: String, the error message.
 
     Raises:
-        TypeError: With that text, if it is something else: a string, or what
-            has no order.
+        TypeError: If the value is not iterable, or is a string, mapping or
+            set.
     """
     strange = (str, bytes, Mapping, set, frozenset)
     if isinstance(value, strange) or not isinstance(value, Iterable):
@@ -105,7 +111,7 @@ def items(value: Any, text: str) -> list:
     try:
         return list(value)
     except (NotImplementedError, TypeError) as error:
-        # Of an array without axes, or a symbolic tensor.
+        # The value is an array without axes, or a symbolic tensor.
         raise TypeError(text) from error
 
 
@@ -113,14 +119,14 @@ def path(name: str, value: Any, of: str = "a file") -> str:
     """Returns a path as a string.
 
     Args:
-        name: String, of the argument.
+        name: String, name of the argument.
         value: Anything.
-        of: String, what it must be the path of.
+        of: String, what the path must be of, for the error.
 
     Raises:
-        TypeError: If it is neither a string nor an `os.PathLike` of one. A
-            number would be one of a file that is open.
-        ValueError: If it is empty, or no system has such a path.
+        TypeError: If the value is neither a string nor an `os.PathLike` of
+            one. `open` would take a number for a file descriptor.
+        ValueError: If the path is empty or has a null character.
     """
     place = os.fspath(value) if isinstance(value, os.PathLike) else value
     text = (
@@ -135,13 +141,13 @@ def path(name: str, value: Any, of: str = "a file") -> str:
 
 
 def writable(name: str, value: Any) -> None:
-    """Refuses what is no path of a file that can be written.
+    """Checks that a value is the path of a file that can be written.
 
-    A file that is not there is made, and deleted.
+    A file that does not exist is created and deleted.
 
     Raises:
-        TypeError: If it is no path.
-        ValueError: If it cannot be written.
+        TypeError: If the value is not a path.
+        ValueError: If the file cannot be written.
     """
     place = path(name, value)
     existed = os.path.exists(place)
@@ -161,8 +167,8 @@ def directory(name: str, value: Any) -> pathlib.Path:
     """Returns the path of a directory, which need not exist.
 
     Raises:
-        TypeError: If it is no path.
-        ValueError: If it is one of something else.
+        TypeError: If the value is not a path.
+        ValueError: If the path exists and is not a directory.
     """
     place = pathlib.Path(path(name, value, "a directory"))
     try:

@@ -1,7 +1,7 @@
-"""Progress bars of commands, on terminals alone.
+"""Progress bars of commands, shown on terminals only.
 
-A library function says what it goes through; whether a bar shows it is up to
-the command that has called it. This module imports no TensorFlow.
+A library function reports its progress by `track` and `doing`; a bar shows it
+if the calling command has entered `shown`. This module imports no TensorFlow.
 """
 
 import contextlib
@@ -24,16 +24,17 @@ _BAR: contextvars.ContextVar[rich.progress.Progress | None] = (
 
 @contextlib.contextmanager
 def shown(wanted: bool = True) -> Iterator[None]:
-    """A scope in which bars are shown, if both outputs are a terminal.
+    """A scope in which bars are shown, if stdout and stderr are terminals.
 
-    They are on standard error, and vanish when they are full.
+    Bars are written to standard error, and are removed when they are full.
 
     Args:
-        wanted: Boolean, whether to show them at all. A command that is to
-            print JSON wants none.
+        wanted: Boolean, whether to show bars at all: `False` for a command that
+            prints JSON.
     """
     console = rich.console.Console(stderr=True)
-    # Those of Python: `contextlib.redirect_stdout` is none.
+    # Python's current stdout: under `contextlib.redirect_stdout` it is no
+    # terminal.
     if not (wanted and console.is_terminal and sys.stdout.isatty()):
         yield
         return
@@ -44,7 +45,7 @@ def shown(wanted: bool = True) -> Iterator[None]:
         rich.progress.TimeElapsedColumn(),
         console=console,
         transient=True,
-        # What is printed meanwhile stays where it was to go.
+        # Text printed meanwhile is not moved to the bar's stream.
         redirect_stdout=False,
         redirect_stderr=False,
     ) as bar:
@@ -58,13 +59,13 @@ def shown(wanted: bool = True) -> Iterator[None]:
 def track(
     items: Iterable[_T], what: str, total: int | None = None
 ) -> Iterator[_T]:
-    """Yields items, and shows how many there have been.
+    """Yields items, and shows how many have been processed.
 
     Args:
         items: Iterable.
-        what: String, what is done with them.
-        total: Integer, how many there will be. Defaults to the length of
-            `items`, or that is not known.
+        what: String, the activity, shown beside the bar.
+        total: Integer, the number of items. Defaults to the length of `items`
+            if it has one; otherwise the bar shows no total.
 
     Example:
 
@@ -81,7 +82,7 @@ def track(
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """A scope in which a bar moves, whose end is not known."""
+    """A scope in which a bar without a total is shown."""
     with _task(what, None):
         yield
 

@@ -15,18 +15,23 @@ import rich.box
 import rich.console
 import rich.table
 
-# From here on rows that are alike are told as one.
+# The most stages that have a row each. With more, neighbours that are alike
+# share a row.
 _MANY = 16
-# Characters.
+# Width, in characters, in which every table fits.
 _UNBOUNDED = 10_000
 
 
 def runs(keys: Sequence[Hashable], devices: Sequence[int]) -> list[range]:
-    """Returns which stages are one row of a table.
+    """Returns the range of stages of each row of a table.
 
-    Of many stages neighbours with equal keys are one; of few each is its own.
-    In a row the numbers of the devices of its stages rise or fall, so that the
-    first and the last one tell them all.
+    With many stages, neighbours with equal keys share a row; with few, each has
+    its own. Within a row the device numbers only rise or only fall, so that the
+    first and the last one identify them all.
+
+    Args:
+        keys: For each stage a key: the contents of its row.
+        devices: For each stage the number of its device.
 
     Example:
 
@@ -53,13 +58,19 @@ def runs(keys: Sequence[Hashable], devices: Sequence[int]) -> list[range]:
 
 
 def of_run(names: Sequence[str], run: range) -> str:
-    """Returns a name, or the first and the last one of a run."""
+    """Returns the name of a run's items, or "first to last" if they differ."""
     first, last = names[run.start], names[run.stop - 1]
     return first if first == last else f"{first} to {last}"
 
 
 def destinations(sizes: Mapping[int, Any], words: Callable[[Any], str]) -> str:
-    """Returns what goes to which stages, neighbours with equal sizes as one.
+    """Returns a text of stages and the sizes sent to them.
+
+    Neighbouring stages with equal sizes are joined.
+
+    Args:
+        sizes: Dict from stages, in order, to sizes.
+        words: Function from a size to its text.
 
     Example:
 
@@ -87,11 +98,15 @@ def render(
     left: Collection[str] = (),
     verdict: str = "",
 ) -> str:
-    """Returns a table with a verdict above it and notes below.
+    """Returns the text of a table with a verdict above it and notes below.
 
-    `rows` have cells by the names of their columns. Those in `left` are
-    aligned to the left, others to the right. Where the table would be wider
-    than `width`, it has less space between columns.
+    Args:
+        rows: For each row a dict from column names to cells.
+        notes: Lines below the table.
+        width: Characters per line. A wider table gets less space between
+            columns, and headers of several lines.
+        left: Names of columns that are aligned to the left.
+        verdict: Text above the table.
     """
     table = rich.table.Table(box=rich.box.SQUARE)
     for name in rows[0]:

@@ -1,9 +1,9 @@
-"""All that the library takes from inside TensorFlow and Keras.
+"""Functions that use private APIs of TensorFlow and Keras.
 
-Nothing of it is promised to stay as it is. When a release changes something,
-what has to follow is a function here; `tests/tf_gpipe/upstream_test.py` tries
-each, and says which promise of the library hangs on it. That test also names
-the methods of `keras.Model` that pipelines override or call.
+Any release may change them; then a function here has to be adapted.
+`tests/tf_gpipe/upstream_test.py` tests each function, and says which promise of
+the library depends on it. That test also lists the methods of `keras.Model`
+that pipelines override or call.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from tensorflow.python.ops import handle_data_util
 
 
 def layers_within(layer: keras.Layer) -> list[keras.Layer]:
-    """Returns a layer, and then all layers within it."""
+    """Returns a layer, followed by all layers within it."""
     return list(layer._flatten_layers())
 
 
@@ -48,14 +48,14 @@ def own_variables(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def own_weights(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns those of `own_variables` that were made to be trained.
+    """Returns those of `own_variables` that were created as trainable.
 
-    Also where the layer is frozen.
+    Even if the layer is frozen.
     """
     return list(layer._trainable_variables)
 
 
-# What Keras and TensorFlow note of a layer, and its methods' wrappers.
+# Attributes that Keras and TensorFlow set for bookkeeping, and wrapped methods.
 _NOTES = {
     "_auto_config",
     "_call_signature",
@@ -89,30 +89,30 @@ _NOTES = {
 def what_a_call_sees(x: Any) -> dict[str, Any]:
     """Returns the attributes of a layer that its call may depend on.
 
-    Without names, and without what is noted when it is made and called.
+    Without its name, and without bookkeeping about its creation and calls.
     """
     return {k: v for k, v in vars(x).items() if k not in _NOTES}
 
 
 def set_trainable_alone(layer: keras.Layer, trainable: bool) -> None:
-    """Freezes a layer, or not, and leaves those within it as they are."""
+    """Sets `trainable` of a layer, but not of layers within it."""
     layer._trainable = trainable
 
 
 def count_as_called(layer: keras.Layer) -> None:
-    """Makes a layer one that has run: Keras writes no other as ONNX."""
+    """Marks a layer as called: Keras exports no other layer as ONNX."""
     layer._called = True
 
 
 def own_losses(layer: keras.Layer) -> list[tf.Tensor]:
-    """Returns what a layer has added to the loss in its last call."""
+    """Returns the losses that a layer has added in its last call."""
     return list(layer._get_own_losses())
 
 
 def take_loss(layer: keras.Layer, loss: tf.Tensor) -> bool:
-    """Returns whether a layer has added a loss, and makes it forget that.
+    """Returns whether a layer has added a loss, and makes the layer forget it.
 
-    Keras knows losses by their ids, which later tensors may get.
+    Keras identifies losses by `id`, which later tensors may get.
     """
     added = id(loss) in layer._loss_ids
     layer._loss_ids.discard(id(loss))
@@ -121,7 +121,7 @@ def take_loss(layer: keras.Layer, loss: tf.Tensor) -> bool:
 
 @contextlib.contextmanager
 def losses_kept(layers: Iterable[keras.Operation]) -> Iterator[None]:
-    """A scope in which layers may run, and keep the losses that they have."""
+    """A scope in which layers may run; at its end their losses are restored."""
     kept = [
         (x, list(x._losses), set(x._loss_ids))
         for layer in layers
@@ -153,7 +153,7 @@ def set_mask(x: Any, value: tf.Tensor) -> None:
 def logits(x: Any) -> Any:
     """Returns the logits that Keras has attached to a tensor, or `None`.
 
-    Cross-entropies take them in place of the tensor.
+    Cross-entropies use them in place of the tensor.
     """
     return getattr(x, "_keras_logits", None)
 
@@ -187,7 +187,7 @@ def give_value(variable: keras.Variable) -> None:
 
 
 def forget_waiting(variables: Iterable[keras.Variable]) -> None:
-    """Takes variables from Keras's list of those that wait for a value."""
+    """Removes variables from Keras's list of uninitialised variables."""
     ids = {id(v) for v in variables}
     key = "uninitialized_variables"
     waiting = global_state.get_global_attribute(key, [])
@@ -199,7 +199,7 @@ def forget_waiting(variables: Iterable[keras.Variable]) -> None:
 def tensorflow_variable(variable: keras.Variable) -> tf.Variable:
     """Returns the TensorFlow variable in a Keras variable.
 
-    Not its value in a scope, or cast to a layer's compute dtype.
+    Without the value that a scope gives it, and without autocasting.
     """
     return variable._value
 
@@ -212,12 +212,12 @@ def set_tensorflow_variable(
 
 
 def identity(variable: keras.Variable) -> str:
-    """Returns what tells TensorFlow variables apart, in all of a process."""
+    """Returns the id of a TensorFlow variable, unique in the process."""
     return variable.value._unique_id
 
 
 def set_path(variable: keras.Variable, path: str) -> None:
-    """Gives a variable the path of another one."""
+    """Sets the path of a variable."""
     variable._path = path
 
 
@@ -225,14 +225,17 @@ def set_path(variable: keras.Variable, path: str) -> None:
 
 
 def seed_generator_of_keras() -> keras.random.SeedGenerator | None:
-    """Returns what layers without a seed draw from, if it has been made."""
+    """Returns the global seed generator, which layers without a seed use.
+
+    `None` if Keras has not made it yet.
+    """
     return global_state.get_global_attribute(
         seed_generator.GLOBAL_SEED_GENERATOR
     )
 
 
 def set_seed_generator_of_keras(generator: keras.random.SeedGenerator) -> None:
-    """Sets what layers without a seed draw from."""
+    """Sets the global seed generator, which layers without a seed use."""
     global_state.set_global_attribute(
         seed_generator.GLOBAL_SEED_GENERATOR, generator
     )
@@ -240,11 +243,12 @@ def set_seed_generator_of_keras(generator: keras.random.SeedGenerator) -> None:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """A scope without that in which Keras casts variables.
+    """A scope without the surrounding autocast scope of Keras.
 
-    A model's own would cast those of layers with another policy. Each layer
-    enters its own. Keras's scope of no dtype does not do: there all variables
-    say that they are of float32.
+    The autocast scope of a model would cast the variables of layers with
+    another dtype policy; each layer enters a scope of its own. Keras's autocast
+    scope of dtype `None` is no substitute: in it all variables claim to be
+    float32.
     """
     key = "autocast_scope"
     scope = global_state.get_global_attribute(key)
@@ -263,32 +267,32 @@ def writes_hdf5() -> bool:
 # === Models ===
 
 Functional = functional.Functional
-# What follows attributes of layers, to find weights and layers in them.
+# Tracks the attributes of a layer, to find weights and layers in them.
 Tracker = tracking.Tracker
 
 
 def functional_arguments(config: dict, custom_objects: Any) -> dict[str, Any]:
-    """Returns the arguments of a functional model with this config."""
+    """Returns the constructor arguments of a functional model from a config."""
     return functional.functional_from_config(dict, config, custom_objects)
 
 
 def layer_from_hdf5(config: dict, custom_objects: Any) -> keras.Layer:
-    """Returns the layer of a config in an HDF5 file."""
+    """Returns the layer made from a config in an HDF5 file."""
     return saving_utils.model_from_config(config, custom_objects=custom_objects)
 
 
 def registered_name(cls: type) -> str:
-    """Returns by which name Keras's files know a class."""
+    """Returns the name of a class in Keras's files."""
     return object_registration.get_registered_name(cls)
 
 
 def register_as(cls: type, name: str) -> None:
-    """Makes Keras write a class into files by the name of another one."""
+    """Sets the name by which Keras writes a class into files."""
     object_registration.GLOBAL_CUSTOM_NAMES[cls] = name
 
 
 def calls(model: keras.Model) -> list[Any]:
-    """Returns the nodes of a functional model, each after what it needs."""
+    """Returns the nodes of a functional model, each after those it needs."""
     return [
         node
         for depth in sorted(model._nodes_by_depth, reverse=True)
@@ -308,35 +312,35 @@ def outputs_of(model: keras.Model) -> Any:
 
 
 def unpack_singleton(x: Any) -> Any:
-    """Returns the one item of a list, as Keras returns outputs."""
+    """Returns the only item of a list of one, and anything else unchanged."""
     return functional.unpack_singleton(x)
 
 
 def graph_of(model: keras.Model) -> Any:
     """Returns the functional model that a model runs.
 
-    That is a functional one itself; of a `Sequential` that is not built, or
-    has inputs in a nested structure, it is `None`.
+    A functional model itself; the one within a `Sequential`, or `None` if that
+    is not built or has inputs in a nested structure.
     """
     return model._functional if isinstance(model, keras.Sequential) else model
 
 
 def only_checks(owner: type, name: str) -> bool:
-    """Returns whether a method that a class has goes on to Keras's own.
+    """Returns whether a class's method only checks, then calls Keras's own.
 
-    KerasHub's tasks look for strings in what they are called on.
+    KerasHub's tasks look for strings in their inputs.
     """
     return (owner.__module__.split(".")[0], name) == ("keras_hub", "__call__")
 
 
 def runs_its_graph(layer: Any) -> bool:
-    """Returns whether a layer is a model that Keras runs by its graph alone.
+    """Returns whether a layer is a model whose call only runs its graph.
 
-    A `Sequential`, also one that is not built, or a functional model. Not one
-    whose class has a `call` of its own, say, or which adds a loss, or changes
+    That is, a functional model or a `Sequential`, built or not; but not, for
+    example, one whose class has its own `call`, or which adds a loss or changes
     a mask.
     """
-    # What Keras does in a call, beside what the graph says.
+    # Methods that run in a call. One that is overridden may do more.
     methods = (
         "__call__",
         "_adjust_input_rank",
@@ -374,7 +378,10 @@ def runs_its_graph(layer: Any) -> bool:
 
 
 def with_training(layer: Any, kwargs: dict, training: bool | None) -> dict:
-    """Returns the arguments of a call in a model that is called in a mode."""
+    """Returns keyword arguments of a layer call, with `training` if not `None`.
+
+    Only for a Keras layer that can be called in a mode.
+    """
     if training is None or not hasattr(layer, "_call_context_args"):
         return kwargs
     return {**kwargs, "training": training}
@@ -392,17 +399,17 @@ def without_masks(kwargs: dict) -> dict:
 def arguments_of_call(
     model: keras.Model, args: Sequence, kwargs: dict
 ) -> tuple[list, list, bool | None] | None:
-    """Returns what a call of a model that runs its graph is given.
+    """Assigns the arguments of a call to the inputs of a model.
 
     Args:
-        model: The model.
-        args: List of arguments. Where they have tensors, anything may stand.
+        model: A model that `runs_its_graph`.
+        args: List of arguments. Any objects may stand for tensors.
         kwargs: Dictionary of keyword arguments, likewise.
 
     Returns:
-        Tuple of what each input is, the masks of the first of them, and
-        `training`, which goes on to all layers; `None` if there are arguments
-        that do not reach the layers as those of their calls.
+        Tuple of the list of inputs, the list of masks of the first of these,
+        and `training`, which is passed on to all layers. `None` if there are
+        other arguments, or inputs of another structure.
     """
     names = ("inputs", "training", "mask")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -411,7 +418,7 @@ def arguments_of_call(
         return None
     expected = graph_of(model)._inputs_struct
     if isinstance(inputs, dict) and not isinstance(expected, dict):
-        # By the names of the inputs.
+        # Inputs by name.
         one = isinstance(expected, keras.KerasTensor)
         each = [expected] if one else expected
         if not all(
@@ -434,14 +441,17 @@ def arguments_of_call(
 
 
 def taken(model: keras.Model, place: int, x: Any, mask: Any) -> Any:
-    """Returns a tensor as a call of a model hands it on to its layers.
+    """Returns an input of a model as the model's call passes it to its layers.
+
+    Cast to the input's dtype, with an axis of size 1 added or removed, and with
+    the mask attached.
 
     Args:
         model: The model.
-        place: Which of its inputs the tensor is.
-        x: The tensor, or a `KerasTensor`; or what the call is given for all
-            inputs, in a nested structure.
-        mask: The mask that the call is given for it, or `None`.
+        place: Index of the input.
+        x: Tensor or `KerasTensor`; or a nested structure of these, for all
+            inputs.
+        mask: Mask that the call is given for the input, or `None`.
     """
     if keras.tree.is_nested(x):
         call = arguments_of_call(model, (x,), {})
@@ -468,7 +478,7 @@ def taken(model: keras.Model, place: int, x: Any, mask: Any) -> Any:
     if mask is None:
         mask = getattr(x, "_keras_mask", None)
     elif made is x:
-        # Others take it without this mask.
+        # A copy, since other layers take the tensor without this mask.
         made = tf.identity(made)
     if mask is not None and made is not x:
         made._keras_mask = mask
@@ -476,7 +486,7 @@ def taken(model: keras.Model, place: int, x: Any, mask: Any) -> Any:
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
-    """Returns the strategy in whose scope a model was made."""
+    """Returns the distribution strategy in whose scope a model was made."""
     return model._distribute_strategy
 
 
@@ -486,12 +496,12 @@ def compiled_parts(model: keras.Model) -> list[Any]:
 
 
 def tracked(model: keras.Model) -> dict[str, list]:
-    """Returns what a model tracks, layers and metrics and so on, by kind."""
+    """Returns the objects that a model tracks (layers, metrics), by kind."""
     return {kind: held for kind, (_, held) in model._tracker.config.items()}
 
 
 def track(model: keras.Model, kind: str, x: Any) -> None:
-    """Makes a model track something that it does not track yet."""
+    """Makes a model track an object, unless it does already."""
     if not model._tracker.is_in_store(kind, x):
         model._tracker.add_to_store(kind, x)
 
@@ -503,7 +513,7 @@ def untracked() -> contextlib.AbstractContextManager:
 
 # === Data ===
 
-# The adapters of what `fit` takes, of which a place can be found again.
+# Kinds of data for `fit` in which an interrupted run can find its place again.
 ARRAYS, TF_DATA, PY_DATASET = "arrays", "tf.data", "PyDataset"
 _ADAPTERS = {
     data_adapters.ArrayDataAdapter: ARRAYS,
@@ -513,10 +523,10 @@ _ADAPTERS = {
 
 
 def kind_of_data(epochs: Any) -> str | None:
-    """Returns what `fit` has been given, of the three kinds, or `None`.
+    """Returns the kind of data that `fit` was given, one of three, or `None`.
 
     Args:
-        epochs: Keras's iterator over epochs, that it gives to
+        epochs: Keras's iterator over epochs, which it passes to
             `_maybe_symbolic_build`.
     """
     return _ADAPTERS.get(type(epochs.data_adapter))
@@ -528,25 +538,25 @@ def shuffles_arrays(epochs: Any) -> bool:
 
 
 def dataset_of(epochs: Any) -> Any:
-    """Returns the `tf.data.Dataset` that `fit` has been given."""
+    """Returns the `tf.data.Dataset` that `fit` was given."""
     return epochs.data_adapter._dataset
 
 
 def global_seed() -> int | None:
-    """Returns what `tf.random.set_seed` has been called with."""
+    """Returns the seed set by `tf.random.set_seed`, or `None`."""
     return context.global_seed()
 
 
 def datasets_within(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """Returns a dataset, and then all that it is made of."""
+    """Returns a dataset, followed by all datasets that it is made from."""
     within = (y for x in dataset._inputs() for y in datasets_within(x))
     return [dataset, *within]
 
 
 def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """Returns the seeds of what a dataset draws, `(0, 0)` for none.
+    """Returns the seeds of a dataset's random operations, `(0, 0)` for none.
 
-    Of itself, not of those that it is made of.
+    Without those of the datasets that it is made from.
     """
     found = []
     if hasattr(dataset, "_seed") and hasattr(dataset, "_seed2"):
@@ -581,7 +591,7 @@ def _seeds_of_node(node: Any, constants: dict) -> tuple[int, int] | None:
     return one, two
 
 
-# Operations that make datasets, and which inputs the seeds are from.
+# Dataset operations with two seeds as inputs, and the index of the first.
 _SEEDS_AS_INPUTS = {
     "ShuffleDataset": 2,
     "ShuffleDatasetV3": 2,
@@ -593,13 +603,13 @@ _SEEDS_AS_INPUTS = {
 
 
 def pass_by(epochs: Any, first: Callable[[Any], Iterator]) -> None:
-    """Has the next epoch of an iterator go through what a function yields.
+    """Replaces the batches of an iterator's next epoch.
 
     Args:
-        epochs: As of `kind_of_data`.
-        first: Function of what Keras would go through, an iterator of tuples
-            of the first step of an execution, the last one, and an iterator of
-            batches. It returns such an iterator.
+        epochs: As in `kind_of_data`.
+        first: Function from Keras's iterator over the epoch to the one that
+            replaces it. Each item is a tuple of the first and the last step of
+            an execution, and an iterator of batches.
     """
     original = epochs._enumerate_iterator
 
@@ -611,7 +621,7 @@ def pass_by(epochs: Any, first: Callable[[Any], Iterator]) -> None:
 
 
 def monitors(callbacks: Any) -> list[keras.callbacks.Callback]:
-    """Returns those of the callbacks given to `fit` that watch a metric."""
+    """Returns the callbacks given to `fit` that monitor a metric."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     return [
@@ -622,7 +632,7 @@ def monitors(callbacks: Any) -> list[keras.callbacks.Callback]:
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Has `fit` start at an epoch, when a callback says so as it begins."""
+    """Sets the epoch at which `fit` starts, if called as training begins."""
     model._initial_epoch = epoch
 
 
@@ -630,22 +640,22 @@ def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
 
 
 def loss_as_given(compile_loss: Any) -> Any:
-    """Returns what `compile` was told as `loss`."""
+    """Returns the `loss` argument of `compile`."""
     return compile_loss._user_loss
 
 
 def call_with_each(
     compile_loss: Any, function: Callable, call: Callable
 ) -> tf.Tensor:
-    """Calls what `compile` has made of losses with others in their place.
+    """Calls a `CompileLoss` with a function in place of each of its losses.
 
     Args:
         compile_loss: Keras's `CompileLoss`, which has been built.
-        function: In place of each loss. It gets the number of the loss and
-            the loss, then what the loss would get.
+        function: Function that is called in place of each loss, with the index
+            of the loss, the loss, and the arguments of the loss.
         call: Function that calls the `CompileLoss`.
     """
-    # Another one, since the model may be asked by other threads meanwhile.
+    # On a copy, since other threads may use the model at the same time.
     stand_in = object.__new__(type(compile_loss))
     vars(stand_in).update(vars(compile_loss))
 
@@ -657,13 +667,13 @@ def call_with_each(
 
 
 def counted(weight: Any, mask: Any, dtype: str) -> Any:
-    """Returns how often a loss counts each value, by weights and a mask."""
-    # As of a sum: of a mean they would be divided by their number.
+    """Returns the weight of each value in a loss, given weights and a mask."""
+    # For reduction "sum": for a mean Keras would rescale them by the mask.
     return keras_loss.apply_mask(weight, mask, dtype, "sum")
 
 
 def scaled_for_replicas(loss: tf.Tensor) -> tf.Tensor:
-    """Returns a loss by the number of replicas, whose gradients are summed."""
+    """Divides a loss by the number of replicas, whose gradients are summed."""
     return keras_loss.scale_loss_for_distribution(loss)
 
 
@@ -674,7 +684,7 @@ def unscaled_for_replicas(loss: tf.Tensor) -> tf.Tensor:
 
 # === Optimizers ===
 
-# The methods of an optimizer that run once a weight, or read its scalars.
+# Methods of an optimizer that run once per weight, or read its scalars.
 UPDATES = (
     "_apply_weight_decay",
     "_backend_update_step",
@@ -683,12 +693,12 @@ UPDATES = (
 
 
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns the weights that an optimizer was built for."""
+    """Returns the weights for which an optimizer was built."""
     return getattr(optimizer, "_trainable_variables", [])
 
 
 def lists_of(optimizer: keras.optimizers.Optimizer) -> list[list]:
-    """Returns the lists among an optimizer's attributes, such as of slots."""
+    """Returns the lists among an optimizer's attributes: slots, for example."""
     return [
         x
         for name, x in vars(optimizer).items()
@@ -698,7 +708,7 @@ def lists_of(optimizer: keras.optimizers.Optimizer) -> list[list]:
 
 
 def scalars_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns the variables that an optimizer has once for all weights."""
+    """Returns the variables of an optimizer that all weights share."""
     scalars = (optimizer._iterations, optimizer._learning_rate)
     return [x for x in scalars if isinstance(x, keras.Variable)]
 
@@ -706,15 +716,15 @@ def scalars_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 def sum_gradients_by(
     optimizer: keras.optimizers.Optimizer, function: Callable
 ) -> None:
-    """Sets how an optimizer sums gradients over replicas."""
+    """Sets the function by which an optimizer sums gradients over replicas."""
     optimizer._all_reduce_sum_gradients = function
 
 
 def find_weights_again(optimizer: keras.optimizers.Optimizer) -> None:
-    """Tells a built optimizer that its weights have other variables in them.
+    """Updates a built optimizer after TensorFlow variables were replaced.
 
-    It knows a weight by the TensorFlow variable in it: which slots the weight
-    has, whether it decays, which optimizer of a `MultiOptimizer` is its own.
+    An optimizer identifies a weight by the TensorFlow variable in it, to find
+    its slots, whether it decays, and its optimizer in a `MultiOptimizer`.
     """
     weights = optimizer._trainable_variables
     keys = {
@@ -738,9 +748,9 @@ def tapes_record() -> bool:
 
 
 def tapes_are_stopped() -> bool:
-    """Returns whether TensorFlow keeps tapes from recording.
+    """Returns whether TensorFlow has stopped tapes from recording.
 
-    As `tf.recompute_grad` does while it runs a function forward.
+    `tf.recompute_grad` does so while it runs a function forward.
     """
     return pywrap_tfe.TFE_Py_TapeSetIsStopped()
 
@@ -759,14 +769,14 @@ def tapes_restarted() -> Iterator[None]:
 
 
 def watch_as_read(variable: tf.Variable) -> None:
-    """Makes tapes treat a variable as one that has been read."""
+    """Makes tapes treat a variable as if it had been read."""
     tape.variable_accessed(variable)
 
 
 def record_gradient(
     outputs: list, inputs: list, gradient: Callable[..., Any]
 ) -> None:
-    """Makes tapes take a function for the gradient of some tensors."""
+    """Records an operation on tapes, with a function as its gradient."""
     record.record_operation("Pipeline", outputs, inputs, gradient)
 
 
@@ -774,33 +784,33 @@ def record_gradient(
 
 
 def within_xla() -> bool:
-    """Returns whether XLA compiles what is being traced as a whole."""
+    """Returns whether XLA compiles the graph that is being traced."""
     return control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
 
 
 def copy_functions(source: tf.Graph, target: tf.Graph) -> None:
-    """Adds the functions that a graph has, such as of loops, to another."""
+    """Copies the functions of a graph, such as bodies of loops, to another."""
     for function in source._functions.values():
         target._add_function_recursive(function)
 
 
 def function_of(graph: tf.Graph, name: str) -> Any:
-    """Returns a function that a graph has, or `None`."""
+    """Returns the function of this name in a graph, or `None`."""
     return graph._get_function(name)
 
 
 def share_rendezvous(function: Any, shares: bool) -> None:
-    """Sets whether a `tf.function` has its caller's rendezvous.
+    """Sets whether a `tf.function` shares its caller's rendezvous.
 
-    Which its attributes do not take.
+    `experimental_attributes` does not accept this setting.
     """
     function._shared_rendezvous = shares or None
 
 
 def shares_rendezvous(function: Any) -> bool:
-    """Returns what `share_rendezvous` has set."""
+    """Returns whether a `tf.function` shares its caller's rendezvous."""
     return bool(function._shared_rendezvous)
 
 
@@ -815,17 +825,17 @@ def call_operation(
 ) -> tf.Operation:
     """Adds a call of a concrete function to a graph, and returns it.
 
-    As calling it, for less time: TensorFlow need not infer the shapes of all
-    that is in it once more.
+    It is faster than to call the function, since TensorFlow does not infer the
+    shapes of the function's body again.
 
     Args:
         graph: The graph.
-        concrete: The concrete function, which the graph has.
-        inputs: Its inputs, those that it captures too.
-        stateful: Whether it has side effects.
-        optimized: Whether TensorFlow optimises its graph, as the user has set
-            by `tf.config.optimizer`.
-        jit_compile: Whether XLA compiles it.
+        concrete: The concrete function, which the graph has already.
+        inputs: Its inputs, captured ones included.
+        stateful: Whether the call is marked as having side effects.
+        optimized: Whether TensorFlow optimises the function's graph, as the
+            user has set by `tf.config.optimizer`.
+        jit_compile: Whether XLA compiles the function.
         gradient: Name of a registered gradient.
     """
     value = tf.compat.v1.AttrValue
@@ -851,7 +861,7 @@ def call_operation(
 
 
 def _call_config(optimized: bool) -> bytes:
-    """Returns how TensorFlow is to optimise the graph of a call."""
+    """Returns the serialised `ConfigProto` of a call: how it is optimised."""
     options = context.context().function_call_options
     config = tf.compat.v1.ConfigProto.FromString(
         options.config_proto_serialized
@@ -860,20 +870,20 @@ def _call_config(optimized: bool) -> bytes:
     if not optimized:
         rewriter.disable_meta_optimizer = True
     elif not rewriter.meta_optimizer_iterations:
-        # The second of two finds next to nothing, in as long a time.
+        # One iteration of two: the second takes as long and improves little.
         rewriter.meta_optimizer_iterations = rewriter.ONE
     return config.SerializeToString(deterministic=True)
 
 
 def search_no_callees(operation: tf.Operation) -> None:
-    """Keeps TensorFlow from searching functions that are called afterwards.
+    """Keeps TensorFlow from searching functions called after an operation.
 
-    Before it runs a graph, it searches the body of the function of each call,
-    twice a call, for reference variables as TensorFlow 1 had them; see
+    Before it runs a graph, TensorFlow searches the function body of each call,
+    twice per call, for reference variables of TensorFlow 1; see
     `GetNodesRelatedToRefVariables` in tensorflow/compiler/jit/
-    xla_cluster_util.cc. Calls that follow from an operation that may have to
-    do with one it need not search. So the operation names, in an attribute, a
-    function with one. It is never run.
+    xla_cluster_util.cc. It does not search calls that depend on an operation
+    which may use such a variable. So this operation gets an attribute with the
+    name of a function that has one, and that is never run.
     """
     function = _with_reference_variable()
     function.add_to_graph(operation.graph)
@@ -892,16 +902,16 @@ def _with_reference_variable() -> Any:
 
 
 def run_in_no_order(operation: tf.Operation) -> None:
-    """Takes an operation out of the order in which side effects run."""
+    """Exempts an operation from automatic control dependencies."""
     order = operation.graph.experimental_acd_manager
     if order:
         order.run_independently(operation)
 
 
 def read_only_places(operation: tf.Operation) -> list[int] | None:
-    """Returns which inputs of a call or loop are resources that it reads only.
+    """Returns the indices of a call's or loop's inputs that it only reads.
 
-    `None` of other operations.
+    These are resources. `None` for other operations.
     """
     try:
         return list(operation.get_attr("_read_only_resource_inputs"))
@@ -910,13 +920,13 @@ def read_only_places(operation: tf.Operation) -> list[int] | None:
 
 
 def is_variable(handle: tf.Tensor) -> bool:
-    """Returns whether a resource is a variable, and not a table, say."""
+    """Returns whether a resource is a variable, not a table or the like."""
     data = handle_data_util.get_resource_handle_data(handle)
     return data is not None and data.is_set
 
 
 def anonymous_name() -> str:
-    """Returns the name with which each run makes a variable of its own."""
+    """Returns the shared name that makes a new variable in each run."""
     return context.anonymous_name()
 
 
@@ -932,7 +942,7 @@ def connected_to() -> dict[str, list[str]]:
 
 
 def gpu_memory() -> int | None:
-    """Returns the bytes that TensorFlow may use of the first GPU, if any."""
+    """Returns the memory limit of the first GPU in bytes, if there is one."""
     for device in device_lib.list_local_devices():
         if device.device_type == "GPU":
             return device.memory_limit
@@ -940,19 +950,19 @@ def gpu_memory() -> int | None:
 
 
 def placed_on(devices: Sequence[str]) -> Any:
-    """Returns what a strategy puts variables beside: a device a replica."""
+    """Returns an object to colocate variables with: a device per replica."""
     return types.SimpleNamespace(_devices=devices)
 
 
 def sums_over_replicas(
     strategy: tf.distribute.Strategy,
 ) -> tf.distribute.CrossDeviceOps | None:
-    """Returns how the user wants a strategy to sum over replicas."""
+    """Returns the user's `cross_device_ops` of a strategy, or `None`."""
     return strategy.extended._cross_device_ops
 
 
 def read_profile(content: bytes) -> Any:
-    """Returns the profile in a file `*.xplane.pb`, an `XSpace` to change."""
+    """Returns a mutable `XSpace` from the content of a `*.xplane.pb` file."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     space = xplane_pb2.XSpace()

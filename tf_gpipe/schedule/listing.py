@@ -1,7 +1,7 @@
-"""Orders of tasks made by a rule: a device that is free runs the most urgent.
+"""List scheduling: each free device runs its most urgent ready task.
 
-List scheduling (Graham, 1966), for backward passes in two parts and within a
-bound on memory. This module imports no TensorFlow.
+As Graham (1966), for split backward passes and with a limit on memory. This
+module imports no TensorFlow.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ from tf_gpipe.schedule.tasks import Task
 
 
 class Rules(NamedTuple):
-    """What decides between tasks that are ready.
+    """Priorities between tasks that are ready.
 
     Attributes:
         devices: List with the device of each stage.
-        forward: List with the time of the forward pass of micro-batch 0
-            through each stage, if all went as wished. That of the next one is
-            a period later. The earliest is the most urgent.
+        forward: List with the wished start of micro-batch 0's forward pass in
+            each stage. That of each next micro-batch is a period later. The
+            task with the earliest wished start is the most urgent.
         backward: As `forward`, of the backward passes.
-        patience: The share of the time of a task for weights for which a
-            device waits for another task that is on its way.
+        patience: How long a device waits for a task that will soon be ready,
+            before it runs a task for weights: as a share of the time of that.
     """
 
     devices: Sequence[int]
@@ -40,7 +40,7 @@ class Rules(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is to be ordered.
+    """The tasks to be ordered, their times and the limit on memory.
 
     Attributes:
         times: `Times` of the stages.
@@ -48,7 +48,7 @@ class Problem:
         num_devices: Integer D.
         remat: The remat mode.
         sizes: List with the `Sizes` of each stage.
-        memory: What a device may hold at a time.
+        memory: The memory of a device, in the unit of `sizes`.
     """
 
     times: Times
@@ -63,7 +63,7 @@ class Problem:
         return len(self.sizes)
 
     def work(self, devices: Sequence[int]) -> list[float]:
-        """Returns the time that each device works on a micro-batch."""
+        """Returns the time that each device works on one micro-batch."""
         found = [0.0] * self.num_devices
         for stage, device in enumerate(devices):
             found[device] += (
@@ -72,10 +72,10 @@ class Problem:
         return found
 
     def recomputes(self, stage: int, micro_batch: int) -> bool:
-        """Returns whether a stage computes a micro-batch again.
+        """Returns whether a stage recomputes a micro-batch.
 
-        The last one does not, where that is all or nothing: it goes backward
-        at once.
+        The last stage does not, unless `remat` is "auto": its backward pass
+        follows the forward pass at once.
         """
         return self.remat == AUTO_REMAT or (
             self.remat != "never"
@@ -88,14 +88,15 @@ class Problem:
 
 
 class _Stage:
-    """A stage, and what has become of its tasks."""
+    """A stage, with its costs and the progress of its tasks."""
 
     def __init__(self, index: int, problem: Problem, rules: Rules):
         times, size = problem.times, problem.sizes[index]
         count = problem.num_micro_batches
         self.index = index
         self.last = index == problem.num_stages - 1
-        # Backward right after forward, so that nothing is computed again.
+        # Whether backward follows forward at once, so that nothing is
+        # recomputed.
         self.direct = self.last and problem.remat != "never"
         self.again = [problem.recomputes(index, m) for m in range(count)]
         self.forward = times.forward[index]
@@ -104,12 +105,13 @@ class _Stage:
         self.recompute = times.recompute[index]
         self.urgent = rules.forward[index], rules.backward[index]
         self.size = size
-        # What a forward pass leaves, at most, and what a backward pass adds.
+        # Memory that a forward pass leaves, at most, and that a backward pass
+        # adds.
         self.keeps = size.left(self.again[0])
         self.adds = size.passing + (size.added if self.again[0] else 0)
-        # Micro-batches that have gone forward, backward and by weights.
+        # Numbers of forward, backward and weights tasks that have run.
         self.done = [0, 0, 0]
-        # When what each needs is there.
+        # By micro-batch: when the inputs of the task are ready.
         first = 0.0 if index == 0 else math.inf
         self.can_forward = [first] * count
         self.can_backward = [math.inf] * count
@@ -118,10 +120,10 @@ class _Stage:
 def listed(
     problem: Problem, rules: Rules, limit: float = math.inf
 ) -> tuple[float, list[list[Task]]]:
-    """Returns how long a step takes, and the tasks of each device in order.
+    """Returns the time of a step, and the tasks of each device in order.
 
-    Infinity, and no tasks, if it takes `limit` or more, or does not keep
-    within the memory.
+    Infinity, and no tasks, if the step takes `limit` or longer, or needs more
+    than the memory.
     """
     run = _Run(problem, rules)
     end = run.to_the_end(limit)
@@ -129,7 +131,7 @@ def listed(
 
 
 class _Run:
-    """What devices do in a step, as far as it has come."""
+    """An event simulation of a step, which orders the tasks as it goes."""
 
     def __init__(self, problem: Problem, rules: Rules):
         self.problem, self.rules = problem, rules
@@ -143,8 +145,9 @@ class _Run:
             self.own[device].append(stage)
         self.held = [sum(x.size.fixed for x in own) for own in self.own]
         self.room = [problem.memory] * count
-        # A forward pass leaves room for those of the stages after it on its
-        # device, and for a backward pass: else devices could wait for ever.
+        # Memory that must be free before a forward pass: for it, for forward
+        # passes of later stages on its device, and for a backward pass.
+        # Otherwise devices could wait for each other for ever.
         self.reserve: list[float] = []
         for stage, device in zip(self.stages, rules.devices, strict=True):
             own = self.own[device]
@@ -152,20 +155,21 @@ class _Run:
             self.reserve.append(later + max(x.adds for x in own))
         self.rows: list[list[Task]] = [[] for _ in range(count)]
         self.free = [0.0] * count
-        # The update of its stages, after all tasks.
+        # By device: the time of its stages' updates, after all tasks.
         self.update = [
             sum(problem.times.update[x.index] for x in own) for own in self.own
         ]
-        # What a device has yet to do. It may recompute while it waits.
+        # By device: the time of the tasks left. Without recomputation, for
+        # which a device may use the time when it waits.
         work = zip(problem.work(rules.devices), self.update, strict=True)
         self.todo = [
             problem.num_micro_batches * tasks + update for tasks, update in work
         ]
-        # When a device should look for a task; each time once.
+        # A heap of times when a device should look for a task; each time once.
         self.wakes = [(0.0, device) for device in range(count)]
         self.planned = set(self.wakes)
-        # For each stage, those that wait for what it sends, and how long that
-        # takes.
+        # For each stage, pairs of a stage on another device that sends to it,
+        # activations or gradients, and the time of the transfer.
         self.ahead: list[list] = [[] for _ in self.stages]
         self.behind: list[list] = [[] for _ in self.stages]
         for (a, b), seconds in problem.times.transfer.items():
@@ -197,7 +201,10 @@ class _Run:
         return max(map(sum, zip(free, self.update, strict=True)))
 
     def _run(self, now: float, device: int) -> int:
-        """Runs the most urgent task; returns how many that are."""
+        """Runs the most urgent task of a device, if any is ready.
+
+        Returns the number of tasks run: 2 if a backward task follows at once.
+        """
         least, best, kind = math.inf, None, 0
         coming = math.inf
         room = self.room[device] - self.held[device]
@@ -299,7 +306,7 @@ class _Run:
         start: float,
         seconds: float,
     ) -> float:
-        """Returns when the task ends."""
+        """Records a task, and returns when it ends."""
         self.rows[device].append(Task(kind, stage.index, m))
         self.todo[device] -= seconds
         self.free[device] = end = start + seconds

@@ -1,4 +1,4 @@
-"""The memory that activations need at their peak.
+"""The peak memory of stages and devices under a schedule.
 
 This module imports no TensorFlow.
 """
@@ -14,20 +14,20 @@ from tf_gpipe.schedule.tasks import Schedule
 
 
 class Sizes(NamedTuple):
-    """What a stage holds, in bytes or in any other unit.
+    """The memory of a stage, in bytes or any other unit.
 
     Attributes:
-        fixed: What it holds throughout, such as its weights.
-        inputs: What it receives from other stages for one micro-batch.
-        stored: What the backward pass of one micro-batch needs beside
-            `inputs`.
-        passing: What a backward pass needs only while it runs.
-        kept: What of `stored` is there from the forward pass on where a
+        fixed: Held throughout the step, such as weights.
+        inputs: Activations received from other stages for one micro-batch.
+        stored: Activations, beside `inputs`, that the backward pass of one
+            micro-batch reads.
+        passing: Held only while a backward pass runs.
+        kept: The part of `stored` that is kept from the forward pass on if a
             micro-batch is recomputed.
-        again: What a recomputation adds to that at a time; `None` for the
-            rest of `stored`, all at once.
-        slices: What a backward pass leaves until the end of the step, where
-            those of all micro-batches are put together.
+        again: The most that a recomputation adds to `kept` at a time; `None`
+            for the rest of `stored`, all at once.
+        slices: Sparse gradients that a backward pass leaves until the end of
+            the step, when those of all micro-batches are concatenated.
     """
 
     fixed: float = 0
@@ -40,20 +40,24 @@ class Sizes(NamedTuple):
 
     @property
     def added(self) -> float:
-        """What a recomputation adds to what is kept."""
+        """The most that a recomputation adds to `kept`."""
         return self.stored - self.kept if self.again is None else self.again
 
     def left(self, again: bool) -> float:
-        """Returns what a forward pass leaves, to be computed `again` or not."""
+        """Returns the memory that a forward pass of one micro-batch leaves.
+
+        Args:
+            again: Whether the micro-batch is recomputed.
+        """
         return self.inputs + (self.kept if again else self.stored)
 
 
 def peak_activations(
     schedule: Schedule, remat: str, sizes: Mapping[int, Sizes]
 ) -> float:
-    """Returns the most that some stages hold together at a time.
+    """Returns the peak memory of some stages of one device together.
 
-    For example, what the first of two stages holds of the micro-batches 0 and
+    For example, the memory of the first of two stages for micro-batches 0 and
     1 under `1f1b` with `remat="except_last"`, which recomputes 0 and not 1:
 
         task     F0        F1             B0                       B1
@@ -71,7 +75,7 @@ def peak_activations(
 def stage_peaks(
     schedule: Schedule, remat: str, sizes: Sequence[Sizes]
 ) -> list[float]:
-    """Returns the most that each stage holds at a time.
+    """Returns the peak memory of each stage.
 
     Args:
         schedule: A `Schedule`.
@@ -87,10 +91,10 @@ def stage_peaks(
 def device_peaks(
     schedule: Schedule, remat: str, sizes: Sequence[Sizes]
 ) -> list[float]:
-    """Returns the most that each device holds at a time.
+    """Returns the peak memory of each device.
 
-    Of several stages on a device that may be less than the sum of their peaks,
-    which they reach at different times.
+    With several stages on a device it may be less than the sum of their peaks,
+    which are at different times.
 
     Args:
         schedule: A `Schedule`.
@@ -108,16 +112,16 @@ def _peaks(
     sizes: Mapping[int, Sizes],
     holders: Mapping[int, int],
 ) -> dict[int, float]:
-    """Returns the most that each holder of stages holds at a time.
+    """Returns the peak memory of each holder: a device or a stage.
 
-    All of them in one walk over the tasks, of which many stages have many. A
-    recomputation comes right before its backward pass.
+    All in one walk over the tasks, since there may be very many. Recomputation
+    is taken to come right before its backward pass.
 
     Args:
         schedule: A `Schedule`.
         remat: The remat mode.
         sizes: Dictionary from stages to their `Sizes`.
-        holders: Dictionary from the same stages to what holds them.
+        holders: Dictionary from the same stages to their holders.
     """
     held: dict[int, float] = dict.fromkeys(holders.values(), 0)
     together = dict(held)

@@ -1,7 +1,7 @@
-"""A page with steps to zoom into, as one HTML file.
+"""An interactive page of charts of steps, as one HTML file.
 
-They are `tf_gpipe.schedule.simulate.Execution`s, simulated or measured. This
-module imports no TensorFlow, and Plotly only to write a page.
+Each chart shows a `tf_gpipe.schedule.simulate.Execution`, simulated or
+measured. This module imports no TensorFlow, and Plotly only to write a page.
 """
 
 import collections
@@ -14,14 +14,14 @@ from typing import Any
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
 
-# Pixels of a device's row, around a chart, and of a row of the table.
+# Heights in pixels: a device's row, the space around a chart, a table row.
 _ROW, _AROUND, _CELLS = 34, 90, 30
-# Above all charts and below, as Plotly has them.
+# Height in pixels of Plotly's margins above and below all charts.
 _MARGINS = 180
 
 
 def check() -> None:
-    """Refuses a page where there is nothing to write it with.
+    """Checks that a page can be written.
 
     Raises:
         ImportError: If Plotly is not installed.
@@ -36,15 +36,14 @@ def write(
 ) -> None:
     """Writes a page with a chart of each step, and a table of the stages.
 
-    It is whole in itself, with Plotly's JavaScript (5 MB), and needs no
-    network. All charts begin at 0 and have one time axis: zooming into one
-    zooms into all.
+    The file contains Plotly's JavaScript (5 MB), and needs no network. All
+    charts begin at 0 and share a time axis: zooming into one zooms into all.
 
     Args:
-        steps: Dict from the title of a chart to an `Execution`; the table is
-            of the last one.
-        path: Where to write the HTML.
-        about: For each stage, more cells of its row by their columns.
+        steps: Dict from the title of a chart to an `Execution`. The table is
+            about the last one.
+        path: Path of the HTML file.
+        about: For each stage, more cells of its table row, by column.
 
     Raises:
         ImportError: If Plotly is not installed.
@@ -106,7 +105,8 @@ def write(
             col=1,
         )
         figure.update_xaxes(
-            # A title would need room between the charts.
+            # The unit is on the ticks, since an axis title would need room
+            # between the charts.
             ticksuffix=" ms" if step.in_seconds else "",
             showticklabels=True,
             rangemode="tozero",
@@ -144,7 +144,7 @@ def write(
 
 
 def _bars(step: Execution) -> dict[str, dict[str, Any]]:
-    """Returns the bars of each kind of task, as Plotly takes them."""
+    """Returns the arguments of `go.Bar` for each kind of task."""
     scale = 1e3 if step.in_seconds else 1.0
     unit = " ms" if step.in_seconds else ""
     names = timeline.short_names(step.devices)
@@ -173,7 +173,7 @@ def _bars(step: Execution) -> dict[str, dict[str, Any]]:
 def _stage_rows(
     step: Execution, about: Sequence[Mapping[str, str]]
 ) -> list[dict[str, str]]:
-    """Returns a row for each stage, by the names of columns."""
+    """Returns the table's row for each stage: cells by column."""
     scale, unit = (1e3, " ms") if step.in_seconds else (1.0, "")
     busy: dict = collections.defaultdict(float)
     places: dict[int, int] = {}
@@ -195,7 +195,7 @@ def _stage_rows(
 
 
 def _plotly() -> tuple[Any, Any]:
-    """Returns its `graph_objects` and `subplots`."""
+    """Imports Plotly: returns its `graph_objects` and `subplots`."""
     try:
         return (
             importlib.import_module("plotly.graph_objects"),

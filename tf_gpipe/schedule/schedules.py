@@ -1,4 +1,4 @@
-"""The schedules that have names; `docs/how_it_works.md` has pictures of most.
+"""The named schedules; `docs/how_it_works.md` has pictures of most.
 
 This module imports no TensorFlow.
 """
@@ -18,7 +18,8 @@ from tf_gpipe.schedule.v_schedules import v_half
 from tf_gpipe.schedule.v_schedules import v_min
 from tf_gpipe.schedule.v_schedules import zb_v
 
-# More take hours to trace.
+# Limits of micro-batches, and of passes (micro-batches times stages): more take
+# hours to trace.
 MOST_MICRO_BATCHES = 4096
 _MOST_PASSES = 2**18
 
@@ -41,8 +42,8 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """One forward, one backward (PipeDream-Flush, Narayanan et al., 2021).
 
-    The bubble of GPipe, but stage k holds the activations of at most K-k
-    micro-batches instead of M.
+    The bubble is that of GPipe, but stage k holds the activations of at most
+    K-k micro-batches instead of M.
     """
     passes = [(0, m) for m in range(num_micro_batches)]
     return _alternating("1f1b", num_stages, passes, each=1)
@@ -52,10 +53,10 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """1F1B with forward passes started earlier (Zhuang et al., 2023).
 
-    Under 1F1B a stage waits while an activation is on its way to the next one
-    and the gradient on its way back, once a micro-batch. Here the stage runs
-    another micro-batch meanwhile, one for each stage behind it: transfers
-    overlap with computation. Stage k holds at most 2(K-k)-1 micro-batches.
+    Under 1F1B a stage waits, once per micro-batch, while an activation is sent
+    to the next stage and the gradient back. Here the stage runs another
+    micro-batch in that time, one for each stage after it: transfers overlap
+    with computation. Stage k holds at most 2(K-k)-1 micro-batches.
     """
     passes = [(0, m) for m in range(num_micro_batches)]
     return _alternating("eager_1f1b", num_stages, passes, each=2)
@@ -65,13 +66,13 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     """ZB-H1: 1F1B with split backward passes (Qi et al., 2024).
 
-    A stage waits only for the gradients of the next stage's inputs. The
-    gradients of weights are computed in what would be the bubble. A third of
-    the bubble is left for K micro-batches or more, where the forward pass and
-    the two halves of the backward pass take equally long; of fewer, the first
-    and the last wait for one another, and more is left. Stage k computes the
-    gradients of its weights k micro-batches late, so that no stage keeps more
-    than K micro-batches, the number that the first stage keeps under 1F1B.
+    A stage waits only for the gradients of the next stage's inputs. Gradients
+    of weights are computed in what would be the bubble. If the forward pass and
+    both halves of the backward pass take equally long, a third of the bubble is
+    left with K micro-batches or more. With fewer, more is left, since the first
+    and the last stage wait for each other. Stage k computes the gradients
+    of its weights k micro-batches late, so that no stage keeps more than K
+    micro-batches, as many as the first stage keeps under 1F1B.
     """
     return _splitting("zero_bubble", one_f_one_b(num_stages, num_micro_batches))
 
@@ -85,21 +86,22 @@ def interleaved(
     Each device has V = `num_stages / num_devices` stages: stage s is on device
     s modulo D, the number of devices. A device then waits for a smaller part
     of the model at a time, so the bubble is (D-1)/(V M + D-1) for D
-    micro-batches or more; activations travel V times as often. For D=2, V=2,
-    M=2, with a task's stage and micro-batch in its place on the clock:
+    micro-batches or more; activations are sent V times as often. For D=2, V=2,
+    M=2, with time from left to right:
 
         device 0   F0.0 F0.1 F2.0 F2.1  .   B2.0  .   B2.1 B0.0 B0.1
         device 1    .   F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1  .
 
-    Micro-batches go through the stages of a device in groups of D, or of some
-    more where M is no multiple of D.
+    Micro-batches go through the stages of a device in groups of D, or slightly
+    larger groups if M is not a multiple of D.
 
     Raises:
         ValueError: If the number of stages is not a multiple of `num_devices`.
     """
     _check_multiple("interleaved", num_stages, num_devices)
     chunks = num_stages // num_devices
-    # A group of fewer than D would wait for itself to come round.
+    # A group of fewer than D would wait for its own first micro-batch, which
+    # has to pass all devices before it comes to the next chunk.
     num_groups = max(1, num_micro_batches // num_devices)
     starts = [i * num_micro_batches // num_groups for i in range(num_groups)]
     groups = [
@@ -122,11 +124,11 @@ def interleaved(
 def interleaved_zero_bubble(
     num_stages: int, num_micro_batches: int, num_devices: int
 ) -> Schedule:
-    """`interleaved` with split backward passes, as `zero_bubble` has them.
+    """`interleaved` with split backward passes, as in `zero_bubble`.
 
-    A third of its bubble is left for D micro-batches or more, where the forward
-    pass and the two halves of the backward pass take equally long. No device
-    keeps more than the first one does under `interleaved`.
+    If the forward pass and both halves of the backward pass take equally long,
+    a third of the bubble is left with D micro-batches or more. No device keeps
+    more than the first one does under `interleaved`.
 
     Raises:
         ValueError: If the number of stages is not a multiple of `num_devices`.
@@ -136,7 +138,7 @@ def interleaved_zero_bubble(
 
 
 def _splitting(name: str, plain: Schedule) -> Schedule:
-    """Returns a schedule with each backward pass in two parts.
+    """Returns a schedule with its backward passes split.
 
     Device d computes the gradients of weights d backward passes late.
     """
@@ -161,15 +163,18 @@ def _alternating(
     each: int,
     more: int = 0,
 ) -> Schedule:
-    """Returns one forward, one backward, after some forward passes.
+    """Returns a schedule of one forward, one backward, after a warm-up.
 
-    Stage s is the chunk s // D of device s % D.
+    Stage s is chunk s // D of device s % D.
 
     Args:
+        name: Name of the schedule.
+        num_devices: Integer D.
         passes: List of the chunk and the micro-batch of each forward pass of
-            a device; backward passes go through the chunks the other way.
-        each: Integer, the passes that a device starts with for each device
-            behind it; `more` come on top.
+            a device; backward passes go through the chunks in reverse.
+        each: Integer, forward passes in a device's warm-up for each device
+            after it.
+        more: Integer, further forward passes in each device's warm-up.
     """
     last = max(chunk for chunk, _ in passes)
     rows = []
@@ -203,9 +208,9 @@ _BY_DEVICES = {
     "interleaved": interleaved,
     "interleaved_zero_bubble": interleaved_zero_bubble,
 }
-# An order that is searched for the costs of the stages; see `search`.
+# The order is searched for, given the costs of the stages; see `search`.
 AUTO = "auto"
-# Of those with several stages a device.
+# Schedules with any number of stages per device, and those with two.
 ANY_NUMBER = (AUTO, *_BY_DEVICES)
 TWO_EACH = ("v_half", "v_min", "zb_v")
 NAMES = tuple(sorted([AUTO, *_BY_NAME, *_BY_DEVICES]))
@@ -214,18 +219,18 @@ NAMES = tuple(sorted([AUTO, *_BY_NAME, *_BY_DEVICES]))
 def spread(
     schedule: str | Schedule, num_stages: int, num_devices: int | None = None
 ) -> int:
-    """Returns over how many devices a schedule spreads its stages.
+    """Returns the number of devices of a schedule.
 
     Args:
         schedule: A name, or a `Schedule`.
         num_stages: Integer.
-        num_devices: Integer, of how many `"auto"` and the interleaved ones
-            make use; others have as many as they need. Defaults to one a
+        num_devices: Integer, devices for `"auto"` and interleaved schedules;
+            for others the number follows from the stages. Defaults to one per
             stage.
 
     Raises:
-        ValueError: If the number of stages is odd, and each device has two;
-            or is no multiple of `num_devices` where it must be.
+        ValueError: If the number of stages is odd but the schedule has two per
+            device, or if it must be a multiple of `num_devices` and is not.
     """
     if isinstance(schedule, Schedule):
         return len(schedule.tasks)
@@ -269,8 +274,8 @@ def get(
             `Schedule`.
         num_stages: Integer K.
         num_micro_batches: Integer M.
-        num_devices: Integer, over how many devices the interleaved schedules
-            spread the stages. Defaults to one a stage.
+        num_devices: Integer, devices for interleaved schedules. Defaults to one
+            per stage.
 
     Returns:
         A `Schedule`.
@@ -344,7 +349,7 @@ def _check_numbers(
 
 
 def most_rows(num_stages: int) -> int:
-    """Returns how many rows there may be with a micro-batch for each."""
+    """Returns the most rows that may have a micro-batch each."""
     return max(1, min(MOST_MICRO_BATCHES, _MOST_PASSES // num_stages))
 
 
@@ -353,9 +358,9 @@ def num_with_rows(
     num_micro_batches: int,
     rows: int,
 ) -> int:
-    """Returns how many micro-batches are cut from that many rows.
+    """Returns the number of micro-batches for a mini-batch of so many rows.
 
-    At most one a row. A `Schedule` has as many as it lists.
+    At most one per row; but a `Schedule` has a fixed number.
     """
     if isinstance(schedule, Schedule):
         return num_micro_batches

@@ -1,4 +1,4 @@
-"""`"auto"`: an order of tasks, searched for what the stages cost.
+"""Schedule `"auto"`: a search for the shortest order, given stages' costs.
 
 This module imports no TensorFlow.
 """
@@ -18,15 +18,15 @@ from tf_gpipe.schedule.simulate import Times
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.schedule.tasks import Schedule
 
-# How many orders are tried, and how many tasks they have together, at most.
+# The most orders that are tried, and the most tasks of all of them together.
 _NUM_ORDERS = 2_000
 _NUM_TASKS = 300_000
-# How many changes are thought of for each order that is tried.
+# The most random changes that are drawn for each order that is tried.
 _NUM_CHANGES = 10
-# How much longer a changed order may be, at first.
+# How much longer a changed order may be, at first, as a share.
 _WORSE = 0.01
-# How urgent a micro-batch is that has gone far, to start with, beside the one
-# before it: the more, the more are on their way.
+# Initial values: factors of `_urgencies`. The larger, the more micro-batches
+# are in progress at a time.
 _STRETCHES = (0.0, 1.0, 2.0, 3.0, 5.0)
 _PATIENCES = (0.0, 0.15, 0.3, 0.5, 0.7, 1.0)
 
@@ -39,32 +39,31 @@ def search(
     sizes: Sequence[Sizes] | None = None,
     memory: float | None = None,
 ) -> Schedule:
-    """Returns the shortest order of tasks that is found, named `"auto"`.
+    """Returns the shortest schedule that is found, named `"auto"`.
 
-    It tries, of all orders that keep within the memory: the named schedules of
-    as many stages and devices; 1F1B with neighbouring stages on a device; and
-    orders in which a device that is free runs the most urgent task that is
-    ready, a forward pass only where memory is left for what follows, and the
-    gradients of weights where it would wait otherwise. It then changes at
-    random how urgent tasks are and which stages share a device, and keeps a
-    change where the step gets hardly longer. Backward passes are split; each
-    device has `num_stages / num_devices` stages. The same arguments give the
-    same order.
+    Tried are, within the memory: the named schedules of as many stages and
+    devices; 1F1B with neighbouring stages on a device; and list scheduling, in
+    which a free device runs its most urgent ready task: a forward pass only if
+    memory is left for the tasks after it, and gradients of weights only if it
+    would wait otherwise. Then the urgencies, and which stages share a device,
+    are changed at random; a change is kept if the step gets at most a little
+    longer (simulated annealing). Backward passes are split; each device has
+    `num_stages / num_devices` stages. The same arguments give the same order.
 
     Args:
         times: `Times` of the stages.
         num_micro_batches: Integer M.
         num_devices: Integer D, of which the number of stages is a multiple.
         remat: The remat mode.
-        sizes: `Sizes` of each stage. Defaults to stages that keep equally
-            much of each micro-batch.
-        memory: What a device may hold at a time, in the unit of `sizes`.
-            Defaults to what the fullest device holds under 1F1B with
-            neighbouring stages on a device.
+        sizes: `Sizes` of each stage. By default all stages keep equally much
+            of each micro-batch.
+        memory: Memory of a device, in the unit of `sizes`. Defaults to the peak
+            of the fullest device under 1F1B with neighbouring stages on a
+            device.
 
     Raises:
         ValueError: If the number of stages is not a multiple of
-            `num_devices`, or no order is found that keeps within `memory`.
+            `num_devices`, or no order is found that needs at most `memory`.
 
     Example:
 
@@ -86,7 +85,7 @@ def search(
         return step_seconds(schedule, times, remat)
 
     known = [blocks, *_named(num_stages, num_micro_batches, num_devices)]
-    # The first of several that are equally good.
+    # The first of several with equal times.
     least, best = min(
         [(seconds(x), i, x) for i, x in enumerate(known)], key=lambda x: x[:2]
     )[::2]
@@ -121,7 +120,7 @@ def search(
 def step_seconds(
     schedule: Schedule, times: Times, remat: str = "always"
 ) -> float:
-    """Returns how long a step takes, with the updates of its stages."""
+    """Returns the time of a step, including the optimizer's updates."""
     step = simulate(
         schedule,
         times.forward,
@@ -145,7 +144,7 @@ def _named(
     """Returns the named schedules of so many stages and devices."""
     names = [x for x in schedules.NAMES if x != schedules.AUTO]
     if num_stages == num_devices:
-        # They are 1F1B and zero-bubble then.
+        # Interleaved schedules are 1F1B and zero-bubble then.
         names = [x for x in names if x not in schedules.ANY_NUMBER]
     if num_stages % 2:
         names = [x for x in names if x not in schedules.TWO_EACH]
@@ -177,14 +176,17 @@ def _blocks(
 
 
 def _improved(problem: Problem, placements: Sequence[list[int]]) -> list:
-    """Returns the tasks of each device, in the best order that is found."""
+    """Returns the tasks of each device in the shortest order found.
+
+    An empty list if no order keeps within the memory.
+    """
     chance = random.Random(0)
     num_tasks = 3 * problem.num_stages * problem.num_micro_batches
     starts = itertools.product(
         dict.fromkeys(map(tuple, placements)), _STRETCHES, _PATIENCES[2::2]
     )
     least, best, rows = math.inf, None, []
-    # Of huge numbers of tasks the first few orders must do.
+    # With a huge number of tasks only the first few rules are tried.
     for devices, stretch, patience in itertools.islice(
         starts, max(1, 2 * _NUM_TASKS // num_tasks)
     ):
@@ -197,12 +199,13 @@ def _improved(problem: Problem, placements: Sequence[list[int]]) -> list:
     period = max(problem.work(best.devices))
     left = num_orders = min(_NUM_ORDERS, _NUM_TASKS // num_tasks)
     rules, now = best, least
-    # Most changes of devices make one work too long, and need no listing.
+    # Most changes of devices give one device too much work, which is found
+    # without list scheduling.
     for _ in range(_NUM_CHANGES * num_orders):
         if not left:
             break
-        # A step may get a little longer on the way to a shorter one: less and
-        # less, as in simulated annealing.
+        # A change may make the step a little longer, by a share that falls to
+        # zero, as in simulated annealing.
         limit = now * (1 + _WORSE * left / num_orders)
         changed = _changed(problem, rules, period, chance)
         work = max(problem.work(changed.devices)) * problem.num_micro_batches
@@ -220,9 +223,9 @@ def _improved(problem: Problem, placements: Sequence[list[int]]) -> list:
 def _urgencies(
     problem: Problem, stretch: float
 ) -> tuple[list[float], list[float]]:
-    """Returns `Rules.forward` and `Rules.backward`.
+    """Returns initial values of `Rules.forward` and `Rules.backward`.
 
-    The times of a micro-batch that is alone, stretched.
+    The start times of a micro-batch alone in the pipeline, times `stretch`.
     """
     times, time = problem.times, 0.0
     forward, backward = [], []
@@ -238,7 +241,10 @@ def _urgencies(
 def _changed(
     problem: Problem, rules: Rules, period: float, chance: random.Random
 ) -> Rules:
-    """Returns rules that differ a little."""
+    """Returns rules with one random change.
+
+    Two stages swap devices, the patience changes, or some urgencies do.
+    """
     num_stages = problem.num_stages
     kind = chance.random()
     if kind < 0.5 and num_stages > problem.num_devices:

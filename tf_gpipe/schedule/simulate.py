@@ -1,4 +1,4 @@
-"""Runs a schedule on paper: when each task starts, and what is kept.
+"""Simulation of a schedule: times of tasks, bubble, micro-batches kept.
 
 This module imports no TensorFlow.
 """
@@ -23,15 +23,15 @@ Transfers = Costs | Mapping[tuple[int, int], float]
 
 
 class Times(NamedTuple):
-    """How long the tasks of each stage take, in seconds or any other unit.
+    """Durations of the tasks of each stage, in seconds or any other unit.
 
     Attributes:
         forward: List with the time of a micro-batch's forward pass.
-        backward: List with that of its whole backward pass.
-        recompute: List with that of the recomputation before it.
-        weights: List with the share of `backward` for gradients of weights.
+        backward: List with the time of its whole backward pass.
+        recompute: List with the time of the recomputation before that.
+        weights: List with the part of `backward` for gradients of weights.
         transfer: Dictionary from pairs of stages to the time of a transfer.
-        update: List with the time of the optimizer's update, once a step.
+        update: List with the time of the optimizer's update, once per step.
     """
 
     forward: list[float]
@@ -52,7 +52,7 @@ class Times(NamedTuple):
         weights: Costs | None = None,
         update: Costs = 0.0,
     ) -> "Times":
-        """Returns those that the arguments of `simulate` mean.
+        """Returns the `Times` for arguments as of `simulate`.
 
         Args:
             num_stages: Integer K.
@@ -61,7 +61,7 @@ class Times(NamedTuple):
             recompute: As `forward`, of the recomputation before it.
             transfer: Time from a stage to the next one; or a list, or a
                 dictionary from pairs of stages.
-            weights: As `forward`, the share of `backward` for gradients of
+            weights: As `forward`, the part of `backward` for gradients of
                 weights. Defaults to half of it.
             update: As `forward`, of the optimizer's update.
 
@@ -87,7 +87,7 @@ class Times(NamedTuple):
 
     @property
     def by_inputs(self) -> list[float]:
-        """The share of `backward` for gradients of inputs."""
+        """The part of `backward` for gradients of inputs."""
         return [x - y for x, y in zip(self.backward, self.weights, strict=True)]
 
 
@@ -156,7 +156,7 @@ class Execution:
         self.start = self.spans[0].start
         self.makespan = max(span.end for span in self.spans) - self.start
         self.busy = [0.0] * len(self.devices)
-        # Measured spans of a device may overlap: what is busy counts once.
+        # Measured spans of a device may overlap: busy time counts once.
         until = [self.start] * len(self.devices)
         for device, _, start, end in self.spans:
             self.busy[device] += max(end - max(start, until[device]), 0.0)
@@ -171,7 +171,7 @@ class Execution:
             else 0.0
             for stage, device in places
         }
-        # A stage keeps something of a micro-batch up to the last task of it.
+        # A stage keeps tensors of a micro-batch until its last task for it.
         splits = any(span.task.kind == WEIGHTS for span in self.spans)
         last = WEIGHTS if splits else BACKWARD
         num_stages = 1 + max(span.task.stage for span in self.spans)
@@ -191,17 +191,17 @@ def simulate(
     remat: str = "always",
     weights: Costs | None = None,
 ) -> Execution:
-    """Returns when each task of a schedule runs, given what it costs.
+    """Simulates a schedule, given the times of tasks and transfers.
 
     A device runs its tasks in the schedule's order, each as soon as the tasks
-    that it needs are done and their results have arrived. A transfer takes
-    time, and occupies no device. With equal stages and no transfers the bubble
+    that it depends on are done and their results have arrived. A transfer takes
+    time, but occupies no device. With equal stages and no transfers the bubble
     of `gpipe` and `1f1b` is `(K - 1) / (M + K - 1)` (Huang et al., 2019).
 
     Args:
         schedule: A `Schedule`.
         forward: Time of a micro-batch's forward pass; one for all stages, or
-            a list with one a stage.
+            a list with one per stage.
         backward: As `forward`, of the backward pass without recomputation.
         recompute: As `forward`, of the recomputation before a backward pass.
             Backward passes that are in `Schedule.direct` need none.
@@ -211,9 +211,8 @@ def simulate(
             stages. Between stages of the same device it is zero.
         remat: Which micro-batches are recomputed: `"always"`,
             `"except_last"` or `"never"`.
-        weights: As `forward`, the share of `backward` that the gradients of
-            weights take, where the schedule has tasks for them. Defaults to
-            half of it.
+        weights: As `forward`, the part of `backward` that gradients of weights
+            take, if the schedule has tasks for them. Defaults to half of it.
 
     Returns:
         An `Execution`.
@@ -242,8 +241,8 @@ def simulate(
         durations[WEIGHTS] = times.weights
         durations[BACKWARD] = times.by_inputs
     devices = schedule.devices
-    # What comes from other devices: by the task's kind and stage, the stage
-    # that sends and how long that takes.
+    # Transfers from other devices. By the task's kind and stage: the sending
+    # stage and the time of the transfer.
     arriving: dict = collections.defaultdict(list)
     for (first, last), seconds in times.transfer.items():
         if devices[first] != devices[last]:
@@ -274,7 +273,7 @@ def simulate(
 def _transfers(
     value: Transfers, num_stages: int
 ) -> dict[tuple[int, int], float]:
-    """Returns the time of a transfer between each two stages."""
+    """Returns the times of transfers by pairs of stages."""
     if not isinstance(value, Mapping):
         times = _costs("transfer", value, num_stages - 1)
         return {(k, k + 1): seconds for k, seconds in enumerate(times)}

@@ -1,12 +1,12 @@
-"""Pipeline schedules as data: which device runs which task, in which order.
+"""Tasks and schedules: which device runs which task, in which order.
 
-A schedule is executed by the engine, drawn and tested from the same list.
+The engine executes a schedule, and it is drawn and tested, from the same list.
 This module imports no TensorFlow.
 
 Letters: K stages (k), M micro-batches (m). `F2.0` is the forward pass of
-micro-batch 0 through stage 2, `B2.0` its backward pass. Where that is split,
-`B2.0` has the gradients of the stage's inputs, which others wait for, and
-`W2.0` those of its weights, for which nobody waits.
+micro-batch 0 through stage 2, `B2.0` its backward pass. If backward passes are
+split, `B2.0` computes the gradients of the stage's inputs, which another stage
+waits for, and `W2.0` those of its weights, which no other task waits for.
 """
 
 import collections
@@ -24,9 +24,9 @@ BACKWARD = "B"
 WEIGHTS = "W"
 RECOMPUTE = "R"
 
-# Which micro-batches are recomputed, all layers of a stage or none.
+# Modes that choose micro-batches, for which all layers are recomputed.
 REMAT_MODES = ("always", "except_last", "never")
-# All micro-batches, and of each stage the layers that memory asks for.
+# All micro-batches, but in each stage only as many layers as memory requires.
 AUTO_REMAT = "auto"
 
 
@@ -127,15 +127,15 @@ class Schedule:
         self.devices = [homes[stage] for stage in range(self.num_stages)]
         # One order of all tasks that every device can follow.
         self.order = self._linearize()
-        # Whether the last stage has every output before it goes backward.
+        # Whether the last stage runs all forward tasks before any other.
         last = [t for t in self.order if t.stage == self.num_stages - 1]
         self.forwards_first = all(
             t.kind == FORWARD for t in last[: self.num_micro_batches]
         )
-        # The backward tasks that come right after their forward task, as those
-        # of the last stage do: what the forward pass has computed is still
-        # there, and nothing needs to be recomputed. There are none where the
-        # loss of the whole mini-batch comes between the two.
+        # Backward tasks that come right after their forward task, as in the
+        # last stage: its activations are still in memory, so that nothing is
+        # recomputed. There are none if the loss of the whole mini-batch is
+        # computed between the two.
         self.direct = frozenset(
             following
             for task, following in itertools.pairwise(self.order)
@@ -159,6 +159,7 @@ class Schedule:
         )
 
     def _check_complete(self, flat: list[Task]) -> None:
+        """Raises an error if a task is missing, repeated or unknown."""
         expected = {
             Task(kind, stage, micro_batch)
             for kind in (FORWARD, BACKWARD, WEIGHTS)[: 2 + self.splits]
@@ -198,6 +199,11 @@ class Schedule:
         return needs
 
     def _linearize(self) -> tuple[Task, ...]:
+        """Returns one order of all tasks, each after those that it needs.
+
+        Raises:
+            ValueError: If there is none.
+        """
         done: dict[Task, None] = {}  # in order
 
         def missing(task: Task) -> list[Task]:
@@ -211,7 +217,8 @@ class Schedule:
                     continue
                 task = row.popleft()
                 done[task] = None
-                # Nothing comes between the last stage's two passes.
+                # A backward task directly after its forward task on a device
+                # stays so in this order: see `direct`.
                 backward = task._replace(kind=BACKWARD)
                 if row and row[0] == backward and not missing(backward):
                     done[row.popleft()] = None
@@ -235,8 +242,8 @@ class Schedule:
             remat: `"always"`, `"except_last"`, `"auto"` or `"never"`.
         """
         if remat == AUTO_REMAT:
-            # Also right after the forward task: some of the layers at a time
-            # need less than all of them.
+            # Even right after the forward task: to recompute some layers at a
+            # time needs less memory than to keep all activations.
             return True
         if remat == "never" or task in self.direct:
             return False

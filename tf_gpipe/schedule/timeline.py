@@ -1,4 +1,4 @@
-"""Pictures of when each device runs what: text, Chrome trace, image.
+"""Charts of the tasks of each device over time: text, Chrome trace, image.
 
 They show a `tf_gpipe.schedule.simulate.Execution`, simulated or measured.
 This module imports no TensorFlow, and matplotlib only to draw an image.
@@ -41,21 +41,21 @@ _DEVICE = re.compile(
     r"(?:/job:(?P<job>\w+))?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?"
     r"/?(?:device:)?(?P<kind>[A-Za-z_]+):(?P<index>\d+)"
 )
-# The least columns for the time in a text chart, however long the names are.
+# The fewest columns for time in a text chart, however long device names are.
 _MIN_COLUMNS = 20
 
 
 def text_chart(step: Execution, width: int = 80) -> str:
-    """Returns a step as text: a row a device, time from left to right.
+    """Returns a step as text: a row per device, time from left to right.
 
-    A task is as wide as it is long, and begins with its kind and micro-batch
-    (its stage before that, if the device has several) where they fit. Dots
-    are idle time. Below are the makespan, the bubble and what letters mean.
+    A task's width is its duration. It begins with its kind and micro-batch
+    (after its stage, if the device has several) if they fit. Dots are idle
+    time. Below are the makespan, the bubble and a legend.
 
     Args:
         step: The `Execution`.
-        width: Integer, the characters of a row with its name, and of what is
-            below. At least 20 are for the time.
+        width: Integer, characters per line, including the device's name. At
+            least 20 are for the time.
 
     Example:
 
@@ -105,7 +105,7 @@ def text_chart(step: Execution, width: int = 80) -> str:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Returns lines of such a width, broken at commas and semicolons first."""
+    """Wraps a text to a width, preferably after commas and semicolons."""
     first, *phrases = re.split(r"(?<=[,;:]) ", text)
     lines = [first]
     for phrase in phrases:
@@ -117,12 +117,12 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def totals(step: Execution) -> str:
-    """Returns the makespan, with its unit, and the bubble in words."""
+    """Returns a phrase with the makespan, its unit, and the bubble."""
     return f"makespan {_time(step, step.makespan)}, bubble {step.bubble:.1%}"
 
 
 def short_names(devices: Sequence[str]) -> list[str]:
-    """Returns the names of TensorFlow's devices without what is the same.
+    """Returns the names of TensorFlow devices without their common parts.
 
     Example:
 
@@ -145,7 +145,7 @@ def short_names(devices: Sequence[str]) -> list[str]:
 
 
 def shares_cores(devices: Sequence[str]) -> bool:
-    """Returns whether some devices are logical ones of the same CPU."""
+    """Returns whether some devices are logical devices of the same CPU."""
     found = [_DEVICE.fullmatch(name) for name in devices]
     cpus = {
         (x["job"], x["task"], x["index"])
@@ -156,17 +156,17 @@ def shares_cores(devices: Sequence[str]) -> bool:
 
 
 def chrome_trace(step: Execution) -> dict:
-    """Returns a step, in seconds, in the trace event format of Chrome.
+    """Returns a step in Chrome's trace event format.
 
-    Written to a file with `json.dump`, Perfetto (https://ui.perfetto.dev) and
-    `chrome://tracing` show it: a thread a device, from the first start on.
+    Perfetto (https://ui.perfetto.dev) and `chrome://tracing` show it, written
+    to a file with `json.dump`: a thread per device, from the first start on.
     See the "Trace Event Format" (Google, 2016).
 
     Args:
-        step: An `Execution`.
+        step: An `Execution`, in seconds.
 
     Returns:
-        Dictionary that JSON can hold.
+        Dictionary that can be written as JSON.
 
     Example:
 
@@ -188,7 +188,7 @@ def chrome_trace(step: Execution) -> dict:
     for device, name in enumerate(short_names(step.devices)):
         events += [
             metadata("thread_name", device, name=name),
-            # Else viewers sort them by their first events.
+            # Otherwise viewers sort threads by their first events.
             metadata("thread_sort_index", device, sort_index=device),
         ]
     events += [
@@ -208,7 +208,7 @@ def chrome_trace(step: Execution) -> dict:
 
 
 def check_picture(path: str | os.PathLike) -> None:
-    """Refuses a picture that could not be drawn.
+    """Checks that a picture can be drawn and saved.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -217,7 +217,7 @@ def check_picture(path: str | os.PathLike) -> None:
     figure, _ = _matplotlib()
     known = figure().canvas.get_supported_filetypes()
     ending = os.path.splitext(path)[1].removeprefix(".")
-    # matplotlib adds one where there is none.
+    # matplotlib adds an ending if there is none.
     if ending and ending.lower() not in known:
         raise ValueError(
             f"Format '{ending}' is not supported by matplotlib, which knows "
@@ -226,15 +226,15 @@ def check_picture(path: str | os.PathLike) -> None:
 
 
 def picture(steps: Mapping[str, Execution], path: str | os.PathLike) -> None:
-    """Draws steps by their titles, one above another, and saves the image.
+    """Draws charts of steps, one above another, and saves the image.
 
-    All charts begin at 0 and have one time axis, so give steps in the same
-    unit. A box is a task, with its micro-batch in it (its stage before that,
-    if the device has several) where that fits.
+    All charts begin at 0 and share a time axis, so steps must be in the same
+    unit. A box is a task, labelled with its micro-batch (after its stage, if
+    the device has several) if that fits.
 
     Args:
         steps: Dict from the title of a chart to an `Execution`.
-        path: Where to save, with an ending that matplotlib knows, such as
+        path: Path of the image, with an ending that matplotlib knows, such as
             `.png` or `.svg`.
 
     Raises:
@@ -251,7 +251,7 @@ def picture(steps: Mapping[str, Execution], path: str | os.PathLike) -> None:
 
 
 def png(steps: Mapping[str, Execution]) -> bytes:
-    """Returns the picture of `picture` as the content of a PNG file."""
+    """Returns the image of `picture` as the content of a PNG file."""
     with io.BytesIO() as content:
         _figure(steps).savefig(content, format="png")
         return content.getvalue()
@@ -302,7 +302,7 @@ def _figure(steps: Mapping[str, Execution]) -> Any:
         loc="outside lower center",
         ncols=len(KINDS),
     )
-    # How wide a box is shows once the names have taken their room.
+    # The width of a box is known once the layout has made room for names.
     figure.draw_without_rendering()
     for bar, text in labelled:
         room = bar.get_window_extent().width
@@ -311,7 +311,7 @@ def _figure(steps: Mapping[str, Execution]) -> Any:
 
 
 def _matplotlib() -> tuple[Any, Any]:
-    """Returns its `Figure` and `Patch`."""
+    """Imports matplotlib: returns its `Figure` and `Patch`."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch

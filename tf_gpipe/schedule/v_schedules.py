@@ -1,4 +1,4 @@
-"""Schedules that go down the devices and back up: ZB-V, V-Half, V-Min.
+"""Schedules whose stages go down the devices and back up: ZB-V, V-Half, V-Min.
 
 This module imports no TensorFlow.
 """
@@ -12,7 +12,7 @@ from tf_gpipe.schedule.tasks import WEIGHTS
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.schedule.tasks import Task
 
-# A device has six tasks a micro-batch: F, B and W of two stages.
+# Time units per micro-batch: a device has six tasks, F, B and W of two stages.
 _PERIOD = 6
 
 
@@ -20,12 +20,12 @@ _PERIOD = 6
 def zb_v(num_stages: int, num_micro_batches: int) -> Schedule:
     """ZB-V (Qi et al., 2024, arXiv:2401.10241): stages in the shape of a V.
 
-    D devices have two stages each, s and 2D-1-s, so that the first and the
-    last stage share device 0, and backward passes are split. Where all tasks
-    take equally long and there are D micro-batches or more, a device waits for
-    D-1 of its 6M tasks alone, and keeps the activations of 2D stages, which
-    are as many as 1F1B's first device keeps. Between steps that stand
-    in one graph, of 2D micro-batches and four devices or more, none waits.
+    D devices have two stages each, s and 2D-1-s, so that the first and the last
+    stage share device 0, and backward passes are split. If all tasks take one
+    unit of time and there are D micro-batches or more, a device waits for D-1
+    units beside its 6M tasks. It keeps the activations of 2D passes through a
+    stage, as many as 1F1B's first device. Between steps in one graph, with 2D
+    micro-batches and four devices or more, no device waits.
     """
     num_devices = num_stages // 2
     return _v_schedule(
@@ -35,8 +35,9 @@ def zb_v(num_stages: int, num_micro_batches: int) -> Schedule:
         legs=(3, 3, 3, 3),
         turns=(0, 0, 0),
         most=2 * num_devices,
-        # As far as the activations go: a device that has not waited at the
-        # beginning is done earlier, and may begin the next step.
+        # Forward passes may run ahead as far as `most` allows: a device that
+        # has not waited at the beginning is done earlier, and may start the
+        # next step.
         ahead=(_PERIOD * num_devices, _PERIOD),
     )
 
@@ -45,9 +46,9 @@ def zb_v(num_stages: int, num_micro_batches: int) -> Schedule:
 def v_half(num_stages: int, num_micro_batches: int) -> Schedule:
     """V-Half (Qi et al., 2024, arXiv:2405.15362): about half the activations.
 
-    Stages are where `zb_v` has them. A device keeps D+2 activations of stages
-    where `zb_v` keeps 2D, and waits for 3D-7 tasks, or 3D-6 where D
-    is odd, of at least three devices and as many micro-batches.
+    Stages are placed as in `zb_v`. A device keeps the activations of D+2 passes
+    through a stage, where `zb_v` keeps 2D. It waits for 3D-7 units of time, or
+    3D-6 if D is odd, with at least three devices and as many micro-batches.
     """
     num_devices = num_stages // 2
     return _v_schedule(
@@ -63,10 +64,10 @@ def v_half(num_stages: int, num_micro_batches: int) -> Schedule:
 
 @functools.lru_cache(maxsize=8)
 def v_min(num_stages: int, num_micro_batches: int) -> Schedule:
-    """V-Min (Qi et al., 2024, arXiv:2405.15362): about a third of them.
+    """V-Min (Qi et al., 2024, arXiv:2405.15362): a third of the activations.
 
-    Stages are where `zb_v` has them. A device waits for 4D-5 tasks, and for
-    many more where tasks do not take equally long.
+    Stages are placed as in `zb_v`. A device waits for 4D-5 units of time, and
+    much longer if tasks do not take equally long.
     """
     num_devices = num_stages // 2
     return _v_schedule(
@@ -74,7 +75,7 @@ def v_min(num_stages: int, num_micro_batches: int) -> Schedule:
         num_stages,
         num_micro_batches,
         legs=(1, 1, 1, 1),
-        # Else a device would have two tasks at a time.
+        # Otherwise a device would have two tasks at the same time.
         turns=(0, int(num_devices % 3 == 0), 0),
         most=2 * ((num_devices + 1) // 3) + 2,
     )
@@ -89,22 +90,26 @@ def _v_schedule(
     most: int,
     ahead: tuple[int, int] = (2, _PERIOD),
 ) -> Schedule:
-    """Returns a schedule in which each micro-batch follows the one before.
+    """Returns a schedule that repeats one pattern for each micro-batch.
 
-    A micro-batch takes the same way six units of time after the one before
-    (Qi et al., 2024, arXiv:2405.15362, section 3): down the devices, up, and
-    so again for the backward pass. That gives each device an order of its
-    tasks. Where it would wait, it runs one of the next tasks that is ready,
-    or the gradients of weights.
+    Every micro-batch passes the devices in the same way, six units of time
+    after the one before (Qi et al., 2024, arXiv:2405.15362, section 3): down
+    and up, and so again for the backward pass. That gives each device an order
+    of its tasks. If the next task is not ready, the device runs one of the
+    tasks after it that is, or computes gradients of weights.
 
     Args:
-        legs: The units of time from a device to the next one, on the way down
-            and up, and down and up again. The smaller they are, the fewer
-            micro-batches are on their way.
-        turns: The units between them for which a micro-batch waits.
-        most: Integer, the activations of stages that a device keeps.
-        ahead: The units of time for which a forward or a backward pass may be
-            ahead of the device's next task, where that has to wait.
+        name: Name of the schedule.
+        num_stages: Integer, 2D.
+        num_micro_batches: Integer M.
+        legs: Units of time from a device to the next one: forward down, forward
+            up, backward down, backward up. The smaller they are, the fewer
+            micro-batches are in progress.
+        turns: Units of time that a micro-batch waits between these four.
+        most: Integer, passes through a stage whose activations a device may
+            keep.
+        ahead: Units of time by which a forward or backward pass may be brought
+            forward, before a task that is not ready.
     """
     num_devices = num_stages // 2
     way = _way(num_stages, legs, turns)
@@ -121,7 +126,7 @@ def _v_schedule(
     held = [0] * num_devices
     done: set[Task] = set()
     while len(done) < len(counts) * num_micro_batches:
-        # What all devices do in a unit of time, given what is done by then.
+        # The tasks that devices run in this unit of time, given those done.
         started: dict[int, Task] = {}
         for device, own in enumerate(stages):
             left = [
@@ -140,7 +145,8 @@ def _v_schedule(
                 for count in [counts[WEIGHTS, stage]]
                 if count < counts[BACKWARD, stage]
             ]
-            # The last stage goes backward at once: nothing is recomputed.
+            # The last stage's backward task follows its forward task at once:
+            # nothing is recomputed.
             if rows[device] and rows[device][-1][:2] == (
                 FORWARD,
                 num_stages - 1,
@@ -166,7 +172,10 @@ def _v_schedule(
 def _way(
     num_stages: int, legs: Sequence[int], turns: Sequence[int]
 ) -> dict[tuple[str, int], int]:
-    """Returns when the first micro-batch is in each stage, on time."""
+    """Returns the start of the first micro-batch's tasks in the pattern.
+
+    By kind and stage, in units of time.
+    """
     half = num_stages // 2
     down, up = range(half), range(half, num_stages)
     time, way = 0, {}
@@ -189,7 +198,7 @@ def _way(
 
 
 def _needs(task: Task, num_stages: int) -> list[Task]:
-    """Returns what a forward or backward task needs; see `Schedule.needs`."""
+    """Returns the tasks that a task waits for; see `Schedule.needs`."""
     if task.kind == FORWARD:
         return [task._replace(stage=task.stage - 1)] if task.stage else []
     if task.stage == num_stages - 1:

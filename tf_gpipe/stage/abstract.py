@@ -1,7 +1,8 @@
 """Layers built without values for their variables.
 
-That is how a model is counted that is too large for the machine, and how one
-is built whose weights get their values where their stage is.
+The planner counts FLOPs and bytes of models too large for the machine this
+way. A pipeline is built this way so that each weight gets its value on the
+device of its stage.
 """
 
 from collections.abc import Callable
@@ -12,19 +13,20 @@ import keras
 from tf_gpipe import upstream
 from tf_gpipe.stage import seeds
 
-# What Keras says of a variable that is made of a value, not an initializer.
+# Part of Keras's error for a variable made from a value, not an initializer.
 _REFUSAL = "create a variable while in a stateless scope"
 
 
 class NoValues(keras.StatelessScope):
-    """Variables that are made in this scope get no value, and no memory."""
+    """Scope in which new variables get no value, and no memory."""
 
     def __init__(self) -> None:
         super().__init__(initialize_variables=False)
         self._updates: list[tuple[keras.Variable, Any]] = []
 
     def __enter__(self) -> "NoValues":
-        # Layers may draw from it as they are built, and it outlives them.
+        # Made before the scope is entered: layers may draw from the global
+        # seed generator as they are built, and it outlives them.
         seeds.global_seed()
         return super().__enter__()
 
@@ -45,14 +47,14 @@ class NoValues(keras.StatelessScope):
         super().add_update(update)
 
     def assign(self) -> None:
-        """Assigns what layers have, as they were built, to their variables."""
+        """Repeats the assignments that layers made while they were built."""
         for variable, value in self._updates:
             variable.assign(value)
 
     def finish(self, model: keras.Model) -> None:
-        """As `assign`, once variables of a model that have no place are made.
+        """Creates the variables that no stage places, then calls `assign`.
 
-        Such as those of its metrics.
+        Those of the model's metrics, for example.
         """
         rest = []
         for variable in (*model.variables, *model.metrics_variables):
@@ -64,14 +66,15 @@ class NoValues(keras.StatelessScope):
 
 
 def made(make: Callable, config: dict[str, Any]) -> tuple[Any, NoValues]:
-    """Returns what a function makes of a config, and the scope of it.
+    """Returns the object that `make(config)` builds, and its `NoValues` scope.
 
-    Without values for variables, but where a layer makes some of values that
-    it has, as one that loads a SavedModel: then all get theirs at once.
+    Its variables have no values yet. If a layer makes a variable from a value,
+    as one that loads a SavedModel does, the object is built again with values
+    for all variables.
     """
 
     def copied() -> dict[str, Any]:
-        # Keras takes apart what it is given.
+        # Keras changes the config that it builds from.
         return keras.tree.map_structure(lambda x: x, config)
 
     try:
@@ -84,5 +87,5 @@ def made(make: Callable, config: dict[str, Any]) -> tuple[Any, NoValues]:
 
 
 def _has_a_value(error: BaseException | None) -> bool:
-    """Returns whether an error is that of a variable made of a value."""
+    """Returns whether an error is Keras's of a variable made from a value."""
     return _REFUSAL in str(error)

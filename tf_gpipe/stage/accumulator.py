@@ -1,10 +1,10 @@
 """Sums of many tensors, to which functions add in place.
 
-TensorFlow keeps what a function is given until the function is done: a sum
-that goes in and comes out is there twice, beside what is added to it. Here
-goes in the handle of a variable that holds the sum, as a pack. The function
-takes the pack out, so that nobody else has its tensors, and each addition
-writes where one of its operands was.
+TensorFlow keeps the inputs of a function alive until the function is done: a
+sum passed in and returned would be in memory twice, beside the addends. Here
+the function is passed the handle of a variable that holds the sum as a pack.
+It takes the pack out of the variable, so that it has the only reference to
+the tensors, and each addition reuses the buffer of one of its operands.
 
 The variable lasts until the step is done.
 """
@@ -21,43 +21,47 @@ from tf_gpipe.stage.pack import unpack
 
 
 def create(like: Sequence[Any]) -> tf.Tensor:
-    """Returns the handle of a sum that is zero.
+    """Returns the handle of a new accumulator, whose sums are zero.
 
     Args:
-        like: List of tensors, or variables, of the dtypes and shapes.
+        like: List of tensors, or variables, with the dtypes and shapes of the
+            sums.
     """
 
     def filled() -> tf.Tensor:
         handle = tf.raw_ops.VarHandleOp(
             dtype=tf.variant, shape=(), shared_name=upstream.anonymous_name()
         )
-        # Zero, by an operation that TensorFlow cannot run beforehand: it would
-        # keep the zeros of all tensors as constants.
+        # Zero, from an operation that constant folding cannot evaluate: folded,
+        # the zeros of all tensors would be constants of the graph.
         zero = tf.raw_ops.VarIsInitializedOp(resource=handle)
-        # Those alike are one tensor until something is added to them.
+        # Sums of one shape and dtype share a tensor of zeros at first.
         zeros = {(x.shape, x.dtype): None for x in like}
         for shape, dtype in zeros:
             zeros[shape, dtype] = tf.fill(shape, tf.cast(zero, dtype))
         _put(handle, [zeros[x.shape, x.dtype] for x in like])
         return handle
 
-    # A function is done when its effects are. In the graph that TensorFlow
-    # builds for the gradient of a function, effects have no other order.
+    # A function call ends after its side effects. In the graph that TensorFlow
+    # builds for the gradient of a function, nothing else orders them.
     return FunctionCall(filled)()
 
 
 def add(handle: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Adds tensors to a sum. Returns a tensor that is ready afterwards."""
+    """Adds tensors to the sums.
+
+    Returns a tensor that is ready once they have been added.
+    """
     sums = [a + b for a, b in zip(take(handle, tensors), tensors, strict=True)]
     return _put(handle, sums)
 
 
 def take(handle: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns a sum, of which the variable keeps nothing.
+    """Takes the sums out of the variable, which is empty afterwards.
 
     Args:
-        handle: What `create` has returned.
-        like: As of `create`.
+        handle: Handle from `create`.
+        like: As in `create`.
     """
     packed = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.variant)
     with tf.control_dependencies([packed]):

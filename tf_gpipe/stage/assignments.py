@@ -1,4 +1,4 @@
-"""What the layers of a stage assign to their variables as they run."""
+"""The scope that records assignments of a stage's layers to variables."""
 
 import keras
 import tensorflow as tf
@@ -9,12 +9,12 @@ from tf_gpipe import upstream
 class AssignmentScope(keras.StatelessScope):
     """The stateless scope in which the layers of a stage run.
 
-    A variable that a layer assigns to keeps its value: the scope holds the new
-    one.
+    A layer's assignment leaves the variable unchanged: the scope holds the new
+    value.
 
     Args:
         state_mapping: List of pairs of a variable and its value in the scope,
-            as of `keras.StatelessScope`.
+            as `keras.StatelessScope` takes it.
         foreign: Ids of the trainable variables of other stages, which layers
             must not read.
 
@@ -36,7 +36,7 @@ class AssignmentScope(keras.StatelessScope):
         elif value.dtype.is_floating:
             before = self.get_current_value(variable)
             if before is None:
-                # Not `value`, which is cast under mixed precision.
+                # Not `variable.value`, which is cast under mixed precision.
                 before = upstream.tensorflow_variable(variable)
             value = _assigned(tf.convert_to_tensor(before), value)
         super().add_update((variable, value))
@@ -51,16 +51,18 @@ class AssignmentScope(keras.StatelessScope):
             )
         stopped = upstream.tapes_are_stopped() and not self._stopped
         if variable.trainable and stopped and id(variable) not in self.updated:
-            # A layer's own `keras.remat`, which finds the weights of what it
-            # will run again by watching which are read where they are.
+            # The layer is in a `keras.remat` of its own, which finds the
+            # weights of the function that it will rerun by watching which
+            # variables are read: so these must be read, not a tensor.
             return None
         return super().get_current_value(variable)
 
 
 def _assigned(before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """Returns `value`, with its gradient for that by what was there before.
+    """Returns `value`, whose gradient is passed on unchanged to `before`.
 
-    As of a variable: the gradient by it is that by what it holds last.
+    So it is with an assigned variable: its gradient is the gradient of the
+    value that it holds last.
     """
 
     @tf.custom_gradient

@@ -1,4 +1,4 @@
-"""Blocks of layers that repeat in a pipeline."""
+"""Blocks of layers that repeat in a model, such as Transformer blocks."""
 
 import collections
 import itertools
@@ -17,12 +17,13 @@ from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.likeness import Likeness
 
-# Calls of layers in what repeats. A longer pattern is not looked for.
+# The longest repeating pattern that is looked for, in layer calls.
 _LONGEST = 64
-# Layers in a block. More make fewer calls, and a longer trace.
+# The most layers of a block. With more there are fewer function calls, but
+# the trace is longer.
 _LAYERS = 12
-# The gradients of a block are there together before any is added to its sum.
-# So many weights do not matter, or an eighth of a stage's.
+# All gradients of a block are in memory before any is added to its sum. This is
+# accepted for this many weights, or for this share of the stage's.
 _FEW_WEIGHTS = 2**18
 _SHARE = 1 / 8
 
@@ -30,24 +31,25 @@ _SHARE = 1 / 8
 def find(
     graph: Graph, counts: Sequence[int], pieces: Sequence[int]
 ) -> list[Graph]:
-    """Returns blocks that may be alike, in the order of the pipeline.
+    """Returns the model cut into blocks, of which several may be alike.
 
-    Such as a Transformer's, or residual ones of a few calls each. In the
-    sequence of all calls patterns are found that follow upon themselves. Short
-    ones are a block several at a time.
+    Blocks are found as patterns in the sequence of layer calls that repeat
+    back to back, such as a Transformer's or residual blocks. Several
+    repetitions of a short pattern form one block.
 
         calls     E N A + N D D + N A + N D D + N A + N D D + H
         blocks    E (N A + N D D +) (N A + N D D +) (N A + N D D +) H
 
     Args:
         graph: The model.
-        counts: How many of its calls each stage has.
-        pieces: Parts of these counts, such as calls that are recomputed.
+        counts: Number of layer calls of each stage.
+        pieces: The same calls divided more finely, such as at the bounds of
+            recomputed ranges: the number of calls of each piece.
 
     Returns:
-        List of blocks, each within a piece, with one value that others take
-        and a small part of the stage's weights. Calls that repeat nothing next
-        to them are a block each.
+        List of blocks in the order of calls. Each lies within one piece, makes
+        one value that later calls take, and has a small part of the stage's
+        weights. A call that is in no repetition is a block of its own.
     """
     sequence = _Sequence(graph, counts, pieces)
     blocks = []
@@ -61,7 +63,7 @@ def find(
 
 
 def likeness_of(block: Graph) -> Likeness | None:
-    """Returns the likeness of a block: of its layers and their arguments."""
+    """Returns the `Likeness` of a block: its layers and their arguments."""
     made = [value for node in block.nodes for value in node.made]
     places = {value: i for i, value in enumerate([*block.inputs, *made])}
     calls = [_call(node, places) for node in block.nodes]
@@ -69,7 +71,7 @@ def likeness_of(block: Graph) -> Likeness | None:
 
 
 class _Sequence:
-    """The calls of a model, one after the other."""
+    """The layer calls of a model in order, in which repetitions are found."""
 
     def __init__(
         self, graph: Graph, counts: Sequence[int], pieces: Sequence[int]
@@ -87,14 +89,19 @@ class _Sequence:
         kind = np.array(
             [kinds.setdefault(_kind(x), len(kinds)) for x in graph.nodes]
         )
-        # By length: how many calls from each on are as those after the length.
+        # By pattern length: from each call on, how many consecutive calls are
+        # like the call that many places later.
         self._same = {
             length: _run_lengths(kind[length:] == kind[:-length])
             for length in range(1, min(_LONGEST, len(kind) // 2) + 1)
         }
 
     def repeated(self, start: int) -> tuple[int, int]:
-        """Returns the length of what repeats from a call on, and how often."""
+        """Returns the length and the repetitions of the pattern at a call.
+
+        Of several patterns that start there it is the one that covers the most
+        calls.
+        """
         best = 1, 1
         for length, same in self._same.items():
             times = int(same[start]) // length + 1 if start < len(same) else 1
@@ -110,11 +117,12 @@ class _Sequence:
         return best
 
     def blocks(self, start: int, end: int, length: int) -> list[Graph]:
-        """Returns the blocks of a pattern's calls, from `start` to `end`."""
+        """Returns the blocks from `start` to `end`, of a repeating pattern."""
         layers = [x.layer for x in self._graph.nodes[start : start + length]]
         size = sum(map(_num_layers, layers))
         most = max(1, _LAYERS // size)
-        # Powers of two, so that those of all stages have the same few lengths.
+        # A power of two, so that blocks of all stages have the same few
+        # lengths.
         most = 2 ** int(math.log2(most))
         found = []
         while start < end:
@@ -134,7 +142,7 @@ class _Sequence:
         return found
 
     def _is_block(self, start: int, end: int) -> bool:
-        """Returns whether calls are a block: one alone, or as `find` says."""
+        """Returns whether calls may form one block, by the rules of `find`."""
         stage = self._stage[start]
         most = max(_FEW_WEIGHTS, _SHARE * self._of_stage[stage])
         return end == start + 1 or (
@@ -144,7 +152,7 @@ class _Sequence:
         )
 
     def _taken(self, start: int, end: int) -> list[Value]:
-        """Returns the values of some calls that others take."""
+        """Returns the values made by some calls that later calls take."""
         return [
             value
             for node in self._graph.nodes[start:end]
@@ -166,28 +174,28 @@ class _Sequence:
 
 
 def _num_layers(layer: Any) -> int:
-    """Returns the number of layers within one, and itself."""
+    """Returns the number of layers within a layer, itself included."""
     if not isinstance(layer, keras.Layer):
         return 1
     return len(upstream.layers_within(layer))
 
 
 def _num_weights(layer: Any) -> int:
-    """Returns how many numbers a layer trains."""
+    """Returns the number of trainable parameters of a layer."""
     if not isinstance(layer, keras.Layer):
         return 0
     return sum(math.prod(v.shape) for v in layer.trainable_variables)
 
 
 def _kind(node: Node) -> Hashable:
-    """Returns what calls must have in common to be alike."""
+    """Returns a key that is equal for calls that are alike."""
     places = {value: i for i, value in enumerate(node.inputs)}
     found = likeness.of(_call(node, places))
     return node if found is None else found.form
 
 
 def _call(node: Node, places: dict[Value, int]) -> tuple:
-    """Returns a call, with places of values in place of them."""
+    """Returns a call as a tuple, in which numbers stand for the values."""
     arguments = keras.tree.map_structure(
         lambda x: ("value", places[x]) if isinstance(x, Value) else x,
         (node.args, node.kwargs),
@@ -196,7 +204,7 @@ def _call(node: Node, places: dict[Value, int]) -> tuple:
 
 
 def _run_lengths(same: np.ndarray) -> np.ndarray:
-    """Returns how many elements from each one on are true."""
+    """Returns, for each element, how many consecutive ones from it are true."""
     lengths = np.zeros(len(same) + 1, int)
     for i in reversed(range(len(same))):
         lengths[i] = lengths[i + 1] + 1 if same[i] else 0

@@ -1,4 +1,4 @@
-"""The layers of a stage as a pure function, and its gradient by a tape."""
+"""The layers of a stage as a pure function, with its gradient from a tape."""
 
 from collections.abc import Callable
 from collections.abc import Collection
@@ -29,7 +29,7 @@ from tf_gpipe.stage.tensorflow_state import written
 
 
 class Result(NamedTuple):
-    """What a stage makes of one micro-batch."""
+    """The outputs, losses and state updates of a stage for one micro-batch."""
 
     outputs: Activations
     losses: list[tf.Tensor]  # of `add_loss` and activity regularisers
@@ -37,33 +37,35 @@ class Result(NamedTuple):
 
     @property
     def targets(self) -> list[tf.Tensor]:
-        """All that may have a gradient: parts of outputs, then losses."""
+        """Tensors that may have a gradient: parts of outputs, then losses."""
         return self.outputs.parts() + self.losses
 
 
 class StageFunction:
     """The layers of a stage as a pure function: state in, state out.
 
-    Nothing is assigned while it runs, so running it once more (to recompute
-    what the backward pass needs) has no effect and gives the same result. It
-    reads the weights that the stage owns where they are. State and weights
-    borrowed from another stage come in as tensors.
+    It assigns no variable, so a second run (recomputation for the backward
+    pass) has no effect and gives the same result. It reads the weights that
+    the stage owns from their variables. State, and weights borrowed from
+    another stage, are passed in as tensors.
 
     Args:
-        stage: Whose layers it runs.
+        stage: The `Stage` whose layers it runs.
         carried: Variables whose values are passed in, `keras.Variable`s and
             `TensorFlowState`s.
         training: `None` for Keras's default.
-        stopped: Those of the stage's inputs that need no gradient.
+        stopped: The inputs of the stage that need no gradient.
         foreign: Ids of variables of other stages that it must not read.
 
     Attributes:
-        borrowed: The places in `carried` of weights, not state.
+        borrowed: Indices in `carried` of trainable weights (the rest is
+            state).
         updated: The variables whose new values `Result.updates` holds, known
             after the first pass.
-        added: Where each of `Result.losses` comes from, known then too.
-        ends: How many operations the graph had when the layers were run last:
-            before them, then after each of the stage's calls.
+        added: The origin of each of `Result.losses`, known after the first
+            pass.
+        ends: Numbers of operations that the graph had in the last run: before
+            the first layer, then after each of the stage's calls.
     """
 
     def __init__(
@@ -86,10 +88,11 @@ class StageFunction:
         self._weights = [
             v for v in stage.trainable(stage.owned) if id(v) not in ids
         ]
-        # Those of the carried values that have a gradient.
+        # The carried values that have a gradient.
         ids = {id(v) for v in stage.trainable(carried)}
         self.borrowed = [i for i, v in enumerate(carried) if id(v) in ids]
-        # Frozen weights: TensorFlow would compute gradients for them.
+        # Frozen weights, whose `tf.Variable`s are trainable: without
+        # `tf.stop_gradient` TensorFlow would compute gradients for them.
         ids = {id(v) for v in [*carried, *self._weights]}
         self._frozen = [
             v for v in stage.owned if id(v) not in ids and v.value.trainable
@@ -117,7 +120,7 @@ class StageFunction:
         ]
         mapping = [x for x in pairs if not isinstance(x[0], TensorFlowState)]
         others = [x for x in pairs if isinstance(x[0], TensorFlowState)]
-        # Not what a scope around this one has for them.
+        # The variables' own values, not those that an outer scope maps them to.
         mapping += [
             (v, tf.stop_gradient(upstream.tensorflow_variable(v)))
             for v in self._frozen
@@ -127,8 +130,8 @@ class StageFunction:
 
         def after(node):
             ends.append(_num_operations())
-            # Layer by layer: a layer that is called again clears what it has
-            # added to the scope before.
+            # After each call: when a layer is called again, Keras clears the
+            # losses that it has added to the scope.
             for i, loss in enumerate(scope.losses):
                 losses.append(loss)
                 added.append(AddedLoss(node, i, adder(node.layer, loss)))
@@ -159,8 +162,9 @@ class StageFunction:
             updates += [v.value.read_value() for v in assigned]
             outputs = tuple(values[value] for value in self.stage.outputs)
             result = Result(Activations.of(outputs), losses, updates)
-            # Each a tensor of its own, and of this graph, as updates are:
-            # layers may return one twice, or one that they have from elsewhere.
+            # Each result is a distinct tensor of this graph, as updates are
+            # already: a layer may return one tensor twice, or a tensor of
+            # another graph.
             found = tensors((result.outputs, losses))
             own = list(map(tf.identity, found))
             return filled(result, own + updates)
@@ -168,7 +172,7 @@ class StageFunction:
     def _assigned(
         self, states: list[TensorFlowState], before: int
     ) -> list[TensorFlowState]:
-        """Returns those of `states` that layers may have assigned to.
+        """Returns the variables in `states` that layers may have assigned to.
 
         Raises:
             ValueError: If layers have assigned to other variables.
@@ -191,22 +195,23 @@ class StageFunction:
         repeatable: bool = False,
         instead: Instead = in_line,
     ) -> tuple[Result, Callable[[list], tuple[list, list]]]:
-        """Runs the stage under a tape, which is the store of activations.
+        """Runs the stage under a tape, which keeps its activations.
 
         Args:
-            inputs: What the stage takes.
-            carried: The values of `carried`.
+            inputs: The inputs of the stage.
+            carried: The values of the variables `carried`.
             remat: Whether the gradient runs the stage once more, instead of
                 keeping activations.
             repeatable: Whether the gradient may be asked for more than once.
-            instead: What runs layers in place of their calls; without remat.
+            instead: `Instead` that runs layers in place of their calls; not
+                used with `remat`.
 
         Returns:
-            Tuple of the `Result` and its gradient: a function from a tensor or
-            `None` for each of `Result.targets` to a list with a gradient or
-            `None` for each part of the inputs, and a list of pairs of a
-            variable and a gradient of it; a variable with several has their
-            sum.
+            Tuple of the `Result` and its gradient function. That takes a
+            gradient or `None` for each of `Result.targets`, and returns a list
+            with a gradient or `None` for each part of the inputs, and a list
+            of pairs of a variable and its gradient. The gradient of a variable
+            that is in several pairs is their sum.
         """
         flat = inputs.parts()
         stopped = self._stopped_parts(inputs)
@@ -216,7 +221,9 @@ class StageFunction:
             if x.dtype.is_floating and not stopped[i]
         ]
         borrowed = [self.carried[i] for i in self.borrowed]
-        # The borrowed ones twice: see `AssignmentScope.get_current_value`.
+        # Borrowed weights are sources twice, as the tensor passed in and as the
+        # variable, which a layer's own `keras.remat` reads: see
+        # `AssignmentScope.get_current_value`.
         variables = [*borrowed, *borrowed, *self._weights]
         sources = [flat[i] for i in by_input]
         sources += [carried[i] for i in self.borrowed]
@@ -248,7 +255,7 @@ class StageFunction:
             input_gradients: list = [None] * len(flat)
             for i, x in zip(by_input, found, strict=False):
                 if x is not None:
-                    # Those of a gather along the rows are sparse.
+                    # The gradient of a gather along the rows is sparse.
                     input_gradients[i] = tf.convert_to_tensor(x)
             pairs = zip(variables, found[len(by_input) :], strict=True)
             return input_gradients, [(v, x) for v, x in pairs if x is not None]
@@ -264,12 +271,12 @@ class StageFunction:
         ]
 
     def _rematerialized(self, inputs: Activations, carried: list) -> Result:
-        """As a call, whose gradient runs it once more for activations.
+        """Runs the stage so that its gradient recomputes the activations.
 
         `tf.recompute_grad` makes the arguments of the recomputation depend on
-        the gradient that arrives, by arithmetic, so they must be
-        floating-point. Where a stage takes integers, a token of zero carries
-        the dependency.
+        the incoming gradient by arithmetic, so they must be floating-point.
+        If all inputs of a stage are integers, a zero of type float is added to
+        them, which carries the dependency.
         """
         given = inputs.parts()
         floats = [i for i, x in enumerate(given) if x.dtype.is_floating]
@@ -288,8 +295,9 @@ class StageFunction:
             weights = args[len(args) - len(self.borrowed) :]
             for i, x in zip(self.borrowed, weights, strict=True):
                 values[i] = x
-                # Their gradients are asked for too: a layer's own `keras.remat`
-                # reads them where they are, but here not before the gradient.
+                # The gradients by these variables are asked for too: a layer's
+                # own `keras.remat` reads the variables themselves, but under
+                # `tf.recompute_grad` not before the gradient runs.
                 upstream.watch_as_read(self.carried[i].value)
             structure = self(inputs.with_parts(xs), values)
             leaves = keras.tree.flatten(structure)
@@ -305,9 +313,9 @@ class StageFunction:
 
 
 def _differentiable_first(leaves: list) -> list[int]:
-    """Returns the places of the tensors in `leaves`, those of floats first.
+    """Returns the indices of tensors in `leaves`, floating-point ones first.
 
-    Without strings, which `tf.custom_gradient` cannot return.
+    Strings are left out, which `tf.custom_gradient` cannot return.
     """
     return sorted(
         (
@@ -320,7 +328,7 @@ def _differentiable_first(leaves: list) -> list[int]:
 
 
 def _num_operations() -> int:
-    """Returns how many operations the graph has that is being traced."""
+    """Returns the number of operations of the graph being traced, or 0."""
     if tf.executing_eagerly():
         return 0
     return len(tf.compat.v1.get_default_graph().get_operations())

@@ -1,4 +1,4 @@
-"""Calls of one function, many times in a graph."""
+"""A function that a graph calls many times."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -19,27 +19,27 @@ _GRADIENT = "PipelineFunctionCall"
 class FunctionCall:
     """A function that a graph calls many times: traced once, never inlined.
 
-    It does what a `tf.function` does, for less time at each call: TensorFlow
-    infers the shapes of all that is in a function again at each call of it.
-    Here the call says that it need not.
+    It does what a `tf.function` does, but each call is faster to trace:
+    TensorFlow infers the shapes of a function's body again at each call of it,
+    and this call is marked so that it does not.
 
-    TensorFlow also goes through the body of each function that a graph calls
-    several times, while it optimises the graph. A long body should be one
-    call more away.
+    While TensorFlow optimises a graph, it also goes through the body of each
+    function that the graph calls several times. A long body should therefore
+    be in a function that this one calls.
 
-    A gradient tape does not see such a call, and a gradient of a graph that
-    has one fails.
+    A gradient tape does not record such a call, and the gradient of a graph
+    that has one fails.
 
-    TensorFlow runs calls that have side effects in the order of the program:
-    those that take the same variable, and all others one after another, on
-    whatever devices they are. So that stages do not wait for each other, a
-    call that takes no variable is in no order but that of its inputs.
+    TensorFlow runs calls with side effects in program order: calls that take
+    the same variable, and all that take no variable, one after another, even
+    on different devices. So that stages do not wait for each other, a call
+    that takes no variable is ordered by its inputs alone.
 
     Args:
-        function: From nested structures of tensors to another one.
-        stateless: Whether to say that it has no side effects even if it has
-            some: it runs if its result is used.
-        optimized: Whether TensorFlow optimises what is in it.
+        function: Maps nested structures of tensors to another one.
+        stateless: Whether to mark the call as free of side effects, even if it
+            has some: then it runs only if its result is used.
+        optimized: Whether TensorFlow optimises the function's body.
         jit_compile: Whether XLA compiles it.
     """
 
@@ -58,10 +58,10 @@ class FunctionCall:
         self._stateful: dict[Any, bool] = {}
 
     def __call__(self, *args: Any) -> Any:
-        # Without device functions around it, such as that of `evaluate`, by
-        # which TensorFlow would put what is traced where the inputs of the
-        # first call are. Of calls elsewhere it would send tensors between
-        # devices then, and take those of one call for those of another.
+        # Outside of device functions, such as that of `evaluate`, which would
+        # place the traced operations on the devices of the first call's
+        # inputs. Calls on other devices would then send tensors between
+        # devices, and TensorFlow would mix up the tensors of different calls.
         with tf.device(None):
             concrete = self._function.get_concrete_function(*args)
         graph = tf.compat.v1.get_default_graph()
@@ -92,8 +92,9 @@ class FunctionCall:
 def _fail(op: tf.Operation | None, *args: tf.Tensor) -> list:
     """A gradient that fails where it runs.
 
-    TensorFlow traces it for persistent tapes, which need not run it. And when
-    it saves the function: then it gives no operation, but the inputs.
+    TensorFlow traces it for persistent tapes, even if it never runs. It also
+    traces it when it saves the function: then it passes no operation, but the
+    inputs.
     """
     inputs = args if op is None else op.inputs
     check = tf.debugging.Assert(False, [NO_SECOND_DERIVATIVES])
@@ -104,7 +105,7 @@ def _fail(op: tf.Operation | None, *args: tf.Tensor) -> list:
 
 
 def flatten(structure: Any) -> list:
-    """Returns the leaves of a nested structure, the parts of slices too."""
+    """Returns the leaves of a nested structure, `IndexedSlices` taken apart."""
     return tf.nest.flatten(structure, expand_composites=True)
 
 
@@ -114,7 +115,7 @@ def tensors(structure: Any) -> list[tf.Tensor]:
 
 
 def filled(structure: Any, values: Sequence[tf.Tensor]) -> Any:
-    """Returns a nested structure with other tensors, `None`s left out."""
+    """Returns a nested structure with new tensors; `None`s stay `None`."""
     leaves = flatten(structure)
     places = [i for i, x in enumerate(leaves) if x is not None]
     for i, x in zip(places, values, strict=True):

@@ -21,20 +21,21 @@ class GradientSum:
 
     def __init__(self, several: bool):
         self._several = several
-        # All by the ids of variables: a variable's gradients may be of
-        # several kinds, since those of an embedding are sparse or not.
+        # Keys are ids of variables. A variable may be in several of these: an
+        # embedding may have sparse and dense gradients.
         self._dense: dict[int, tf.Tensor] = {}
         self._sparse: dict[int, list[tf.IndexedSlices]] = {}
-        # By the numbers of lookups in their stage.
+        # Keys are the indices of lookups in their stage.
         self._repeated: dict[int, tuple[int, tf.IndexedSlices]] = {}
-        # The variables, a handle, and what is ready once all have been added.
+        # The variables, the handle of their accumulator, and tensors that are
+        # ready once all gradients have been added.
         self._placed: dict[tuple, tuple[Sequence, tf.Tensor, list]] = {}
 
     def place(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-        """Returns where functions may add dense gradients themselves.
+        """Returns the accumulator to which functions add dense gradients.
 
-        List of the handle of an accumulator; or an empty one, if there is
-        nothing to add.
+        A list of its handle; an empty list if there is nothing to add, because
+        there is one micro-batch or no variable.
         """
         if not self._several or not variables:
             return []
@@ -45,15 +46,24 @@ class GradientSum:
         return [self._placed[key][1]]
 
     def added(self, variables: Sequence[keras.Variable], done: list) -> None:
-        """Takes tensors that are ready once a function has added gradients."""
+        """Notes that a function has added gradients to the accumulator.
+
+        Args:
+            variables: As in `place`.
+            done: List of tensors that are ready once they have been added.
+        """
         self._placed[tuple(map(id, variables))][2][:] = done
 
     def add(
         self, gradients: Iterable[tuple[keras.Variable, Any]]
     ) -> list[tf.Tensor]:
-        """Adds gradients of one micro-batch, dense or sparse, by variable.
+        """Adds gradients of one micro-batch, dense or sparse.
 
-        Returns tensors that are ready once all gradients have been added.
+        Args:
+            gradients: Pairs of a variable and its gradient.
+
+        Returns:
+            List of tensors that are ready once all gradients have been added.
         """
         done = []
         for variable, x in gradients:
@@ -102,12 +112,15 @@ def of_devices(
     pipeline: Pipeline,
     sums: Iterable[tuple[str, Iterable[keras.Variable], GradientSum]],
 ) -> dict[int, Any]:
-    """Returns sums made on several devices, by the ids of their variables.
+    """Adds up the sums of several devices, each on its variable's device.
 
     Args:
-        pipeline: The pipeline, which knows where variables are.
-        sums: A device, the variables that may have a gradient there, and the
-            sums that were made there.
+        pipeline: The `Pipeline`, which knows the device of each variable.
+        sums: Triples of a device, the variables that may have a gradient
+            there, and the `GradientSum` of that device.
+
+    Returns:
+        Dict from the ids of variables to their gradients.
     """
     totals: dict[int, Any] = {}
     for device, variables, gradient_sum in sums:

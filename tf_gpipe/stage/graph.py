@@ -1,4 +1,4 @@
-"""A model as calls of layers, in an order that can be cut into stages."""
+"""A model as an ordered list of layer calls that can be cut into stages."""
 
 import dataclasses
 import functools
@@ -16,9 +16,13 @@ from tf_gpipe import upstream
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """What one call of a layer hands to others."""
+    """A result of a layer call, or an input of the model.
 
-    # Nested structure of `KerasTensor`s that it is like; `None` if not known.
+    It stands for the tensors, which are known when the layers run.
+    """
+
+    # Shapes and dtypes: nested structure of `KerasTensor`s, or `None` if not
+    # known.
     spec: Any = None
 
     @property
@@ -31,13 +35,13 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Taken:
-    """A value as a model within the model takes it, an input of that.
+    """A value as input of a nested model, converted as that model does it.
 
     Attributes:
-        value: The `Value`; or `Taken`, by a model around this one.
+        value: The `Value`; or a `Taken` of the model around this one.
         mask: Likewise, the mask that the call was given; `None` without one.
-        model: The Keras model that takes it.
-        place: Which of the model's inputs it is.
+        model: The nested Keras model.
+        place: Index of the model's input.
     """
 
     value: "Value | Taken"
@@ -47,24 +51,28 @@ class Taken:
 
     @property
     def values(self) -> list[Value]:
-        """The values that it follows from."""
+        """The values that it depends on."""
         masks = [] if self.mask is None else self.mask.values
         return [*self.value.values, *masks]
 
     def content(self, contents: Mapping[Value, Any]) -> Any:
-        """Returns what the layers of the model get, given all contents."""
+        """Returns the tensor that the model's layers get.
+
+        Args:
+            contents: Mapping from `Value`s to their tensors.
+        """
         mask = None if self.mask is None else self.mask.content(contents)
         x = self.value.content(contents)
         return upstream.taken(self.model, self.place, x, mask)
 
     @property
     def spec(self) -> keras.KerasTensor:
-        """What it is like."""
+        """The `KerasTensor` of the model's input."""
         return upstream.graph_of(self.model).inputs[self.place]
 
     @property
     def unchanged(self) -> Value | None:
-        """The value, if its content is what the layers of the model get."""
+        """The value if the nested model does not convert it, else `None`."""
         before = self.value
         value = before if isinstance(before, Value) else before.unchanged
         same = (
@@ -82,11 +90,11 @@ class Node:
 
     Attributes:
         layer: Keras layer, or another Keras operation.
-        args: Tuple of its arguments, nested structures with `Value`s, or
-            values as `Taken`, where the call gets tensors.
+        args: Tuple of its arguments, nested structures with a `Value` or
+            `Taken` in place of each tensor.
         kwargs: Dictionary of its keyword arguments, likewise.
-        outputs: `Value` of all that it returns; or a list with a `Value` for
-            each tensor of it, up to the last one that is used.
+        outputs: One `Value` for all tensors that it returns; or a list with a
+            `Value` for each of them, up to the last one that is used.
     """
 
     layer: Any
@@ -96,14 +104,14 @@ class Node:
 
     @property
     def inputs(self) -> list[Value]:
-        """The values that it takes, each once."""
+        """The values that the call takes, each once."""
         leaves = keras.tree.flatten((self.args, self.kwargs))
         found = [x.values for x in leaves if isinstance(x, (Value, Taken))]
         return list(dict.fromkeys(itertools.chain(*found)))
 
     @property
     def made(self) -> list[Value]:
-        """The values that it makes."""
+        """The values that the call makes."""
         return keras.tree.flatten(self.outputs)
 
     def arguments(self, values: Mapping[Value, Any]) -> tuple[tuple, dict]:
@@ -111,14 +119,18 @@ class Node:
         return self.filled(lambda x: x.content(values))
 
     def filled(self, function: Callable) -> tuple[tuple, dict]:
-        """Returns the arguments, with a function of each value or `Taken`."""
+        """Returns `args` and `kwargs`, `function` applied to each value."""
         return keras.tree.map_structure(
             lambda x: function(x) if isinstance(x, (Value, Taken)) else x,
             (self.args, self.kwargs),
         )
 
     def contents(self, results: Any) -> Iterator[tuple[Value, Any]]:
-        """Returns what each of `made` holds, given what the layer returns."""
+        """Returns pairs of a value in `made` and its tensors.
+
+        Args:
+            results: Return value of the layer.
+        """
         if isinstance(self.outputs, Value):
             return iter([(self.outputs, results)])
         found = keras.tree.flatten(results)
@@ -130,15 +142,17 @@ class Node:
                 "`compute_output_spec` or `compute_output_shape` has told. "
                 "They must agree."
             )
-        # Of more than its spec tells, Keras takes the first ones.
+        # If a layer returns more tensors than its spec has, Keras takes the
+        # first ones.
         return zip(self.outputs, found, strict=False)
 
     def run(self, values: dict[Value, Any], call: Callable = lambda f: f):
-        """Calls the layer, and adds what it makes to `values`.
+        """Calls the layer, and adds its results to `values`.
 
         Args:
-            values: Dictionary from `Value`s to their contents.
-            call: Function from the layer to what is called in its place.
+            values: Dictionary from `Value`s to their tensors.
+            call: Function from the layer to the callable that is called in its
+                place.
         """
         args, kwargs = self.arguments(values)
         values.update(self.contents(call(self.layer)(*args, **kwargs)))
@@ -146,14 +160,16 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """The calls of layers that make up a model, or a part of one.
+    """The layer calls of a model, or of a part of one.
 
     Attributes:
-        nodes: List of `Node`s, each after those that make its inputs.
-        inputs: List of the `Value`s that come from elsewhere.
-        outputs: Nested structure of the `Value`s that the model returns. Of a
-            part, list of those that later parts need; of the last one, all
-            that the model returns, even if others have made it.
+        nodes: List of `Node`s, each after the nodes that make its inputs.
+        inputs: List of the `Value`s that it takes and that none of its nodes
+            make.
+        outputs: Nested structure of the `Value`s that the model returns. For a
+            part, list of the values that later parts need; for the last part,
+            list of all values that the model returns, even if earlier parts
+            make them.
     """
 
     nodes: list[Node]
@@ -167,7 +183,7 @@ class Graph:
 
     @property
     def models(self) -> list[keras.Model]:
-        """The models within the model that have been opened."""
+        """The nested models whose layers are nodes of this graph."""
         found = []
         for node in self.nodes:
             for x in keras.tree.flatten((node.args, node.kwargs)):
@@ -178,26 +194,30 @@ class Graph:
 
     @functools.cached_property
     def last(self) -> dict[Value, int]:
-        """The number of the last node that takes a value.
+        """Index of the last node that takes each value.
 
-        Of those that the model returns it is the number of nodes.
+        For a value that the model returns it is the number of nodes.
         """
         last = {x: i for i, node in enumerate(self.nodes) for x in node.inputs}
         return last | dict.fromkeys(self.returned, len(self.nodes))
 
     @functools.cached_property
     def passed_on(self) -> bool:
-        """Whether layers take a value that the model returns, too."""
+        """Whether a layer takes a value that the model also returns."""
         taken = {value for node in self.nodes for value in node.inputs}
         return not taken.isdisjoint(self.returned)
 
     def parts(self, counts: Sequence[int]) -> "list[Graph]":
-        """Returns the graph cut into parts of so many consecutive nodes."""
+        """Returns the graph cut into parts of consecutive nodes.
+
+        Args:
+            counts: Number of nodes of each part.
+        """
         bounds = itertools.accumulate(counts, initial=0)
         return [self._part(*ends) for ends in itertools.pairwise(bounds)]
 
     def infer_specs(self) -> None:
-        """Gives each value the spec that the built layers tell."""
+        """Sets the spec of each value, as the built layers compute it."""
         specs = {value: value.spec for value in self.inputs}
         for node in self.nodes:
             node.run(specs, lambda layer: layer.compute_output_spec)
@@ -207,8 +227,8 @@ class Graph:
     def crossing(self) -> list[list[Value]]:
         """Returns, for each place between two nodes, the values that cross it.
 
-        Those are made before it and needed after it. What the model is given
-        does not count: it comes from elsewhere anyway.
+        These are made before that place and needed after it. Inputs of the
+        model are left out, since no stage makes them.
         """
         crossing = []
         last = self.last

@@ -1,4 +1,4 @@
-"""Layers that differ in the values of their weights alone."""
+"""Comparison of layers: which differ only in the values of their weights?"""
 
 import inspect
 import types
@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 
-# What is compared by its value.
+# Types of objects that are compared by value.
 _VALUES = (
     type(None),
     bool,
@@ -29,7 +29,7 @@ _VALUES = (
     tf.DType,
     tf.TensorShape,
 )
-# Of which the attributes are compared.
+# Types of objects whose attributes are compared.
 _OBJECTS = (
     keras.Operation,
     keras.InputSpec,
@@ -38,30 +38,33 @@ _OBJECTS = (
     keras.DTypePolicy,
 )
 
-# Whose classes keep to what a layer holds.
+# Packages whose layer classes use no state beside a layer's attributes.
 _LIBRARIES = ("builtins", "keras", "tensorflow")
 
 
 class Likeness(NamedTuple):
-    """Layers but for the values of their weights.
+    """A key to compare layers by, and the layers' variables in order.
 
-    Those with equal forms do the same with their variables, one by one.
+    Layers with equal forms compute the same function of their variables, taken
+    in this order.
     """
 
     form: Hashable
     variables: list[keras.Variable]
-    # Whether all of it is of Keras: other code may know what no form tells.
+    # Whether all classes and functions are of Keras or TensorFlow: other code
+    # may use state that the form does not contain.
     of_keras: bool
 
 
 def of(layers: Any) -> Likeness | None:
-    """Returns the likeness of layers, or `None` if it is not known.
+    """Returns the `Likeness` of layers, or `None` if they cannot be compared.
 
-    As of one that has an attribute of a kind that may do anything.
+    A layer cannot be compared if it has an attribute of an unknown type, which
+    may do anything.
 
     Args:
-        layers: A layer, or a nested structure of layers and of what else must
-            be alike, such as arguments of their calls.
+        layers: A layer, or a nested structure of layers and of other objects
+            that must be equal too, such as arguments of their calls.
     """
     walk = _Walk()
     try:
@@ -72,9 +75,9 @@ def of(layers: Any) -> Likeness | None:
 
 
 class Itself:
-    """A hashable stand-in of an object, which is like itself alone.
+    """A hashable wrapper that compares an object by identity.
 
-    It keeps the object, so that no other one gets its id.
+    It keeps the object alive, so that no other object gets its id.
     """
 
     def __init__(self, x: Any):
@@ -92,15 +95,17 @@ class _UnknownKindError(Exception):
 
 
 class _Walk:
-    """A walk through all that a layer holds."""
+    """A recursive walk through the attributes of layers, making their form."""
 
     def __init__(self) -> None:
         self.variables: list[keras.Variable] = []
         self.of_keras = True
-        # By id: number, and the object, so that no other one gets the id.
+        # By id: the object's number, and the object itself, which is kept
+        # alive so that no other one gets its id.
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def form(self, x: Any) -> Hashable:
+        """Returns the form of an object; notes the variables in it."""
         if isinstance(x, _VALUES):
             return type(x), repr(x) if isinstance(x, (slice, float)) else x
         is_function = isinstance(x, types.FunctionType) and not x.__closure__
@@ -134,16 +139,16 @@ class _Walk:
 
 
 def _is_of_library(x: Any) -> bool:
-    """Returns whether a class, a function or a module is of a library."""
+    """Returns whether a class, function or module is in `_LIBRARIES`."""
     name = x.__name__ if inspect.ismodule(x) else x.__module__
     return name.split(".")[0] in _LIBRARIES
 
 
 def _is_plain(kind: type) -> bool:
-    """Returns whether methods know no more of a layer than its attributes.
+    """Returns whether the methods of a class use the layer's attributes only.
 
-    Not its name, nor what is around the class, where a method might note
-    something as it is called.
+    That is, neither the layer's name nor objects in a closure, where a method
+    might store something when it is called.
     """
     return all(
         _knows_attributes_alone(method)
@@ -155,15 +160,15 @@ def _is_plain(kind: type) -> bool:
 
 
 def _knows_attributes_alone(member: Any) -> bool:
-    """Returns whether that is known of a member of a class."""
+    """Returns whether a member of a class is such a method, or no method."""
     method = getattr(member, "fget", getattr(member, "__func__", member))
     if not isinstance(method, types.FunctionType):
-        # Such as a `tf.function`, around a method that nobody sees.
+        # A callable such as a `tf.function` hides the method that it wraps.
         return isinstance(method, type) or not callable(method)
     try:
         around = [cell.cell_contents for cell in method.__closure__ or ()]
     except ValueError:
-        # What it is around has no value yet.
+        # A variable of the closure has no value yet.
         return False
     return "name" not in method.__code__.co_names and all(
         isinstance(x, (type, types.FunctionType, types.ModuleType, *_VALUES))

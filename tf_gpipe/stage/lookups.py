@@ -1,15 +1,16 @@
-"""Gradients of lookups in embeddings, as the plain model has them.
+"""Sparse gradients of embedding lookups, with the slices of the plain model.
 
 The gradient of a lookup has a slice for each row that was looked up, and some
 optimizers square the slices before they add those of one row. So there must
-be as many as in the plain model. A lookup of tokens has slices of its own in
-each micro-batch:
+be as many slices as in the plain model. A lookup of tokens has slices of its
+own in each micro-batch, which are concatenated:
 
     micro-batch 0    slices of rows 3 1 4         mini-batch: 3 1 4 1 5 9
     micro-batch 1    slices of rows 1 5 9
 
-A lookup that does not depend on the samples, such as that of positions, has
-one for the whole batch, so that those of micro-batches have to be added:
+A lookup that does not depend on the samples, such as that of positions, is the
+same in each micro-batch. The plain model does it once for the whole batch, so
+the slices of micro-batches are added:
 
     micro-batch 0    slices of rows 0 1 2         mini-batch: 0 1 2
     micro-batch 1    slices of rows 0 1 2
@@ -46,10 +47,10 @@ def find(
 
     Args:
         traced: The trace.
-        inputs: The tensors of the trace that the stage takes, with rows.
+        inputs: Tensors of the trace for the stage's inputs, which have rows.
         carried: The other tensors that the trace is fed.
-        gradients: Pairs of a variable and a gradient. One that is of several
-            lookups makes several `Lookup`s.
+        gradients: Pairs of a variable and a gradient. A gradient that joins
+            several lookups makes several `Lookup`s.
     """
     return [
         Lookup(
@@ -66,7 +67,7 @@ def find(
 def divided(
     slices: tf.IndexedSlices, lookups: Sequence[Lookup]
 ) -> list[tf.IndexedSlices]:
-    """Returns the slices of each of the lookups that make up a gradient."""
+    """Splits a gradient into the slices of each of its lookups."""
     sizes = [x.slices.indices.shape[0] for x in lookups]
     return [
         tf.IndexedSlices(*pair, slices.dense_shape)
@@ -79,7 +80,7 @@ def divided(
 
 
 def _parts(slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
-    """Returns the slices of each of the lookups that a tape has joined."""
+    """Splits a gradient in a trace into those that the tape has joined."""
     of_lookups = [x.op for x in (slices.values, slices.indices)]
     if any(op.type != "ConcatV2" for op in of_lookups):
         return [slices]
@@ -100,11 +101,16 @@ def _is_repeated(
     carried: Sequence[tf.Tensor],
     indices: tf.Tensor,
 ) -> bool:
+    """Returns whether a lookup is the same in each micro-batch.
+
+    That is, its indices depend on no sample and no random number, and are not
+    looked up once for each row.
+    """
     by_value = followed_values(indices)
     fed = [*inputs, *carried]
     if any(x.op in by_value for x in fed) or traced.draws(by_value):
         return False
-    # They may still be made for each row: how many are there?
+    # The indices may still be repeated for each row: their number shows it.
     rows = [x.shape[0] for x in inputs if x.shape.rank]
     fixed = [n for n in rows if n is not None]
     if len(fixed) == len(rows):
@@ -124,9 +130,9 @@ def _computed(
     indices: tf.Tensor,
     rows: int,
 ) -> np.ndarray:
-    """Returns indices that follow from shapes alone.
+    """Returns the values of indices that depend only on shapes of inputs.
 
-    Sizes that are not known are `rows`.
+    Dimensions of unknown size are taken as `rows`.
     """
     part = traced.part(inputs, [indices])
 

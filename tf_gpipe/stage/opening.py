@@ -1,10 +1,11 @@
-"""The graph of a Keras model, in which the models within it are opened.
+"""The graph of a Keras model, with nested models replaced by their layers.
 
-Keras runs a functional model, or a `Sequential`, that another model calls as a
-layer through its graph: so its layers can be calls of the outer one's graph,
-and be cut. What the call of the model does beside that comes along: `Taken` is
-what it does to its inputs, and `training=` goes on to the calls of the layers.
-The model stays Keras's for all else: its name, files and summary.
+When a model calls a functional model or a `Sequential` as a layer, Keras runs
+the nested model's graph. So its layer calls can be nodes of the outer model's
+graph, which may be cut between them: the nested model is opened. The other
+effects of the nested call are kept: `Taken` converts its inputs as the nested
+model does, and `training=` is passed on to the layers. In all else (name,
+files, summary) the nested model is unchanged.
 """
 
 from collections.abc import Iterable
@@ -22,9 +23,13 @@ from tf_gpipe.stage.graph import Value
 def chain(layers: Iterable[keras.Layer], inputs: Any) -> Graph:
     """Returns the graph of layers that are called one after another.
 
-    Between two of them is one value: all that a layer returns, tensors in any
-    nested structure. Of these values no spec is known. `inputs` is what the
-    first layer is called on, a nested structure of `KerasTensor`s.
+    Between two layers is one `Value` for all that the first one returns,
+    tensors in any nested structure. Its spec is not known.
+
+    Args:
+        layers: The layers.
+        inputs: Nested structure of `KerasTensor`s that the first layer is
+            called on.
     """
     first = Value(inputs)
     nodes, returned = _in_a_row(layers, first)
@@ -34,14 +39,15 @@ def chain(layers: Iterable[keras.Layer], inputs: Any) -> Graph:
 def functional(model: keras.Model) -> Graph:
     """Returns the graph of a functional model, or of a built `Sequential`.
 
-    A value is one tensor. Nodes are in the order in which Keras runs them: a
-    layer comes as late as those that need it allow, within its model.
+    A value is one tensor. Nodes are in the order in which Keras runs them:
+    within its model, a layer comes as late as the layers that take its results
+    allow.
     """
     graph = upstream.graph_of(model)
     values: dict[int, Any] = {id(x): Value(x) for x in graph.inputs}
     inputs = list(values.values())
     nodes = _read(model, values, None)
-    # A list of one output is that output, as Keras has it.
+    # Keras returns the output itself in place of a list of one output.
     returned = upstream.unpack_singleton(
         keras.tree.map_structure(
             lambda x: _value(values[id(x)]), upstream.outputs_of(graph)
@@ -50,7 +56,8 @@ def functional(model: keras.Model) -> Graph:
     used = {x for node in nodes for x in node.inputs}
     used.update(keras.tree.flatten(returned))
     for node in nodes:
-        # What a layer need not return, although its spec tells it.
+        # A last output in the spec that nothing uses: the layer may return
+        # fewer tensors than its spec has.
         while isinstance(node.outputs, list) and (
             node.outputs and node.outputs[-1] not in used
         ):
@@ -59,9 +66,9 @@ def functional(model: keras.Model) -> Graph:
 
 
 def num_calls(layers: Iterable[keras.Layer]) -> int:
-    """Returns how many calls there are of layers that are called in a row.
+    """Returns the number of nodes of `chain(layers, ...)`.
 
-    Of a `Sequential` that is not built yet, if all of it can be opened.
+    For a `Sequential` that is not built yet, if all of it can be opened.
     """
     return sum(map(_num_calls, layers))
 
@@ -79,10 +86,12 @@ def _num_calls(layer: keras.Layer) -> int:
 def _in_a_row(
     layers: Iterable[keras.Layer], given: Any
 ) -> tuple[list[Node], Any]:
-    """Returns the calls of layers one after another, and what they return.
+    """Returns the nodes of layers called one after another, and the result.
 
-    `given` is what the first of them is called on: a `Value` or a nested
-    structure of them, as is what is returned.
+    Args:
+        layers: The layers.
+        given: `Value` that the first layer is called on, or a nested structure
+            of them. So is the result.
     """
     nodes: list[Node] = []
     for layer in layers:
@@ -96,13 +105,18 @@ def _in_a_row(
 
 
 def _within(layer: keras.Layer, given: Any) -> tuple[list[Node], Any] | None:
-    """Returns the calls in one of the layers of a row, if it can be opened."""
+    """Opens one of the layers that are called one after another.
+
+    Returns:
+        Tuple as of `_in_a_row`; `None` if the layer cannot be opened.
+    """
     if not upstream.runs_its_graph(layer):
         return None
     graph = upstream.graph_of(layer)
     if graph is None:
         return _in_a_row(layer.layers, given) if layer.layers else None
-    # A value may have tensors for several inputs, each of which takes its own.
+    # One value may hold the tensors of several inputs of the nested model. Then
+    # the `Taken` of each input picks its own tensor.
     one = isinstance(given, Value)
     if one and given.spec is None:
         if len(graph.inputs) > 1:
@@ -127,14 +141,15 @@ def _within(layer: keras.Layer, given: Any) -> tuple[list[Node], Any] | None:
 def _read(
     model: Any, values: dict[int, Any], training: bool | None
 ) -> list[Node]:
-    """Returns the calls of layers in a model.
+    """Returns the nodes of a model's layer calls.
 
     Args:
         model: Functional model, or a `Sequential`.
-        values: What stands for each `KerasTensor` of its graph, by id: at
-            first for its inputs. Those of what its calls make are added.
-        training: The mode that the model is called in, which its layers get
-            in place of their own; `None` if the call says nothing of it.
+        values: Dict from the id of each `KerasTensor` of the model's graph to
+            its `Value` or `Taken`. It has the model's inputs; the results of
+            its layer calls are added.
+        training: The `training` argument that the model is called with, which
+            overrides that of its layers; `None` if it is not given.
     """
 
     def value(x: Any) -> Any:
@@ -147,9 +162,9 @@ def _read(
         layer = call.operation
         args, kwargs = call.arguments.convert(value)
         if isinstance(model, keras.Sequential):
-            # Called on one argument. The others are masks, which Keras adds,
-            # and with them operations that make them; it adds them again when
-            # it calls the layer on a tensor that has a mask.
+            # The layer is called on one argument. The others are masks, which
+            # Keras has added with the operations that compute them. It adds
+            # them again when the layer is called on a tensor with a mask.
             if not isinstance(layer, keras.Layer):
                 continue
             kwargs = upstream.without_masks(kwargs)
@@ -169,7 +184,10 @@ def _read(
 
 
 def _of_call(layer: Any, args: tuple, kwargs: dict) -> tuple | None:
-    """Returns as `_opened` of a call; `None` if that is one of a layer."""
+    """Opens the model that a call calls, as `_opened`.
+
+    Returns `None` if the call stays one node, as that of any other layer.
+    """
     if not upstream.runs_its_graph(layer) or upstream.graph_of(layer) is None:
         return None
     found = upstream.arguments_of_call(layer, args, kwargs)
@@ -179,18 +197,19 @@ def _of_call(layer: Any, args: tuple, kwargs: dict) -> tuple | None:
 def _opened(
     model: Any, given: list, masks: list, training: bool | None
 ) -> tuple[list[Node], list[Value | Taken]] | None:
-    """Returns the calls of layers in a model that is called, and the outputs.
+    """Opens a nested model: returns its nodes, and its outputs.
 
     Args:
         model: Functional model, or a built `Sequential`.
-        given: What the call is given for each input of the model, a `Value`,
-            or `Taken`, or `None` of an optional one.
-        masks: Likewise the masks; of those that it lacks there are none.
-        training: As of `_read`.
+        given: The call's argument for each input of the model: a `Value` or
+            `Taken`, or `None` for an optional input.
+        masks: Likewise the masks; inputs beyond its end have no mask.
+        training: As in `_read`.
 
     Returns:
-        `None` if it has to stay one layer: it makes nothing itself, or returns
-        an input that it has changed.
+        Tuple of the list of nodes and the list of outputs. `None` if the model
+        has to stay one layer: an argument is neither of these, no layer is
+        called in it, or it returns an input that it has converted.
     """
     graph = upstream.graph_of(model)
     masks = [*masks, *([None] * len(given))]
@@ -212,5 +231,5 @@ def _opened(
 
 
 def _value(x: Value | Taken) -> Value | None:
-    """Returns the `Value` that something is, but for what its spec hides."""
+    """Returns the `Value` of a `Value` or `Taken`; `None` if converted."""
     return x.unchanged if isinstance(x, Taken) else x

@@ -1,20 +1,21 @@
-"""Many tensors as one, within a process."""
+"""Packs: many tensors as one variant tensor, within a process."""
 
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-# How many tensors a pack holds itself. TensorFlow notes the types of all of
-# them for each of them: with hundreds that takes longer than their layers.
+# The most tensors in a pack without inner packs. TensorFlow notes the types of
+# all of them for each of them: with hundreds that takes longer to trace than
+# the layers that make them.
 _WIDTH = 16
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns tensors as a single one, or none if there are none.
+    """Returns a list of one tensor that holds all `tensors`, or an empty list.
 
-    A function with hundreds of results, called once a micro-batch, costs
-    TensorFlow more time than the layers in it before the first step. Nothing
-    is copied. A pack cannot leave the process.
+    A function with hundreds of results, called once per micro-batch, takes
+    TensorFlow longer to prepare for the first step than the layers in it.
+    Nothing is copied. A pack cannot be sent to another process.
 
     Many tensors are a pack of packs: ((a b c d) (e f g h) (i j)).
     """
@@ -28,7 +29,10 @@ def unpack(
 ) -> list[tf.Tensor]:
     """Returns the tensors of a pack.
 
-    Their dtypes and shapes are those of `like`, tensors or variables.
+    Args:
+        packed: List from `pack`.
+        like: Tensors or variables with the dtypes and shapes of the packed
+            tensors.
     """
     if not packed:
         return []

@@ -1,4 +1,4 @@
-"""The phases of a stage as functions, traced once for all micro-batches."""
+"""Forward, recompute, backward and weights phases of a stage as functions."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from tf_gpipe.stage.traced_phases import Trace
 class StagePhases:
     """The phases of a stage as functions, traced once for all micro-batches.
 
-    They are cut from a trace of the stage with its gradient:
+    The phases are cut from a trace of the stage with its gradient:
 
         inputs ------> forward ------> result
                           | stored
@@ -33,23 +33,23 @@ class StagePhases:
                           v
                        weights ------> gradients of weights
 
-    No two of them compute the same, unless remat asks for it. Then the
-    forward phase stores nothing that the recomputed layers make within them.
-    Where these are recomputed together, a phase of its own does so, before the
-    backward phase. Where they are several parts, the backward phase recomputes
-    each when the gradient has come there. Where the gradients of weights need
-    not be apart, the backward phase computes them. Where no gradients follow
-    there is a forward phase alone.
+    No two phases compute the same, except with rematerialisation. Then the
+    forward phase does not store the inner activations of recomputed layers. If
+    all of them are one range, a recompute phase runs it before the backward
+    phase. If they are several ranges, the backward phase recomputes each when
+    the gradient arrives there. Unless `splits`, the backward phase also
+    computes the gradients of weights, and there is no weights phase. Unless
+    `differentiated`, there is only a forward phase.
 
     Args:
         function: `StageFunction`.
-        splits: Whether the gradients of weights are apart.
-        recomputed: The calls of the stage that are recomputed, places in
-            `Stage.nodes`: those in a range together.
+        splits: Whether the gradients of weights have a phase of their own.
+        recomputed: Ranges of indices in `Stage.nodes`: the calls that are
+            recomputed. Calls of one range are recomputed together.
         jit_compile: Whether XLA compiles the phases.
-        instead: Function that returns what runs layers that have phases of
-            their own; see `run_stage`. It is called where there are phases.
-        differentiated: Whether gradients may follow.
+        instead: Function that returns the `Instead` for layers that share
+            phases; see `run_stage`. It is called when the stage is traced.
+        differentiated: Whether the phases may be differentiated.
     """
 
     def __init__(
@@ -69,40 +69,43 @@ class StagePhases:
         self._jit_compile = jit_compile
         self._plain = TellingFunction(function, jit_compile)
         self._traced = tf.function(self._trace, autograph=False)
-        # Both by the graph of a trace.
+        # Keys are the graphs of traces.
         self._traces: dict[Any, Trace] = {}
         self._by_graph: dict[Any, Phases] = {}
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
-        """Runs the stage, for no backward pass of the pipeline."""
+        """Runs the stage without a backward phase; a tape may record it."""
         if not self._differentiated:
             return self.start(inputs, carried, remat=False).result
-        # A tape may record it.
+        # Not by phases, which a tape cannot record.
         with self.function.on_device():
             return self._plain(inputs, carried)
 
     def start(
         self, inputs: Activations, carried: list, remat: bool
     ) -> "PhasedCall":
-        """Runs the stage forward.
+        """Runs the forward phase.
 
         Args:
-            inputs: What the stage takes.
-            carried: The values of what the function carries.
-            remat: Whether what is recomputed will be; `PhasedCall.recompute`
-                must be called then.
+            inputs: The inputs of the stage.
+            carried: The values of `StageFunction.carried`.
+            remat: Whether this micro-batch is recomputed. Then
+                `PhasedCall.recompute` must be called before the backward phase.
         """
         with self.function.on_device():
             phases = self.traced(inputs, carried)
             return PhasedCall(phases, tensors((inputs, carried)), remat)
 
     def read_weights_again(self) -> None:
-        """Makes phases read weights that have been assigned in the graph."""
+        """Makes later phases of the graph read the weights anew.
+
+        After weights have been assigned within the graph.
+        """
         for phases in self._by_graph.values():
             phases.read_weights_again()
 
     def captured(self) -> list[tf.Tensor]:
-        """Returns what traces take from outside, beside their arguments."""
+        """Returns the tensors that the traces capture from outside."""
         concretes = self._plain.traced()
         found = [x for each in concretes for x in each.captured_inputs]
         for phases in self._by_graph.values():
@@ -110,8 +113,8 @@ class StagePhases:
         return found
 
     def traced(self, inputs: Activations, carried: list) -> Phases:
-        """Returns the phases, cut from a trace for such arguments."""
-        # As `FunctionCall`, of which its parts become functions.
+        """Returns the phases for arguments of these dtypes and shapes."""
+        # Outside of device functions, for the reason in `FunctionCall`.
         with tf.device(None):
             concrete = self._traced.get_concrete_function(inputs, carried)
         graph = concrete.graph
@@ -127,9 +130,11 @@ class StagePhases:
         return self._by_graph[graph]
 
     def _trace(self, inputs: Activations, carried: list) -> None:
-        # Not in the scope of the stage, where variables are tensors.
+        # Called before the scope of the stage is entered, in which variables
+        # are replaced by tensors.
         instead = self._instead()
-        # The trace is kept: the function will be called where tapes do record.
+        # With tapes on, even if they are stopped here: the trace is kept, and
+        # is used later where tapes record.
         with self.function.on_device(), upstream.tapes_restarted():
             graph = tf.compat.v1.get_default_graph()
             arriving: list = []
@@ -143,14 +148,15 @@ class StagePhases:
                 result = self.function(inputs, carried, instead)
             num_forward = len(graph.get_operations())
             if self._differentiated:
-                # Of what arrives later: they are fed to parts of the trace.
+                # For the gradients that arrive in the backward phase: the
+                # placeholders are feeds of parts of the trace.
                 arriving = [
                     tf.compat.v1.placeholder(x.dtype, x.shape)
                     if x.dtype.is_floating
                     else None
                     for x in result.targets
                 ]
-                # By which an error in it is found.
+                # The name by which an error in the backward phase is placed.
                 with tf.name_scope(f"{self.function.stage.scope}/backward"):
                     by_input, by_variable = gradient(arriving)
             self._traces[graph] = Trace(
@@ -169,7 +175,8 @@ class PhasedCall:
 
     Attributes:
         result: `Result`.
-        kept: What is left after `backward` for `weights`, to be waited for.
+        kept: Tensors that `backward` has kept for `weights`: they are ready
+            once the backward phase is done.
     """
 
     def __init__(self, phases: Phases, inputs: list[tf.Tensor], remat: bool):
@@ -185,13 +192,13 @@ class PhasedCall:
         self._stored = self._made
 
     def recompute(self) -> list[tf.Tensor]:
-        """Runs layers again, if they are recomputed before the backward phase.
+        """Runs the recompute phase, if the stage has one.
 
-        Returns what that needs.
+        Returns the pack of tensors that the backward phase reads.
         """
         phases = self._phases
         if phases.recomputes_before:
-            # A tape may ask for it more than once.
+            # From `_made`, which stays: a tape may ask for it more than once.
             self._stored = phases.recompute(
                 phases.weights(), self._inputs, self._made
             )
@@ -201,11 +208,11 @@ class PhasedCall:
         """Runs the backward phase.
 
         Args:
-            upstream: A tensor or `None` for each of the result's targets.
-            sums: Those of the stage.
+            upstream: A gradient or `None` for each of `Result.targets`.
+            sums: The `GradientSum` of the stage.
 
         Returns:
-            List with a gradient or `None` for each flat input.
+            List with a gradient or `None` for each part of the inputs.
         """
         pairs = [
             (x, arrived)
@@ -228,7 +235,7 @@ class PhasedCall:
         return by_input
 
     def weights(self, sums: GradientSum) -> list[tf.Tensor]:
-        """Adds the gradients of weights, after the backward phase.
+        """Adds the gradients of weights to `sums`, after the backward phase.
 
         Returns tensors that are ready once all gradients have been added.
         """

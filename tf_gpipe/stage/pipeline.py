@@ -1,4 +1,4 @@
-"""Stages, and how a mini-batch goes through them."""
+"""A model cut into stages, with the schedule that runs them."""
 
 import dataclasses
 import functools
@@ -18,40 +18,45 @@ from tf_gpipe.stage.stage import Stage
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """A model cut into stages.
+    """A model cut into stages, with its schedule and recomputation.
 
-    No tuple: Keras tracks what is in the tuples that a layer holds.
+    Not a `NamedTuple`, since Keras tracks the elements of tuples that a layer
+    has as attributes.
     """
 
     graph: Graph
     stages: tuple[Stage, ...]
     schedule: Schedule
     remat: str  # one of `REMAT_MODES`, or `AUTO_REMAT`
-    boundary_dtype: str | None  # of what travels from device to device
-    # What mini-batches are cut into that have as many rows. `None` for those
-    # of the schedule, whatever the rows.
+    boundary_dtype: str | None  # of tensors sent from device to device
+    # Micro-batches of a mini-batch that has at least as many rows. `None` for
+    # the number of the schedule, whatever the rows.
     num_micro_batches: int | None = None
-    # The models that have been opened, and their layers then.
+    # The nested models that have been opened, with the layers that they had.
     opened: list[tuple[keras.Model, list]] = dataclasses.field(
         default_factory=list
     )
     # States of Keras's global seed generator, by id.
     seeds: dict[int, keras.Variable] = dataclasses.field(default_factory=dict)
 
-    # The calls of each stage that are recomputed, if not all of them: places
-    # in `Stage.nodes`, those in a range together. Of remat "auto".
+    # The calls of each stage that are recomputed, as ranges of indices in
+    # `Stage.nodes`; calls of one range are recomputed together. `None` for all
+    # calls. Set with remat "auto".
     chosen: tuple[tuple[range, ...], ...] | None = None
 
-    # Stages that have been traced, by all that a trace depends on.
+    # Traced stages, with everything that a trace depends on as key.
     traced: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)
 
-    # By their numbers of micro-batches; see `with_rows`.
+    # Copies with other numbers of micro-batches, by these; see `with_rows`.
     _others: dict[int, "Pipeline"] = dataclasses.field(
         default_factory=dict, init=False
     )
 
     def with_rows(self, rows: int) -> "Pipeline":
-        """Returns the same for mini-batches of at most that many rows."""
+        """Returns the pipeline for mini-batches of at most that many rows.
+
+        It has fewer micro-batches if there are fewer rows than micro-batches.
+        """
         schedule = self.schedule
         if self.num_micro_batches is None:
             return self
@@ -75,9 +80,10 @@ class Pipeline:
         return self._others[number]
 
     def recomputed(self, k: int) -> tuple[range, ...]:
-        """Returns the calls of a stage that are recomputed, those together.
+        """Returns the ranges of calls that stage `k` recomputes.
 
-        In the micro-batches that are recomputed at all.
+        Indices in `Stage.nodes`, for the micro-batches that are recomputed at
+        all.
         """
         if self.remat == "never":
             return ()
@@ -87,7 +93,7 @@ class Pipeline:
 
     @functools.cached_property
     def steps(self) -> list[Task]:
-        """The tasks of a step, recomputations among them, in order."""
+        """The tasks of a step in order, with recomputations."""
         return [
             task
             for task in self.schedule.steps(self.remat)
@@ -96,7 +102,7 @@ class Pipeline:
 
     @property
     def last(self) -> int:
-        """The number of the last stage."""
+        """The index of the last stage."""
         return len(self.stages) - 1
 
     @functools.cached_property
@@ -105,11 +111,12 @@ class Pipeline:
 
     @functools.cached_property
     def maker(self) -> dict[Value, tuple[Stage, int]]:
-        """The stage that makes a value, and its place in `Stage.outputs`.
+        """The stage that makes each value, and its index in `Stage.outputs`.
 
-        Not of what the model is given.
+        The model's inputs are made by no stage.
         """
-        # The first of them: the last stage passes on what others have made.
+        # In reverse, so that the first stage that has a value wins: the last
+        # stage also has outputs that earlier stages have made.
         return {
             value: (stage, i)
             for stage in reversed(self.stages)
@@ -117,19 +124,19 @@ class Pipeline:
         }
 
     def changed(self) -> keras.Model | None:
-        """Returns a model that was opened, and has other layers since."""
+        """Returns an opened model whose layers have changed since, if any."""
         for model, layers in self.opened:
             if [*map(id, model.layers)] != [*map(id, layers)]:
                 return model
         return None
 
     def foreign(self, stage: Stage) -> set[int]:
-        """Returns the ids of the layers' variables that a stage lacks."""
+        """Returns the ids of variables that only other stages use."""
         there = {id(v) for other in self.stages for v in other.used()}
         return there.difference(map(id, stage.variables))
 
     def packed(self, outputs: Activations) -> Activations:
-        """Returns what the last stage makes as the model returns it."""
+        """Returns the last stage's outputs in the structure of the model's."""
         return Activations(
             *(
                 keras.tree.pack_sequence_as(self.graph.outputs, list(x))

@@ -1,4 +1,4 @@
-"""What operations of a graph lead to, or follow from."""
+"""Graph search: operations that are reachable from others."""
 
 from collections.abc import Callable
 from collections.abc import Collection
@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-# Operations that take no more of a tensor than its shape.
+# Operations whose result depends only on the shape of their input.
 _SHAPES = ("Shape", "ShapeN", "Size", "Rank", "OnesLike", "ZerosLike")
 
 
 def followed_values(tensor: tf.Tensor) -> set[tf.Operation]:
-    """Returns the operations whose values, not shapes, a tensor follows from.
+    """Returns the operations whose values, not only shapes, a tensor needs.
 
-    That which made the tensor is one of them.
+    The operation that makes the tensor is one of them.
     """
     return reached(
         [tensor.op],
@@ -26,7 +26,13 @@ def reached(
     following: Callable[[tf.Operation], Iterable[tf.Operation]],
     without: Collection[tf.Operation] = (),
 ) -> set[tf.Operation]:
-    """Returns operations, and those that `following` leads to from there."""
+    """Returns the operations that can be reached from `start`, included.
+
+    Args:
+        start: Operations.
+        following: Function from an operation to its neighbours.
+        without: Operations at which the search stops; they are left out.
+    """
     found: set[tf.Operation] = set()
     rest = list(start)
     while rest:

@@ -1,4 +1,4 @@
-"""The parts of a traced stage that are computed again."""
+"""The parts of a traced stage that the backward pass recomputes."""
 
 from collections.abc import Collection
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from tf_gpipe.stage.traced_function import TracedFunction
 
 
 class RecomputedParts:
-    """The parts of a traced stage that are computed again.
+    """The parts of a traced stage that the backward pass recomputes.
 
-    Each is some operations of the forward pass. What they make is not stored
-    for the backward pass, but what they take from elsewhere is, and random
-    numbers that they draw. From that each is run again, when the gradient has
-    come to it:
+    A part is a set of operations of the forward pass. Their results are not
+    stored for the backward pass, but their inputs from outside the part are,
+    and the random numbers that they draw. From these the part is run again
+    when the gradient arrives there:
 
         forward      a --> [b --> c] --> [d --> e] --> f        a, c stored
         backward     f' --> [d, e] --> e', d' --> [b, c] --> c', b' --> a'
@@ -34,7 +34,8 @@ class RecomputedParts:
     ):
         self._traced = traced
         self._early = early
-        # What they would draw anew, or find changed, is not run again.
+        # Operations that would draw other numbers, or read variables that have
+        # been written since, are not run again: their results are stored.
         drawn = set(traced.draws(early))
         self._parts = [part - drawn for part in parts]
         self._places = {op: i for i, op in enumerate(traced.operations)}
@@ -42,11 +43,11 @@ class RecomputedParts:
     def kept(
         self, stored: list[tf.Tensor], early: set[tf.Operation]
     ) -> list[tf.Tensor]:
-        """Returns what of the forward pass is stored.
+        """Returns the tensors that the forward pass stores for the parts.
 
         Args:
-            stored: What the backward pass needs.
-            early: All operations that run before it.
+            stored: Tensors of the forward pass that the backward pass reads.
+            early: All operations that run before the backward pass.
         """
         again = set().union(*self._parts)
         found = {id(x): x for x in stored if x.op not in again}
@@ -60,16 +61,20 @@ class RecomputedParts:
     def waits(
         self, alive: Collection[tf.Operation]
     ) -> dict[tf.Operation, list[tf.Operation]]:
-        """Returns what operations of the parts wait for, in the backward pass.
+        """Returns the control dependencies of parts in the backward pass.
 
-        A part waits for the gradients that the first operation takes that
-        follows both from the part, not by way of other layers, and from
-        gradients. In the order in which
-        operations were traced all that waits for a part comes after that one:
+        A part is run when the gradients that its first user takes are ready.
+        The first user is the operation, first in the order of tracing, that
+        depends both on the part, not through other layers, and on incoming
+        gradients. In this order all that waits for a part comes after the part,
         so no two parts wait for each other.
 
         Args:
-            alive: The operations that follow from the gradients that arrive.
+            alive: The operations that depend on incoming gradients.
+
+        Returns:
+            Dict from the first operations of each part to the operations that
+            they wait for.
         """
         found = {}
         for part in self._parts:
@@ -79,15 +84,15 @@ class RecomputedParts:
             first = min(users, key=self._places.__getitem__)
             gradients = [x.op for x in first.inputs if x.op in alive]
             for op in part:
-                # Others wait for these.
+                # The other operations of the part wait for these anyway.
                 if not any(x.op in part for x in op.inputs):
                     found[op] = gradients
         return found
 
     def _users(self, part: set[tf.Operation]) -> set[tf.Operation]:
-        """Returns what takes tensors of a part in the backward pass.
+        """Returns the operations of the backward pass that depend on a part.
 
-        Directly, or by operations there that no gradient comes to before.
+        The operations of the part itself are among them.
         """
         return reached(
             part,
@@ -100,7 +105,7 @@ class RecomputedParts:
         )
 
     def _in_order(self, tensors: Collection[tf.Tensor]) -> list[tf.Tensor]:
-        # The same step the same graph.
+        # In a fixed order, so that the same step gives the same graph.
         return sorted(
             tensors, key=lambda x: (self._places[x.op], x.value_index)
         )

@@ -1,4 +1,4 @@
-"""The random seed of layers that have none of their own, as Keras keeps it."""
+"""Keras's global seed generator, for layers without one of their own."""
 
 import concurrent.futures
 import random
@@ -9,26 +9,29 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 
-# The generator that was last seen outside of a strategy's replicas.
+# By strategy: the generator that was last seen outside of its replicas.
 _shared: weakref.WeakKeyDictionary[
     tf.distribute.Strategy, keras.random.SeedGenerator
 ] = weakref.WeakKeyDictionary()
 
 
 def global_seed() -> list[keras.Variable]:
-    """Returns the state of Keras's seed generator for layers without one.
+    """Returns the state of Keras's global seed generator, made if need be.
 
-    Keras makes it on first use, with a seed that Python draws. Here that
-    number is foretold and not drawn, or what a model is initialised with would
-    depend on whether another one is a pipeline. A replica cannot make it: the
-    list is empty there if there is none.
+    Keras makes the generator on first use, with a seed from Python's `random`.
+    Here the same seed is computed without advancing `random`, or the initial
+    weights of a model would depend on whether another model is a pipeline.
+
+    Returns:
+        List of the state variable. It is empty in a replica if there is no
+        generator yet, since a replica cannot make one.
     """
     strategy = tf.distribute.get_strategy()
     in_replica = not tf.distribute.in_cross_replica_context()
     if in_replica and tf.distribute.has_strategy():
         if strategy not in _shared:
             return []
-        # A replica is a thread, and each has a state of Keras of its own.
+        # A replica is a thread, and Keras keeps its global state per thread.
         upstream.set_seed_generator_of_keras(_shared[strategy])
         return [_shared[strategy].state]
     generator = upstream.seed_generator_of_keras()
@@ -40,9 +43,10 @@ def global_seed() -> list[keras.Variable]:
 
 
 def _made() -> keras.random.SeedGenerator:
-    """Returns the generator that Keras would make, and draws nothing."""
+    """Returns the generator that Keras would make, without a draw."""
     numbers = random.Random()
-    # All threads draw from one state: set back, it would undo their draws.
+    # A copy of the state. To draw and set `random` back would undo the draws
+    # of other threads, which share it.
     numbers.setstate(random.getstate())
 
     def make() -> keras.random.SeedGenerator:
@@ -51,7 +55,7 @@ def _made() -> keras.random.SeedGenerator:
     if tf.executing_eagerly() or tf.distribute.has_strategy():
         with tf.init_scope():
             return make()
-    # A function that is traced again may make no variable. In a thread of
-    # its own none is being traced.
+    # A `tf.function` may not make variables when it is traced again. In another
+    # thread none is being traced.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()

@@ -1,4 +1,4 @@
-"""Layers that are alike share one trace, and one set of functions."""
+"""Blocks of layers that are alike share one trace and its functions."""
 
 import collections
 from collections.abc import Hashable
@@ -25,27 +25,28 @@ from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.traced_phases import Phases
 
-# A shorter trace is sooner made again than called.
+# A trace with fewer operations is not shared: to trace it again is faster than
+# to call it.
 _MIN_OPERATIONS = 32
 
 
 class SharedLayers:
-    """The layers of a pipeline of which several are alike.
+    """The blocks of a pipeline that are alike, and the phases they share.
 
-    A giant model is one block many times over. Of those that are alike the
-    first is traced, with its gradient, and cut into phases as a stage is. The
-    others, on whatever device, call these phases with their own weights:
+    A giant model is one block many times over. The first of the blocks that
+    are alike is traced, with its gradient, and cut into phases as a stage is.
+    The others, on any device, call these phases with their own weights:
 
         block 0    trace -> forward, backward, weights
-        block 1             forward(weights of block 1, what block 0 made)
-        block 2             forward(weights of block 2, what block 1 made)
+        block 1             forward(weights of block 1, outputs of block 0)
+        block 2             forward(weights of block 2, outputs of block 1)
 
     Args:
-        blocks: The layers of all stages, in blocks that may be alike.
-        seeds: Variables that any layer may draw from.
+        blocks: Blocks of layer calls of all stages, as from `blocks.find`.
+        seeds: States of seed generators that any layer may draw from.
         training: `None` for Keras's default.
-        splits: Whether the gradients of weights are apart.
-        differentiated: Whether gradients follow.
+        splits: Whether the gradients of weights have a phase of their own.
+        differentiated: Whether the phases may be differentiated.
     """
 
     def __init__(
@@ -77,17 +78,19 @@ class SharedLayers:
     def run(
         self, node: Node, values: dict[Value, Any], scope: keras.StatelessScope
     ) -> bool:
-        """Calls a layer by the phases that it shares, if it shares any.
+        """Runs a layer call by shared phases, if its block has some.
 
-        With the first layer of a block all of it is called.
+        At the first call of a block the whole block is run. This is an
+        `Instead`.
 
         Args:
-            node: The call.
-            values: The contents of its inputs. What the block makes is added.
-            scope: That in which the stage runs.
+            node: The layer call.
+            values: Dict from values to their tensors. The block's outputs are
+                added.
+            scope: The scope in which the stage runs.
 
         Returns:
-            Whether it has been called.
+            Whether the call has been run.
         """
         if node not in self._block:
             return False
@@ -98,7 +101,7 @@ class SharedLayers:
 
 
 class _Shared:
-    """The phases that layers share which are alike."""
+    """The phases that blocks of one kind share."""
 
     def __init__(
         self,
@@ -145,7 +148,8 @@ class _Shared:
         def value(variable: keras.Variable) -> tf.Tensor | None:
             return scope.get_current_value(own.get(id(variable), variable))
 
-        # Those of another stage come as tensors.
+        # A weight with a value in the scope belongs to another stage. It has no
+        # handle here to call the phases with.
         if self._never or any(value(v) is not None for v in self._weights):
             return False
         given = tuple(values[x] for x in block.inputs)
@@ -156,7 +160,7 @@ class _Shared:
         phases = self._traced(inputs, carried)
         if phases is None:
             return False
-        # By which an error in it is found.
+        # The name by which an error in the block is placed.
         with tf.name_scope(block.nodes[0].layer.name):
             result = self._called(phases, handles, inputs, carried)
         for variable, updated in zip(
@@ -172,7 +176,7 @@ class _Shared:
         try:
             phases = self._phases.traced(inputs, carried)
         except Exception:
-            # The layer will raise it once more where it is called.
+            # The layer raises it again when it is called in line.
             self._never = True
             return None
         if phases not in self._serves:
@@ -183,7 +187,7 @@ class _Shared:
                 and len(phases.traced.operations) >= _MIN_OPERATIONS
                 and not self._function.added
                 and weights.isdisjoint(map(id, self._function.updated))
-                # It notes nothing of its calls.
+                # The call has changed no attribute of the layers.
                 and after is not None
                 and after.form == self._form
             )
@@ -196,7 +200,7 @@ class _Shared:
         inputs: Activations,
         carried: list,
     ) -> Result:
-        """Calls the phases, for tapes too."""
+        """Calls the forward phase, and records its gradient on tapes."""
         weights = phases.weights_of(handles)
         result, stored = phases.forward(
             weights, tensors((inputs, carried)), True
@@ -231,5 +235,5 @@ class _Shared:
 
 
 def _handle(variable: keras.Variable) -> tf.Tensor:
-    """Returns the handle of a variable, whatever it holds in a scope."""
+    """Returns the handle of a variable, whatever value a scope gives it."""
     return upstream.tensorflow_variable(variable).handle

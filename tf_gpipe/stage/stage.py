@@ -48,7 +48,7 @@ class Stage:
         self.nodes = part.nodes
         self.inputs = part.inputs
         self.outputs = part.outputs
-        # Without operations that are no layers, such as additions.
+        # Without Keras operations that are not layers, such as additions.
         self.layers: tuple[keras.Layer, ...] = tuple(
             {
                 id(node.layer): node.layer
@@ -56,7 +56,8 @@ class Stage:
                 if isinstance(node.layer, keras.Layer)
             }.values()
         )
-        # Variables may also be arguments, as of an operation on a weight.
+        # Variables may also be arguments of a call, such as an operation on a
+        # weight.
         self._arguments = [
             x
             for node in part.nodes
@@ -65,14 +66,14 @@ class Stage:
         ]
         self.variables = self.used()
         elsewhere = {id(v) for stage in earlier for v in stage.variables}
-        # Variables of layers that an earlier stage uses too live there. Their
-        # values come in as tensors, sent once a step.
+        # Variables that an earlier stage uses too live on its device. Their
+        # values are passed in as tensors, sent once per step.
         self.borrowed = [v for v in self.variables if id(v) in elsewhere]
         self.owned = [v for v in self.variables if id(v) not in elsewhere]
 
     @property
     def device(self) -> str:
-        """Device string of the current replica, or else of the first one."""
+        """Device of the current replica; outside of replicas, of the first."""
         return self.devices[replicas.current()]
 
     def count_params(self) -> int:
@@ -83,20 +84,20 @@ class Stage:
         )
 
     def used(self) -> list[keras.Variable]:
-        """Returns the variables that the layers have at the moment."""
+        """Returns the variables that the layers have now, each once."""
         own = [v for layer in self.layers for v in layer.variables]
         return _unique([*own, *self._arguments])
 
     def waiting(self) -> list[keras.Variable]:
-        """Returns the variables of metrics of layers that have no value yet.
+        """Returns the layers' metric variables that have no value yet.
 
-        Keras leaves them out of a layer's variables.
+        Keras leaves metric variables out of `Layer.variables`.
         """
         found = [v for layer in self.layers for v in layer.metrics_variables]
         return [v for v in _unique(found) if not upstream.has_value(v)]
 
     def made_trainable(self) -> set[int]:
-        """Returns the ids of weights, also of those that are frozen."""
+        """Returns the ids of the layers' own weights, frozen ones included."""
         return {
             id(v)
             for layer in self.layers
@@ -105,11 +106,12 @@ class Stage:
         }
 
     def trainable(self, variables: Sequence[keras.Variable]) -> list:
-        """Returns those of some variables that training changes.
+        """Returns the given variables that are trained.
 
-        As `keras.Model.trainable_variables` of a model that is not frozen
-        itself, which asks variables: there may be one that is trained in a
-        layer that is frozen. Tapes do not follow one that was not made to be.
+        As `keras.Model.trainable_variables` does it for a model that is not
+        frozen itself: it asks the variables, since a frozen layer may have a
+        variable that is trained. Tapes do not watch a `tf.Variable` that was
+        created as not trainable.
 
         Args:
             variables: List of `keras.Variable`s.
@@ -122,15 +124,15 @@ class Stage:
 
 
 class Activations(NamedTuple):
-    """What travels from a stage to another one: tensors, and more.
+    """Tensors sent from stage to stage, with their masks and logits.
 
-    Keras attaches to a tensor its mask, and to the result of a softmax or a
-    sigmoid the logits behind it, from which cross-entropies are taken. In
-    graphs they also look for an operation `Softmax` or `Sigmoid`, whose input
-    they take for logits.
+    Keras attaches a mask to a tensor, and to the result of a softmax or
+    sigmoid its logits, from which cross-entropies are computed. In graphs
+    Keras's cross-entropies also look for an operation `Softmax` or `Sigmoid`
+    that made the tensor, and take its input as logits.
 
-    All fields are nested structures like `tensors`, with `None` where there
-    is nothing.
+    All fields are nested structures like `tensors`, with `None` for a tensor
+    without a mask or logits.
     """
 
     tensors: Any
@@ -141,7 +143,7 @@ class Activations(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Any) -> "Activations":
-        """Returns tensors with what Keras takes from beside them."""
+        """Returns tensors with their masks and logits."""
 
         def before(operation: str) -> Any:
             return keras.tree.map_structure(
@@ -157,7 +159,7 @@ class Activations(NamedTuple):
         )
 
     def unpack(self) -> Any:
-        """Returns the tensors, with what Keras takes from beside them."""
+        """Returns the tensors, with masks and logits attached for Keras."""
 
         def attach(x, mask, logits, before_softmax, before_sigmoid):
             if before_softmax is not None:
@@ -175,11 +177,14 @@ class Activations(NamedTuple):
         return keras.tree.map_structure(attach, *self)
 
     def parts(self) -> list[tf.Tensor]:
-        """Returns all that may have a gradient, each tensor and its logits."""
+        """Returns the flat list of tensors, each followed by its logits.
+
+        These may have a gradient, and masks have none.
+        """
         return [x for parts in self.by_tensor() for x in parts]
 
     def by_tensor(self) -> list[list[tf.Tensor]]:
-        """Returns `parts()` in a list for each tensor."""
+        """Returns `parts()` as a list of lists, one per tensor."""
         tensors, _, *logits = map(keras.tree.flatten, self)
         return [
             [tensor, *(x for x in rest if x is not None)]
@@ -187,7 +192,7 @@ class Activations(NamedTuple):
         ]
 
     def with_parts(self, parts: Iterable[tf.Tensor]) -> "Activations":
-        """Returns the same with other tensors in place of `parts()`."""
+        """Returns a copy with other tensors in place of `parts()`."""
         rest = iter(parts)
         tensors, _, *logits = map(keras.tree.flatten, self)
         rows = [
@@ -202,18 +207,21 @@ class Activations(NamedTuple):
         return Activations(packed[0], self.masks, *packed[1:])
 
     def each(self) -> "list[Activations]":
-        """Returns the elements of a tuple that the tensors are."""
+        """Splits activations whose `tensors` are a tuple, one per element."""
         return [Activations(*x) for x in zip(*self, strict=True)]
 
 
 def join(contents: Sequence[Activations]) -> Activations:
-    """Returns the contents of several values as one: `each` undoes it."""
+    """Joins the activations of several values: the inverse of `each`."""
     fields = zip(*contents, strict=True)
     return Activations(*fields) if contents else Activations(*([()] * 5))
 
 
 def _input_of(x: Any, operation: str) -> Any:
-    """Returns the input of the operation of this name that made a tensor."""
+    """Returns the input of the operation that made `x`, if it is of this type.
+
+    `None` otherwise, and if Keras has attached logits to `x`.
+    """
     if (
         tf.is_symbolic_tensor(x)
         and x.op.type == operation
@@ -224,21 +232,21 @@ def _input_of(x: Any, operation: str) -> Any:
 
 
 class AddedLoss(NamedTuple):
-    """Where a loss comes from that a layer has added."""
+    """The origin of a loss that a layer has added."""
 
     node: Node  # the call of a layer
     place: int  # among the losses of the call
     layer: keras.Layer  # the layer, or one within it
 
 
-# Runs a layer in place of its call, if it can: it is given the call, the
-# contents of its inputs, to which it adds what the layer makes, and the scope
-# that has the layer's state. Returns whether it has.
+# A function that may run a layer in place of its call. It takes the call, a
+# dict from values to tensors, to which it adds the layer's results, and the
+# scope that has the layer's state. It returns whether it has run the layer.
 Instead = Callable[[Node, dict[Value, Any], keras.StatelessScope], bool]
 
 
 def in_line(node: Node, values: dict, scope: keras.StatelessScope) -> bool:
-    """The `Instead` that runs nothing: layers are called where they are."""
+    """The `Instead` that runs nothing, so that each layer is called."""
     del node, values, scope
     return False
 
@@ -250,11 +258,16 @@ def run_stage(
     after: Callable[[Node], None] = lambda node: None,
     instead: Callable[[Node], bool] = lambda node: False,
 ) -> None:
-    """Calls the layers of a stage, and names one that fails.
+    """Calls the layers of a stage, and adds a note to an error of a layer.
 
-    What they make is added to `values`, which has the contents of the stage's
-    inputs. `after` is called after each call of a layer, with its node, and
-    `instead` before: the layer is not called if that returns `True`.
+    Args:
+        stage: The stage.
+        values: Dict from values to tensors. It has the stage's inputs; the
+            results of layers are added.
+        training: `None` for Keras's default.
+        after: Function that is called with each node after its call.
+        instead: Function that is called with each node first. If it returns
+            `True`, the layer is not called.
     """
     for node in stage.nodes:
         try:
@@ -269,7 +282,7 @@ def run_stage(
 
 
 def _check_dense(stage: Stage, values: dict[Value, Any]) -> None:
-    """Refuses to hand on what is no dense tensor."""
+    """Raises an error if a stage would send a tensor that is not dense."""
     made_by = {value: node.layer for node in stage.nodes for value in node.made}
     for value in [x for x in stage.outputs if x in made_by]:
         for x in keras.tree.flatten(values[value]):
@@ -286,7 +299,7 @@ def _check_dense(stage: Stage, values: dict[Value, Any]) -> None:
 
 
 def adder(layer: keras.Layer, loss: tf.Tensor) -> keras.Layer:
-    """Returns which layer has added a loss: one within `layer`, or itself."""
+    """Returns the layer that has added a loss: `layer` or one within it."""
     _, *inner = upstream.layers_within(layer)
     for x in inner:
         if upstream.take_loss(x, loss):
@@ -296,21 +309,21 @@ def adder(layer: keras.Layer, loss: tf.Tensor) -> keras.Layer:
 
 
 def in_mode(layer: Any, training: bool | None) -> Callable:
-    """Returns a layer as Keras calls it in training mode, or in inference."""
+    """Returns a function that calls a layer with `training`, unless `None`."""
 
     def call(*args, **kwargs):
-        # Also what a functional model has noted as the layer's default. And
-        # layers that do not take it pass it on to those within them.
+        # It overrides the argument that a functional model has noted for the
+        # layer. Layers without this argument pass it on to layers within them.
         if training is not None:
             kwargs["training"] = training
-        # A layer may return a weight itself.
+        # A layer may return a variable in place of a tensor.
         return keras.tree.map_structure(_read, layer(*args, **kwargs))
 
     return call if isinstance(layer, keras.Layer) else layer
 
 
 def name_layer(error: Exception, layer: Any, stage: str, *inputs: Any) -> None:
-    """Adds to an error of a layer which one it is, and where."""
+    """Adds a note to an error: its layer, stage and input shapes."""
     shapes = keras.tree.map_structure(
         lambda t: tuple(getattr(t, "shape", ())), inputs
     )

@@ -1,4 +1,4 @@
-"""A stage that a gradient tape follows: eagerly, or where XLA compiles all."""
+"""A stage run under a gradient tape: eagerly, or if XLA compiles the step."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tf_gpipe.stage.traced_phases import Phases
 
 
 class TapedStage:
-    """A stage whose activations a tape keeps. As `StagePhases`.
+    """A stage whose activations a tape keeps, with `StagePhases`'s interface.
 
     Args:
         function: `StageFunction`.
@@ -32,18 +32,18 @@ class TapedStage:
         self._lookups: dict[Phases, list[Lookup]] = {}
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
-        """Runs the stage, for no backward pass of the pipeline."""
+        """Runs the stage without a backward pass of the pipeline."""
         return self.function(inputs, carried)
 
     def start(
         self, inputs: Activations, carried: list, remat: bool
     ) -> "TapedCall":
-        """Runs the stage forward."""
+        """Runs the forward pass."""
         with self.function.on_device():
             return TapedCall(self, inputs, carried, remat)
 
     def lookups(self, inputs: Activations, carried: list) -> list[Lookup]:
-        """Returns the lookups of a call of the stage, which a trace tells."""
+        """Returns the lookups of a call of the stage, found in a trace."""
         phases = self._phases.traced(inputs, carried)
         if phases not in self._lookups:
             self._lookups[phases] = phases.lookups(phases.trace.by_variable)
@@ -51,12 +51,12 @@ class TapedStage:
 
 
 class TapedCall:
-    """One pass of a micro-batch through a stage. As `PhasedCall`.
+    """One micro-batch in a stage under a tape, with `PhasedCall`'s interface.
 
-    Eagerly, a recomputation runs the stage a second time, under a tape. What
-    XLA compiles as a whole might merge the two runs: there
+    Eagerly, recomputation runs the stage a second time, under a tape. When XLA
+    compiles the whole step it might merge the two runs: there
     `tf.recompute_grad` makes the second one wait for the gradient. The
-    gradients of weights come with those of inputs.
+    gradients of weights are computed with those of inputs.
     """
 
     def __init__(
@@ -79,7 +79,10 @@ class TapedCall:
             )
 
     def recompute(self) -> list[tf.Tensor]:
-        """Runs the stage again where the gradient does not do so itself."""
+        """Runs the stage again, unless `tf.recompute_grad` does so.
+
+        Returns an empty list, as there are no tensors to wait for.
+        """
         if tf.executing_eagerly():
             function = self._stage.function
             with function.on_device():
@@ -96,7 +99,7 @@ class TapedCall:
         return by_input
 
     def weights(self, sums: GradientSum) -> list[tf.Tensor]:
-        """Adds the gradients of weights."""
+        """Adds the gradients of weights to `sums`."""
         dense = []
         for variable, x in self._by_variable:
             if not isinstance(x, tf.IndexedSlices):

@@ -1,7 +1,7 @@
-"""State that layers keep in `tf.Variable`s, which Keras knows nothing of.
+"""State that layers keep in `tf.Variable`s, which Keras does not track.
 
-As layers for Keras 2 do. While a stage runs, its variables hold the state of
-the micro-batch; afterwards they hold again what they held before.
+Layers written for Keras 2 have such state. While a stage runs, its variables
+hold the state of the micro-batch; afterwards their old values are restored.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _WRITES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceStrided")
 
 
 class TensorFlowState:
-    """A `tf.Variable` of a layer, with what we need of a `keras.Variable`."""
+    """A `tf.Variable` of a layer, with the attributes of a `keras.Variable`."""
 
     trainable = False
 
@@ -39,12 +39,14 @@ def find(
 ) -> list[tf.Variable]:
     """Returns the `tf.Variable`s that are attributes of layers.
 
-    Also in lists, dictionaries and `tf.Module`s that are, each once.
+    Those in lists, dictionaries and `tf.Module`s that are attributes too; each
+    once.
 
     Args:
-        layers: Layers, within which others are looked at, too.
-        generators: Boolean, whether states of `tf.random.Generator`s are among
-            them, which go on from micro-batch to micro-batch.
+        layers: Layers, searched with the layers within them.
+        generators: Boolean, whether to include the states of
+            `tf.random.Generator`s, which advance from micro-batch to
+            micro-batch.
     """
     found: dict[Any, tf.Variable] = {}
     seen: set[int] = set()
@@ -73,7 +75,7 @@ def find(
 def holding(
     states: Iterable[TensorFlowState], values: Iterable[tf.Tensor]
 ) -> Iterator[None]:
-    """A scope in which variables hold other values."""
+    """A scope in which variables hold other values, restored at its end."""
     states = list(states)
     before = [x.value.read_value() for x in states]
     for x, value in zip(states, values, strict=True):
@@ -86,9 +88,10 @@ def holding(
 
 
 def written(operations: Iterable[tf.Operation]) -> dict[int, tf.Operation]:
-    """Returns operations that write variables, by the ids of the handles.
+    """Returns the operations that write variables.
 
-    Handles are tensors of the graph that the operations are in.
+    A dict whose keys are ids of the variables' handles, tensors of the
+    operations' graph.
     """
     return {
         id(x): op
@@ -101,8 +104,13 @@ def written(operations: Iterable[tf.Operation]) -> dict[int, tf.Operation]:
 def not_followed(
     operation: tf.Operation, layers: Iterable[keras.Layer]
 ) -> ValueError:
-    """Returns the error for a variable that is no attribute of a layer."""
-    # TensorFlow numbers scopes of one name.
+    """Returns the error for an assigned variable that `find` does not find.
+
+    Args:
+        operation: The operation that assigns.
+        layers: Layers, one of which may be named in the operation's scopes.
+    """
+    # TensorFlow adds a number to repeated names of scopes.
     scopes = [re.sub(r"_\d+$", "", x) for x in operation.name.split("/")]
     scopes += operation.name.split("/")
     names = [x.name for x in layers if x.name in scopes]
@@ -117,6 +125,7 @@ def not_followed(
 
 
 def _writes(operation: tf.Operation, place: int) -> bool:
+    """Returns whether an operation writes the variable at an input's index."""
     if operation.type.startswith(_WRITES):
         return place == 0
     reads = upstream.read_only_places(operation)

@@ -1,4 +1,4 @@
-"""The backward phase of a stage, cut from a trace of it and its gradient."""
+"""The backward and weights phases, cut from a trace of a stage's gradient."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -16,25 +16,28 @@ from tf_gpipe.stage.pack import unpack
 
 
 class Backward:
-    """The backward phase of a stage, and after it the phase of weights.
+    """The backward phase of a stage, and the weights phase after it.
 
     Args:
-        phases: The `Phases` that it is of.
-        alive: The operations that follow from the gradients that arrive.
-        again: Whether it recomputes layers, each part of them when the
-            gradient has come there.
+        phases: The `Phases` of the stage.
+        alive: The operations that depend on the incoming gradients.
+        again: Whether the backward phase recomputes layers, each part when the
+            gradient arrives there.
 
     Attributes:
         dense: List of the variables whose gradients are dense.
-        sparse: List of the `Lookup`s, of gradients that are sparse.
-        run: `FunctionCall` from the pack of weights, that of what the stage
-            has stored, the values of the gradients that arrive, and where to
-            add gradients (a list with the handle of an accumulator of the
-            dense ones, or an empty one). To the gradients of inputs, and what
-            `weights` takes if that is apart, or else returns.
-        weights: `FunctionCall` from the pack of weights, that, and where to
-            add gradients, to a list of a tensor that is ready once dense ones
-            are added, or of a pack of them, and the list of the sparse ones.
+        sparse: List of the `Lookup`s of sparse gradients.
+        run: `FunctionCall` of the backward phase. It takes the pack of
+            weights, the pack of stored tensors, the incoming gradients, and
+            the place for dense gradients: a list of the handle of an
+            accumulator, or an empty list. It returns the gradients of inputs,
+            and then the pack of tensors that the weights phase takes. If there
+            is no weights phase, it returns that phase's results instead.
+        weights: `FunctionCall` of the weights phase. It takes the pack of
+            weights, the pack from `run` and the place for dense gradients. It
+            returns a list of one tensor, which is ready once dense gradients
+            are added or, without a place, is their pack; and the list of
+            sparse gradients.
     """
 
     def __init__(self, phases: Any, alive: set[tf.Operation], again: bool):
@@ -53,7 +56,7 @@ class Backward:
         self.sparse = phases.lookups(pairs)
         self._slices = [x.slices for x in self.sparse]
         self._gradients = [x for _, x in dense] + tensors(self._slices)
-        # What the phase of weights is fed.
+        # Tensors that the backward phase computes for the weights phase.
         self._kept: list[tf.Tensor] = []
         if phases.splits:
             done = {*phases.early, *(x.op for x in phases.upstream)}
@@ -103,19 +106,28 @@ class Backward:
         then: Callable,
         effects: Iterable[tf.Operation] = (),
     ) -> Callable:
-        """Returns a part that ends with `then`, in it if that is possible."""
+        """Returns a part whose results go to `then`, within it if possible."""
         phases = self._phases
         after = self._after
         if not phases.jit_compile:
             return phases.part(feeds, fetches, effects, then, after)
-        # XLA knows no packs. All gradients are there before any is added.
+        # XLA does not support packs, so `then` runs outside. All gradients are
+        # then in memory before any is added.
         part = phases.part(feeds, fetches, effects, after=after)
         return lambda weights, values, place: then(part(weights, values), place)
 
     def _placed(
         self, found: Sequence[tf.Tensor], place: list[tf.Tensor]
     ) -> tuple[list, list]:
-        """Adds gradients of weights where there is a place, or packs them."""
+        """Adds dense gradients to the accumulator, or packs them without one.
+
+        Args:
+            found: The dense gradients, then the parts of the sparse ones.
+            place: List of the accumulator's handle, or an empty list.
+
+        Returns:
+            The results of the weights phase; see `weights`.
+        """
         size = len(self.dense)
         dense, sparse = list(found[:size]), filled(self._slices, found[size:])
         if place:

@@ -1,4 +1,4 @@
-"""A traced function, of which parts run as functions of their own."""
+"""A traced function that is cut into parts, each a function of its own."""
 
 from collections.abc import Callable
 from collections.abc import Collection
@@ -18,11 +18,12 @@ from tf_gpipe.stage.tensorflow_state import written
 
 # Operations that read variables.
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
-# Operations whose results are what they are given.
+# Operations whose results are their inputs.
 _PASS_ON = ("Identity", "IdentityN", "StopGradient", "PreventGradient")
-# Functions in Python that do not say that they make the same of the same.
+# Operations that call Python and may give other results for the same inputs.
 _MAY_DIFFER = CALLS_PYTHON - {"PyFuncStateless"}
-# How operations begin that draw numbers, beside those with a second seed.
+# Prefixes of operations that draw random numbers. Others have an attribute
+# "seed2".
 _DRAWS = (
     "Rng",
     "StatefulRandom",
@@ -33,20 +34,19 @@ _DRAWS = (
 
 
 class TracedFunction:
-    """A traced function, of which parts run as functions of their own.
+    """A traced function that is cut into parts, each a function of its own.
 
-    A part computes some tensors of the traced graph from others, by those
-    operations alone that are between them:
+    A part computes some tensors of the traced graph from others, with only the
+    operations between them:
 
         a --> f --> g --> h          part([f], [h]) runs g and h
 
-    What follows from variables and constants alone every part has for itself,
-    and need not be fed.
+    Operations that depend on variables and constants alone are in every part
+    that needs them: their results need not be fed.
 
     Args:
         concrete: Concrete function of `tf.function`. It is never run.
-        varying: Its graph's tensors that are not the same at every time a
-            part runs.
+        varying: Tensors of its graph whose values differ from run to run.
         jit_compile: Whether XLA compiles the parts.
     """
 
@@ -66,8 +66,8 @@ class TracedFunction:
         operations = self._graph.get_operations()
         self.operations = operations
         self._written = written(operations)
-        # Those with a state may make another result whenever they run, and so
-        # do reads of variables that the graph writes.
+        # Stateful operations may return something else at each run. So may
+        # reads of variables that the graph writes, but no other reads.
         stateful = {
             op
             for op in operations
@@ -77,11 +77,11 @@ class TracedFunction:
         own = [x for op in stateful for x in op.outputs]
         changing = self.users([*varying, *own]) | stateful
         self._constant = {op for op in operations if op not in changing}
-        # Those that others wait for.
+        # Operations on which others have a control dependency.
         self._awaited = {x for op in operations for x in op.control_inputs}
 
     def users(self, tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
-        """Returns the operations that follow from tensors, their own too."""
+        """Returns the operations that depend on tensors or make them."""
         return reached(
             [x.op for x in tensors],
             lambda op: [user for x in op.outputs for user in x.consumers()],
@@ -92,9 +92,10 @@ class TracedFunction:
         tensors: Iterable[tf.Tensor],
         effects: Iterable[tf.Operation] = (),
     ) -> set[tf.Operation]:
-        """Returns the operations that tensors follow from, and `effects`.
+        """Returns the operations that tensors and `effects` depend on.
 
-        Without those that every part has for itself.
+        The makers of the tensors and `effects` are among them; operations that
+        depend on variables and constants alone are left out.
         """
         return reached(
             [*(x.op for x in tensors), *effects],
@@ -103,14 +104,14 @@ class TracedFunction:
         )
 
     def changes(self, operation: tf.Operation) -> bool:
-        """Returns whether an operation takes a variable that is written."""
+        """Returns whether an operation uses a variable the graph writes."""
         return any(id(x) in self._written for x in operation.inputs)
 
     def draws(self, operations: Iterable[tf.Operation]) -> list[tf.Operation]:
-        """Returns those operations that make something else when run again.
+        """Returns the operations that may give another result when run again.
 
-        Those that draw random numbers, call Python or read variables that
-        the graph writes, and loops and branches with such operations in them.
+        They draw random numbers, call Python or use variables that the graph
+        writes, or are loops and branches with such operations in them.
         """
 
         def draws(node: Any) -> bool:
@@ -127,7 +128,7 @@ class TracedFunction:
         ]
 
     def calls_python(self) -> bool:
-        """Returns whether any operation calls Python, as it runs."""
+        """Returns whether any operation calls Python when it runs."""
 
         def calls(node: Any) -> bool:
             return node.op in CALLS_PYTHON
@@ -135,7 +136,7 @@ class TracedFunction:
         return any(self._runs(op.node_def, calls) for op in self.operations)
 
     def _runs(self, node: Any, is_so: Callable[[Any], bool]) -> bool:
-        """Returns what `is_so` says of an operation, or of any in its loops."""
+        """Returns whether `is_so` holds for an operation or any in its body."""
         return is_so(node) or any(
             self._runs(inner, is_so)
             for name in _functions_of(node)
@@ -146,8 +147,8 @@ class TracedFunction:
     def reads(self) -> list[tuple[tf.Tensor, list[tf.Tensor]]]:
         """Returns the variables that are read as a whole and never written.
 
-        List of pairs: a handle, outside of the trace, and the list of what
-        reads of it return.
+        List of pairs: the variable's handle, outside of the trace, and the list
+        of tensors of the trace that are read from it.
         """
         found = []
         for outer, x in self._graph.captures:
@@ -161,11 +162,11 @@ class TracedFunction:
         return found
 
     def captured(self) -> list[tf.Tensor]:
-        """Returns the tensors that are taken from outside."""
+        """Returns the tensors that the function captures from outside."""
         return [outer for outer, _ in self._graph.captures]
 
     def effects(self) -> set[tf.Operation]:
-        """Returns the operations that must run whoever uses their results."""
+        """Returns the operations with side effects, which must always run."""
         return {
             op
             for op in self._graph.control_outputs
@@ -189,7 +190,7 @@ class TracedFunction:
             for x in needed
             if x.op not in rest and x.op not in self._constant
         }
-        # A set of operations has no order, and the same step the same graph.
+        # Sorted, so that the same step gives the same graph.
         return sorted(found.values(), key=lambda x: (x.op.name, x.value_index))
 
     def part(
@@ -204,20 +205,22 @@ class TracedFunction:
 
         Args:
             feeds: Tensors of the graph.
-            fetches: Tensors of the graph that follow from `feeds`.
+            fetches: Tensors of the graph that depend on `feeds`.
             effects: Operations of the graph that the part runs as well.
-            then: Function of the values of `fetches`, and of any other
-                arguments of the call, which the part ends with.
-            after: Operations that wait for others, if the part has these.
+            then: Function that is called at the end of the part, with the
+                values of `fetches` and any further arguments of the call.
+            after: More control dependencies: dict from an operation to those
+                that it waits for. Operations that are not in the part are
+                ignored.
 
         Returns:
-            Function that emits a call of the part: from the values of `feeds`,
-            and what `then` is given beside, to what `then` returns, or else
-            the values of `fetches`.
+            Function that emits a call of the part. It takes the values of
+            `feeds` and any further arguments of `then`; it returns the result
+            of `then`, or without it the values of `fetches`.
         """
         after = after or {}
         known = {id(x) for x in feeds}
-        # Of each tensor that is not computed here.
+        # By name: the tensors that are fed or captured, not computed here.
         given: dict[str, tf.Tensor] = {}
 
         def source(x: tf.Tensor) -> tf.Tensor:
@@ -247,8 +250,8 @@ class TracedFunction:
 
         def run(values: Sequence[tf.Tensor], *args: Any) -> Any:
             graph = tf.compat.v1.get_default_graph()
-            # TensorFlow forgets functions, such as gradients of loops, with
-            # the last graph that has them, which may be the traced one.
+            # TensorFlow deletes functions, such as gradients of loops, with the
+            # last graph that has them, which may be the traced one.
             upstream.copy_functions(self._graph, graph)
             fed = dict(zip(map(id, feeds), values, strict=True))
             found = {
@@ -274,10 +277,10 @@ class TracedFunction:
     def _passes_on(
         self, op: tf.Operation, waiting: Collection[tf.Operation]
     ) -> bool:
-        """Returns whether a part can do without an operation.
+        """Returns whether a part can leave out an operation, using its input.
 
-        It makes what it is given, where that is, and neither waits for others
-        nor is waited for.
+        The operation returns its input, on the same device, and has no control
+        dependency in either direction.
         """
         return (
             op.type in _PASS_ON
@@ -292,11 +295,11 @@ class TracedFunction:
         inputs: Mapping[tf.Operation, Sequence[tf.Tensor]],
         after: Mapping[tf.Operation, Collection[tf.Operation]],
     ) -> Any:
-        """Returns the graph of some operations, some of them after others.
+        """Returns the `GraphDef` of a part.
 
         Args:
-            inputs: The operations, and of each what it takes in the graph.
-            after: As of `part`.
+            inputs: Dict from the part's operations to their input tensors.
+            after: As in `part`.
         """
         kept = {op.name: xs for op, xs in inputs.items()}
         waits = {op.name: [x.name for x in xs] for op, xs in after.items()}
@@ -305,7 +308,7 @@ class TracedFunction:
             if node.name in kept:
                 copy = definition.node.add()
                 copy.CopyFrom(node)
-                # Colocation with operations that may be in another part.
+                # Colocation groups may name operations of another part.
                 copy.attr.pop("_class", None)
                 copy.input[:] = [x.name for x in kept[node.name]]
                 copy.input.extend(
@@ -328,10 +331,11 @@ def _functions_of(node: Any) -> list[str]:
 
 
 def pruned(function: Callable[[], Any]) -> Any:
-    """Returns what a function makes, by the operations alone that it needs.
+    """Returns the result of a function, without operations it does not need.
 
-    TensorFlow runs all in a graph that may have an effect, whatever it is for:
-    checks of shapes, and loops that read variables, as recurrent layers do.
+    TensorFlow runs every operation of a graph that may have a side effect, even
+    if no result needs it: checks of shapes, and loops that read variables, as
+    in recurrent layers.
     """
     if tf.executing_eagerly():
         return function()

@@ -1,4 +1,4 @@
-"""Cuts the phases of a stage from a trace of it and its gradient."""
+"""The phases of a stage, cut from one trace of the stage and its gradient."""
 
 import itertools
 from collections.abc import Callable
@@ -26,14 +26,14 @@ from tf_gpipe.stage.traced_function import TracedFunction
 
 
 class Trace(NamedTuple):
-    """A stage, and its gradient if any follows, as tensors of one graph."""
+    """Tensors of a traced stage and, if it has one, of its gradient."""
 
-    num_inputs: int  # how many tensors the stage takes, without what it carries
-    num_forward: int  # how many of the graph's operations are forward
-    ends: list[int]  # how many, before the layers and after each of their calls
+    num_inputs: int  # tensors among the stage's inputs, without `carried`
+    num_forward: int  # operations of the graph in the forward pass
+    ends: list[int]  # operations before the first and after each layer call
     result: Result
-    # A placeholder, or None, for each of `result.targets`. Without a gradient
-    # this and the next ones are empty.
+    # A placeholder for the gradient, or None, for each of `result.targets`.
+    # This and the next two lists are empty if the trace has no gradient.
     upstream: list
     by_input: list  # a gradient or None for each flat input
     by_variable: list  # pairs of a variable and its gradient
@@ -42,32 +42,36 @@ class Trace(NamedTuple):
 class Phases:
     """The phases of a stage, cut from a trace.
 
-    They take the weights that the stage reads as one tensor, a pack that is
-    made once a step. As inputs of each call their handles would be most of a
-    step's graph, which TensorFlow optimises, places and cuts up edge by edge.
+    Each phase takes the weights that the stage reads as one tensor, a pack
+    that is made once per step. If each call had the weights' handles as
+    inputs, they would be most of the edges of a step's graph, and TensorFlow
+    optimises, places and partitions a graph edge by edge.
 
         weights ---> pack ---+----------+----------+----> ...
                              v          v          v
                             F0.0       F0.1       B0.0
 
     Args:
-        name: Of the stage, for errors.
-        concrete: The concrete function that the trace is in.
+        name: Name of the stage, for errors.
+        concrete: The concrete function of the trace.
         trace: The `Trace`.
-        splits: Whether the gradients of weights are apart.
+        splits: Whether the gradients of weights have a phase of their own.
         jit_compile: Whether XLA compiles the phases.
-        recomputed: As of `StagePhases`.
+        recomputed: As in `StagePhases`.
 
     Attributes:
-        recomputes_before: Whether layers are recomputed before the backward
-            phase, and not as it comes to them.
-        forward: `FunctionCall` from the pack of weights, the stage's inputs,
-            and whether to store what the backward phase needs, to the `Result`
-            and a pack of that; or, if not, of what is `kept`.
-        recompute: `FunctionCall` from the pack of weights, the stage's inputs
-            and that pack to the pack of what the backward phase needs.
+        recomputes_before: Whether layers are recomputed by a phase before the
+            backward phase, and not within it.
+        forward: `FunctionCall` of the forward phase. It takes the pack of
+            weights, the stage's inputs, and whether to store the tensors
+            `stored`, that is, not to recompute. It returns the `Result` and a
+            pack of the tensors `stored`, or else of `kept`.
+        recompute: `FunctionCall` of the recompute phase. It takes the pack of
+            weights, the stage's inputs and the pack of `kept`, and returns the
+            pack of `stored`.
         parts: `RecomputedParts`.
-        kept: What the forward phase stores where layers are recomputed.
+        stored: Tensors of the forward pass that the backward phase reads.
+        kept: Tensors that the forward phase stores if layers are recomputed.
 
     Raises:
         ValueError: If XLA cannot compile the phases.
@@ -91,15 +95,14 @@ class Phases:
         self.traced = TracedFunction(
             concrete, [*self.inputs, *self.upstream], jit_compile
         )
-        # All of the gradient, also what follows from the forward pass alone:
-        # it would only have to be stored.
+        # All operations of the gradient, even those that depend on the forward
+        # pass alone: computed early, their results would have to be stored.
         late = set(concrete.graph.get_operations()[trace.num_forward :])
         effects = self.traced.effects()
         self._early_effects = effects - late
         self.late_effects = effects & late
         fetches = tensors((trace.by_input, [x for _, x in trace.by_variable]))
         self.early = self.traced.makers(fetches, self.late_effects) - late
-        # What the gradient needs of the forward pass.
         self.stored = self.traced.live(fetches, self.early, self.late_effects)
         if jit_compile and any(x.dtype == tf.variant for x in self.stored):
             raise ValueError(
@@ -113,10 +116,10 @@ class Phases:
         self.kept = self.parts.kept(self.stored, self.early)
         self.recomputes_before = len(recomputed) == 1
         if self.recomputes_before:
-            # Which it is given besides.
+            # The recompute phase is given the stage's inputs as well.
             given = {id(x) for x in self.inputs}
             self.kept = [x for x in self.kept if id(x) not in given]
-        # XLA knows no packs: what it compiles reads variables itself.
+        # XLA does not support packs: compiled phases read variables themselves.
         self._reads = [] if jit_compile else self.traced.reads()
         self._packs: dict[Any, list[tf.Tensor]] = {}
         self._pack = FunctionCall(pack)
@@ -127,7 +130,7 @@ class Phases:
     def weights(self) -> list[tf.Tensor]:
         """Returns the pack of the weights that the stage reads.
 
-        A list of a tensor, or an empty one, the same in all of a graph, until
+        As `pack` returns it. It is made once per graph, and again after
         `read_weights_again`.
         """
         graph = tf.compat.v1.get_default_graph()
@@ -138,13 +141,15 @@ class Phases:
         return self._packs[graph]
 
     def read_weights_again(self) -> None:
-        """Makes `weights` return a pack of what the weights hold then."""
+        """Makes the next call of `weights` read the weights anew."""
         self._packs.clear()
 
     def weights_of(self, others: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
-        """Returns such a pack of other variables.
+        """Returns the pack of other variables in place of the stage's weights.
 
-        `others` has their handles, by the ids of the handles that are read.
+        Args:
+            others: Mapping from the id of each handle that the stage reads to
+                the handle that is read in its place.
         """
         return self._packed(others[id(x)] for x, _ in self._reads)
 
@@ -156,15 +161,18 @@ class Phases:
             )
             for handle, (_, reads) in zip(handles, self._reads, strict=True)
         ]
-        # By a call. Of a pack that it sees being made TensorFlow would note
-        # what it holds, with each operation that takes it.
+        # In a function of its own. If TensorFlow saw the operation that makes
+        # the pack, it would note the pack's contents with each operation that
+        # takes it.
         return self._pack(read)
 
     def is_pure(self, handles: Collection[int]) -> bool:
-        """Returns whether a call has one result, of what it is given alone.
+        """Returns whether other blocks can call these phases.
 
-        And of weights that it reads, with the ids of `handles`, by which it
-        has dense gradients, if any.
+        That is so if there is one differentiable result, it depends on the
+        inputs and on weights with the ids `handles` alone, gradients of weights
+        are dense, and nothing has side effects, draws random numbers or calls
+        Python.
         """
         read = {id(x) for x, _ in self._reads}
         gradients = [x for _, x in self.trace.by_variable]
@@ -232,7 +240,8 @@ class Phases:
     def _of_calls(self, recomputed: Sequence[range]) -> list[set[tf.Operation]]:
         """Returns the forward operations of each range of the stage's calls.
 
-        What is before the first call and after the last one goes with it.
+        Operations before the first call count as its own, and those after the
+        last call likewise.
         """
         ends = [0, *self.trace.ends[1:-1], self.trace.num_forward]
         inputs = {x.op for x in self.inputs}
@@ -245,12 +254,14 @@ class Phases:
         ]
 
     def backward(self, arrived: tuple[bool, ...], remat: bool) -> Backward:
-        """Returns the backward phase.
+        """Returns the backward phase for a set of incoming gradients.
 
         Args:
-            arrived: For each placeholder of a gradient, whether there is one.
-                What depends on none that is there is `None`, as by a tape.
-            remat: Whether the forward phase has stored less than this needs.
+            arrived: For each placeholder of a gradient, whether a gradient
+                arrives. Gradients that depend on none of these are `None`, as
+                from a tape.
+            remat: Whether this micro-batch is recomputed: the forward phase
+                has stored `kept`, not `stored`.
         """
         again = remat and not self.recomputes_before
         key = arrived, again

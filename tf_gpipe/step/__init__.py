@@ -1,20 +1,23 @@
-"""A step: one mini-batch on its way through the stages.
+"""A step: forward and backward passes of one mini-batch through all stages.
 
 The algorithm of the paper (section 2.2): the mini-batch is split, each
-micro-batch goes forward and backward through all stages, gradients are summed,
-and what is left is as if the mini-batch had gone through as a whole:
+micro-batch goes forward and backward through all stages, and gradients are
+summed. The result is that of the mini-batch in one piece:
 
     split -> tasks in the order of the schedule -> merge
 
     engine          the loop over the tasks
-    running         the stages as they run, functions or inline
-    micro_batch     splits, weighs and merges
-    exchange        what stages hand to one another
-    task_order      one task after another on a device, and their times (clock)
-    loss            the loss of the mini-batch from those of micro-batches
-    added_losses    those that layers add
-    state           merges what layers update, batch statistics and seeds
-    masks           Keras masks of outputs, known before the outputs are
-    outputs         what the model returns, put together (returned: how)
-    row_dependence  how what layers make follows from rows, found by `trials`
+    running         the stages of this step, as functions or inline
+    micro_batch     splits a mini-batch, weighs micro-batches, merges results
+    exchange        activations and gradients sent between stages
+    task_order      control dependencies between the tasks of a device
+    clock           time stamps of tasks
+    loss            the loss of a mini-batch from those of its micro-batches
+    added_losses    losses that layers add, merged over micro-batches
+    state           state that layers update: batch statistics, seeds
+    masks           Keras masks of outputs, computed before the outputs
+    outputs         the model's outputs, merged from micro-batches
+    returned        how each output is merged
+    row_dependence  how outputs and losses depend on the rows of a batch
+    trials          layers run on made-up batches, for `row_dependence`
 """

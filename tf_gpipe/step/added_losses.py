@@ -1,4 +1,4 @@
-"""Losses that layers add while a mini-batch goes through the stages."""
+"""Losses that layers add (`add_loss`), merged over micro-batches."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,17 +12,18 @@ from tf_gpipe.step.micro_batch import Split
 from tf_gpipe.step.row_dependence import Dependence
 from tf_gpipe.step.row_dependence import RowDependence
 
-# What a layer may say about all losses that it adds.
+# Attribute by which a layer may say how all losses that it adds are merged.
 _ATTRIBUTE = "add_loss_reduction"
 
 
 class AddedLosses:
-    """What `add_loss` and activity regularisers add, by stage.
+    """Losses from `add_loss` and activity regularisers, by stage.
 
-    Keras takes the sum of all numbers in a loss. That of the mini-batch is the
-    mean of those of the micro-batches, weighted by rows, or their sum: as the
-    layer's attribute `add_loss_reduction` says ("mean" or "sum"), or else as
-    is found out. A warning says where neither is the plain model's.
+    Keras takes the sum of all numbers in a loss. The loss of the mini-batch is
+    the mean of the micro-batches' losses, weighted by rows, or their sum: as
+    the layer's attribute `add_loss_reduction` says ("mean" or "sum"), or as
+    `RowDependence` finds. A warning is given if neither equals the loss of the
+    plain model.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class AddedLosses:
         self._split = split
         self._dependence = dependence
         self._losses: dict[tuple[int, int], list[tf.Tensor]] = {}
-        # By stage: whether each is a mean or a sum.
+        # By stage: for each of its losses "mean" or "sum".
         self._kinds: dict[int, list[str]] = {}
 
     def put(
@@ -42,17 +43,24 @@ class AddedLosses:
         losses: list[tf.Tensor],
         added: Sequence[AddedLoss],
     ) -> None:
-        """Takes those that stage `k` has added for micro-batch `m`."""
+        """Records the losses of stage `k` for micro-batch `m`.
+
+        Args:
+            k: Index of the stage.
+            m: Index of the micro-batch.
+            losses: The losses.
+            added: The origin of each of them.
+        """
         self._losses[k, m] = losses
         if self._split.num_micro_batches > 1 and k not in self._kinds:
             self._kinds[k] = self._found_kinds(k, losses, added)
 
     def count(self, m: int) -> int:
-        """Returns how many there are, once micro-batch `m` has them all."""
+        """Returns the number of losses, once micro-batch `m` has them all."""
         return sum(len(self._losses[x.index, m]) for x in self._stages)
 
     def totals(self) -> list[tf.Tensor]:
-        """Returns them for the mini-batch, scalars."""
+        """Returns the losses of the mini-batch, a list of scalars."""
         totals = []
         for stage in self._stages:
             k = stage.index
@@ -74,9 +82,9 @@ class AddedLosses:
     def gradients(
         self, k: int, m: int, upstream: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns the gradients by those of a stage and a micro-batch.
+        """Returns the gradients of the losses of one stage and micro-batch.
 
-        `upstream` has the gradient by each of `totals()`.
+        `upstream` has the gradient of each of `totals()`.
         """
         first = sum(len(self._losses[i, m]) for i in range(k))
         return [
@@ -89,7 +97,11 @@ class AddedLosses:
         ]
 
     def _share(self, k: int, i: int, loss: tf.Tensor, m: int) -> tf.Tensor:
-        """Returns what a micro-batch counts: its weight, or if it is valid."""
+        """Returns the factor of micro-batch `m` in the i-th loss of stage `k`.
+
+        Its share of the rows for a mean. For a sum 1, or 0 for a micro-batch
+        without rows of its own.
+        """
         if self._split.num_micro_batches == 1:
             return tf.ones((), loss.dtype)
         mean = self._kinds[k][i] == "mean"
@@ -126,7 +138,7 @@ class AddedLosses:
 
 
 def _said(x: AddedLoss) -> str | None:
-    """Returns what a layer says about its losses, or that it is within."""
+    """Returns `add_loss_reduction` of the layer, or of the one around it."""
     for layer in (x.layer, x.node.layer):
         said = getattr(layer, _ATTRIBUTE, None)
         if said is None:

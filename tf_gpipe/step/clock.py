@@ -1,4 +1,4 @@
-"""Time stamps in a graph, taken when a device has run a task."""
+"""Time stamps in a graph, taken when a device starts and ends a task."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from tf_gpipe.stage.function_call import FunctionCall
 
 
 class Clock:
-    """Stamps of the time, which put nothing in order but what they follow.
+    """Time stamps that depend only on the operations they are taken after.
 
     TensorFlow chains operations with side effects, `tf.timestamp` among them,
-    in the order of the program, and with them a pipeline's devices. A
-    `FunctionCall` it leaves in no order. Nor does TensorFlow compute the call
-    while it optimises the graph, or take several for one, as it would if the
-    call said that it had no side effects.
+    in program order, which would make a pipeline's devices wait for each
+    other. It does not order a `FunctionCall`. The call is still marked as
+    having side effects, so that TensorFlow neither evaluates it while it
+    optimises the graph nor merges several calls into one.
     """
 
     def __init__(self) -> None:
@@ -27,12 +27,12 @@ class Clock:
     ) -> tf.Tensor:
         """Returns the time in seconds when all of `after` are computed.
 
-        It is by the clock of the host of `device`, in whose scope the caller
-        is.
+        By the clock of the host of `device`. The caller must be in the scope
+        of `device`.
 
-        TensorFlow takes an operation of a GPU for done once its kernels are
-        queued. So the time is taken after a copy to the host of a scalar that
-        the GPU makes after these kernels:
+        For TensorFlow an operation on a GPU is done once its kernels are
+        queued. So the time is taken when a scalar that the GPU makes after
+        these kernels has been copied to the host:
 
             GPU     kernels of `after` -> marker
                                             | copy
@@ -41,12 +41,12 @@ class Clock:
         with tf.control_dependencies(list(after)):
             if tf.DeviceSpec.from_string(device).device_type != "GPU":
                 return self._now()
-            # Under its name, in the scope of a task, a profile has it.
+            # A profile shows this name in the name scope of the task.
             marker = tf.abs(self._marker(), name="kernels_done")
         with tf.device("CPU:0"):
             return self._now_after(marker)
 
 
 def _marker() -> tf.Tensor:
-    """Returns a zero that TensorFlow does not know while it makes a graph."""
+    """Returns a zero that constant folding cannot evaluate."""
     return tf.raw_ops.Empty(shape=[], dtype=tf.float64, init=True)

@@ -35,37 +35,36 @@ from tf_gpipe.step.task_order import TaskOrder
 
 
 class MiniBatch:
-    """One mini-batch on its way through the stages of a pipeline.
+    """The run of one mini-batch through the stages of a pipeline.
 
     The equivalent loop on one device:
 
         for task in schedule.steps(remat):
             if task is forward:
-                call[k, m] = stages[k](what it takes of micro-batch m)
+                call[k, m] = stages[k](inputs of stage k, micro-batch m)
             elif task is recompute:
                 call[k, m].recompute()
             elif task is backward:
-                call[k, m].backward(gradients of what it made, sums[k])
+                call[k, m].backward(gradients of its outputs, sums[k])
             if task is weights, or is backward and that is not split:
                 call[k, m].weights(sums[k])
 
-    Walked while `tf.function` traces, the loop emits the operations of a task
-    on its stage's device, after those of that device's previous task. Values
-    travel between stages as tensors, which TensorFlow's runtime sends as soon
-    as they are there, so stages work at the same time. Run eagerly, it is just
-    the loop.
+    While `tf.function` traces it, the loop emits the operations of each task on
+    its stage's device, after the previous task of that device. Tensors between
+    stages are sent by TensorFlow's runtime as soon as they are ready, so stages
+    work at the same time. Eagerly, the loop runs as it is written.
 
     Args:
         pipeline: The stages and their schedule.
-        inputs: Contents of each input of the model: nested structures of the
+        inputs: For each input of the model a nested structure of the
             mini-batch's tensors.
         training: `None` for Keras's default.
         gradients: Which gradients are asked for, a `Gradients`.
         stages: How the stages run, a `StageMode`. Eagerly they run `INLINE`.
         timed: Whether to take the time of each task.
-        previous: The mini-batch of the training step before, if that is in the
-            same graph: its stages serve again, and each device begins this one
-            when it is done with that.
+        previous: The mini-batch of the previous training step, if that is in
+            the same graph: its stages are used again, and each device starts
+            this mini-batch after its tasks of the previous one.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class MiniBatch:
         self._calls: dict[tuple[int, int], Any] = {}
         self._dependence = RowDependence(pipeline.graph, inputs, training)
         self._added = AddedLosses(pipeline.stages, self.split, self._dependence)
-        # By the parts of the outputs of each micro-batch, from the loss.
+        # By micro-batch: the gradient of each part of the outputs, or `None`.
         self._upstream: dict[int, list] = {}
         self._sums: list[GradientSum] = []
         self._loss_sum = GradientSum(self.split.num_micro_batches > 1)
@@ -107,7 +106,11 @@ class MiniBatch:
             self._order.follow(previous._order)
 
     def forward(self, tape: bool) -> None:
-        """Runs all forward tasks; with a `tape` if backward ones follow."""
+        """Runs all forward tasks.
+
+        Args:
+            tape: Whether backward tasks follow.
+        """
         for task in self._steps:
             if task.kind == FORWARD:
                 self._forward(task, tape)
@@ -118,12 +121,13 @@ class MiniBatch:
         """Runs all backward tasks.
 
         Args:
-            output_gradients: A tensor or `None` for each part of `outputs()`.
-            loss_gradients: A scalar for each of `losses()`.
+            output_gradients: A gradient or `None` for each part of
+                `outputs()`.
+            loss_gradients: A scalar gradient for each of `losses()`.
         """
         self._sums = self._no_gradients()
         self._upstream.update(self._outputs.split_gradients(output_gradients))
-        # A tape may ask for it, outside of the call of the model.
+        # A tape may run this after the model's call has returned.
         with placement.eagerly_alone():
             for task in self._steps:
                 if task.kind != FORWARD:
@@ -138,14 +142,15 @@ class MiniBatch:
         """Runs all tasks in the order of the schedule.
 
         Args:
-            make_loss: Function from the outputs of a micro-batch, and from
-                its number, to the loss. That runs on the last stage's device.
-            loss_inputs: Function from the number of a micro-batch to a tuple
-                of nested structures of tensors.
-            loss_gradient: Scalar, the gradient by each of `losses()`.
+            make_loss: Function from the outputs and the index of a micro-batch
+                to the `MicroBatchLoss`, which runs on the last stage's device.
+            loss_inputs: Function from the index of a micro-batch to the
+                further arguments of the loss, a tuple of nested structures of
+                tensors.
+            loss_gradient: Scalar, the gradient of each of `losses()`.
 
         Returns:
-            List with the list of scalars of each micro-batch.
+            For each micro-batch the list of scalars from its loss.
         """
         self._sums = self._no_gradients()
         loss: MicroBatchLoss | None = None
@@ -157,7 +162,7 @@ class MiniBatch:
                 continue
             if task.kind == BACKWARD and task.stage == self.pipeline.last:
                 outputs = self._exchange.outputs(m)
-                # Unfinished: the backward task itself follows.
+                # Not finished here: the backward task follows, and finishes it.
                 with self._order.task(task):
                     if loss is None:
                         loss = make_loss(self.pipeline.packed(outputs), m)
@@ -178,7 +183,7 @@ class MiniBatch:
     def masks(self) -> Any:
         """Returns the Keras masks of the outputs of the mini-batch.
 
-        They are there before the forward tasks are done; see `masks_ahead`.
+        They do not wait for the forward tasks; see `masks_ahead`.
         """
         stages = range(len(self.pipeline.stages))
         found = masks_ahead(
@@ -195,9 +200,11 @@ class MiniBatch:
         return self._outputs.whole()
 
     def like_outputs(self, outputs: Any, m: int) -> Any:
-        """Returns tensors like those of the mini-batch.
+        """Returns stand-ins for the outputs of the mini-batch.
 
-        `outputs` is what the model returns for micro-batch `m`.
+        Args:
+            outputs: The model's outputs for micro-batch `m`.
+            m: Index of the micro-batch.
         """
         return self._outputs.like_whole(outputs, m)
 
@@ -223,7 +230,7 @@ class MiniBatch:
         return of_devices(self.pipeline, sums)
 
     def input_gradients(self) -> list:
-        """Returns a gradient or `None` for each flat input tensor."""
+        """Returns a gradient or `None` for each part of the inputs."""
         return self._exchange.input_gradients()
 
     def _forward(self, task: Task, tape: bool) -> None:
@@ -257,7 +264,7 @@ class MiniBatch:
         if task.kind == BACKWARD:
             self._backward(task, loss_gradients)
             return
-        # What takes nothing from other stages.
+        # These tasks take nothing from other stages.
         with self._order.task(task) as finish:
             if task.kind == RECOMPUTE:
                 finish(self._calls[task.stage, task.micro_batch].recompute())
@@ -273,7 +280,7 @@ class MiniBatch:
         arrived = self._upstream.pop(m) if last else self._exchange.back(k, m)
         with self._order.task(task, arrived) as finish:
             if last:
-                # Those of a loss that gathers rows are sparse.
+                # The gradient of a loss that gathers rows is sparse.
                 upstream = [
                     None if x is None else tf.convert_to_tensor(x)
                     for x in arrived
@@ -293,7 +300,7 @@ class MiniBatch:
         return [GradientSum(several) for _ in self.pipeline.stages]
 
     def _add_gradients(self, task: Task) -> list[tf.Tensor]:
-        """Adds the gradients of weights of a micro-batch.
+        """Adds the gradients of weights of a micro-batch to the stage's sum.
 
         Returns tensors that are ready once all gradients have been added.
         """
@@ -303,13 +310,13 @@ class MiniBatch:
         return call.weights(self._sums[task.stage])
 
     def _weights_of(self, loss: MicroBatchLoss) -> list[tf.Tensor]:
-        """Returns the weights that a loss uses, on the last stage's device."""
+        """Returns a loss's weights as tensors for the last stage's device."""
         self._loss_weights = loss.weights
         device = self.pipeline.stages[-1].device
         return [self._versions.start(v, 0, device) for v in loss.weights]
 
     def _on_last_device(self, loss: MicroBatchLoss) -> Callable:
-        """Returns the loss of flat outputs, on the last stage's device."""
+        """Returns a function that runs a loss on the last stage's device."""
         device = self.pipeline.stages[-1].device
 
         def on_device(outputs, *args):

@@ -1,4 +1,4 @@
-"""What stages hand to one another: activations forth, gradients back."""
+"""Activations and gradients that are sent between stages."""
 
 import functools
 from collections.abc import Iterable
@@ -14,17 +14,17 @@ from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import join
 from tf_gpipe.step.micro_batch import Split
 
-# One of the parts of a value, by its place in `Activations.parts()`.
+# A value, and the index of one of its parts in `Activations.parts()`.
 _Part = tuple[Value, int]
 
 
 class Exchange:
-    """What the stages of a pipeline make of a mini-batch for one another.
+    """The activations and gradients of a mini-batch, sent between stages.
 
-    A tensor goes straight from the stage that makes it to every stage that
-    uses it, and TensorFlow sends it once a device. Gradients return the same
-    way: what the stages of one device make is summed there, the rest on the
-    device of the stage that made the tensor.
+    A tensor goes directly from the stage that makes it to every stage that
+    uses it, and TensorFlow sends it once to each device. Its gradients return
+    the same way: those of stages on one device are summed there, and the sums
+    of several devices on the device of the stage that made the tensor.
 
         stage 0 ---> stage 1 ---> stage 2        activations
            '-------- a skip --------^
@@ -32,7 +32,7 @@ class Exchange:
     Args:
         pipeline: A `Pipeline`.
         split: `Split` of the mini-batch.
-        inputs: List with the contents of each of the model's inputs.
+        inputs: For each input of the model a nested structure of tensors.
     """
 
     def __init__(self, pipeline: Pipeline, split: Split, inputs: Sequence[Any]):
@@ -40,9 +40,9 @@ class Exchange:
         self._split = split
         self._given = dict(zip(pipeline.graph.inputs, inputs, strict=True))
         self._made: dict[tuple[int, int], Activations] = {}
-        # What a device has of a micro-batch.
+        # By value, micro-batch and device: activations that the device has.
         self._there: dict[tuple[Value, int, str], Activations] = {}
-        # Of a part of a micro-batch, by the device that they were made on.
+        # By part and micro-batch: gradients by the device that made them.
         self._gradients: dict[tuple[_Part, int], dict[str, Any]] = {}
         self._num_parts = {
             value: len(Activations.of(x).parts())
@@ -50,28 +50,28 @@ class Exchange:
         }
 
     def inputs(self, k: int, m: int) -> Activations:
-        """Returns what stage `k` takes of micro-batch `m`."""
+        """Returns the inputs of stage `k` for micro-batch `m`."""
         stage = self._pipeline.stages[k]
         found = [self.value(value, stage.device, m) for value in stage.inputs]
         return join(found)
 
     def put(self, k: int, m: int, outputs: Activations) -> None:
-        """Takes what stage `k` has made of micro-batch `m`."""
+        """Records the outputs of stage `k` for micro-batch `m`."""
         self._made[k, m] = outputs
         made = self._pipeline.stages[k].outputs
         for value, x in zip(made, outputs.each(), strict=True):
             self._num_parts[value] = len(x.parts())
 
     def outputs(self, m: int) -> Activations:
-        """Returns what the last stage has made of micro-batch `m`."""
+        """Returns the outputs of the last stage for micro-batch `m`."""
         return self._made[self._pipeline.last, m]
 
     def done(self) -> int:
-        """Returns the first micro-batch that the last stage has run."""
+        """Returns the index of the last stage's first finished micro-batch."""
         return next(m for k, m in self._made if k == self._pipeline.last)
 
     def put_gradients(self, k: int, m: int, gradients: Sequence) -> None:
-        """Takes a gradient or `None` by each part of stage `k`'s inputs."""
+        """Records the gradient or `None` of each part of stage `k`'s inputs."""
         stage = self._pipeline.stages[k]
         names = self._parts_of(stage.inputs)
         for x, gradient in zip(names, gradients, strict=True):
@@ -80,7 +80,10 @@ class Exchange:
             by_device[stage.device] = add(before, gradient)
 
     def back(self, k: int, m: int) -> list[list]:
-        """Returns, by each part of stage `k`'s outputs, what devices sent."""
+        """Returns the gradients of stage `k`'s outputs.
+
+        A list for each part, with a gradient from each device that sent one.
+        """
         stage = self._pipeline.stages[k]
         return [
             [
@@ -108,7 +111,8 @@ class Exchange:
         if key not in self._there:
             if value in self._given:
                 whole = Activations.of(self._given[value])
-                # Cut into micro-batches where it is used.
+                # Inputs are cut into micro-batches on each device that uses
+                # them.
                 with tf.device(device):
                     parts = [self._split.take(x, m) for x in whole]
                 self._there[key] = Activations(*parts)
@@ -128,7 +132,10 @@ class Exchange:
         ]
 
     def _sent(self, x: Any, sender: str, receiver: str) -> Any:
-        """Returns a tensor that goes from device to device, or `None`."""
+        """Returns a tensor as received: cast to `boundary_dtype` for the way.
+
+        `x` may be `None`.
+        """
         dtype = self._pipeline.boundary_dtype
         if (
             dtype is None

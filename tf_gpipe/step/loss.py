@@ -6,10 +6,10 @@ micro-batch gives `S_m / N_m`, and
 
     S / N  =  sum_m (N_m / N) * (S_m / N_m)
 
-holds whatever the sizes of the micro-batches. N is needed before the first
-backward pass, when most outputs are not yet there. It does not depend on
-their values, only on labels, sample weights and masks. A loss whose N does
-is refused.
+holds for micro-batches of any sizes. N is needed before the first backward
+pass, when most outputs are not yet computed. So N may depend on labels, sample
+weights and masks, but not on the values of outputs: a loss whose N does is
+refused.
 """
 
 import functools
@@ -25,28 +25,28 @@ from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.traced_function import pruned
 
-# Stands for the number of rows; no size that is about.
+# Number of rows in a trace: a prime, which is hardly the size of another axis.
 _ROWS = 1009
 
 
 class MicroBatchLoss:
     """The losses given to `compile`, as a function of a micro-batch.
 
-    Weights that the losses use are arguments: read once a mini-batch where
-    they are, whatever stage that is.
+    Weights that the losses use are arguments, so that they are read once per
+    mini-batch, on the device of any stage.
 
     Args:
         compile_loss: Keras's `CompileLoss`, or `None`.
         y: Labels of the mini-batch.
         outputs: Tensors with the shapes and Keras masks of the mini-batch's
             outputs; their values don't matter.
-        sample_weight: That of the mini-batch.
+        sample_weight: Sample weights of the mini-batch.
         scale: Scalar by which gradients are multiplied.
         num_rows: Integer, rows of the mini-batch, or `None` if unknown.
         trainable: Variables whose gradients are asked for.
 
     Attributes:
-        weights: List of those of `trainable` that the losses use.
+        weights: List of the variables in `trainable` that the losses use.
 
     Raises:
         ValueError: If a loss can only be computed on the whole mini-batch.
@@ -64,8 +64,8 @@ class MicroBatchLoss:
     ):
         self._compile_loss = compile_loss
         self._scale = scale
-        # By number of the loss: whether its count takes its values, and the
-        # count.
+        # By index of the loss: whether its count N needs the loss's values,
+        # and N of the mini-batch.
         self._needed: dict[int, bool] = {}
         self._counts: dict[int, tf.Tensor | None] = {}
         used: set[int] = set()
@@ -94,19 +94,19 @@ class MicroBatchLoss:
         valid: Any,
         share_of_rows: tf.Tensor,
     ) -> tuple[list[tf.Tensor], list, list]:
-        """Returns what a micro-batch contributes to the losses.
+        """Returns a micro-batch's share of the losses, and its gradients.
 
         Args:
-            outputs: Those of the micro-batch.
+            outputs: Outputs of the micro-batch.
             weights: Values of `weights`.
             y: Labels of the micro-batch.
-            sample_weight: That of the micro-batch.
+            sample_weight: Sample weights of the micro-batch.
             valid: 0 if the micro-batch has no rows of its own, else 1.
-            share_of_rows: Scalar, its share in the rows of the mini-batch.
+            share_of_rows: Scalar, its share of the mini-batch's rows.
 
         Returns:
-            Tuple of a list of scalars, the part in the total and the parts in
-            each loss; a list with the gradient or `None` for each part of the
+            Tuple of a list of scalars, its summands of the total and of each
+            loss; a list with the gradient or `None` of each part of the
             outputs; and such a list for `weights`.
         """
         of_each: list[tf.Tensor] = []
@@ -137,7 +137,7 @@ class MicroBatchLoss:
 
 
 class _LossScope(keras.StatelessScope):
-    """A scope that knows which weights a loss reads, and if it assigns any."""
+    """A scope that records the variables a loss reads, and any assignment."""
 
     def __init__(self, state_mapping: Iterable[tuple] = ()):
         super().__init__(list(state_mapping))
@@ -158,27 +158,29 @@ def _in_place_of_each(
 ) -> tf.Tensor:
     """Calls `compile_loss` with a function in place of each of its losses.
 
-    It gets the number of the loss and the loss, then what the loss would get.
+    The function is called with the index of the loss, the loss, and the
+    arguments of the loss.
     """
     if compile_loss is None:
         return tf.zeros(())
 
     def call(compile_loss):
-        # Without the metrics that Keras keeps of several losses, which want
-        # the mini-batch.
+        # In a scope, so that Keras does not update its metrics of single
+        # losses, which are means over mini-batches.
         with keras.StatelessScope():
             return compile_loss(*args)
 
     if not compile_loss.built:
         _check_losses(upstream.loss_as_given(compile_loss), args[1])
-        # Never run: only Keras knows which labels go with what.
+        # A trace that is never run. It builds `compile_loss`: only Keras knows
+        # which labels belong to which output.
         build = functools.partial(call, compile_loss)
         tf.function(build, autograph=False).get_concrete_function()
     return upstream.call_with_each(compile_loss, function, call)
 
 
 def _check_losses(given: Any, y_pred: Any) -> None:
-    """Refuses what Keras trips over as it builds losses."""
+    """Raises an error for `loss` arguments with which Keras's build fails."""
     if (
         isinstance(given, (list, tuple))
         and None in given
@@ -200,20 +202,21 @@ def _needs_values(
 ) -> bool:
     """Returns whether `_count` needs the values of a loss.
 
-    As it does unless their number is in proportion to that of rows, and they
-    have no mask. It takes a trace that is never run: to tell how many there
-    are TensorFlow would make them, those of the whole mini-batch, unless it
-    knows the size of the batch.
+    It does unless the number of values is proportional to the rows and they
+    have no mask. That is found by a trace that is never run: with a batch of
+    unknown size, TensorFlow would compute the values of the whole mini-batch
+    to count them.
 
     Raises:
-        ValueError: If the loss needs the whole mini-batch, or other weights.
+        ValueError: If the loss needs the whole mini-batch, or if
+            `sample_weight` has the wrong shape.
     """
     if type(loss).__call__ is not keras.Loss.__call__:
         raise _whole(loss, "overrides `__call__`")
     given = _given(loss, y_true, y_pred)
 
     def sized(x: tf.Tensor) -> tf.TensorSpec:
-        # A label of one row may be that of all samples.
+        # One row of labels may be broadcast to all samples.
         if not x.shape.rank or (x.shape[0] == 1 and num_rows != 1):
             return tf.TensorSpec(x.shape, x.dtype)
         return tf.TensorSpec([_ROWS, *x.shape[1:]], x.dtype)
@@ -258,11 +261,11 @@ def _needs_values(
 def _check_weight(
     loss: keras.Loss, values: tf.TensorShape, weight: Any
 ) -> None:
-    """Refuses weights of samples that Keras takes for weights of others.
+    """Raises an error for sample weights that Keras would broadcast wrongly.
 
-    It multiplies as NumPy does, from the last axis: weights of shape (B,) by
-    values of shape (B, T) are those of positions, or fail, unless B is T. Of
-    a micro-batch they need not fail.
+    Keras broadcasts as NumPy does, from the last axis: weights of shape (B,)
+    times values of shape (B, T) fail, or weigh positions if B is T. With
+    micro-batches they might not fail.
     """
     shape = tf.TensorShape(getattr(weight, "shape", ()))
     rank = values.rank
@@ -282,11 +285,11 @@ def _count(
 ) -> tf.Tensor | None:
     """Returns the N by which `loss` divides, up to a constant factor.
 
-    Or `None`, if it is the number of rows.
+    Returns `None` if that is the number of rows.
     """
     if loss.reduction in ("sum", "none", None):
         return tf.ones((), tf.float64)
-    # Of which TensorFlow runs what the count needs.
+    # The caller prunes operations that the count does not need.
     made = loss.call(*_given(loss, y_true, y_pred)) if needed else None
     mask = upstream.mask(y_pred)
     own = upstream.mask(made)
@@ -301,7 +304,7 @@ def _count(
 
 
 def _given(loss: keras.Loss, *values: Any) -> list:
-    """Returns labels and outputs as Keras gives them to `loss.call`."""
+    """Returns labels and outputs as Keras passes them to `loss.call`."""
     convert = functools.partial(keras.ops.convert_to_tensor, dtype=loss.dtype)
     return keras.tree.map_structure(convert, list(values))
 

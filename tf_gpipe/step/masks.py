@@ -1,4 +1,4 @@
-"""Keras masks of outputs, known before the outputs are."""
+"""Keras masks of outputs, computed before the outputs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,20 +22,25 @@ def masks_ahead(
     versions: StateVersions,
     num_micro_batches: int,
 ) -> list[Any]:
-    """Returns the masks of the outputs of each micro-batch, as structures.
+    """Returns the masks of the outputs of each micro-batch.
 
-    What they follow from, as a rule inputs alone, is computed once more. The
-    numbers that layers draw by `keras.random` are those of the forward tasks.
+    A loss divides by counts of masks, which are needed before all forward
+    tasks are done. Masks mostly depend on inputs alone; the operations that
+    make them are run once more, here. `keras.random` gives the same numbers as
+    in the forward tasks.
 
     Args:
-        pipeline: The pipeline.
-        functions: The functions of its stages.
-        exchange: Of the mini-batch, which has the inputs.
-        versions: The state of its micro-batches.
-        num_micro_batches: Integer, how many there are.
+        pipeline: The `Pipeline`.
+        functions: The `StageFunction` of each stage.
+        exchange: The `Exchange` of the mini-batch, which has the inputs.
+        versions: The `StateVersions` of its micro-batches.
+        num_micro_batches: Integer, the number of micro-batches.
+
+    Returns:
+        For each micro-batch a nested structure like the outputs.
 
     Raises:
-        ValueError: If masks follow from other random numbers.
+        ValueError: If masks depend on other random numbers.
     """
     stages = pipeline.stages
     device = stages[0].device

@@ -9,20 +9,20 @@ import tensorflow as tf
 
 from tf_gpipe.devices import replicas
 
-# How the results of micro-batches become that of the mini-batch.
-ROWS = "rows"  # one after the other
-MEAN = "mean"  # over rows
+# How the results of micro-batches are merged into that of the mini-batch.
+ROWS = "rows"  # concatenated along axis 0
+MEAN = "mean"  # averaged, weighted by rows
 SUM = "sum"
-FIRST = "first"  # all have the same, but for what was drawn at random
+FIRST = "first"  # the first: all are equal, except for random numbers
 
 
 class Split:
-    """How the rows of one mini-batch are shared out among micro-batches.
+    """The division of a mini-batch's rows into micro-batches.
 
     B rows over M micro-batches: the first `B % M` get one row more than the
-    rest. A mini-batch with fewer rows than micro-batches leaves some without
-    a row of their own. Those run on a copy of the last row, so that no layer
-    sees an empty batch, and whatever they yield weighs nothing.
+    rest. If there are fewer rows than micro-batches, some micro-batches have no
+    row of their own. They run on a copy of the last row, so that no layer sees
+    an empty batch, and their results have weight 0.
 
         B=10, M=4: 3 3 2 2          B=3, M=4: 1 1 1 (1)
 
@@ -42,7 +42,7 @@ class Split:
         rows: Any = static.pop() if static else None
         self.static_rows = rows
         self.even = bool(rows) and rows % num_micro_batches == 0
-        # Whether a micro-batch may be one without rows of its own.
+        # Whether a micro-batch may have no rows of its own.
         self.padded = rows is None or rows < num_micro_batches
         if rows is None:
             strategy = tf.distribute.get_strategy()
@@ -57,26 +57,30 @@ class Split:
         elif self.even or tf.executing_eagerly():
             self.rows = tf.constant(rows)
         else:
-            # Sizes that differ by one would trace every stage twice. A
-            # placeholder hides them from static shapes: one trace serves both.
+            # Micro-batches of two sizes would need two traces of every stage. A
+            # placeholder hides the sizes from static shapes: one trace serves
+            # both.
             self.rows = tf.compat.v1.placeholder_with_default(
                 tf.constant(rows), ()
             )
 
     def size(self, m: int) -> Any:
-        """Returns the number of rows that micro-batch `m` has of its own."""
+        """Returns the number of rows of micro-batch `m`, 0 if only padding."""
         if self.even:
             return self.static_rows // self.num_micro_batches
         return self._here("each size", lambda: tf.unstack(self._sizes()))[m]
 
     def weight(self, m: int) -> tf.Tensor:
-        """Returns the share of micro-batch `m` in the rows, a float64."""
+        """Returns micro-batch `m`'s share of the rows, a float64 scalar."""
         if self.even:
             return tf.constant(1.0 / self.num_micro_batches, tf.float64)
         return self._here("each weight", lambda: tf.unstack(self._weights()))[m]
 
     def mean(self, values: tf.Tensor) -> tf.Tensor:
-        """Returns the mean of tensors of shape `(M, ...)` by their weights."""
+        """Returns the mean of a tensor of shape `(M, ...)` over axis 0.
+
+        Weighted by the rows of micro-batches.
+        """
         if self.even:
             return tf.reduce_mean(values, axis=0)
         weights = tf.cast(self._weights(), values.dtype)
@@ -97,10 +101,11 @@ class Split:
         )
 
     def take_of_outputs(self, values: Any, m: int) -> Any:
-        """As `take`, of what there is for outputs, such as labels.
+        """As `take`, for tensors with the rows of outputs, such as labels.
 
-        There are several rows of it for each row of the inputs, where layers
-        make several of one. What Keras would broadcast stays as it is.
+        They have several rows for each row of the inputs, if layers make
+        several rows of one. A tensor that Keras would broadcast, of one row or
+        without axes, is returned whole.
         """
         if self.num_micro_batches == 1:
             return values
@@ -110,7 +115,7 @@ class Split:
                 return x
             rows = x.shape[0]
             if rows is None or self.static_rows is None:
-                # With the tensor, so that no other one gets its number.
+                # `x` is kept with them, so that no other tensor gets its id.
                 starts, ends, _ = self._here(
                     ("bounds of outputs", id(x)),
                     lambda: (*self._bounds_of_outputs(tf.shape(x)[0]), x),
@@ -127,12 +132,12 @@ class Split:
     def _bounds_of_outputs(self, rows: tf.Tensor) -> tuple[list, list]:
         each = rows // tf.maximum(self.rows, 1)
         starts, ends = self._all_bounds()
-        # At least one row: that which Keras would broadcast.
+        # A tensor of one row is taken whole, as Keras would broadcast it.
         ends = tf.where(rows == 1, 1, ends * each)
         return tf.unstack(starts * each), tf.unstack(ends)
 
     def _bounds(self, m: int) -> tuple[Any, Any]:
-        """Returns the first row of micro-batch `m`, and that after its last."""
+        """Returns the index of micro-batch `m`'s first row, and its end."""
         if self.even:
             size = self.size(m)
             return m * size, (m + 1) * size
@@ -142,7 +147,7 @@ class Split:
         return starts[m], ends[m]
 
     def _all_bounds(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns `_bounds` of all micro-batches, of shape `(M,)`."""
+        """Returns the starts and ends of all micro-batches, shape `(M,)`."""
 
         def make() -> tuple[tf.Tensor, tf.Tensor]:
             sizes = self._sizes()
@@ -153,7 +158,7 @@ class Split:
         return self._here("bounds", make)
 
     def _sizes(self) -> tf.Tensor:
-        """Returns `size` of all micro-batches, of shape `(M,)`."""
+        """Returns `size` of all micro-batches, shape `(M,)`."""
 
         def make() -> tf.Tensor:
             base = self.rows // self.num_micro_batches
@@ -164,7 +169,7 @@ class Split:
         return self._here("sizes", make)
 
     def _weights(self) -> tf.Tensor:
-        """Returns `weight` of all micro-batches, of shape `(M,)`."""
+        """Returns `weight` of all micro-batches, shape `(M,)`."""
 
         def make() -> tf.Tensor:
             rows = tf.cast(tf.maximum(self.rows, 1), tf.float64)
@@ -173,9 +178,9 @@ class Split:
         return self._here("weights", make)
 
     def _here(self, name: Any, make: Callable) -> Any:
-        """Returns what `make` makes, once in each graph and on each device.
+        """Returns `make()`, called once per graph and device.
 
-        So that no device waits for another one to tell it a number.
+        Each device computes its own, so that none waits for another's result.
         """
         if tf.executing_eagerly():
             return make()
@@ -186,9 +191,12 @@ class Split:
         return self._made[key]
 
     def merge(self, parts: list[Any], kinds: Any = ROWS) -> Any:
-        """Makes one structure of one structure a micro-batch.
+        """Merges the nested structures of all micro-batches into one.
 
-        `kinds` says how, of each leaf if it is a structure too.
+        Args:
+            parts: A nested structure for each micro-batch.
+            kinds: How to merge: `ROWS`, `MEAN`, `SUM` or `FIRST`; one for all
+                leaves, or a structure of them.
         """
         if self.num_micro_batches == 1:
             return parts[0]
@@ -210,7 +218,7 @@ class Split:
         return tf.concat(xs, axis=0)
 
     def _share(self, kind: str, m: int, like: tf.Tensor) -> tf.Tensor:
-        """Returns what micro-batch `m` counts in the mini-batch's result."""
+        """Returns the factor of micro-batch `m` in the merged result."""
         if kind == FIRST:
             share: Any = int(m == 0)
         else:
@@ -220,9 +228,14 @@ class Split:
     def unmerge(
         self, value: tf.Tensor, parts: list[tf.Tensor], kind: str = ROWS
     ) -> list:
-        """Returns gradients of `parts`, given that of the merged tensor.
+        """Returns the gradients of `parts`, given that of the merged tensor.
 
-        Zeros for a micro-batch without rows.
+        They are zero for a micro-batch without rows of its own.
+
+        Args:
+            value: Gradient of the merged tensor.
+            parts: The tensors of all micro-batches.
+            kind: How they were merged.
         """
         if self.num_micro_batches == 1:
             return [value]
@@ -242,15 +255,16 @@ class Split:
         return found
 
     def _own(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns how many rows of its own each micro-batch has in `parts`."""
+        """Returns the number of rows in `parts` that are not padding."""
         return [tf.shape(x)[0] * self.valid(m) for m, x in enumerate(parts)]
 
     def like_whole(
         self, part: tf.Tensor, m: int, kind: str = ROWS
     ) -> tf.Tensor:
-        """Returns a tensor like the merged parts, of which this is the m-th.
+        """Returns a stand-in for a merged tensor, given its m-th part.
 
-        Its values are such as few functions fail for: 0.5 if floating-point.
+        It has the shape and dtype. Floating-point values are 0.5, for which
+        few functions fail.
         """
         shape = tf.shape(part)
         value = tf.zeros((), part.dtype)
@@ -258,7 +272,7 @@ class Split:
             value += 0.5
         if kind != ROWS:
             return tf.ensure_shape(tf.fill(shape, value), part.shape)
-        # A layer may make several rows of one.
+        # A layer may make several rows of one input row.
         rows = shape[0] // tf.maximum(self.size(m), 1) * self.rows
         whole = tf.fill(tf.concat([[rows], shape[1:]], axis=0), value)
         return tf.ensure_shape(whole, [None, *part.shape[1:]])
@@ -273,7 +287,7 @@ def not_dense(x: Any) -> TypeError:
 
 
 def static_rows(inputs: Any) -> int | None:
-    """Returns how many rows a mini-batch has, if that is known."""
+    """Returns the number of rows of a mini-batch, or `None` if not static."""
     known = (_static_rows(x) for x in keras.tree.flatten(inputs))
     return next((x for x in known if x is not None), None)
 

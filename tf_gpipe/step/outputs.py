@@ -1,4 +1,4 @@
-"""What a model returns, put together from its micro-batches."""
+"""The model's outputs for a mini-batch, merged from its micro-batches."""
 
 import functools
 from typing import Any
@@ -16,13 +16,13 @@ from tf_gpipe.step.row_dependence import RowDependence
 
 
 class Outputs:
-    """What the last stage has made of a mini-batch, micro-batch by micro-batch.
+    """The last stage's outputs of all micro-batches, and how they are merged.
 
     Args:
-        pipeline: The pipeline.
+        pipeline: The `Pipeline`.
         split: `Split` of the mini-batch.
-        exchange: `Exchange`, which has what the last stage has made.
-        dependence: Of the pipeline's graph.
+        exchange: `Exchange`, which has the outputs of the last stage.
+        dependence: `RowDependence` of the pipeline's graph.
     """
 
     def __init__(
@@ -49,17 +49,16 @@ class Outputs:
             )
 
     def merged(self, parts: list) -> Any:
-        """Returns nested structures of all micro-batches, put together.
-
-        Each is like what the model returns.
-        """
+        """Merges nested structures of all micro-batches like the outputs."""
         kinds = keras.tree.pack_sequence_as(parts[0], self._kinds)
         return self._split.merge(parts, kinds)
 
     def like_whole(self, outputs: Any, m: int) -> Any:
-        """Returns tensors like those of the mini-batch.
+        """Returns stand-ins for the outputs of the mini-batch.
 
-        `outputs` is what the model returns for micro-batch `m`.
+        Args:
+            outputs: The model's outputs for micro-batch `m`.
+            m: Index of the micro-batch.
         """
         kinds = keras.tree.pack_sequence_as(outputs, self._kinds)
         return keras.tree.map_structure(
@@ -67,10 +66,13 @@ class Outputs:
         )
 
     def split_gradients(self, gradients: list) -> dict[int, list]:
-        """Returns gradients by the outputs, by micro-batch.
+        """Returns the gradients of each micro-batch's outputs.
 
         Args:
-            gradients: A tensor or `None` for each part of `whole()`.
+            gradients: A gradient or `None` for each part of `whole()`.
+
+        Returns:
+            Dict from the index of a micro-batch to the list of its gradients.
         """
         numbers = range(self._split.num_micro_batches)
         outputs = [self._exchange.outputs(m).parts() for m in numbers]
@@ -87,7 +89,7 @@ class Outputs:
 
     @functools.cached_property
     def _kinds(self) -> list[str]:
-        """How each flat tensor that the model returns is put together."""
+        """How each flat tensor that the model returns is merged."""
         m = self._exchange.done()
         outputs = self._exchange.outputs(m).tensors
         if self._split.num_micro_batches == 1:
@@ -102,7 +104,7 @@ class Outputs:
 
     @property
     def _kinds_of_parts(self) -> list[str]:
-        """As `_kinds`, of each part of the outputs."""
+        """`_kinds` for each part of the outputs."""
         tensors = self._exchange.outputs(self._exchange.done()).by_tensor()
         return [
             kind
@@ -111,7 +113,7 @@ class Outputs:
         ]
 
     def check_loss(self, outputs: Activations, gradients: list) -> None:
-        """Refuses losses of what a micro-batch does not have its part of."""
+        """Raises an error if the loss uses an output without a batch axis."""
         parts = outputs.parts()
         kinds = self._kinds_of_parts
         for x, kind, gradient in zip(parts, kinds, gradients, strict=True):

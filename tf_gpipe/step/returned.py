@@ -1,4 +1,4 @@
-"""How what a model returns is put together from its micro-batches."""
+"""How each output of a model is merged from its micro-batches."""
 
 import warnings
 from collections.abc import Sequence
@@ -27,20 +27,23 @@ def kinds_of_outputs(
     outputs: Sequence[Any],
     rows: int | None,
 ) -> list[str]:
-    """Returns how each flat tensor that the model returns is put together.
+    """Returns how each flat tensor that the model returns is merged.
 
-    As a rule from rows, which the specs tell. Where they leave it open, the
-    model is traced for batches of two sizes.
+    Mostly by `ROWS`, as the specs show. If a spec leaves it open, the model is
+    traced for batches of two sizes.
 
     Args:
-        pipeline: Whose outputs they are.
-        dependence: Of the pipeline's graph.
-        outputs: What the last stage has made of a micro-batch: for each value
-            a nested structure of tensors.
-        rows: How many rows that has, `None` if it is not known.
+        pipeline: The `Pipeline` with the outputs.
+        dependence: `RowDependence` of the pipeline's graph.
+        outputs: The last stage's outputs for a micro-batch: for each value a
+            nested structure of tensors.
+        rows: Rows of that micro-batch, `None` if not known.
+
+    Returns:
+        List of `ROWS`, `MEAN`, `SUM` and `FIRST`.
 
     Raises:
-        ValueError: If micro-batches do not give an output.
+        ValueError: If an output cannot be merged from micro-batches.
     """
     kinds = []
     values = pipeline.graph.returned
@@ -58,7 +61,7 @@ def kinds_of_outputs(
 
 
 def _has_rows(x: tf.Tensor, spec: Any, rows: int | None) -> bool:
-    """Returns whether axis 0 has the rows, and no other axis can have any."""
+    """Returns whether axis 0 has the rows, and no other axis can have them."""
     if spec is None or x.shape.rank in (None, 0):
         return False
     first, *others = spec.shape or (0,)
@@ -75,9 +78,10 @@ def _kind(
     i: int,
     x: tf.Tensor,
 ) -> str:
+    """Returns how `x`, the i-th flat tensor of a value, is merged."""
     found = dependence.axes(value)
     if found is None:
-        # As nearly always.
+        # Unknown: axis 0 is taken for the batch axis, as it nearly always is.
         axes = [0] if x.shape.rank != 0 else []
     else:
         axes = found[i]

@@ -1,15 +1,15 @@
-"""How what layers make of a batch depends on its rows, found by trying it.
+"""How outputs and losses depend on the rows of a batch, found by experiment.
 
-What a micro-batch yields is a part of the mini-batch's result in one of three
-ways: some rows of it, a share of a mean over rows, or a part of a sum. Nobody
-says which, so it is tried. With batches A of n rows, B of m, and AB that has
-the rows of both, a value F is
+A micro-batch's result is a part of the mini-batch's in one of three ways: some
+of its rows, a term of a mean over rows, or a term of a sum. Keras does not say
+which, so layers are run on made-up batches. For a batch A of n rows, B of m,
+and AB with the rows of both, a value F is
 
     a mean, if  (n + m) * F(AB) = n * F(A) + m * F(B)
     a sum, if             F(AB) =     F(A) +     F(B)
 
 A constant is a mean. Anything else, such as a product of two means, cannot be
-had from the parts of a batch.
+computed from the results for A and B.
 """
 
 import functools
@@ -32,7 +32,7 @@ from tf_gpipe.step import trials
 from tf_gpipe.step.state import batch_norms
 from tf_gpipe.step.trials import Trials
 
-# Stands for sizes that are not known, such as lengths of sequences.
+# Size used for unknown dimensions, such as lengths of sequences.
 _SIZE = 16
 
 
@@ -40,9 +40,9 @@ class Dependence(NamedTuple):
     """How a value without a batch axis depends on the rows of a batch.
 
     Attributes:
-        kind: "mean" or "sum": what comes nearest.
-        exact: Whether that is exact.
-        constant: Whether it is the same whatever the rows are.
+        kind: "mean" or "sum", whichever is closer.
+        exact: Whether the value is exactly that.
+        constant: Whether it is the same for all rows.
     """
 
     kind: str
@@ -54,8 +54,8 @@ class RowDependence:
     """How the values of a model depend on the rows of its inputs.
 
     Args:
-        graph: Of the model.
-        inputs: List of the contents of each of its inputs.
+        graph: The `Graph` of the model.
+        inputs: For each of its inputs a nested structure of tensors.
         training: `None` for Keras's default.
     """
 
@@ -73,7 +73,7 @@ class RowDependence:
     def axes(self, value: Value) -> list[list[int]] | None:
         """Returns which axes of each flat tensor grow with the rows.
 
-        `None` if it cannot be told.
+        `None` if that is not known.
         """
         if self._like is None:
             return None
@@ -81,7 +81,7 @@ class RowDependence:
         return [trials.row_axes(x) for x in tensors]
 
     def first_across(self) -> keras.Operation | None:
-        """Returns the first layer whose result has rows in another axis."""
+        """Returns the first layer whose result has rows in an axis but 0."""
         for node in self._graph.nodes:
             for value in node.made:
                 if any(max(x, default=0) > 0 for x in self.axes(value) or ()):
@@ -89,9 +89,10 @@ class RowDependence:
         return None
 
     def of_losses(self, node: Node) -> list[Dependence | None]:
-        """Returns the dependence of each loss that a call of a layer adds.
+        """Returns the dependence of each loss that a layer call adds.
 
-        `None` of what cannot be told; an empty list if nothing can.
+        `None` for a loss whose dependence is not known; an empty list if none
+        is.
         """
         return self._tried(
             node, lambda values, losses: [tf.reduce_sum(x) for x in losses]
@@ -100,7 +101,7 @@ class RowDependence:
     def of_output(self, value: Value, i: int) -> Dependence | None:
         """Returns the dependence of the i-th flat tensor of a value.
 
-        `None` if it cannot be told.
+        `None` if it is not known.
         """
         found = self._tried(
             self.maker(value),
@@ -109,13 +110,14 @@ class RowDependence:
         return found[0] if found else None
 
     def maker(self, value: Value) -> Node:
-        """Returns the call of a layer that makes a value."""
+        """Returns the layer call that makes a value."""
         return self._maker[value]
 
     def grows_otherwise(self, value: Value, i: int) -> bool:
-        """Returns whether the shape of the i-th flat tensor of a value grows.
+        """Returns whether a tensor's shape depends on the rows in another way.
 
-        That of one which has no axis in proportion to the rows.
+        For the i-th flat tensor of a value, if none of its axes is
+        proportional to the rows.
         """
         other = self._traced(2 * trials.ROWS + 1)
         if self._like is None or other is None:
@@ -128,14 +130,14 @@ class RowDependence:
 
     @functools.cached_property
     def _like(self) -> dict[Value, Activations] | None:
-        """What all values are like if there are `trials.ROWS` rows."""
+        """Specs of all values for a batch of `trials.ROWS` rows."""
         return self._traced(trials.ROWS)
 
     def _traced(self, rows: int) -> dict[Value, Activations] | None:
-        """Returns what all values are like, for a number of rows.
+        """Returns the specs of all values for a batch of so many rows.
 
-        From a trace that is never run. `None` if it fails, as where a layer
-        relies on one size of the batch.
+        From a trace that is never run. `None` if the trace fails, for example
+        because a layer requires one batch size.
         """
         found: dict[Value, Activations] = {}
 
@@ -169,6 +171,13 @@ class RowDependence:
         return functools.partial(in_mode, training=training)
 
     def _tried(self, node: Node, fetch: Callable) -> list[Dependence | None]:
+        """Returns the dependence of each tensor that `fetch` returns.
+
+        Args:
+            node: The last layer call that is run.
+            fetch: Function from the dict of values and the list of losses of
+                `node` to a list of tensors.
+        """
         if self._like is None:
             return []
         nodes, given = self._since_rows(node)
@@ -178,7 +187,8 @@ class RowDependence:
         )
         if not normalized or all(x is None or x.exact for x in found):
             return found
-        # Batch normalisation is known to be that of a micro-batch.
+        # Batch normalisation per micro-batch is documented, and no reason to
+        # call a value inexact: so it is tried in inference mode too.
         others = self._try(nodes, given, fetch, training=False)
         if len(others) != len(found):
             return found
@@ -188,9 +198,10 @@ class RowDependence:
         ]
 
     def _since_rows(self, last: Node) -> tuple[list[Node], list[Value]]:
-        """Returns the calls up to the last one since there was a batch axis.
+        """Returns the layer calls since values had a batch axis.
 
-        And the values with a batch axis that they start from.
+        The calls that `last` depends on, without those that make values with a
+        batch axis or come before them, and a list of these values.
         """
         needed = {last}
         given: dict[Value, None] = {}
@@ -212,6 +223,7 @@ class RowDependence:
         fetch: Callable,
         training: bool | None,
     ) -> list[Dependence | None]:
+        """Runs `nodes` from made-up values `given`; see `_tried`."""
         assert self._like is not None
         like = [self._like[value] for value in given]
         flat = [x for values in like for x in _flat(values)]
@@ -234,7 +246,7 @@ class RowDependence:
                 tried = Trials(function, flat, nodes)
             by_kind = [tried.run(kind) for kind in range(trials.KINDS)]
         except Exception:
-            # Whatever a layer may have against numbers that are made up.
+            # A layer may raise any error for made-up numbers.
             return []
         return [
             _dependence([x[i] for x in by_kind], tried.tolerance)
@@ -247,9 +259,9 @@ class RowDependence:
 def _dependence(
     found: Sequence[tuple[np.ndarray, ...]], tolerance: float
 ) -> Dependence | None:
-    """Returns how a value depends on rows, from all that was tried.
+    """Returns how a value depends on rows, from its values in all trials.
 
-    `found` has what it is for batches A, B, AB and AA, for several A and B.
+    `found` has its values for batches A, B, AB and AA, for several A and B.
     """
     n, m = trials.A, trials.B
     seen = False
@@ -289,7 +301,7 @@ def _dependence(
 
 
 def _flat(values: Activations) -> list:
-    """Returns the leaves that are there, tensors before masks."""
+    """Returns the leaves that are not `None`, tensors before masks."""
     return [
         x
         for x in keras.tree.flatten([values.tensors, values.masks])
@@ -298,7 +310,7 @@ def _flat(values: Activations) -> list:
 
 
 def _filled(like: Activations, flat: Sequence[tf.Tensor]) -> Any:
-    """Returns tensors with their masks, given those of `_flat`."""
+    """Returns tensors with masks attached, given a list as from `_flat`."""
     rest = iter(flat)
     tensors, masks = keras.tree.map_structure(
         lambda x: None if x is None else next(rest), [like.tensors, like.masks]

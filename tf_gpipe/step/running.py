@@ -1,4 +1,4 @@
-"""The stages of a pipeline as they run for one mini-batch."""
+"""The stages of a pipeline as functions or inline, for one mini-batch."""
 
 import enum
 import functools
@@ -28,20 +28,20 @@ from tf_gpipe.stage.tape import TapedStage
 from tf_gpipe.stage.tensorflow_state import TensorFlowState
 from tf_gpipe.stage.tensorflow_state import find
 
-# How many sets of stages a pipeline keeps that have been traced: for training
-# and for inference, and for some sizes of mini-batches.
+# The most sets of traced stages that a pipeline keeps: for training and for
+# inference, and for some sizes of mini-batches.
 _MOST_TRACED = 8
 
 
 class Gradients(enum.Enum):
-    """Which gradients a mini-batch is run for.
+    """The gradients that a mini-batch is run for.
 
-    `OF_ALL`: by inputs and weights. `OF_STEP`: by weights alone, as a training
-    step needs them. `OF_NONE`: none, in a step of `evaluate` or `predict`.
-    `OF_LAYER`: by both, for a gradient tape around the call of a model. That
-    tape may ask more than once, and it must not see weights: stages get them
-    as tensors, at the price of a copy in each recomputation, instead of
-    reading them where they are.
+    `OF_ALL`: of inputs and weights. `OF_STEP`: of weights alone, for a training
+    step. `OF_NONE`: none, in a step of `evaluate` or `predict`. `OF_LAYER`: of
+    both, for a gradient tape around the call of a model. That tape may ask more
+    than once, and must not record reads of weights: stages get weights as
+    tensors, which costs a copy in each recomputation, instead of reading their
+    variables.
     """
 
     OF_ALL = enum.auto()
@@ -51,10 +51,10 @@ class Gradients(enum.Enum):
 
 
 class StageMode(enum.Enum):
-    """How stages run: as functions of their own, which XLA may compile.
+    """How stages run: as functions, which XLA may compile, or inline.
 
-    Or inline, as operations of the program around them: eagerly, and where
-    that program is compiled as a whole.
+    Inline stages are operations of the surrounding program: eagerly, and if XLA
+    compiles that program as a whole.
     """
 
     FUNCTIONS = enum.auto()
@@ -63,13 +63,13 @@ class StageMode(enum.Enum):
 
 
 class RunningStages:
-    """The stages as they run for one mini-batch, each made when first used.
+    """The runnable stages for one mini-batch, each made when first used.
 
     Args:
-        pipeline: The stages.
+        pipeline: The `Pipeline` with the stages.
         training: `None` for Keras's default.
         gradients: Which gradients are asked for.
-        how: How the stages run. Eagerly that is inline.
+        how: How the stages run. Eagerly they run inline.
     """
 
     def __init__(
@@ -84,18 +84,19 @@ class RunningStages:
         self._gradients = gradients
         self._how = StageMode.INLINE if tf.executing_eagerly() else how
         self._stages: dict[int, Any] = {}
-        # That which they run in, if `traced_before` has returned them.
+        # The graph that the stages run in, if `traced_before` returned them.
         self._graph: weakref.ref | None = None
-        # Layers of several stages may share it.
+        # State in `tf.Variable`s, which layers of several stages may share.
         self._others: dict[Any, TensorFlowState] = {}
-        # Not that of the time of the build, which the user may have replaced.
+        # The current global seed: the user may have replaced it since the
+        # model was built.
         self._seed = global_seed()
-        # Functions that read it run on when Keras has got another one.
+        # Kept alive for functions that read it after Keras has another one.
         pipeline.seeds.update((id(v), v) for v in self._seed)
 
     @functools.cached_property
     def _instead(self) -> Instead:
-        """What runs layers in place of their calls, where there are phases."""
+        """The `Instead` by which blocks that are alike share phases."""
         if (
             self._how is not StageMode.FUNCTIONS
             or self._gradients is Gradients.OF_LAYER
@@ -117,9 +118,11 @@ class RunningStages:
         ).run
 
     def _would_keep(self, block: Graph) -> bool:
-        """Returns whether a block, called at once, kept what is recomputed.
+        """Returns whether sharing phases would keep recomputed values.
 
-        It has all that its gradient needs in one pack, its inputs among that.
+        Such a block stores all that its gradient needs in one pack, inputs
+        included. If the block is not recomputed but its inputs are, they would
+        be kept all the same.
         """
         made, nodes = self._recomputed
         return block.nodes[0] not in nodes and not made.isdisjoint(block.inputs)
@@ -136,9 +139,10 @@ class RunningStages:
         return {value for node in nodes for value in node.made}, nodes
 
     def _pieces(self) -> list[int]:
-        """Returns how many calls there are, in a row, with the same fate.
+        """Returns the lengths of consecutive pieces of the layer calls.
 
-        Of a stage those that are recomputed together, or not at all.
+        The calls of a piece are in one stage and are recomputed together, or
+        not at all.
         """
         found = []
         for stage in self._pipeline.stages:
@@ -149,7 +153,7 @@ class RunningStages:
         return found
 
     def _parts(self, k: int) -> tuple[range, ...]:
-        """Returns the calls of a stage that are recomputed, those together."""
+        """Returns the ranges of stage `k`'s calls that are recomputed."""
         return self._pipeline.recomputed(k) if self._differentiated else ()
 
     @property
@@ -166,9 +170,10 @@ class RunningStages:
         return self._gradients is Gradients.OF_LAYER
 
     def serving(self, others: "RunningStages") -> "RunningStages":
-        """Returns stages for the next training step of a graph.
+        """Returns the stages for the next training step in the same graph.
 
-        These, if they run as `others` would, so that they are traced once.
+        These stages if they are of the same kind as `others`, so that stages
+        are traced once; otherwise `others`.
         """
         if self.inline or self._kind() != others._kind():
             return others
@@ -176,14 +181,15 @@ class RunningStages:
         return self
 
     def traced_before(self, inputs: Any) -> "RunningStages":
-        """Returns stages that are traced, if they would run as these.
+        """Returns stages traced earlier that equal these, or these.
 
-        Such as those of before the model was compiled again. Otherwise these,
-        for the next time. Those that run in the graph that is being built, or
-        in one around it, keep the weights that they have read there.
+        Stages are traced earlier for example before the model was compiled
+        again. If there are none, these are noted for the next time. Stages in
+        use in the graph being built, or in one around it, are not returned: in
+        that graph they keep the weights that they have read.
 
         Args:
-            inputs: Nested structure of what the model is given.
+            inputs: Nested structure of the model's inputs.
         """
         depends = self._depends(inputs)
         if depends is None:
@@ -192,11 +198,11 @@ class RunningStages:
         found = traced.pop(depends, self)
         graphs = _graphs()
         if found._graph is not None and found._graph() in graphs:
-            # They run already, with what the weights were then.
+            # In use in this graph, with the weights as they were read then.
             traced[depends] = found
             return self
         if any(map(tf.is_symbolic_tensor, found._captured())):
-            # Of the graph of another step.
+            # They have captured tensors of another step's graph.
             found = self
         traced[depends] = found
         found._graph = weakref.ref(graphs[0])
@@ -206,9 +212,10 @@ class RunningStages:
         return found
 
     def _depends(self, inputs: Any) -> Hashable:
-        """Returns what traces of the stages depend on, or `None` if unknown.
+        """Returns a key of all that the stages' traces depend on.
 
-        As with layers that are not Keras's own, which may know anything.
+        `None` if that is unknown, as for layers that are not Keras's own, which
+        may depend on anything.
         """
         if self.inline or tf.distribute.has_strategy():
             return None
@@ -216,7 +223,7 @@ class RunningStages:
             tf.DeviceSpec.from_string(x.device) for x in self._pipeline.stages
         ]
         if any(spec.job not in (None, "localhost") for spec in specs):
-            # A worker that is new knows no traces.
+            # A worker that has been restarted does not have earlier traces.
             return None
         graph = self._pipeline.graph
         alike = blocks.likeness_of(
@@ -245,6 +252,7 @@ class RunningStages:
             stage.read_weights_again()
 
     def _kind(self) -> tuple:
+        """Returns a key that is equal for stages that run in the same way."""
         return self._pipeline, self._training, self._gradients, self._how
 
     def __getitem__(self, k: int) -> Any:
@@ -267,8 +275,8 @@ class RunningStages:
 
     def _function(self, k: int) -> StageFunction:
         stage = self._pipeline.stages[k]
-        # Snapshots: a recomputation must not see what has been assigned since
-        # the forward pass.
+        # Passed in as snapshots: a recomputation must not see assignments made
+        # since the forward pass.
         states = [
             v
             for v in stage.owned
@@ -289,13 +297,14 @@ class RunningStages:
             ],
             self._training,
             inputs if self._gradients is Gradients.OF_STEP else (),
-            # In inference a tape outside would find them.
+            # Only in training: in inference an outer tape would record reads
+            # of foreign weights, so that no gradient is lost.
             self._pipeline.foreign(stage) if self._training else (),
         )
 
 
 def _spec(x: tf.Tensor) -> tuple:
-    """Returns what a trace knows of an input."""
+    """Returns the shape and dtype of an input, and whether it has a mask."""
     shape = x.shape.as_list() if x.shape.rank is not None else None
     return str(shape), x.dtype, upstream.mask(x) is not None
 

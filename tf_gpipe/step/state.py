@@ -1,8 +1,8 @@
-"""What a mini-batch makes of the state that layers update as they run.
+"""State that layers update in a step, merged over micro-batches.
 
-Each micro-batch starts from the state that the mini-batch found and takes its
-own version of it through the stages. When all micro-batches are through,
-their versions become one, as if the layers had seen the mini-batch as a whole.
+Each micro-batch starts from the state before the mini-batch and has its own
+version of it in all stages. After all micro-batches the versions are merged
+into the state that layers would have after the mini-batch in one piece.
 """
 
 import collections
@@ -25,7 +25,7 @@ _SEED_STRIDE = 1640531527
 def batch_norms(
     layers: Iterable[keras.Layer],
 ) -> list[keras.layers.BatchNormalization]:
-    """Returns the batch normalisation among layers and within them."""
+    """Returns the batch normalisation layers among layers and within them."""
     return [
         x
         for layer in layers
@@ -35,7 +35,7 @@ def batch_norms(
 
 
 def check(layer: keras.Layer) -> None:
-    """Refuses batch normalisation whose statistics micro-batches can't give."""
+    """Raises an error for batch normalisation that cannot be merged."""
     for x in batch_norms([layer]):
         if x.renorm:
             raise ValueError(
@@ -46,14 +46,15 @@ def check(layer: keras.Layer) -> None:
 
 
 class StateVersions:
-    """The state of each micro-batch as it travels through the stages."""
+    """The state variables' values of each micro-batch, and their merging."""
 
     def __init__(
         self, split: Split, device_of: Callable[[keras.Variable], str]
     ):
         self._device_of = device_of
         self._split = split
-        # Seeds are by number over all replicas, so that all masks differ.
+        # Seeds depend on the micro-batch's number over all replicas, so that
+        # all dropout masks differ.
         self._first = replicas.number() * split.num_micro_batches
         self._found: dict[int, tf.Tensor] = {}
         self._seeds: dict[tuple[int, int, str], tf.Tensor] = {}
@@ -63,18 +64,22 @@ class StateVersions:
         self._updated: dict[int, keras.Variable] = {}
 
     def read(self, variable: keras.Variable, m: int, device: str) -> tf.Tensor:
-        """Returns the version of micro-batch `m`, for a stage on `device`."""
+        """Returns a variable's current value in micro-batch `m`.
+
+        For a stage on `device`. The value is that of the last stage that has
+        updated the variable, or that of `start`.
+        """
         if id(variable) in self._versions[m]:
             return self._versions[m][id(variable)]
         return self.start(variable, m, device)
 
     def start(self, variable: keras.Variable, m: int, device: str) -> tf.Tensor:
-        """Returns the version that micro-batch `m` starts from, on `device`.
+        """Returns the value that micro-batch `m` starts from, on `device`.
 
-        A micro-batch starts from the state of the mini-batch, but for random
-        seeds: micro-batch 0 draws with the plain model's seed, the others with
-        seeds derived from it by their number alone. So masks do not depend on
-        stages, schedule or rematerialisation.
+        Each micro-batch starts from the state before the mini-batch, except
+        for random seeds: micro-batch 0 has the plain model's seed, the others
+        have seeds derived from it and their index alone. So dropout masks do
+        not depend on stages, schedule or rematerialisation.
         """
         key = id(variable)
         if key not in self._found:
@@ -86,7 +91,7 @@ class StateVersions:
         if not _is_seed(variable):
             return found
         if (key, m, device) not in self._seeds:
-            # There, so that only one seed is sent to a device.
+            # Derived on that device, so that only one seed is sent to it.
             with tf.device(device):
                 offset = self._seed_offset(m, found.dtype)
                 self._seeds[key, m, device] = found + offset
@@ -98,16 +103,17 @@ class StateVersions:
         values: Iterable[tf.Tensor],
         m: int,
     ) -> None:
-        """Records the new version of micro-batch `m`."""
+        """Records micro-batch `m`'s new values of variables."""
         for variable, value in zip(variables, values, strict=True):
             self._updated[id(variable)] = variable
             self._versions[m][id(variable)] = value
 
     def commit(self, layers: Iterable[keras.Layer]) -> None:
-        """Assigns to each updated variable what the mini-batch makes of it.
+        """Assigns the merged value to each updated variable.
 
-        The model's `layers` tell which variables are of batch normalisation,
-        and of layers that know better what micro-batches make together.
+        Args:
+            layers: Layers of the model: batch normalisation and layers with a
+                method `merge_micro_batches` have rules of their own.
         """
         layers = list(layers)
         weighted = self._means(layers)
@@ -116,7 +122,8 @@ class StateVersions:
             with tf.device(self._device_of(variable)):
                 merged[key] = self._merge(variable, weighted)
         merged.update(self._merged_by_layers(layers))
-        # Keras leaves each replica with its own, and saves the first one's.
+        # Averaged over replicas: Keras would leave each replica with its own
+        # value, and save the first one's.
         own = [
             key
             for key, variable in self._updated.items()
@@ -147,7 +154,8 @@ class StateVersions:
     ) -> tf.Tensor:
         values = self._values(variable)
         if _is_seed(variable):
-            # Each micro-batch has counted one call.
+            # Each micro-batch has counted the same calls. One is taken, without
+            # its offset.
             return values[0] - self._seed_offset(0, values[0].dtype)
         if len(values) == 1:
             return values[0]
@@ -159,13 +167,13 @@ class StateVersions:
                     for m, value in enumerate(values)
                 ]
             )
-        # If not of floats, as a rule a counter of calls.
+        # Integers are mostly counters of calls, equal in all micro-batches.
         return means.get(id(variable), values[0])
 
     def _merged_by_layers(
         self, layers: Iterable[keras.Layer]
     ) -> dict[int, tf.Tensor]:
-        """Returns what layers with a `merge_micro_batches` make of versions."""
+        """Returns values merged by layers with `merge_micro_batches`, by id."""
         merged: dict[int, tf.Tensor] = {}
         if len(self._versions) == 1:
             return merged
@@ -195,11 +203,11 @@ class StateVersions:
     def _means(self, layers: Iterable[keras.Layer]) -> dict[int, tf.Tensor]:
         """Returns weighted means over micro-batches, by variable id.
 
-        Of floats that are neither seeds nor sums. They are exact where all
-        versions agree. To those of moving variances is added what they lack: a
-        micro-batch with mean u_m and variance s_m, of weight w_m, moves the
-        statistics to `a * old + (1 - a) * (u_m, s_m)`, a being the momentum.
-        The variance of the mini-batch, with mean u, is
+        For floating-point variables that are neither seeds nor sums. A mean of
+        equal versions is exact. Moving variances are corrected: a micro-batch
+        with mean u_m and variance s_m, of weight w_m, moves the statistics to
+        `a * old + (1 - a) * (u_m, s_m)`, a being the momentum. The variance of
+        the mini-batch, with mean u, is
 
             sum_m w_m * s_m  +  sum_m w_m * (u_m - u)^2
 
@@ -248,20 +256,24 @@ class StateVersions:
         function: Callable[[tf.Tensor], tf.Tensor],
         variables: Iterable[keras.Variable],
     ) -> dict[int, tf.Tensor]:
-        """Returns what a function makes of the versions of each variable.
+        """Applies a function to the versions of each variable.
 
-        It is called once for all that are on a device: models have hundreds.
+        The function is called once per device and dtype, on the variables'
+        concatenated values: models have hundreds of variables.
 
         Args:
-            function: From a tensor with a row a micro-batch to a row.
+            function: From a tensor with a row for each micro-batch to a row.
             variables: Iterable of variables that have been updated.
+
+        Returns:
+            Dict from ids of variables to the results.
         """
         groups = collections.defaultdict(list)
         for v in {id(v): v for v in variables}.values():
             with tf.device(self._device_of(v)):
                 rows = tf.stack(self._values(v))
             shape = rows.shape
-            # Those of an unknown shape are alone.
+            # A variable of unknown shape is not concatenated with others.
             alone = None if shape.is_fully_defined() else id(v)
             groups[self._device_of(v), rows.dtype, alone].append((v, rows))
         found: dict[int, tf.Tensor] = {}
@@ -277,7 +289,7 @@ class StateVersions:
 def _in_columns(
     function: Callable[[tf.Tensor], tf.Tensor], tensors: list[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Returns what a function of rows makes of tensors, all in one call."""
+    """Applies a function of rows to several tensors, concatenated, at once."""
     if len(tensors) == 1:
         return [function(tensors[0])]
     shapes = [x.shape[1:] for x in tensors]

@@ -1,4 +1,4 @@
-"""Puts what tasks do on their devices, one task after another."""
+"""Control dependencies that run the tasks of a device one after another."""
 
 import contextlib
 from collections.abc import Callable
@@ -14,39 +14,45 @@ from tf_gpipe.step.clock import Clock
 
 
 class TaskOrder:
-    """The order of tasks in a graph, and when they ran.
+    """The order of tasks in a graph, and the times when they ran.
 
-    TensorFlow runs an operation as soon as its inputs are there. A device
-    runs its tasks in the order of the schedule because the operations of one
-    wait for the last ones of the one before:
+    TensorFlow runs an operation as soon as its inputs are ready. A device runs
+    its tasks in the order of the schedule because the operations of a task
+    wait for the last operations of the task before:
 
         device 0    F0.0 -> done -> F0.1 -> done -> B0.0 -> ...
                       |               |               ^
         device 1      '----> F1.0 ----|---------------'
 
-    A clock takes the time of each task.
+    A `Clock`, if there is one, takes the time of each task.
     """
 
     def __init__(self, pipeline: Pipeline, clock: Clock | None):
         self._pipeline = pipeline
         self._clock = clock
         self._done: dict[str, tf.Operation] = {}
-        # When each task started and ended.
+        # Start and end of each task.
         self._times: dict[Task, list[tf.Tensor]] = {}
 
     def follow(self, before: "TaskOrder") -> None:
-        """Makes each device begin after the tasks of another order."""
+        """Makes each device start after its tasks of an earlier order."""
         self._done.update(before._done)
 
     @contextlib.contextmanager
     def task(
         self, task: Task, needs: Any = ()
     ) -> Iterator[Callable[..., None]]:
-        """Puts what is emitted inside on the task's device, in its turn.
+        """Scope in which operations are placed on a task's device, in its turn.
 
-        Yields a function to call with a nested structure of the results. The
-        task takes its time from when `needs`, what other devices send for it,
-        are there.
+        Args:
+            task: The task. Its operations wait for the device's previous task.
+            needs: Nested structure of the tensors that the task takes from
+                other devices. If tasks are timed, it starts when they are
+                ready.
+
+        Yields:
+            Function to call with a nested structure of the task's results. The
+            device's next task waits for these.
         """
         device = self._pipeline.stages[task.stage].device
         before: list = [self._done[device]] if device in self._done else []
@@ -79,7 +85,7 @@ class TaskOrder:
                     raise
 
     def times(self) -> tf.Tensor | None:
-        """Returns when tasks ran, or `None` if that was not asked for.
+        """Returns the times of tasks, or `None` without a clock.
 
         Float64 tensor of shape `(tasks, 2)`, a row for each of
         `Schedule.steps`: its start and its end, in seconds, by the clock of
@@ -92,7 +98,7 @@ class TaskOrder:
         parts = []
         for stage in self._pipeline.stages:
             own = [i for i, t in enumerate(order) if t.stage == stage.index]
-            # Together, since each tensor from another host is a message.
+            # Stacked, since each tensor from another host is a message.
             with tf.device(stage.device):
                 parts.append(
                     tf.stack([x for i in own for x in self._times[order[i]]])

@@ -1,4 +1,4 @@
-"""Runs layers on made-up batches, and leaves nothing behind."""
+"""Layers run on made-up batches, without side effects."""
 
 import math
 from collections.abc import Callable
@@ -12,33 +12,35 @@ import tensorflow as tf
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.traced_function import TracedFunction
 
-# Stands for the number of rows in specs; no size that is about.
+# Number of rows in specs: a prime, which is hardly the size of another axis.
 ROWS = 1009
-# Of batches A and B, which AB has one after the other. AA has A twice.
+# Rows of batches A and B. AB is A and B concatenated, and AA is A twice.
 A, B = 2, 3
-# What the numbers that layers draw are replaced by. Dropout keeps all then.
+# Replaces all random numbers that layers draw. Dropout keeps all units then.
 _DRAWN = 0.9
-# Of weights made up: of larger ones the results of wide layers are too small.
+# The most inputs for which made-up weights are scaled down. With smaller
+# weights the results of wide layers would be too small.
 _MOST_INPUTS = 256
 
 
 class Trials:
-    """What layers make of batches A, B, AB and AA, of made-up numbers.
+    """Runs layers on made-up batches A, B, AB and AA.
 
-    Weights are made up too, and so are `tf.Variable`s: at first many are zero.
-    Whatever layers draw is one number, so that it is the same for all rows.
-    Their results alone are computed, from a trace: no state changes.
+    Values of weights and `tf.Variable`s are made up too, since many are
+    initialised to zero. All random numbers are replaced by one number, so that
+    they are the same for all rows. Only operations that results need are run,
+    from a trace: no state changes.
 
     Args:
-        function: Function that calls layers. It gets the `StatelessScope` in
-            which it runs, then flat tensors, and returns a list of tensors.
-        specs: List of the `tf.TensorSpec`s of its arguments. Axes of `ROWS`
-            times k are k for each row.
-        nodes: The calls of layers that the function makes.
+        function: Function that calls layers. It is given the `StatelessScope`
+            in which it runs, then flat tensors, and returns a list of tensors.
+        specs: List of the `tf.TensorSpec`s of its arguments. An axis of size
+            `ROWS * k` has k elements for each row.
+        nodes: The layer calls that the function makes.
 
     Attributes:
-        varying: For each result, whether it follows from the arguments.
-        tolerance: How far, of 1, numbers that should be equal may be apart.
+        varying: For each result, whether it depends on the arguments.
+        tolerance: Relative difference up to which numbers count as equal.
     """
 
     def __init__(
@@ -51,21 +53,24 @@ class Trials:
         self._variables = variables(nodes)
         self._function = function
         self._device = "CPU:0"
-        # By the number of rows; `None` of any.
+        # By number of rows; `None` for any number.
         self._traced: dict[int | None, Callable] = {}
         self.varying: list[bool] = []
         self.tolerance = _tolerance(node.layer for node in nodes)
-        # Out of what is being traced.
+        # Outside of the graph that is being traced.
         with tf.init_scope(), tf.device(self._device):
             try:
                 self._traced[None] = self._trace(None)
             except Exception:
-                # A layer may need to know the size of its batch.
+                # A layer may need a static batch size.
                 for rows in (A, B, A + B, 2 * A):
                     self._traced[rows] = self._trace(rows)
 
     def run(self, kind: int) -> list[tuple[np.ndarray, ...]]:
-        """Returns, for each result, what it is for A, B, AB and AA."""
+        """Returns the values of each result for A, B, AB and AA.
+
+        `kind` says which numbers the batches have; see `made_up`.
+        """
         draw = np.random.default_rng(kind)
         a, b = (
             [made_up(x, rows, kind, draw, sign) for x in self._specs]
@@ -90,6 +95,7 @@ class Trials:
         ]
 
     def _trace(self, rows: int | None) -> Callable:
+        """Returns the function for batches of so many rows; `None` for any."""
         own: set[tf.Operation] = set()
 
         def call(*args: tf.Tensor) -> list[tf.Tensor]:
@@ -113,7 +119,7 @@ class Trials:
         results = concrete.outputs
         self.varying = [x.op in varying for x in results]
         others = [x for x in concrete.graph.get_operations() if x not in own]
-        # Of variables that are no weights of the layers.
+        # Reads of `tf.Variable`s, which are not weights of the layers.
         read = [
             x.outputs[0]
             for x in others
@@ -141,7 +147,7 @@ class Trials:
 
 
 def variables(nodes: Sequence[Node]) -> list[keras.Variable]:
-    """Returns the variables that calls of layers use, each once."""
+    """Returns the variables that layer calls use, each once."""
     found = [
         x
         for node in nodes
@@ -155,11 +161,14 @@ def variables(nodes: Sequence[Node]) -> list[keras.Variable]:
 
 
 def row_axes(x: tf.TensorSpec) -> list[int]:
-    """Returns the axes of a tensor of `ROWS` rows that grow with them."""
+    """Returns the axes of a spec that are proportional to the rows.
+
+    The spec is for a batch of `ROWS` rows.
+    """
     return [
         i
         for i, size in enumerate(x.shape)
-        # Unknown where it depends on values, as that of a selection of rows.
+        # A size is unknown if it depends on values, as in a selection of rows.
         if (i == 0 if size is None else size and size % ROWS == 0)
     ]
 
@@ -171,11 +180,11 @@ def made_up(
     draw: np.random.Generator,
     sign: int,
 ) -> np.ndarray:
-    """Returns numbers for a tensor, of one of several kinds.
+    """Returns made-up values for a tensor, of one of several kinds.
 
-    They are normally distributed; between 0 and 1, as probabilities are; with
-    zeros in places of padding; large, so as to be past any margin; or all of
-    one sign, and all integers the same.
+    In the order of `kind`: normally distributed; between 0 and 1, as
+    probabilities are; with zeros, as for padding; large, to be past any
+    margin; or all of one sign, and all integers equal.
     """
     shape = _sized(x.shape, rows)
     if x.dtype == tf.bool or x.dtype.is_integer:
@@ -207,12 +216,12 @@ def _sized(shape: tf.TensorShape, rows: int | None) -> list:
 
 
 def _weight(shape: Any, dtype: Any, seed: int) -> tf.Tensor:
-    """Returns values for a weight, different from one another."""
+    """Returns made-up values for a weight, random numbers from `seed`."""
     dtype = tf.as_dtype(dtype)
     if not dtype.is_floating:
         return tf.ones(shape, dtype)
     if len(shape) < 2:
-        # It may be a variance.
+        # Positive, since it may be a variance.
         values = tf.random.stateless_uniform(shape, [seed, 0], 0.5, 1.5)
     else:
         size = min(math.prod(shape[:-1]), _MOST_INPUTS)
@@ -223,7 +232,7 @@ def _weight(shape: Any, dtype: Any, seed: int) -> tf.Tensor:
 
 
 def _draws(op: tf.Operation) -> bool:
-    """Returns whether an operation draws floating-point numbers of a shape."""
+    """Returns whether an operation draws random floats, given a shape."""
     return ("Random" in op.type or "TruncatedNormal" in op.type) and (
         op.op_def.input_arg[0].name == "shape"
         and len(op.outputs) == 1
