@@ -88,7 +88,7 @@ def start_anew_after(
         if not served or time.monotonic() - last < seconds:
             continue
         with listening.paused(bind, port) as descriptors:
-            # A connection accepted before the pause would be lost.
+            # A request that arrived just before the pause would be lost.
             if use_of(port).last > last:
                 continue
             sockets.hand_on(descriptors)

@@ -46,9 +46,10 @@ def _argument(name: str, doc: str) -> property:
 
 
 class Arguments(_Mixin):
-    """Properties: the arguments as given, once built those in effect.
+    """Mixin: the constructor arguments, as properties of the model.
 
-    Mixed into a class with a `PipelineConfig` and a `Pipeline` or `None`.
+    Once the model is built, those with defaults have the values in effect. For
+    a class with a `PipelineConfig` and a `Pipeline` or `None`.
     """
 
     num_stages = _argument("num_stages", "How many stages there are.")

@@ -40,8 +40,8 @@ def inference_step(model: Any) -> Iterator[None]:
     """A scope in which calls of the model keep nothing for a backward pass.
 
     Only while `fit`, `evaluate` or `predict` runs: they turn the results into
-    arrays, so nobody can differentiate them. Elsewhere it has no effect, for a
-    user may call `test_step` under a tape.
+    arrays, so nobody can differentiate them. Elsewhere it has no effect: users
+    may differentiate a step that they call themselves.
     """
     running = any(vars(model).get("_running", {}).values())
     token = _in_inference_step.set(running)

@@ -35,7 +35,8 @@ def _remade(kind: str) -> property:
             self._check_steps()
             number = running.pop(kind)
             try:
-                # It reads this property: not "running", it finds `None`.
+                # Keras's method reads this property, which returns `None`
+                # while `kind` is not in `running`.
                 getattr(self, f"make_{kind}_function")()
             finally:
                 running[kind] += number
