@@ -26,9 +26,9 @@ from tf_gpipe.step.running import StageMode
 # The class is mixed into a `keras.Model`, whose attributes have no types.
 _Mixin: Any = object
 
-# Rows assumed, so micro-batches traced, for inference on batches of unknown
-# size with more micro-batches asked for than can be traced. The results do not
-# depend on it.
+# The number of rows assumed for inference on mini-batches of unknown size, if
+# more micro-batches are asked for than can be traced. It limits the number of
+# micro-batches, on which results of inference do not depend.
 _ROWS_ASKED = 32
 
 # Whether a call is part of a step of `evaluate` or `predict`.

@@ -83,7 +83,7 @@ def kept(model: keras.Model, base: type) -> type:
         in them is the pipeline.
 
     Raises:
-        TypeError: If the user overrides how outputs are computed, as `call`.
+        TypeError: If it overrides what computes the outputs, such as `call`.
         ValueError: If it uses a name that the pipeline needs for itself.
     """
     cls: Any = type(model)
