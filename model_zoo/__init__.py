@@ -92,7 +92,7 @@ def get(name, **hyper_parameters):
 
 
 def _near(unknown, known):
-    """Returns which names were meant, as the end of an error."""
+    """Returns ". Did you mean ...?" for misspelt names, or an empty string."""
     near = [
         name
         for each in unknown

@@ -1,4 +1,4 @@
-"""AmoebaNet-D, a network for images whose cells evolution has found.
+"""AmoebaNet-D, an image classifier with cells found by evolution.
 
 Sources: Real, Aggarwal, Huang and Le, "Regularized Evolution for Image
 Classifier Architecture Search", AAAI 2019, https://arxiv.org/abs/1802.01548.
@@ -21,11 +21,11 @@ from model_zoo.chain import call_chain
 
 @keras.saving.register_keras_serializable(package="model_zoo")
 class AuxiliaryHead(keras.layers.Layer):
-    """Logits from the middle of a network, handed on beside its tensors.
+    """Computes logits in the middle of a network, and passes its inputs on.
 
     ReLU, average pooling of 5x5 pixels with strides 3, a 1x1 convolution to
-    128 channels, a convolution as large as what is left, to 768 channels,
-    both with batch normalisation and ReLU; and a dense layer.
+    128 channels, a convolution to 768 channels whose kernel covers the whole
+    image, both with batch normalisation and ReLU; and a dense layer.
 
     Args:
         num_classes: Positive integer, the number of logits.
@@ -106,9 +106,9 @@ class Classifier(keras.layers.Layer):
         **kwargs: Arguments of `keras.layers.Layer`, such as `name`.
 
     Input shape:
-        A tuple of shapes: of x, `(batch_size, height, width, channels)`; of
-        `previous`, which is not used; and, after an `AuxiliaryHead`, of its
-        logits.
+        A tuple of the shapes of x, `(batch_size, height, width, channels)`;
+        of `previous`, which is not used; and, if there is an `AuxiliaryHead`,
+        of its logits.
 
     Output shape:
         `(batch_size, num_classes)`. With logits of an auxiliary head, a
@@ -170,8 +170,8 @@ def amoebanet_d(
     layer that returns logits. Cells have D filters in the first group, and
     twice as many after each reduction cell.
 
-    What a cell hands on is a tuple, its output and its input: the next cell
-    takes both. A pipeline can be cut anywhere in the list.
+    A cell returns a tuple of its output and its input: the next cell takes
+    both. A pipeline can be cut anywhere in the list.
 
     Args:
         num_layers: Positive multiple of 3, the number L of normal cells.
@@ -183,9 +183,9 @@ def amoebanet_d(
         input_shape: Tuple `(height, width, channels)`; height and width may
             be `None`, for any size. Defaults to `(224, 224, 3)`.
         num_stem_reductions: Integer, how often the stem halves height and
-            width, first by the strides of its convolution, then by a
-            reduction cell each. The three groups work at 1, 1/2 and 1/4 of
-            the resolution that it leaves. Use `0` for images of some 8 to 32
+            width: the first time by the strides of its convolution, then by
+            reduction cells. The three groups have 1, 1/2 and 1/4 of the
+            stem's output resolution. Use `0` for images of some 8 to 32
             pixels, such as digits or CIFAR, `1` for 64. Defaults to `3`, for
             ImageNet.
         aux_head: Boolean, whether the last cell of the second group has an

@@ -1,4 +1,4 @@
-"""The cells of AmoebaNet-D, which evolution has found.
+"""The cells of AmoebaNet-D, found by evolution.
 
 Sources: see `model_zoo.amoebanet`.
 """
@@ -9,9 +9,10 @@ from keras import ops
 from model_zoo.chain import build_chain
 from model_zoo.chain import call_chain
 
-# A cell's states: 0 is its input, 1 the input of the cell before it, both
-# projected to its number of filters. The operations, each with the state that
-# it takes, follow in pairs: the sum of a pair is the next state.
+# A cell computes numbered states: 0 is its input, 1 the input of the previous
+# cell, both projected to its number of filters. Each following one is the sum
+# of two operations. These are listed in pairs, each with the number of the
+# state that is its input.
 _NORMAL = (
     ("conv_1x1", 1),
     ("max_pool_3x3", 1),
@@ -110,19 +111,18 @@ class FactorizedReduction(keras.layers.Layer):
 class AmoebaNetCell(keras.layers.Layer):
     """A cell of AmoebaNet-D.
 
-    It takes the output of the cell before it, x, and what that cell took in
-    turn, `previous`. Both are projected to `filters` channels by ReLU, 1x1
-    convolution and batch normalisation (`previous` only where it has another
-    number of channels, or is larger). Five sums of two operations follow;
-    some of the sums, concatenated, are the output.
+    Its inputs are the output of the previous cell, x, and that cell's input,
+    `previous`. Both are projected to `filters` channels by ReLU, 1x1
+    convolution and batch normalisation (`previous` only if it has another
+    number of channels, or is larger). Five sums of two operations follow. The
+    output is the concatenation of some of these sums and inputs.
 
     Args:
         filters: Positive integer, channels of every operation.
         reduction: Boolean, whether the cell halves height and width. Defaults
             to `False`.
         reduce_previous: Boolean, whether `previous` has twice the height and
-            width of x, as it has after a cell that halves them. Defaults to
-            `False`.
+            width of x, as after a cell that halves them. Defaults to `False`.
         drop_path: Float, rate at which the result of an operation is left out
             for an image in training. Defaults to `0.0`.
         momentum: Float between 0 and 1, of the moving statistics in batch
@@ -131,8 +131,8 @@ class AmoebaNetCell(keras.layers.Layer):
 
     Input shape:
         A tuple of the shapes of x and `previous`, both `(batch_size, height,
-        width, channels)`, and of more tensors, which are passed on. Or one
-        shape, of a tensor that is both.
+        width, channels)`, and of further tensors, which are passed on. Or the
+        shape of a single tensor that is both x and `previous`.
 
     Output shape:
         A tuple of `(batch_size, height, width, 4 * filters)`, or, with
@@ -247,7 +247,7 @@ class AmoebaNetCell(keras.layers.Layer):
 
 def _operation(kind, filters, strides, drop_path, momentum, name):
     """Returns an operation of a cell, as a list of layers."""
-    # The larger convolutions work on a quarter of the channels.
+    # A bottleneck: the larger convolutions have a quarter of the channels.
     narrow = max(1, filters // 4)
     units = {
         "none": [],
@@ -273,7 +273,7 @@ def _operation(kind, filters, strides, drop_path, momentum, name):
         for index, unit in enumerate(units[kind]):
             layers += _unit(*unit, momentum, f"{name}_{index + 1}")
     if drop_path and kind != "none":
-        # One decision an image.
+        # Drops the whole result for an image, not single numbers.
         layers.append(
             keras.layers.Dropout(
                 drop_path, noise_shape=(None, 1, 1, 1), name=f"{name}_drop"
@@ -308,7 +308,7 @@ def normalization(momentum, name):
 
 
 def state_shapes(input_shape):
-    """Returns a tuple of shapes; one shape alone is that of both inputs."""
+    """Returns a cell's input shapes as a tuple; a single one is duplicated."""
     if not isinstance(input_shape[0], (list, tuple)):
         input_shape = (input_shape, input_shape)
     return tuple(tuple(shape) for shape in input_shape)

@@ -1,13 +1,13 @@
-"""Layers within a block that are called one after another."""
+"""Builds and calls layers of a block one after another."""
 
 
 def build_chain(block, layers, shape):
-    """Builds layers of a block, each on what the one before makes.
+    """Builds layers of a block, each for the previous one's output shape.
 
     Args:
-        block: The `keras.layers.Layer` that they belong to, whose dtype policy
-            they get: that of the moment may be another one, as when a model is
-            loaded.
+        block: The `keras.layers.Layer` that they belong to. They get its dtype
+            policy, since the global one may be different by now, as when a
+            model is loaded.
         layers: List of layers.
         shape: Tuple, the shape of the inputs of the first.
 
@@ -22,9 +22,9 @@ def build_chain(block, layers, shape):
 
 
 def call_chain(layers, inputs):
-    """Returns the outputs of the last of `layers`.
+    """Calls layers one after another, and returns the last one's outputs.
 
-    Keras hands on to them whether the block is called to train.
+    They get the argument `training` of the block's call from Keras.
     """
     for layer in layers:
         inputs = layer(inputs)

@@ -11,7 +11,8 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
-# For each model its compiled search. Only weakly, so that it goes with it.
+# The compiled search of each model. By weak references, so that a search is
+# deleted together with its model.
 _SEARCHES = weakref.WeakKeyDictionary()
 
 # The beam, all tensors of shape `(batch_size, beam_size, ...)`: tokens with
@@ -35,14 +36,14 @@ def decode(
 
     Beam search keeps, for each source, the `beam_size` best hypotheses by
     score: the log probability of a hypothesis Y, divided by
-    `((5 + len(Y)) / 6) ** length_penalty`. One that has ended stays as long as
-    its score is among the best. With a `beam_size` of 1 this is greedy search:
-    the most likely token at each position.
+    `((5 + len(Y)) / 6) ** length_penalty`. A hypothesis that has ended is kept
+    while its score is among the best. With a `beam_size` of 1 this is greedy
+    search: the most likely token at each position.
 
-    The encoder runs once, and the decoder at one position of the target after
-    the other: keys and values of earlier positions are kept. The search is
-    compiled for a model and all arguments but `source`, at first for the shape
-    of `source`, then for any shape.
+    The encoder runs once. The decoder runs for one position of the target at a
+    time, and keeps the keys and values of earlier positions. The search is
+    compiled for each model and each set of arguments other than `source`: for
+    the shape of the first `source`, then for any shape.
 
     Args:
         model: A `keras.Model` with the layers of `transformer_nmt`, under
@@ -51,8 +52,8 @@ def decode(
             padding `0`.
         start_token: Integer, the target's first token in training. Not `0`.
         end_token: Integer, the token that ends a translation. Not `0`.
-        max_length: Positive integer, where a translation is cut off, the end
-            token included.
+        max_length: Positive integer, the most tokens of a translation, with
+            its end token.
         beam_size: Positive integer, the number of hypotheses kept. Defaults to
             `1`.
         length_penalty: Float, not negative: the larger, the longer the
@@ -110,7 +111,8 @@ def decode(
     return _SEARCHES[model](
         model,
         tf.cast(source, tf.int32),
-        # Tensors, as which NumPy's numbers count, can't be sizes.
+        # Python numbers: NumPy's would be traced as tensors, which cannot be
+        # static sizes.
         start_token=int(start_token),
         end_token=int(end_token),
         max_length=int(max_length),
@@ -141,7 +143,7 @@ def _search(
 
     def goes_on(index, beam):
         ended = scores(beam.log_probs, beam.lengths)
-        # The best that hypotheses can reach that haven't ended.
+        # An upper bound of the scores of hypotheses that haven't ended.
         others = scores(beam.log_probs, max_length)
         ended = tf.where(beam.ended, ended, -np.inf)
         others = tf.where(beam.ended, -np.inf, others)
@@ -155,7 +157,7 @@ def _search(
         )
         vocabulary = logits.shape[-1]
         padding = tf.range(vocabulary) == 0
-        # One that has ended goes on with padding, at no cost.
+        # A hypothesis that has ended goes on with padding, at no cost.
         log_probs = beam.log_probs[..., None] + tf.where(
             beam.ended[..., None],
             tf.where(padding, 0.0, -np.inf),
@@ -188,14 +190,15 @@ def _search(
     _, beam = tf.while_loop(
         goes_on, extend, [0, beam], maximum_iterations=max_length
     )
-    # The best comes first.
+    # Hypotheses are sorted, the best first.
     return beam.tokens[:, 0, 1:]
 
 
 def _first_beam(encoded_caches, start_token, max_length, beam_size):
     shape = [tf.shape(encoded_caches[0][0])[0], beam_size]
     tokens = tf.one_hot(0, max_length + 1, start_token, 0, dtype=tf.int32)
-    # All hypotheses but one are impossible, lest they all be the same.
+    # All hypotheses but the first are impossible; otherwise the first step
+    # would choose the same token for all.
     log_probs = tf.where(tf.range(beam_size) == 0, 0.0, -np.inf)
     return _Hypotheses(
         tf.broadcast_to(tokens, [*shape, max_length + 1]),
@@ -218,10 +221,15 @@ def _encode(model, source):
 
 
 def _next_logits(model, index, beam, encoded_caches, encoded_mask):
-    """Returns logits of the tokens after `index`, and the caches with it."""
+    """Runs the decoder at a position.
+
+    Returns:
+        Tuple of the logits of the next token, `(batch_size, beam_size,
+        vocabulary)`, and the caches with keys and values of this position.
+    """
     embedding = model.get_layer("embedding")
     shape = tf.shape(beam.tokens)
-    # All positions are embedded: the layer counts them from the first.
+    # All positions are embedded, since the layer counts from the first one.
     tokens = tf.reshape(beam.tokens, [-1, shape[-1]])
     x = model.get_layer("target_positions")(embedding(tokens))[:, index]
     x = tf.reshape(x, [shape[0], shape[1], x.shape[-1]])
@@ -244,5 +252,5 @@ def _blocks(model, kind):
 
 
 def _merge(x):
-    """Merges the axes of hypotheses and of what follows them."""
+    """Reshapes `(batch_size, beam_size, vocabulary)` to two axes."""
     return tf.reshape(x, [-1, x.shape[1] * x.shape[2]])

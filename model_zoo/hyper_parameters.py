@@ -1,32 +1,33 @@
-"""Whether arguments are such as a function takes, by what it has by default."""
+"""Checks the arguments of a function by the types of its defaults."""
 
 import inspect
 import math
 import numbers
 
-# How the names of numbers end that may be left open, beside `None`s by default.
+# Endings of the names of numbers that may be `None`, beside those whose default
+# is `None`.
 _MAY_BE_OPEN = ("length", "clip")
-# Counts of which there may be none.
+# Counts that may be 0.
 _MAY_BE_ZERO = ("num_stem_reductions",)
 
 
 def check(function, arguments):
-    """Refuses arguments of other kinds than the defaults of a function.
+    """Refuses arguments of another type than the defaults of a function.
 
-    Where a default is an integer, a number, a boolean or a tuple of positive
-    integers, so must be what is given: an integer is above 0, or may be 0 where
-    the default is, other numbers are finite, and neither is negative unless the
-    default is. What has `None` by default is a number or `None`, or no number
-    at all, such as a list. Parameters without defaults are counts, above 0.
-    `None` may stand for a length or a limit, and for what is neither a count
-    nor a number.
+    An argument must be an integer, a float, a boolean or a tuple of positive
+    integers if its default is one. Integers must be positive, or may be 0 if
+    the default is; floats must be finite; neither may be negative unless the
+    default is. If the default is `None`, finite numbers, `None` and other
+    objects, such as lists, are allowed, but no booleans or strings. Parameters
+    without a default are positive integers. Lengths and limits may be `None`,
+    and so may arguments whose default is no number.
 
     Args:
         function: Function or class, with hyper-parameters as its parameters.
         arguments: Dictionary of its keyword arguments.
 
     Raises:
-        ValueError: If one is of another kind, or out of range.
+        ValueError: If an argument is of another type, or out of range.
 
     Example:
 
@@ -46,7 +47,7 @@ def check(function, arguments):
 
 
 def _expected(name, value, default):
-    """Returns what a value should be, and is not; or `None`."""
+    """Returns text on what a value should be, or `None` if it is valid."""
     if default is inspect.Parameter.empty:
         default = 1
     if value is None:
@@ -68,7 +69,7 @@ def _expected(name, value, default):
         return None if finite else "a finite number"
     if not isinstance(default, numbers.Real):
         return None
-    # A ratio may be 1 by default.
+    # A ratio is a float, even if its default is the integer 1.
     if isinstance(default, int) and not name.endswith("ratio"):
         least = 0 if name in _MAY_BE_ZERO else min(default, 1)
         if number and isinstance(value, numbers.Integral) and value >= least:
@@ -86,7 +87,7 @@ def _expected_shape(value, default):
         and all(x is None or _expected("", x, 1) is None for x in value)
     ):
         return None
-    # Of convolutions: the only tuples are shapes, but for coefficients.
+    # Tuples of integers are shapes; others are coefficients, and not checked.
     if all(isinstance(x, int) for x in default):
         return f"{len(default)} positive integers, such as {default}"
     return None

@@ -19,7 +19,7 @@ class _Residual(keras.layers.Layer):
     A subclass sets `main_path` and `relu`.
     """
 
-    # Of the convolution and the normalisation of a shortcut.
+    # For the convolution and the batch normalisation of a shortcut.
     use_bias = False
     epsilon = 1e-3
 
@@ -112,12 +112,12 @@ class BottleneckBlock(_Residual):
     """Convolutions 1x1, 3x3 and 1x1 with a shortcut around them.
 
     The bottleneck block of the paper: the first convolution reduces the
-    channels, and the resolution where `strides` is not 1, the last one has
-    four times as many. Batch normalisation follows each, and ReLU, the last
-    one after the addition of the shortcut. The shortcut is the identity, or a
-    1x1 convolution with batch normalisation where the block changes the number
-    of channels or the resolution. As in `keras.applications.ResNet50`, the
-    convolutions have biases.
+    channels, and the resolution if `strides` is not 1; the last one has four
+    times as many channels. Each is followed by batch normalisation and ReLU,
+    with the addition of the shortcut before the last ReLU. The shortcut is the
+    identity, or a 1x1 convolution with batch normalisation if the block changes
+    the number of channels or the resolution. As in
+    `keras.applications.ResNet50`, the convolutions have biases.
 
     Args:
         filters: Positive integer, channels of the 3x3 convolution, a quarter
@@ -232,8 +232,9 @@ def resnet50(
     A 7x7 convolution and a pooling layer, each halving the resolution, then
     four groups of 3, 4, 6 and 3 bottleneck blocks, then global average pooling
     and a dense layer that returns logits. Each group after the first halves
-    the resolution and doubles the channels. With the same weights, it computes
-    what `keras.applications.ResNet50` does with `classifier_activation=None`.
+    the resolution and doubles the channels. With the same weights, its outputs
+    are those of `keras.applications.ResNet50` with
+    `classifier_activation=None`.
 
     Args:
         num_classes: Positive integer, the number of logits. Defaults to
@@ -272,8 +273,8 @@ def resnet101(
     """ResNet-101, the residual network of 101 layers.
 
     As `resnet50`, with 3, 4, 23 and 3 bottleneck blocks in the groups. With
-    the same weights, it computes what `keras.applications.ResNet101` does with
-    `classifier_activation=None`.
+    the same weights, its outputs are those of `keras.applications.ResNet101`
+    with `classifier_activation=None`.
 
     Args:
         num_classes: Positive integer, the number of logits. Defaults to
@@ -306,7 +307,7 @@ def resnet101(
 def _resnet(group_sizes, num_classes, input_shape, num_filters, momentum):
     layers = [
         keras.layers.InputLayer(shape=input_shape, name="image"),
-        # Not `padding="same"`, which pads even sizes on one side more.
+        # Not `padding="same"`, which pads even sizes more on one side.
         keras.layers.ZeroPadding2D(3, name="stem_pad"),
         _convolution(
             num_filters,

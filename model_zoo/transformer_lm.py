@@ -1,10 +1,10 @@
 """Decoder-only Transformers that predict the next token.
 
 Sources: Vaswani et al., "Attention Is All You Need", 2017,
-https://arxiv.org/abs/1706.03762; with normalisation before each part, as in
-Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. The
-default sizes are those of Transformer-L in Huang et al., "GPipe", 2019,
-https://arxiv.org/abs/1811.06965, Table 1.
+https://arxiv.org/abs/1706.03762; with layer normalisation before attention and
+feed-forward layers, as in Radford et al., "Language Models are Unsupervised
+Multitask Learners", 2019. The default sizes are those of Transformer-L in Huang
+et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965, Table 1.
 """
 
 import keras
@@ -46,10 +46,10 @@ class SinusoidalPositions(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="model_zoo")
 class CausalTransformerBlock(keras.layers.Layer):
-    """Attention to earlier positions, then a feed-forward layer.
+    """Causal self-attention, then a feed-forward layer.
 
-    Each with layer normalisation before it, dropout after it, and added to
-    its input.
+    Both have layer normalisation before them, dropout after them, and a
+    residual connection around them.
 
     Args:
         num_heads: Positive integer, a divisor of the size of the inputs.
@@ -178,7 +178,7 @@ def transformer_lm(
         keras.layers.Embedding(
             vocabulary,
             dim,
-            # Scaled up to a standard deviation of 1 with the positions.
+            # `SinusoidalPositions` scales it to a standard deviation of 1.
             embeddings_initializer=keras.initializers.RandomNormal(
                 stddev=dim**-0.5
             ),

@@ -39,7 +39,7 @@ def transformer_nmt(
 
     Two measures of the paper keep deep models stable: the initial values of
     all feed-forward kernels are divided by the number of layers, and the
-    logits' magnitude is clipped. It doesn't tell at which value.
+    logits' magnitude is clipped, at a value that the paper doesn't give.
 
     `model_zoo.decoding.decode` translates with the model.
 
@@ -130,7 +130,7 @@ def transformer_nmt(
         dim,
         logit_clip=logit_clip,
         tie_weights=tie_weights,
-        # Scaled up to a standard deviation of 1 with the positions.
+        # `SinusoidalPositions` scales it to a standard deviation of 1.
         embeddings_initializer=keras.initializers.RandomNormal(
             stddev=dim**-0.5
         ),

@@ -13,8 +13,8 @@ from keras import ops
 class SharedEmbedding(keras.layers.ReversibleEmbedding):
     """Embeds tokens and, in reverse, turns vectors into logits of tokens.
 
-    Padding is masked where tokens are embedded, and the logits carry the mask
-    of the vectors they are made of.
+    Embedded tokens carry a Keras mask of the padding, and logits the mask of
+    the vectors that they are computed from.
 
     Args:
         input_dim: Positive integer, the number of tokens.
@@ -60,8 +60,8 @@ class SharedEmbedding(keras.layers.ReversibleEmbedding):
         return outputs
 
     def compute_mask(self, inputs, mask=None):
-        # That of vectors. Keras sets that of tokens in `call`, and would drop
-        # this one.
+        # The logits get the mask of the vectors, which Keras would drop. The
+        # mask of embedded tokens is set by Keras in `call`.
         return mask
 
     def get_config(self):
@@ -69,7 +69,7 @@ class SharedEmbedding(keras.layers.ReversibleEmbedding):
 
 
 class _TransformerBlock(keras.layers.Layer):
-    """Hyper-parameters and parts of the blocks of encoder and decoder."""
+    """Base of encoder and decoder blocks: hyper-parameters and inner layers."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _TransformerBlock(keras.layers.Layer):
         )
 
     def _dense(self, units, activation, name):
-        # Glorot uniform is this with a scale, of the variance, of 1.
+        # This is Glorot uniform if the scale, which is the variance's, is 1.
         initializer = keras.initializers.VarianceScaling(
             self.ffn_init_scale**2, mode="fan_avg", distribution="uniform"
         )
@@ -140,10 +140,10 @@ class _TransformerBlock(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="model_zoo")
 class EncoderBlock(_TransformerBlock):
-    """Attention to all positions, then a feed-forward layer.
+    """Self-attention, then a feed-forward layer.
 
-    Each with layer normalisation before it, dropout after it, and added to
-    its input. Positions that are masked get no attention.
+    Both have layer normalisation before them, dropout after them, and a
+    residual connection around them. Masked positions get no attention.
 
     Args:
         num_heads: Positive integer, the number of attention heads.
@@ -195,10 +195,10 @@ class EncoderBlock(_TransformerBlock):
 
 @keras.saving.register_keras_serializable(package="model_zoo")
 class DecoderBlock(_TransformerBlock):
-    """Attention to earlier positions, to the encoder, then feed-forward.
+    """Causal self-attention, cross-attention, then a feed-forward layer.
 
-    Each with layer normalisation before it, dropout after it, and added to
-    its input. Positions that are masked get no attention.
+    Each has layer normalisation before it, dropout after it, and a residual
+    connection around it. Masked positions get no attention.
 
     Args:
         num_heads: Positive integer, the number of attention heads.
@@ -253,8 +253,8 @@ class DecoderBlock(_TransformerBlock):
         h = self.norm_2(x)
         h = self.cross_attention(
             h,
-            # MultiHeadAttention takes the Keras mask off the tensor it is
-            # given, and the next block needs it.
+            # A copy: MultiHeadAttention removes the Keras mask from its input,
+            # and the next block needs it.
             ops.copy(encoded),
             value_mask=encoded_mask,
             training=training,
@@ -264,16 +264,16 @@ class DecoderBlock(_TransformerBlock):
         return x + self.drop_3(h, training=training)
 
     def encoded_keys_values(self, encoded):
-        """Returns keys and values of the encoder's outputs, for `step`."""
-        # A copy has no Keras mask, of which the projections would warn.
+        """Returns cross-attention's keys and values, for `step`."""
+        # A copy has no Keras mask; with one the projections would warn.
         encoded = ops.copy(encoded)
         attention = self.cross_attention
         return attention.key_dense(encoded), attention.value_dense(encoded)
 
     def step(self, x, index, cache, encoded_cache, encoded_mask):
-        """Returns what `call` returns at one position, without dropout.
+        """Computes the outputs of `call` at one position, without dropout.
 
-        Several hypotheses per source share the keys and values of the encoder.
+        All hypotheses of a source share the encoder's keys and values.
 
         Args:
             x: Tensor of shape `(batch_size, num_hypotheses, dim)`, the inputs
@@ -281,7 +281,7 @@ class DecoderBlock(_TransformerBlock):
             index: Integer scalar, the position.
             cache: Tuple of keys and values of earlier positions, each of shape
                 `(batch_size, num_hypotheses, length, num_heads, head_size)`.
-            encoded_cache: What `encoded_keys_values` returns.
+            encoded_cache: Tuple that `encoded_keys_values` returns.
             encoded_mask: Boolean tensor `(batch_size, source_length)`.
 
         Returns:
@@ -295,7 +295,7 @@ class DecoderBlock(_TransformerBlock):
         here = ops.reshape(positions == index, (-1, 1, 1))
         keys = ops.where(here, attention.key_dense(h)[:, :, None], cache[0])
         values = ops.where(here, attention.value_dense(h)[:, :, None], cache[1])
-        # Hypotheses are rows here: each attends to its own past.
+        # Self-attention: hypotheses are rows, each attends to its own past.
         shape = (-1, *keys.shape[2:])
         h = ops.dot_product_attention(
             ops.reshape(query, (-1, 1, *query.shape[2:])),
@@ -304,7 +304,8 @@ class DecoderBlock(_TransformerBlock):
             mask=ops.reshape(positions <= index, (1, 1, 1, -1)),
         )
         x = x + attention.output_dense(ops.reshape(h, ops.shape(query)))
-        # And the positions of one sequence here: all attend to one source.
+        # Cross-attention: the hypotheses of a source are the positions of one
+        # row, which all attend to that source.
         attention = self.cross_attention
         h = ops.dot_product_attention(
             attention.query_dense(self.norm_2(x)),

@@ -1,4 +1,4 @@
-"""U-Nets for images: networks whose encoder skips to their decoder.
+"""U-Nets: networks for image segmentation with long skip connections.
 
 Source: Ronneberger, Fischer and Brox, "U-Net: Convolutional Networks for
 Biomedical Image Segmentation", MICCAI 2015, https://arxiv.org/abs/1505.04597.
@@ -23,7 +23,7 @@ def unet(
     On each of `depth` levels, the encoder has B blocks of a 3x3 convolution,
     batch normalisation and a leaky ReLU, then halves the resolution. B more
     blocks are at the bottom. On each level upwards, the decoder doubles the
-    resolution, appends what the encoder had there before it halved it (the
+    resolution, appends the output of the encoder's blocks on that level (the
     skip connection), and has B blocks. Level `i` of the encoder, from 0, has
     `C * 2**i` channels and that of the decoder half as many; the bottom has
     `C * 2**depth`, in its last block half as many. The logits are a 1x1
@@ -40,9 +40,8 @@ def unet(
             level. Defaults to `64`.
         num_classes: Positive integer, logits of a pixel. Defaults to `1`.
         input_shape: Tuple `(height, width, channels)`. Height and width are
-            multiples of `2**depth`, or `None` for any such multiple, which is
-            then checked only when an image comes. Defaults to
-            `(192, 192, 3)`.
+            multiples of `2**depth`, or `None` for any such multiple; then it
+            is checked when the model is called. Defaults to `(192, 192, 3)`.
         depth: Positive integer, how often the resolution is halved. Defaults
             to `5`.
         dropout: Float, rate at which a block drops channels, between the
@@ -62,10 +61,10 @@ def unet(
     Raises:
         ValueError: If a size is too small, or the height or width of
             `input_shape` is not a multiple of `2**depth`.
-        RecursionError: If there are more layers in a row than Python's limit
-            of recursion lets Keras walk through: with the default `depth` from
-            about 30 blocks on, with dropout 22. Call `sys.setrecursionlimit`
-            first, also before loading such a model.
+        RecursionError: If there are more layers in a row than Keras can walk
+            through within Python's recursion limit: with the default `depth`
+            from about 30 blocks on, with dropout 22. Call
+            `sys.setrecursionlimit` first, also before loading such a model.
 
     Example:
 
@@ -114,7 +113,7 @@ def unet(
     try:
         return keras.Model(image, logits, name="unet")
     except RecursionError:
-        # Its traceback has one entry a layer.
+        # Without Keras's traceback, which has an entry for each layer.
         raise RecursionError(
             "Keras walks through the layers of a model by recursion. For as "
             "many as here, let Python recur deeper, for example with "

@@ -26,7 +26,7 @@ __all__ = [
 def _is_command() -> bool:
     """Returns whether this process is `python -m tf_gpipe` or `tf-gpipe`."""
     program, *_ = getattr(_sys, "argv", None) or [""]
-    # What Python sets while it looks for the module after `-m`.
+    # Python sets `sys.argv[0]` to "-m" while it looks for the module.
     if program == "-m":
         start = _sys.orig_argv.index("-m") if "-m" in _sys.orig_argv else 0
         return _sys.orig_argv[start + 1] in (__name__, f"{__name__}.worker")
@@ -34,8 +34,8 @@ def _is_command() -> bool:
 
 
 if _TYPE_CHECKING or not _is_command():
-    # At once, and not when they are first used: Keras finds classes in saved
-    # models if they have been imported.
+    # Imported at once, not at first use: Keras can load saved models only if
+    # their classes have been imported.
     from tf_gpipe.public import PipelinedModel
     from tf_gpipe.public import PipelinedSequential
     from tf_gpipe.public import Plan
@@ -47,7 +47,8 @@ if _TYPE_CHECKING or not _is_command():
     from tf_gpipe.public import tune
     from tf_gpipe.public import verify
 else:
-    # TensorFlow takes seconds, which the help of a command need not wait for.
+    # Imported at first use: importing TensorFlow takes seconds, for which the
+    # help of a command should not wait.
     def __getattr__(name: str) -> _Any:
         if name in __all__:
             return getattr(_importlib.import_module("tf_gpipe.public"), name)

@@ -1,4 +1,4 @@
-"""The public names, which `tf_gpipe` has."""
+"""The public names of `tf_gpipe`, which its `__init__` imports."""
 
 from tf_gpipe import callbacks
 from tf_gpipe.devices.cluster import connect

@@ -1,4 +1,4 @@
-"""`python -m tf_gpipe.worker`, which is `python -m tf_gpipe worker`."""
+"""`python -m tf_gpipe.worker`, another name of `python -m tf_gpipe worker`."""
 
 from tf_gpipe.commands.worker import main
 

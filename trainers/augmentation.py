@@ -1,4 +1,4 @@
-"""Random changes of images, which follow from a seed alone."""
+"""Random augmentation of images, determined by a seed alone."""
 
 import dataclasses
 
@@ -11,19 +11,19 @@ from trainers.command_line import setting
 
 CROPS = ("none", "pad", "inception")
 
-# Random numbers that a layer may draw for an image before they are those of
-# the next image.
+# The distance between the generator states of two images: a layer that drew
+# more random numbers for an image would repeat them for the next one.
 _DRAWS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """Random changes of the images that a model is trained on.
+    """Random augmentation of training images.
 
-    All are Keras's layers, but for the crop `"inception"`, which is that of
-    Szegedy et al., "Going Deeper with Convolutions", 2014,
-    https://arxiv.org/abs/1409.4842, section 6. What is drawn follows from the
-    seed that is given, so that a resumed run sees the same images as an
+    By Keras's layers, except the crop `"inception"`, which is that of Szegedy
+    et al., "Going Deeper with Convolutions", 2014,
+    https://arxiv.org/abs/1409.4842, section 6. All random numbers follow from
+    a given seed, so that a resumed run sees the same images as an
     uninterrupted one. Each field is a flag.
     """
 
@@ -46,10 +46,10 @@ class Augmentation:
     mixup: float = setting(0.0, "Alpha of mixup; 0 for none.", lower_bound=0.0)
 
     def image_function(self, size):
-        """Returns a function of a seed and an image that changes the image.
+        """Returns a function that augments an image, given a seed.
 
         Args:
-            size: Tuple `(height, width)` of what the function returns.
+            size: Tuple `(height, width)` of the augmented image.
 
         Returns:
             Function of two integers, the seed, and a tensor `(height, width,
@@ -85,13 +85,14 @@ class Augmentation:
             image = tf.cast(image, tf.float32)
             if self.crop == "inception":
                 image = _inception_crop(image, size, (seed, index))
-            # Of a batch, RandomCrop and RandAugment would change all alike.
+            # One by one: RandomCrop and RandAugment change all images of a
+            # batch in the same way.
             return draw(seed, index, image[tf.newaxis])[0]
 
         return change
 
     def batch_function(self):
-        """Returns a function of a seed, images and labels that mixes them.
+        """Returns a function that mixes the images of a batch, given a seed.
 
         Returns:
             Function of two integers, the seed, a tensor of images and one of
@@ -110,7 +111,7 @@ define_flags(Augmentation)
 
 
 def _seeded(layers):
-    """Returns a function that applies layers with a seed given to it."""
+    """Returns a function that applies layers, with generators set by a seed."""
     for layer in layers:
         layer.build((1, None, None, None))
 
@@ -127,7 +128,7 @@ def _seeded(layers):
                 )
                 dtype = generator.state.dtype
                 mapping = [(generator.state, tf.cast(state, dtype))]
-            # The layer's own state would depend on what it drew before.
+            # The layer's own generator state depends on earlier draws.
             with keras.StatelessScope(state_mapping=mapping):
                 x = layer(x, training=True) if mapping else layer(x)
         return x

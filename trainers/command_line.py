@@ -1,4 +1,4 @@
-"""Programs with flags, whose users see their own mistakes as one line."""
+"""Flags of programs, and errors of one line for mistakes of the user."""
 
 import argparse
 import dataclasses
@@ -25,19 +25,19 @@ _DEFINE = {
     str: flags.DEFINE_string,
 }
 
-# Of seeds, which Keras takes of 32 bits; no other flag needs as much.
+# The largest integer of any flag: Keras's seeds have 32 bits.
 _LARGEST = 2**32 - 1
 
-# Flags that are defined here belong to the modules that ask for them, which
-# `--help` groups them by.
+# `--help` lists flags by module: those defined here are listed under the
+# module that calls `define_flags`, not under this one.
 flags.disclaim_key_flags()
 
 
 class UserError(Exception):
-    """What the user has to put right: a flag, a file, a worker process.
+    """An error that the user can repair: in a flag, a file, a worker process.
 
     Args:
-        error: The exception or string to tell, on one line.
+        error: The exception or string whose text is shown, in one line.
     """
 
     def __init__(self, error):
@@ -45,25 +45,24 @@ class UserError(Exception):
 
 
 class Unavailable(UserError):
-    """A worker is gone: the same program may well succeed later."""
+    """A worker is lost: the same program may succeed later."""
 
 
 def setting(default, help, *, kind=None, parse=lambda value: value, **checks):
-    """Returns a field of a dataclass, which the flag of its name sets.
+    """Returns a dataclass field that is set by a flag of the same name.
 
-    All there is to say of a setting is said here: `define_flags` makes a flag
-    of the field, whose documentation is the help of the flag.
+    `define_flags` makes the flag. Its help is the documentation of the field.
 
     Args:
-        default: What the flag is if it is not given.
-        help: String, what `--help` says of the flag.
+        default: Value of the flag if it is not given.
+        help: String, the help of the flag.
         kind: Type of the flag: `bool`, `float`, `int`, `list` or `str`.
-            Defaults to that of `default`.
-        parse: Function of the flag's value that returns the field's. It raises
-            an `argparse.ArgumentTypeError` where it cannot. Defaults to the
-            value itself.
-        **checks: Of absl's `DEFINE_...`: `lower_bound` and `upper_bound` of
-            numbers; or `enum_values`, the strings that are allowed.
+            Defaults to the type of `default`.
+        parse: Function from the flag's value to the field's. It raises an
+            `argparse.ArgumentTypeError` for a bad value. Defaults to the value
+            itself.
+        **checks: Arguments of absl's `DEFINE_...`: `lower_bound` and
+            `upper_bound` of numbers; or `enum_values`, the allowed strings.
 
     Example:
 
@@ -112,11 +111,11 @@ def from_flags(cls, **others):
 
 
 def parsed(name, parse):
-    """Returns what a function makes of the value of a flag.
+    """Returns the parsed value of a flag.
 
     Args:
         name: String, the flag's name.
-        parse: As of `setting`.
+        parse: Function from the flag's value to the result, as of `setting`.
 
     Raises:
         UserError: If the value cannot be parsed.
@@ -131,17 +130,17 @@ def run(main, takes_arguments=False, **defaults):
     """Parses the flags, calls `main()`, and exits.
 
     A bad flag and a `UserError` end the program with one line on standard
-    error and exit status 1, a signal that has stopped a training run with 128
-    and its number. With --restarts it runs as a process of this one, which
-    starts it again when it dies. Other exceptions keep their traceback: they
-    are not the user's mistakes.
+    error and exit status 1. A training run that a signal has stopped ends it
+    with 128 plus the signal's number. Other exceptions are no mistakes of the
+    user and keep their traceback. With --restarts, the program runs in a child
+    process, which is started again when it dies.
 
     Args:
         main: Function without arguments, or of the list of arguments that
             are not flags.
-        takes_arguments: Boolean, whether there may be such arguments. Defaults
-            to `False`.
-        **defaults: Values of flags that are not given.
+        takes_arguments: Boolean, whether `main` takes that list. Defaults to
+            `False`.
+        **defaults: Defaults of flags, by name, in place of their own.
     """
     for name, value in defaults.items():
         flags.FLAGS.set_default(name, value)
@@ -162,7 +161,7 @@ def run(main, takes_arguments=False, **defaults):
             sys.exit(f"Error: {error}")
         except Stopped as stopped:
             print(stopped)
-            # As a shell tells of a command that a signal has ended.
+            # A shell's exit status for a command ended by a signal.
             sys.exit(128 + stopped.number)
         except KeyboardInterrupt:
             print("Stopped at once.", file=sys.stderr)
@@ -190,43 +189,47 @@ def _parse(argv):
         if expected:
             value = flags.FLAGS[name].value
             sys.exit(f"Error: --{name} must be {expected}. Received: {value!r}")
-    # Else `app.run` would choose INFO, at which TFDS reports what it reads.
+    # The default of `app.run` is INFO, at which TFDS logs what it reads.
     if flags.FLAGS["verbosity"].using_default_value:
         flags.FLAGS.verbosity = logging.WARNING
     return arguments
 
 
 def _near(message):
-    """Returns which value was meant, if absl's message lists what there are.
+    """Returns a suggestion for a misspelt value of an enumeration flag.
 
-    It tells itself which flag was meant.
+    absl itself suggests flags for misspelt names.
     """
     found = re.search(r"=(\S+): value should be one of <(.*)>", message)
     if not found:
         return ""
-    # What absl says ends in no full stop.
+    # absl's message, to which this is appended, has no full stop at its end.
     return near([found[1]], found[2].split("|")).removeprefix(".")
 
 
 def _expected(flag):
-    """Returns what the value of a flag should be, and is not; or `None`."""
+    """Returns text on the value a flag should have; `None` if it is valid."""
     value = flag.value
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if isinstance(value, int) and abs(value) > _LARGEST:
         return f"an integer of at most {_LARGEST}"
     empty = isinstance(value, (list, str)) and not all([value, *value])
-    # A default of "" means nothing.
+    # Flags whose default is "" may be empty.
     if flag.present and empty and flag.default != "":
         return "left out, or be something"
     return None
 
 
 def chosen(name, among):
-    """Returns the value of a flag that trainers take different values of.
+    """Returns the value of a flag whose choices differ by trainer.
+
+    Args:
+        name: String, the flag's name.
+        among: List of strings, the choices of this trainer.
 
     Raises:
-        UserError: If it is none of these.
+        UserError: If the value is none of the choices.
     """
     value = flags.FLAGS[name].value
     if value not in among:

@@ -1,4 +1,4 @@
-"""Where a trainer runs: devices of this host, replicas, other hosts."""
+"""The hardware of a trainer: devices of this host, replicas, other hosts."""
 
 import dataclasses
 import itertools
@@ -14,13 +14,13 @@ from tf_gpipe.devices import placement
 from trainers.command_line import UserError
 from trainers.command_line import setting
 
-# For which a worker may be away when a run starts again.
+# The least time for which a restarted run waits for missing workers.
 _AWAY_SECONDS = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
 class HardwareConfig:
-    """What to run a trainer on. Each field is a flag."""
+    """The choice of devices, replicas and workers. Each field is a flag."""
 
     strategy: str = setting(
         "none",
@@ -70,12 +70,12 @@ class HardwareConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Where a trainer runs.
+    """The strategy and devices that a trainer runs on.
 
     Attributes:
         strategy: `tf.distribute.Strategy` to build the model under.
-        devices: What `tf_gpipe.PipelinedSequential` takes as `devices`.
-        num_replicas: Integer, replicas on all hosts.
+        devices: The argument `devices` of `tf_gpipe.PipelinedSequential`.
+        num_replicas: Integer, the number of replicas on all hosts.
         is_chief: Boolean, whether this process writes checkpoints and logs.
     """
 
@@ -96,8 +96,8 @@ def start(num_devices, config):
     """Prepares the hardware. TensorFlow must not have started.
 
     Args:
-        num_devices: Positive integer, devices of a pipeline. Each replica of
-            it has as many of its own.
+        num_devices: Positive integer, the number of devices of a pipeline,
+            and so of each replica.
         config: `HardwareConfig`.
 
     Returns:
@@ -155,13 +155,13 @@ def start(num_devices, config):
 
 
 def _shared(devices, num_devices):
-    """Returns as many devices as are needed, neighbours the same if few."""
+    """Returns `num_devices` devices; if there are fewer, neighbours share."""
     count = min(len(devices), num_devices)
     return [devices[i * count // num_devices] for i in range(num_devices)]
 
 
 def share_batches(batches):
-    """Makes replicas share each batch, where they would share out files."""
+    """Divides each batch among replicas. By default hosts divide the files."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.DATA
@@ -192,7 +192,8 @@ def _multi_worker(num_devices):
         config = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         hosts = config.cluster_spec()
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
-            # Which takes a host for one replica, however many GPUs it has.
+            # With at most one GPU, so that a host is one replica: its other
+            # GPUs are for stages.
             tf.distribute.cluster_resolver.SimpleClusterResolver(
                 hosts,
                 task_type=config.task_type,
@@ -225,7 +226,7 @@ def _tpu(num_devices, num_replicas, tpu):
         raise UserError(f"No TPU {tpu or 'in this host'}: {error}") from error
     mesh = [int(n) for n in topology.mesh_shape]
     num_cores = math.prod(mesh)
-    # Blocks of as many cores as there are devices, which tile the TPU.
+    # The shapes of blocks of `num_devices` cores that tile the TPU.
     shapes = [
         shape
         for shape in itertools.product(*(range(1, n + 1) for n in mesh))
@@ -239,7 +240,8 @@ def _tpu(num_devices, num_replicas, tpu):
             f"{num_replicas} replicas of {num_devices} devices do not fit a "
             f"TPU of {num_cores} cores, in a mesh of shape {mesh}."
         )
-    # Stages next to one another: on the cores of a chip first.
+    # The shape with the most neighbouring cores of one chip, which is the last
+    # axis: consecutive stages are then close to each other.
     shape = max(shapes, key=lambda shape: (shape[-1], shape))
     strategy = tf.distribute.TPUStrategy(
         resolver,

@@ -1,4 +1,4 @@
-"""How a training run may fail, and what its user is told."""
+"""Converts errors of a training run to errors of one line with a repair."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ def checkpoints(workdir):
 
 
 def newest(workdir):
-    """Returns the newest checkpoint, or why there is none, for messages."""
+    """Returns the newest checkpoint's path, or text why there is none."""
     if not workdir:
         return "none: there is no --workdir"
     return Store(checkpoints(workdir)).newest() or "none: it was too early"
@@ -33,7 +33,7 @@ def newest(workdir):
 
 @contextlib.contextmanager
 def told_in_one_line(workdir):
-    """A scope in which errors that the user can mend are `UserError`s.
+    """A scope that converts errors that the user can repair to `UserError`s.
 
     Args:
         workdir: `pathlib.Path` of the working directory, or `None`.
@@ -50,7 +50,7 @@ def told_in_one_line(workdir):
         tf.errors.OutOfRangeError,
         tf.errors.ResourceExhaustedError,
     ) as error:
-        # TensorFlow's name for a full disk, too.
+        # TensorFlow raises these for a full disk, too.
         place = _on_full_disk(error.message)
         if place:
             raise UserError(_not_written(place, workdir)) from error
@@ -91,7 +91,14 @@ def _not_written(error, workdir):
 
 
 def _on_full_disk(message):
-    """Returns the file that TensorFlow could not write, and why, or `None`."""
+    """Returns a file that TensorFlow had no space for, with the reason.
+
+    Args:
+        message: String, the message of TensorFlow's error.
+
+    Returns:
+        String, or `None` if the error is another one.
+    """
     why = "|".join(re.escape(os.strerror(x)) for x in _FULL)
     found = re.search(rf"\S+; ({why})", message)
     return found and found[0]
@@ -104,7 +111,7 @@ def _is_within(path, workdir):
 
 
 class NotANumber(keras.callbacks.Callback):
-    """Ends training before a loss that is not a number can be saved."""
+    """Ends training at a loss that is not finite, before it can be saved."""
 
     def __init__(self, workdir):
         super().__init__()

@@ -280,7 +280,7 @@ def train_and_evaluate(
 
 
 class _TopKAccuracy(keras.metrics.TopKCategoricalAccuracy):
-    """Takes logits of mixed precision, which Keras's own refuses."""
+    """Casts logits to the metric's dtype: Keras's metric refuses float16."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         y_pred = keras.ops.cast(y_pred, self.dtype)

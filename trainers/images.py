@@ -22,7 +22,7 @@ _DAMAGED = (
     "prepare it again:"
 )
 
-# TensorFlow's, of graphs that no seed has been set for.
+# TensorFlow's seed of a graph for which none has been set.
 _DEFAULT_SEED = 87654321
 
 
@@ -56,10 +56,10 @@ class Images:
     ):
         """Returns the batches of epochs `first_epoch` to `num_epochs - 1`.
 
-        What is in an epoch, and in which order, follows from the seed and the
-        number of the epoch, so that a resumed run sees what an uninterrupted
-        one would. The images that fill no batch are left out, others in each
-        epoch.
+        The images of an epoch and their order follow from the seed and the
+        number of the epoch, so that a resumed run sees the same batches as an
+        uninterrupted one. Images that do not fill the last batch are left out,
+        different ones in each epoch.
 
         Args:
             batch_size: Positive integer.
@@ -112,18 +112,18 @@ class Images:
             return image / 255.0, tf.one_hot(label, self.num_classes)
 
         images = self.test.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-        # Of a size that is known, where all have the same.
+        # If all batches are full, their size is made static.
         even = len(self.test) % batch_size == 0
         return devices.share_batches(
             images.batch(batch_size, drop_remainder=even)
         )
 
     def some_of_each_class(self, count, seed):
-        """Returns the same with `count` training images of each class.
+        """Returns a copy with `count` training images of each class.
 
         Args:
             count: Positive integer.
-            seed: Integer, from which follows which ones.
+            seed: Integer that determines which images are taken.
 
         Raises:
             UserError: If a class has fewer images.
@@ -131,8 +131,8 @@ class Images:
         chosen = collections.defaultdict(list)
 
         def shuffle(_):
-            # Of this function's graph: the choice must not depend on what has
-            # been set before.
+            # The seed of this function's graph: the choice of images must not
+            # depend on a seed that has been set elsewhere.
             tf.random.set_seed(_DEFAULT_SEED)
             return self.train.shuffle(_SHUFFLE_BUFFER, seed=seed)
 
@@ -157,7 +157,7 @@ class Images:
     def _resized(self, image):
         if not self.resize:
             return image
-        # The largest part of the image that has the new shape.
+        # Crops to the largest part of the image with the new aspect ratio.
         height, width, _ = self.shape
         return keras.layers.Resizing(height, width, crop_to_aspect_ratio=True)(
             image
@@ -168,13 +168,13 @@ def load(name, data_dir=None, image_size=None):
     """Loads a dataset of labelled images with `tfds.load`.
 
     Args:
-        name: String, name of a dataset with features `image` and `label`; a
-            split `train`; and a split `test` or `validation`, of which the
-            first that has labels is used to test.
+        name: String, name of a dataset with features `image` and `label`, a
+            split `train`, and a split `test` or `validation`. The first of
+            these two that has labels is the test set.
         data_dir: Directory of prepared datasets. Defaults to that of TFDS.
         image_size: Positive integer, height and width to resize images to.
-            Defaults to `None`, for those of the dataset, which must then be
-            of one size.
+            Defaults to `None`: as in the dataset, whose images must then all
+            have the same size.
 
     Returns:
         An `Images`.
@@ -192,7 +192,7 @@ def load(name, data_dir=None, image_size=None):
         )
     except tfds.core.DatasetNotFoundError as error:
         raise UserError(f"TFDS has no dataset {name!r}.") from error
-    # Whatever the dataset's own code, the network or the disk may raise.
+    # Any error of the dataset's own code, the network or the disk.
     except Exception as error:
         raise UserError(f"Cannot load dataset {name!r}: {error}") from error
     if (
@@ -206,7 +206,7 @@ def load(name, data_dir=None, image_size=None):
             "each, in splits 'train' and 'test' or 'validation'. "
             f"Received: features={info.features}, splits={list(splits)}"
         )
-    # What is damaged from its start is refused before anything is trained.
+    # A data set whose first image is damaged is refused before training.
     if _first(splits["train"]) is None:
         raise UserError(f"{_DAMAGED} no training image of {name!r} can be read")
     test = next(
@@ -242,7 +242,7 @@ def load(name, data_dir=None, image_size=None):
 
 
 def _has_labels(split):
-    """Returns whether the first image has; TFDS gives it -1 if not."""
+    """Returns whether the first image has a label: TFDS gives -1 for none."""
     first = _first(split)
     return first is None or first[1] >= 0
 

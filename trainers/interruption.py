@@ -1,4 +1,4 @@
-"""Stops a training run between two steps when it is asked to."""
+"""Stops a training run between two steps at Ctrl-C or SIGTERM."""
 
 import contextlib
 import signal
@@ -10,11 +10,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(Exception):
-    """The end of a training run that a signal has stopped.
+    """Raised when a signal has stopped a training run.
 
     Args:
-        number: Integer, of the signal.
-        message: String, what is left of the run.
+        number: Integer, the number of the signal.
+        message: String that names the newest checkpoint.
     """
 
     def __init__(self, number, message):
@@ -23,12 +23,12 @@ class Stopped(Exception):
 
 
 class StopOnSignal(keras.callbacks.Callback):
-    """Lets the running step end when Ctrl-C or SIGTERM comes.
+    """Ends training after the running step at Ctrl-C or SIGTERM.
 
     A second signal ends the process at once, as without this callback.
 
     Attributes:
-        signal: Integer, the number of the signal that has come, or `None`.
+        signal: Integer, the number of the signal received, or `None`.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""A training run: hardware, model, resumption, and how it may end."""
+"""`Job`: a training run with its hardware, model, checkpoints and errors."""
 
 import contextlib
 import dataclasses
@@ -31,23 +31,24 @@ from trainers.weight_averages import averaged
 from trainers.weight_averages import has_averages
 from trainers.workdir import Workdir
 
-# In the working directory.
+# The file of the plan of --tune in the working directory.
 _PLAN = "plan.json"
 
 
 class Job:
     """A training run, from the start of the hardware to the last evaluation.
 
-    It is made first of all: TensorFlow's devices are fixed once it has
-    started.
+    Make it before anything else uses TensorFlow, whose devices are fixed once
+    it has started.
 
     Args:
         config: `JobConfig`.
-        batches: Dictionary, by the names of flags, of what batches follow
-            from, beside the seed. A run that was stopped within an epoch goes
-            on with the same ones only. Defaults to `None`: nothing is trained.
-        about: Dictionary, by the names of flags, of what else a checkpoint
-            follows from. Defaults to `None`: nothing.
+        batches: Dictionary from names of flags to their values, of the flags
+            that determine the batches, beside the seed. A run that was stopped
+            within an epoch resumes only if they are unchanged. Defaults to
+            `None`: nothing is trained.
+        about: Dictionary of the same kind, of the other flags that the model
+            of a checkpoint depends on. Defaults to `None`: none.
 
     Attributes:
         config: `JobConfig`.
@@ -108,14 +109,15 @@ class Job:
     def pipelined(
         self, name, hyper_parameters, optimizer="adam", rows=1, length=128
     ):
-        """Returns a model of the zoo as the configuration's pipeline.
+        """Makes the pipeline of a model of the zoo, as configured.
 
         Args:
-            name: String.
-            hyper_parameters: Dictionary.
-            optimizer: Keras optimizer, or its name,
-            rows: Integer, those of a mini-batch, and
-            length: Integer, what open sizes of inputs are, for `--tune`.
+            name: String, the name of the model.
+            hyper_parameters: Dictionary of its arguments.
+            optimizer: Keras optimizer or its name. This and the following ones
+                are for `--tune`.
+            rows: Integer, the rows of a mini-batch.
+            length: Integer in place of sizes of inputs that are left open.
         """
         if self.config.tune:
             model = model_zoo.get(name, **hyper_parameters)
@@ -135,15 +137,15 @@ class Job:
         )
 
     def plan(self, name, hyper_parameters, optimizer, rows, length=None):
-        """Returns what the stages of a model of the zoo will need.
+        """Plans a model of the zoo: memory and work of each stage.
 
         Args:
-            name: As of `pipelined`, and so is the next one.
-            hyper_parameters: See `name`.
+            name: String, the name of the model.
+            hyper_parameters: Dictionary of its arguments.
             optimizer: Keras optimizer, or its name.
-            rows: Positive integer, of a mini-batch of a replica.
-            length: Positive integer, the size of axes of inputs that have
-                none. Defaults to `None`: there are no such axes.
+            rows: Positive integer, the rows of a replica's mini-batch.
+            length: Positive integer in place of sizes of inputs that are left
+                open. Defaults to `None`: there are none.
 
         Returns:
             A `tf_gpipe.Plan`.
@@ -188,12 +190,13 @@ class Job:
         )
 
     def export(self, model):
-        """Writes the model for serving, as a SavedModel in `workdir`.
+        """Writes the plain Keras model as a SavedModel into `workdir`.
 
-        It is the plain Keras model, on one device. Returns the path.
+        Returns:
+            The path of the SavedModel.
 
         Raises:
-            UserError: If there is nothing to export, or no room for it.
+            UserError: If nothing has been trained, or the disk is full.
         """
         self._check_trained()
         path = self.workdir / "export"
@@ -209,7 +212,7 @@ class Job:
             )
 
     def predict(self, model, batches):
-        """Returns what the trained model predicts of `batches`, an array.
+        """Returns the trained model's predictions for `batches`, an array.
 
         Raises:
             UserError: If nothing has been trained.
@@ -255,7 +258,7 @@ class Job:
         except OSError as error:
             raise UserError(f"Cannot write to --workdir: {error}") from error
         newest = [Position(), *Store(directory).positions()][-1]
-        # Before variables are made, for which hosts wait for each other.
+        # Checked before variables are made, at which hosts wait for each other.
         if not all(map(self.hardware.agree, newest)):
             raise UserError(
                 "All hosts must resume from the same checkpoint: --workdir "
@@ -296,13 +299,13 @@ class Job:
         """Trains from where the last run stopped to the last epoch.
 
         Args:
-            model: What `build` returned.
+            model: The model that `build` returned.
             make_batches: Function of two integers, `first` and `last`, that
                 returns a `tf.data.Dataset` of the batches of epochs `first`
                 to `last - 1`, `steps_per_epoch` of each. Those of an epoch
                 must not depend on `first`.
             steps_per_epoch: Positive integer.
-            batch: String for the log, what a batch is: `"128 images"`.
+            batch: String for the log that describes a batch: `"128 images"`.
             callbacks: List of `keras.callbacks.Callback`.
             validation_batches: `tf.data.Dataset` for `validate_every`.
             batch_size: Positive integer, samples of a batch, for the logs.
@@ -349,7 +352,7 @@ class Job:
                 steps_per_epoch=steps_per_epoch,
                 callbacks=callbacks,
                 verbose=config.verbose if self.hardware.is_chief else 0,
-                # Keras warns otherwise that it does not shuffle a dataset.
+                # With True, Keras warns that it does not shuffle a dataset.
                 shuffle=False,
                 validation_data=validation_batches
                 if config.validate_every
@@ -367,7 +370,7 @@ class Job:
 
     @contextlib.contextmanager
     def _locked(self):
-        """Lets other trainers in when training ends."""
+        """A scope that unlocks the working directory at its end."""
         try:
             yield
         finally:
@@ -375,7 +378,7 @@ class Job:
                 self._place.unlock()
 
     def evaluate(self, model, batches):
-        """Returns what `model.evaluate` tells of `batches`, as a dictionary."""
+        """Returns the loss and metrics of `model.evaluate`, as a dictionary."""
         with told_in_one_line(self.workdir):
             with averaged(model):
                 return model.evaluate(batches, verbose=0, return_dict=True)
@@ -399,7 +402,8 @@ class Job:
                     self.workdir / "logs", write_graph=False
                 ),
             ]
-        # Last, so that what it saves is also in the other files.
+        # The checkpoint last: the steps that it saves are then already in the
+        # other files.
         return [*records, self._checkpoint]
 
 

@@ -1,4 +1,4 @@
-"""What can be chosen for any training run, and the flags of it."""
+"""The options of any training run, and their flags."""
 
 import dataclasses
 import pathlib
@@ -15,7 +15,7 @@ from trainers.devices import HardwareConfig
 
 
 def _balance(text):
-    """Returns the counts in a text such as `"5,4"`; all else as it is."""
+    """Returns a list of counts from `"5,4"`; other values unchanged."""
     if text and re.fullmatch(r"\d+(,\d+)*", text):
         return [int(count) for count in text.split(",")]
     return text
@@ -23,7 +23,7 @@ def _balance(text):
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """What `tf_gpipe.PipelinedSequential` is told. Each field is a flag."""
+    """Arguments of `tf_gpipe.PipelinedSequential`. Each field is a flag."""
 
     num_stages: int = setting(
         2,
@@ -44,7 +44,8 @@ class PipelineConfig:
     schedule: str = setting(
         "1f1b",
         "Order of micro-batches.",
-        # A device has one stage here, or two where there must be two.
+        # Without interleaved schedules, which need a number of devices: here a
+        # device has one stage, or two if the schedule demands it.
         enum_values=[x for x in schedules.NAMES if "interleaved" not in x],
     )
     remat: str = setting(
@@ -65,11 +66,11 @@ class PipelineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class JobConfig(PipelineConfig, HardwareConfig):
-    """What can be chosen for any training run.
+    """The options of any training run.
 
-    Each field is a flag, those of the pipeline and the hardware included, but
-    for `flags`: what flags.txt in `workdir` holds once training starts, or
-    `None` for no such file.
+    Each field is a flag, also the inherited ones, but for `flags`: the text
+    that is written to flags.txt in `workdir` when training starts, or `None`
+    for no such file.
     """
 
     tune: bool = setting(
@@ -122,7 +123,7 @@ class JobConfig(PipelineConfig, HardwareConfig):
 
 
 define_flags(JobConfig)
-# Of what a run is about, as each trainer sees it.
+# Flags whose values and defaults differ by trainer.
 flags.DEFINE_string(
     "dataset", None, "Dataset by its name in TFDS; see above for which."
 )

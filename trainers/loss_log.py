@@ -8,13 +8,13 @@ import keras
 class LossLog(keras.callbacks.Callback):
     """Writes a line `step,loss` for each step, counted from 0 over all epochs.
 
-    A line is written as its step ends. A run that goes on from a checkpoint
-    drops the lines of steps that it takes again.
+    A line is written when its step ends. A run that resumes from a checkpoint
+    first drops the lines of later steps. If batches differ in their number of
+    rows, losses are approximate.
 
     Args:
         path: Path of the file.
-        steps_per_epoch: Positive integer. Where batches differ in rows, as
-            those of equally many tokens do, losses are approximate.
+        steps_per_epoch: Positive integer.
     """
 
     def __init__(self, path, steps_per_epoch):
@@ -38,7 +38,7 @@ class LossLog(keras.callbacks.Callback):
         # Keras reports the mean over the epoch so far.
         total = (batch + 1) * logs["loss"]
         self._file.write(f"{self._first + batch},{total - self._total:.6f}\n")
-        # A process may be killed at any time.
+        # Flushed, because the process may be killed at any time.
         self._file.flush()
         self._total = total
 
@@ -48,11 +48,11 @@ class LossLog(keras.callbacks.Callback):
             self._file = None
 
     def _opened(self, step):
-        """Returns the file, with the lines before a step in it."""
+        """Opens the file to append to, with only the lines before `step`."""
         lines = ["step,loss\n"]
         if step and self.path.exists():
             with self.path.open(errors="replace") as file:
-                # What a crash of the host has left may be anything.
+                # A crash of the host may have left any bytes in it.
                 lines = file.readlines()[: step + 1]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(lines))

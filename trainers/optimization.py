@@ -1,4 +1,4 @@
-"""The optimizer of a training run, with its learning rate."""
+"""The optimizer of a training run and its learning-rate schedule."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ SCHEDULES = ("constant", "cosine", "exponential", "inverse_sqrt")
 
 @dataclasses.dataclass(frozen=True)
 class Optimization:
-    """How weights follow from gradients. Each field is a flag."""
+    """Optimizer, learning rate and weight average. Each field is a flag."""
 
     optimizer: str = setting("adamw", "A Keras optimizer, by its name.")
     optimizer_args: Mapping[str, Any] = setting(
@@ -62,7 +62,7 @@ class Optimization:
     )
 
     def of_the_state(self):
-        """Returns what a checkpoint's slots follow from, by flag."""
+        """Returns the flags, by name, that determine the optimizer's slots."""
         return {
             "optimizer": self.optimizer,
             "optimizer_args": dict(self.optimizer_args),
@@ -99,7 +99,8 @@ class Optimization:
         if self.ema is not None:
             config |= {"use_ema": True, "ema_momentum": self.ema}
         try:
-            # By the class: a configuration is for serialized arguments.
+            # By the class, since `keras.optimizers.get` with a configuration
+            # expects serialised arguments.
             optimizer = type(keras.optimizers.get(self.optimizer))
             hyper_parameters.check(optimizer, self.optimizer_args)
             return optimizer(**config)

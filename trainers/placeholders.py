@@ -1,37 +1,37 @@
-"""Placeholders in messages of programs, which a translation has to keep.
+"""Replaces placeholders in messages of programs, which translations keep.
 
-In `"%(count)s of {total}"` the names tell a translation nothing, and are to be
-repeated letter by letter. A model is given one token for each instead, as is
-usual where the messages of programs are translated:
+The names in `"%(count)s of {total}"` must be repeated letter by letter, and do
+not matter to a translation. The model gets one token for each instead, as is
+usual in translating the messages of programs:
 
     source          %(count)s of {total}    ->  A of B
     translation     A von B                 ->  %(count)s von {total}
 
-where `A` and `B` stand for characters that no text has.
+where `A` and `B` stand for symbols: characters that occur in no text.
 """
 
 import re
 
-# How many different ones of a text are replaced.
+# The most placeholders of a text that are replaced.
 NUM_SYMBOLS = 16
 
-# Of Unicode's private use area.
+# Characters of Unicode's private use area.
 SYMBOLS = tuple(chr(0xE000 + index) for index in range(NUM_SYMBOLS))
 
 _PLACEHOLDER = re.compile(
-    # Of Python's % and of printf: %(name)s, %s, %d, %1$s.
-    # Not `\b`: where languages have no spaces, a letter may follow.
+    # Python's % and printf: %(name)s, %s, %d, %1$s.
+    # Not `\b`: in languages without spaces, a letter may follow.
     r"%(?:\(\w+\)|\d+\$)?[sdif](?![A-Za-z0-9_])"
-    # Of format strings: {name}, {0}, {}.
+    # Format strings: {name}, {0}, {}.
     r"|\{[^{}\s]*\}"
-    # Tags of HTML.
+    # HTML tags.
     r"|</?[a-zA-Z][^<>]*>"
 )
 _SYMBOL = re.compile(f"[{SYMBOLS[0]}-{SYMBOLS[-1]}]")
 
 
 def find(source):
-    """Returns the placeholders of a source, each once.
+    """Returns the different placeholders of a source.
 
     Args:
         source: String.
@@ -43,11 +43,11 @@ def find(source):
 
 
 def replace(text, placeholders):
-    """Returns a text with symbols for placeholders.
+    """Returns a text with its placeholders replaced by symbols.
 
     Args:
         text: String, a source or its translation.
-        placeholders: What `find` returns of the source.
+        placeholders: List that `find` returns for the source.
 
     Example:
 
@@ -67,12 +67,12 @@ def replace(text, placeholders):
 
 
 def restore(text, placeholders):
-    """Returns a text with placeholders for symbols.
+    """Returns a text with its symbols replaced by placeholders.
 
     Args:
-        text: String, a translation of a source with symbols. Symbols that the
-            source does not have are left out.
-        placeholders: What `find` returns of the source.
+        text: String, a translation with symbols. Symbols that the source does
+            not have are dropped.
+        placeholders: List that `find` returns for the source.
     """
 
     def placeholder(match):

@@ -14,12 +14,12 @@ from trainers.datasets import message_pairs
 
 DIRECTIONS = ("en-x", "x-en", "both")
 
-# How many examples are read and tokenised at a time.
+# The number of examples that are read and tokenised at a time.
 _CHUNK = 4096
 
 
 class Direction(NamedTuple):
-    """What is translated into what.
+    """The source and target language of a translation.
 
     Attributes:
         source: String, the code of the source's language.
@@ -31,7 +31,7 @@ class Direction(NamedTuple):
 
     @property
     def other(self):
-        """The language beside English."""
+        """The one of the two languages that is not English."""
         return self.target if self.source == "en" else self.source
 
     def __str__(self):
@@ -40,17 +40,17 @@ class Direction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SentencePairs:
-    """Which sentences of which datasets are translated.
+    """A selection of sentence pairs, by datasets, directions and languages.
 
     A dataset has one of two forms. Either its features are `language`, the
     code of a language, `source`, an English text, and `target`, its
     translation; or they are those of `tfds.features.Translation`, as in
     `wmt16_translate/de-en`, where one of the two languages is English.
 
-    Its splits are `train`, and `test` or `validation` or both. A dataset of
-    only `train` is split by its English texts, as those of `trainers.datasets`
-    are, so that none of them is both in training and in the test, whatever it
-    is translated into.
+    Its splits are `train`, and `test` or `validation` or both. A dataset that
+    has only `train` is split by its English texts, as those of
+    `trainers.datasets` are: no English text is in both training and test,
+    whatever language it is translated into.
 
     Attributes:
         datasets: List of strings, names of datasets in TFDS.
@@ -75,11 +75,11 @@ class SentencePairs:
     languages: list[str] | None = None
 
     def texts(self, split):
-        """Yields the pairs of a split, some at a time.
+        """Yields the pairs of a split, in chunks of one direction each.
 
         Args:
             split: `"train"`, `"validation"` or `"test"`. If a dataset has only
-                one of the latter two, that is taken for both.
+                one of the latter two, it is used for both.
 
         Yields:
             Tuples of a `Direction`, a list of sources and one of targets.
@@ -101,14 +101,14 @@ class SentencePairs:
         self._check(found, split)
 
     def held_out(self, num_pairs, split="test"):
-        """Returns pairs of texts that are not for training.
+        """Returns pairs of a split that is not trained on.
 
-        Which they are follows from a hash of the English text: the languages
-        of a dataset whose texts are all translated are tested with the same.
+        They are chosen by a hash of the English text: languages into which all
+        texts of a dataset are translated are tested with the same texts.
 
         Args:
-            num_pairs: Positive integer, pairs at most of each direction.
-            split: As of `texts`. Defaults to `"test"`.
+            num_pairs: Positive integer, the most pairs of each direction.
+            split: `"test"` or `"validation"`. Defaults to `"test"`.
 
         Returns:
             Dictionary of lists of tuples `(source, target)` by `Direction`.
@@ -131,10 +131,15 @@ class SentencePairs:
         return chosen
 
     def _check(self, found, split):
-        """Checks that languages have been found."""
+        """Raises an error if there are no pairs, or a language has none.
+
+        Args:
+            found: Set of strings, the languages that have pairs.
+            split: The split that was read.
+        """
         names = ",".join(self.datasets)
         missing = sorted(set(self.languages or ()) - found)
-        # A language with few pairs may have none to test with.
+        # Not for test splits: a language with few pairs may have none there.
         if missing and (split == "train" or not found):
             present = {
                 language
@@ -154,7 +159,7 @@ class SentencePairs:
 
 
 def chunks(pairs):
-    """Yields what `held_out` has returned as `texts` would."""
+    """Yields the pairs returned by `held_out` in the form of `texts`."""
     for direction, found in pairs.items():
         yield direction, *map(list, zip(*found, strict=True))
 
@@ -184,7 +189,7 @@ def _read(name, data_dir, split):
         raise UserError(f"TFDS has no dataset {name!r}.") from error
     except UserError:
         raise
-    # Whatever the dataset's own code, the network or the disk may raise.
+    # Any error of the dataset's own code, the network or the disk.
     except Exception as error:
         raise UserError(
             f"Cannot load dataset {name!r}: {error}. If its files are damaged, "
@@ -193,12 +198,13 @@ def _read(name, data_dir, split):
 
 
 def _load(name, data_dir, split):
-    """Returns the examples that a split is read from, and how.
+    """Loads the examples of a split.
 
     Returns:
-        Tuple of a `tf.data.Dataset`; the language beside English if examples
-        are of `tfds.features.Translation`, else `None`; and, if examples are
-        to be split, those parts of `message_pairs.split_of` that are wanted.
+        Tuple of a `tf.data.Dataset`; the language other than English if
+        examples are of `tfds.features.Translation`, else `None`; and `split` if
+        the caller must select its examples by `message_pairs.split_of`, else
+        `None`.
     """
     builder = tfds.builder(name, data_dir=data_dir)
     command = builder.MANUAL_DOWNLOAD_INSTRUCTIONS

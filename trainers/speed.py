@@ -1,4 +1,4 @@
-"""How fast a training run is, in the logs of each epoch."""
+"""`Speed`: samples or steps per second, in the logs of each epoch."""
 
 import time
 
@@ -6,17 +6,17 @@ import keras
 
 
 class Speed(keras.callbacks.Callback):
-    """Adds samples a second, or steps a second, to the logs of an epoch.
+    """Adds samples per second, or steps per second, to an epoch's logs.
 
-    The first step of an epoch does not count: TensorFlow traces in it, or
-    data is fetched.
+    The first step of an epoch is not counted: in it TensorFlow traces, or waits
+    for the first data.
 
     Args:
-        batch_size: Positive integer, samples of a batch; or `None`, if they
-            differ, for steps a second.
+        batch_size: Positive integer, the samples of a batch; or `None` if
+            batches differ, for steps per second.
     """
 
-    # By which `fit` calls it before the callbacks that show logs.
+    # Makes `fit` call it before the callbacks that read the logs.
     adds_to_logs = True
 
     def __init__(self, batch_size=None):

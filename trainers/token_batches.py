@@ -8,27 +8,27 @@ import tensorflow as tf
 from trainers import devices
 from trainers.command_line import UserError
 
-# How many batches are formed at a time, of pairs that are sorted by length:
-# with more of them there is less padding.
+# The number of batches that are formed at a time, from pairs sorted by length.
+# A larger number means less padding.
 _POOL = 300
 
 
 class TokenBatches:
-    """Draws pairs and puts those of similar length into a batch.
+    """Forms batches of randomly drawn pairs of similar length.
 
-    A direction with `n` pairs has a share of `n ** (1 / temperature)`, divided
-    by the sum over all directions. Within an epoch the pairs of a direction
-    are drawn in random order, none again before all have been drawn.
+    A direction with `n` pairs gets a share of the drawn pairs in proportion to
+    `n ** (1 / temperature)`. Within an epoch the pairs of a direction are drawn
+    in random order, none again before all have been drawn.
 
-    Pairs are drawn for many batches at a time, sorted by length, cut into
-    batches, and the batches are shuffled. What fills no batch goes to the next
-    ones.
+    Pairs are drawn for many batches at a time, sorted by length and cut into
+    batches, which are shuffled. Pairs that do not fill a batch are put into the
+    following ones.
 
     Args:
         pairs: `TokenPairs` to train with.
-        batch_tokens: Positive integer: a batch has as many pairs as fit, each
-            with as many tokens as the longest source and the longest target
-            of the batch have together.
+        batch_tokens: Positive integer, the most tokens of a batch with its
+            padding: the number of pairs times the sum of the lengths of the
+            longest source and the longest target.
         temperature: Float, at least 1: with 1, shares are proportional to the
             numbers of pairs; infinity makes all directions equal. Defaults to
             `1.0`.
@@ -67,7 +67,7 @@ class TokenBatches:
                 f"longest target, once a replica: {longest}. Received: "
                 f"--batch_tokens={batch_tokens}. Raise it or lower --max_length"
             )
-        # Of a pool, by pairs that are as long as the mean.
+        # The number of pairs drawn at a time, if they have the mean length.
         means = [lengths[x].mean() for x in self._ranges]
         self._pool = int(
             _POOL * batch_tokens // (2 * np.dot(self._shares, means))
@@ -80,7 +80,7 @@ class TokenBatches:
     def epochs(self, first, last, steps_per_epoch):
         """Returns the batches of epochs `first` to `last - 1`.
 
-        Those of an epoch follow from the seed and its number.
+        The batches of an epoch depend only on the seed and its number.
 
         Args:
             first: Integer.
@@ -88,7 +88,7 @@ class TokenBatches:
             steps_per_epoch: Positive integer.
 
         Returns:
-            `tf.data.Dataset` of what `TokenPairs.batch` returns.
+            `tf.data.Dataset` of results of `TokenPairs.batch`.
         """
 
         def generate():
@@ -100,10 +100,13 @@ class TokenBatches:
         return _dataset(generate, (last - first) * steps_per_epoch)
 
     def indices(self, epoch):
-        """Yields the pairs of each batch of an epoch, which never ends.
+        """Yields the numbers of the pairs of each batch of an epoch, for ever.
 
         Args:
             epoch: Integer.
+
+        Yields:
+            Integer arrays.
         """
         generator = np.random.default_rng((self._seed, epoch))
         streams = [_Shuffled(x, generator) for x in self._ranges]
@@ -114,7 +117,7 @@ class TokenBatches:
                 stream.take(count)
                 for stream, count in zip(streams, counts, strict=True)
             ]
-            # Else those of one length would stay sorted by language.
+            # Shuffled, since pairs of one length would stay sorted by language.
             drawn = generator.permutation(np.concatenate([left, *drawn]))
             *batches, left = cut(
                 self._pairs, drawn, self._batch_tokens, self._num_replicas
@@ -123,7 +126,7 @@ class TokenBatches:
                 yield batches[index]
 
     def padding(self):
-        """Returns the share of padding in tokens, of a sample of batches."""
+        """Returns the share of padding among the tokens of some batches."""
         used = total = 0
         for rows in itertools.islice(self.indices(0), _POOL // 3):
             lengths = self._pairs.lengths(rows)
@@ -158,13 +161,14 @@ def cut(pairs, indices, batch_tokens, num_replicas=1):
         num_replicas: As of `TokenBatches`.
 
     Returns:
-        List of integer arrays, which in the order of the list are `indices`
-        sorted. The last one is what remains: it may have less than would fit,
-        nothing, or a number of pairs that is not divisible.
+        List of integer arrays, one a batch; concatenated they are `indices`,
+        sorted. The last one is the remainder: it may be empty, have fewer pairs
+        than would fit, or a number not divisible by `num_replicas`.
     """
     lengths = pairs.lengths(indices)
-    # By the target, then by the source: up and down by turns, lest short and
-    # long sources meet in a batch where the next length of targets begins.
+    # By target length, then by source length: ascending for odd target lengths
+    # and descending for even ones, or else a batch that spans two target
+    # lengths would mix the longest sources with the shortest.
     source, target = lengths.T
     order = np.lexsort((np.where(target % 2, source, -source), target))
     indices, lengths = indices[order], lengths[order]
@@ -182,14 +186,14 @@ def cut(pairs, indices, batch_tokens, num_replicas=1):
 
 
 def each_once(pairs, indices, batch_tokens, num_replicas=1):
-    """Returns batches to evaluate with.
+    """Returns batches for evaluation, in which each pair occurs once.
 
     Args:
         pairs: `TokenPairs`.
         indices: Integer array `(n,)`, numbers of pairs.
         batch_tokens: As of `TokenBatches`.
-        num_replicas: As of `TokenBatches`. Where there are too few pairs, some
-            rows are nothing but padding.
+        num_replicas: As of `TokenBatches`. A batch with too few pairs is filled
+            up with rows of padding.
 
     Returns:
         `tf.data.Dataset`.
@@ -209,19 +213,20 @@ def each_once(pairs, indices, batch_tokens, num_replicas=1):
 
 
 def _dataset(generate, num_batches):
-    """Returns a `tf.data.Dataset` of what `TokenPairs.batch` returns.
+    """Returns a `tf.data.Dataset` of results of `TokenPairs.batch`.
 
-    Rows and lengths are left open, lest each of them be traced anew.
+    Its static shapes have no rows or lengths: otherwise each combination of
+    them would be traced.
 
     Args:
         generate: Function that returns an iterator of batches.
-        num_batches: Integer, how many there are.
+        num_batches: Integer, the number of batches.
     """
     tokens = tf.TensorSpec((None, None), tf.int32)
     batches = tf.data.Dataset.from_generator(
         generate,
         output_signature=({"source": tokens, "target": tokens}, tokens),
     )
-    # Keras warns otherwise when they end.
+    # With an unknown number, Keras would warn when the batches end.
     known = tf.data.experimental.assert_cardinality(num_batches)
     return devices.share_batches(batches.apply(known))

@@ -1,4 +1,4 @@
-"""Loss and metrics of models that tell the next token."""
+"""Loss and metrics of models that predict the next token."""
 
 import keras
 from keras import ops
@@ -9,8 +9,8 @@ class SmoothedCrossentropy(keras.losses.Loss):
     """Cross-entropy with smoothed labels, which are given as integers.
 
     Of each label, a share `label_smoothing` is spread evenly over all classes.
-    There is one value a token, and those that the Keras mask of the logits
-    leaves out do not count.
+    There is one value a token. Tokens masked by the Keras mask of the logits
+    are not counted.
 
     Args:
         label_smoothing: Float in [0, 1]. Defaults to `0.1`.
@@ -43,7 +43,8 @@ class SmoothedCrossentropy(keras.losses.Loss):
         self.label_smoothing = label_smoothing
 
     def call(self, y_true, y_pred):
-        # Quicker than to take labels and means from the logits one by one.
+        # One-hot labels are faster than a gather of the labels' logits and a
+        # mean over the classes.
         y_true = ops.one_hot(
             ops.cast(y_true, "int32"), y_pred.shape[-1], dtype=y_pred.dtype
         )
@@ -63,11 +64,12 @@ class SmoothedCrossentropy(keras.losses.Loss):
 
 @keras.saving.register_keras_serializable(package="trainers")
 class TokenMean(keras.metrics.MeanMetricWrapper):
-    """Mean over tokens of what a function tells of each.
+    """Mean over tokens of a function's values.
 
     Keras's own metrics take a mean over each text first, so that a token of a
-    long batch counts less than one of a short batch. Here all count alike,
-    but for those that the Keras mask of the predictions leaves out.
+    long batch counts less than one of a short batch. Here all tokens have the
+    same weight, except those masked by the Keras mask of the predictions, which
+    are not counted.
 
     Args:
         fn: Function of labels `(batch_size, length)` and predictions

@@ -1,4 +1,4 @@
-"""Sentences with their translations, as tokens in memory."""
+"""Tokenised sentence pairs, in memory."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ class TokenPairs:
         starts: Integer array `(2 * num_pairs + 1,)`: source `i` starts at
             `starts[2 * i]`, its target at `starts[2 * i + 1]`.
         directions: Dictionary of the `range` of pairs of each `Direction`.
-        num_dropped: Integer, pairs that were too long.
+        num_dropped: Integer, the number of pairs that were too long.
     """
 
     tokens: np.ndarray
@@ -44,20 +44,21 @@ class TokenPairs:
         return np.array(self.directions[direction])
 
     def lengths(self, indices):
-        """Returns numbers of tokens that a model is fed.
+        """Returns the numbers of tokens that the model gets for pairs.
 
         Args:
             indices: Integer array `(n,)`, numbers of pairs.
 
         Returns:
-            Integer array `(n, 2)`, tokens of the source and of the target.
-            The target is fed without its end, and expected without its start.
+            Integer array `(n, 2)`, tokens of the source and of the target. The
+            target is one shorter than stored: as the input it has no end token,
+            as the label no start token.
         """
         starts = self.starts[2 * indices[:, None] + np.arange(3)]
         return np.diff(starts) - [0, 1]
 
     def batch(self, indices):
-        """Returns what `transformer_nmt` is trained with, padded with 0.
+        """Returns inputs and labels for `transformer_nmt`, padded with 0.
 
         Args:
             indices: Integer array `(n,)`, numbers of pairs.
@@ -83,16 +84,16 @@ class TokenPairs:
 
 
 def tokenise(vocabulary, texts, max_length=None):
-    """Returns pairs of texts as tokens.
+    """Tokenises pairs of texts.
 
     Args:
         vocabulary: `Vocabulary`.
         texts: Iterable of tuples as `SentencePairs.texts` yields them.
-        max_length: Positive integer: pairs are left out whose source or target
-            has more tokens. Defaults to `None`: none are.
+        max_length: Positive integer: pairs whose source or target has more
+            tokens are left out. Defaults to `None`: none are.
 
     Returns:
-        `TokenPairs`, sorted by direction, in the same order within each.
+        `TokenPairs`, sorted by direction; within one in the given order.
 
     Raises:
         UserError: If the vocabulary lacks a language, or all pairs are left
@@ -115,12 +116,12 @@ def tokenise(vocabulary, texts, max_length=None):
 
 
 class _Tokens:
-    """Grows by the tokens of one direction."""
+    """Collects the tokens of the pairs of one direction."""
 
     def __init__(self, vocabulary, target_language):
         self._vocabulary = vocabulary
         self._language_token = vocabulary.language_token(target_language)
-        # 2 bytes a token as a rule.
+        # The smallest dtype that holds all ids, usually 2 bytes.
         self._dtype = np.min_scalar_type(vocabulary.size - 1)
         self.tokens = [np.zeros(0, self._dtype)]
         self.lengths = [np.zeros(0, np.int64)]
@@ -148,7 +149,7 @@ class _Tokens:
 
 
 def _joined(found):
-    """Returns `_Tokens` by direction as `TokenPairs`."""
+    """Joins a dictionary from directions to `_Tokens` into `TokenPairs`."""
     directions, first = {}, 0
     for direction, tokens in found.items():
         last = first + sum(map(len, tokens.lengths)) // 2

@@ -1,4 +1,4 @@
-"""Starts a model with the weights of one that was trained on other data."""
+"""Initialises a model with weights of one trained on other data."""
 
 import pathlib
 
@@ -10,11 +10,11 @@ from trainers.command_line import UserError
 
 
 def load_all_but_head(model, path):
-    """Loads a checkpoint's weights but for those of the last layer.
+    """Loads a checkpoint's weights, except those of the last layer.
 
-    As in Huang et al., "GPipe", 2019, section 4: the last layer is new, and
-    everything is trained. The other model may have had other stages, and any
-    number of classes.
+    As in Huang et al., "GPipe", 2019, section 4: the last layer keeps its
+    initial weights, and all layers are trained. The checkpoint's model may have
+    had other stages and another number of classes.
 
     Args:
         model: A built `keras.Model`.
@@ -22,8 +22,8 @@ def load_all_but_head(model, path):
             directory of a training run, whose newest checkpoint is taken.
 
     Raises:
-        UserError: If there is no such checkpoint, or it is not one of such a
-            model.
+        UserError: If there is no such checkpoint, or its layers, the last one
+            excepted, are not those of `model`.
     """
     path = pathlib.Path(path)
     found = path
@@ -43,7 +43,7 @@ def load_all_but_head(model, path):
             _load(model, head, store.read(found))
         else:
             model.load_weights(found, objects_to_skip=[head])
-    # Whatever Keras and HDF5 raise for a file that is damaged.
+    # Any error of Keras and HDF5 for a damaged file.
     except Exception as error:
         raise UserError(
             f"The checkpoint {found} is damaged or not one of a model whose "
@@ -53,7 +53,13 @@ def load_all_but_head(model, path):
 
 
 def _load(model, head, saved):
-    """Gives weights the values of those at the same place, but for some."""
+    """Assigns saved values to all weights except seeds and the head's.
+
+    Args:
+        model: The model.
+        head: Its last layer with weights.
+        saved: The checkpoint, whose weights are matched by their order.
+    """
     kept = {id(v) for v in head.variables}
     pairs = state.matched(
         saved,

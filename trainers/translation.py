@@ -86,7 +86,8 @@ from trainers.translator import Translator
 from trainers.vocabulary import Vocabulary
 from trainers.vocabulary import vocabulary_path
 
-# Of flags that other trainers have, too: the job in translation_django.cfg.
+# Defaults of flags that other trainers have, too, as in
+# recipes/translation_django.cfg.
 _DEFAULTS = {
     "dataset": "django_messages",
     "num_micro_batches": 2,
@@ -99,9 +100,9 @@ _DEFAULTS = {
     "warmup_steps": 200,
     "label_smoothing": 0.1,
 }
-# Related, as one small model can learn them in minutes.
+# Related languages, which one small model can learn in minutes.
 _SLAVIC = ["be", "bg", "mk", "ru", "sr", "uk"]
-# Of `transformer_nmt`: small enough for a CPU.
+# Hyper-parameters of `transformer_nmt`, small enough for a CPU.
 _MODEL_ARGS = {
     "num_layers": 2,
     "ffn_dim": 512,
@@ -223,8 +224,9 @@ def train_and_evaluate(
             then), or a worker process has failed, the data is damaged or a
             disk full.
     """
-    # First of all: TensorFlow's devices are fixed once it has started.
-    # No batch has more rows, each of at least a token of two sentences.
+    # `Job` first of all: TensorFlow's devices are fixed once it has started.
+    # At most as many micro-batches as a batch can have rows: a pair has at
+    # least a token of each sentence.
     num_micro_batches = min(config.num_micro_batches, max(1, batch_tokens // 2))
     config = dataclasses.replace(config, num_micro_batches=num_micro_batches)
     job = Job(
@@ -264,13 +266,13 @@ def train_and_evaluate(
             optimization.make(
                 config.num_epochs * steps_per_epoch, steps_per_epoch
             ),
-            # Of sentences that are as long as may be, source and target.
+            # The rows of a batch of the longest sources and targets.
             max(1, batch_tokens // (2 * max_length) // num_replicas),
             max_length,
         )
         print(plan, end="")
         return None, []
-    # Only now: preparing a dataset, the first time, draws random numbers too.
+    # After loading the data: to prepare a dataset draws random numbers.
     keras.utils.set_random_seed(config.seed)
     network = _build(
         job,
@@ -398,8 +400,9 @@ def _for_sentences(config):
         return config
 
     def cost(layer, input_shape):
-        # The library counts operations only where it knows all lengths. Here
-        # each weight is multiplied once a token, but for those looked up.
+        # The number of weights, each of which is multiplied once a token, but
+        # for those that are looked up. The library counts operations only if
+        # all lengths are known.
         if isinstance(layer, keras.layers.Embedding) and len(input_shape) == 2:
             return 0
         return layer.count_params()
@@ -462,11 +465,12 @@ def _print_data(tokens, batches, max_length):
 
 
 def _take_flags_of(workdir):
-    """Gives flags the values of a run, where they are not given."""
+    """Sets flags that are not given to their values in a run's flags.txt."""
     path = pathlib.Path(workdir) / "flags.txt"
     if not path.exists():
         return
-    # The same model may be cut in another way, and run elsewhere.
+    # Not flags of the pipeline and the hardware: the same model may be cut in
+    # another way, and run elsewhere.
     others = {"mode", "to", "workdir"} | {
         field.name
         for config in (PipelineConfig, HardwareConfig)
@@ -521,7 +525,7 @@ def main(texts):
     }
     if mode == "translate":
         texts = texts or sys.stdin.read().splitlines()
-        # What is told of the machine is no translation.
+        # Messages about devices go to stderr: stdout is for translations.
         with contextlib.redirect_stdout(sys.stderr):
             found = translate(
                 *configs, texts=texts, language=_TO.value, **search

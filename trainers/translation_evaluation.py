@@ -1,4 +1,4 @@
-"""Tests a translation model: losses, translations, scores, samples."""
+"""Tests a translation model: loss, scores and sample translations."""
 
 import rich.console
 
@@ -9,27 +9,27 @@ from trainers import translation_scores
 from trainers.command_line import UserError
 from trainers.translation_scores import DirectionScores
 
-# Test pairs of a direction whose translations are shown.
+# The number of translations of a direction that are printed.
 _SAMPLES = 2
 
 
 def evaluate(job, network, model, texts, batch_tokens, translator):
-    """Tests a model, prints what is found, and saves it if there is a workdir.
+    """Tests a model, prints its scores, and saves them in the workdir.
 
-    Every process that trains has to call it. Only the chief translates.
+    Every process that trains must call it. Only the chief translates.
 
     Args:
         job: `Job` of the model.
-        network: The model.
-        model: `TranslationModel` of it.
-        texts: What `SentencePairs.held_out` returns. Directions that the
-            model was not trained for are passed over.
+        network: The Keras model.
+        model: Its `TranslationModel`.
+        texts: Dictionary that `SentencePairs.held_out` returns. Directions
+            that the model was not trained for are ignored.
         batch_tokens: As of `TokenBatches`.
         translator: `Translator` of the model.
 
     Returns:
-        List of `DirectionScores`, one a direction; an empty one if the process
-        is not the chief.
+        List of `DirectionScores`, one a direction; empty if the process is not
+        the chief.
 
     Raises:
         UserError: If there is nothing to test, or the disk is full.
@@ -88,8 +88,8 @@ def evaluate(job, network, model, texts, batch_tokens, translator):
 
 
 def _translations(translator, texts):
-    """Returns translations of all sources, by direction."""
-    # All at a time, so that those of similar length are translated together.
+    """Returns a dictionary from directions to lists of translations."""
+    # In one call, so that sources of similar length share a batch.
     every = [
         (source, direction.target)
         for direction, pairs in texts.items()
@@ -103,8 +103,9 @@ def _translations(translator, texts):
 
 
 def _print_samples(texts, translations, groups):
-    """Prints some translations, of one direction a group."""
-    # The first one counts that is put there last.
+    """Prints some translations of one direction for each resource group."""
+    # Reversed: the last direction that is put into the dictionary stays, and
+    # that shall be the first one of its group.
     for direction in {groups[x.other]: x for x in reversed(texts)}.values():
         for (source, reference), translation in list(
             zip(texts[direction], translations[direction], strict=True)

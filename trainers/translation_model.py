@@ -1,4 +1,4 @@
-"""What a translation model is beside its weights, kept with its checkpoint."""
+"""The description of a translation model: vocabulary, hyper-parameters."""
 
 import dataclasses
 import json
@@ -10,20 +10,21 @@ from trainers.command_line import UserError
 from trainers.sentence_pairs import Direction
 from trainers.vocabulary import Vocabulary
 
-# In the working directory.
+# Names of files in the working directory.
 _MODEL = "model.json"
 _VOCABULARY = "vocabulary.model"
 
 
 @dataclasses.dataclass(frozen=True)
 class TranslationModel:
-    """What a translation model is beside its weights.
+    """The description of a translation model, all but its weights.
 
     Attributes:
         vocabulary: `Vocabulary` that texts are tokenised with.
-        model_args: Dictionary of hyper-parameters of `transformer_nmt`, the
-            vocabulary's size excepted.
-        num_train: Dictionary of the number of training pairs by `Direction`.
+        model_args: Dictionary of hyper-parameters of `transformer_nmt`, except
+            the vocabulary's size.
+        num_train: Dictionary from each `Direction` to its number of training
+            pairs.
     """
 
     vocabulary: Vocabulary
@@ -36,7 +37,9 @@ class TranslationModel:
         return sorted({direction.target for direction in self.num_train})
 
     def keep(self, workdir, vocabulary_path):
-        """Writes it to a working directory, or compares it with what is there.
+        """Writes the description to a working directory.
+
+        If there is a checkpoint already, compares it with the one there.
 
         Args:
             workdir: Path of the working directory.
@@ -67,14 +70,14 @@ class TranslationModel:
 
     @classmethod
     def load(cls, workdir):
-        """Returns that of the checkpoint in a working directory.
+        """Returns the description of the model in a working directory.
 
         Args:
             workdir: Path of the working directory.
 
         Raises:
-            UserError: If there is no checkpoint, or not all that belongs to
-                it.
+            UserError: If there is no checkpoint, or a file of the description
+                is missing or damaged.
         """
         workdir = pathlib.Path(workdir)
         if not Store(workdir / "checkpoints").newest():
@@ -144,7 +147,7 @@ class TranslationModel:
             )
 
     def _check(self, other, workdir):
-        """Compares it with that of a checkpoint."""
+        """Raises an error if a checkpoint's description, `other`, differs."""
         if self.vocabulary.fingerprint != other.vocabulary.fingerprint:
             what = "another vocabulary"
             repair = f"--vocabulary={workdir / _VOCABULARY}"

@@ -1,4 +1,4 @@
-"""How good translations are: loss, BLEU and chrF by language."""
+"""Scores of translations by language: loss, BLEU and chrF."""
 
 import collections
 import dataclasses
@@ -11,8 +11,8 @@ from sacrebleu.metrics import CHRF
 
 GROUPS = ("high", "middle", "low")
 
-# sacrebleu's tokenizer of languages that do not put spaces between words. The
-# others have that of its default, as in published results.
+# sacrebleu's tokenizers for languages without spaces between words. The others
+# use its default, as published results do.
 _TOKENIZERS = {
     "zh": "zh",
     **dict.fromkeys(("ja", "km", "lo", "my", "th"), "char"),
@@ -21,22 +21,23 @@ _TOKENIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class DirectionScores:
-    """What translations in one direction are like.
+    """The scores of translations in one direction.
 
     Attributes:
         source: String, the code of the source's language.
         target: String, the code of the target's language.
-        num_train: Integer, pairs that the model was trained with.
+        num_train: Integer, the number of training pairs.
         group: `"high"`, `"middle"` or `"low"`: the resource group.
-        num_test: Integer, pairs that it was tested with.
+        num_test: Integer, the number of test pairs.
         loss: Float, mean cross-entropy of a token of the references.
-        accuracy: Float, the share of their tokens that are the most likely.
+        accuracy: Float, the share of the references' tokens that the model
+            finds the most likely.
         bleu: Float, BLEU of all translations as a corpus, 0 to 100.
         chrf: Float, chrF, likewise.
-        copy_bleu: Float, BLEU if each source were its own translation.
+        copy_bleu: Float, BLEU of the sources themselves as translations.
         copy_chrf: Float, chrF, likewise.
-        bleu_signature: String by which sacrebleu tells how BLEU was computed.
-        chrf_signature: String, that of chrF.
+        bleu_signature: String by which sacrebleu says how BLEU was computed.
+        chrf_signature: String, the same for chrF.
     """
 
     source: str
@@ -55,7 +56,7 @@ class DirectionScores:
 
 
 def corpus_scores(translations, pairs, language):
-    """Returns the scores of translations into a language, by sacrebleu.
+    """Returns BLEU and chrF of translations into a language, by sacrebleu.
 
     Args:
         translations: List of strings.
@@ -80,15 +81,14 @@ def corpus_scores(translations, pairs, language):
 def resource_groups(num_train):
     """Returns the resource group of each language.
 
-    Languages are sorted by training pairs: the first third is high, the second
-    middle and the last low, equally many of each as far as their number is
-    divisible by three. Those with as many pairs are in alphabetical order.
+    Languages are sorted by their number of training pairs, then by name: the
+    first third is high, the second middle and the last low.
 
     Args:
-        num_train: Dictionary of the number of training pairs by language.
+        num_train: Dictionary from languages to numbers of training pairs.
 
     Returns:
-        Dictionary of one of `GROUPS` by language.
+        Dictionary from languages to one of `GROUPS`.
     """
     order = sorted(num_train, key=lambda name: (-num_train[name], name))
     return {
@@ -98,7 +98,7 @@ def resource_groups(num_train):
 
 
 def means(scores):
-    """Returns means over directions: each counts alike, however many pairs.
+    """Returns means of scores over directions, all with the same weight.
 
     Args:
         scores: List of `DirectionScores`.
@@ -130,7 +130,8 @@ def means(scores):
     ]
 
 
-# And what they are called in tables, where the copied source's come beside.
+# From scores to their headings in tables, where that of copying the source
+# follows each score.
 _SCORES = {
     "loss": "loss",
     "accuracy": "accuracy",
@@ -144,8 +145,8 @@ _SCORES = {
 def tables(scores):
     """Returns two tables for `rich`: by direction and by resource group.
 
-    The first tells the numbers of training and test pairs. After BLEU and
-    chrF, each has the score of copying the source.
+    The first has the numbers of training and test pairs, too. In both, BLEU
+    and chrF are followed by the score of copying the source.
 
     Args:
         scores: List of `DirectionScores`.

@@ -1,4 +1,4 @@
-"""Translates texts with a trained model."""
+"""`Translator`: translates texts with a trained model."""
 
 import numpy as np
 
@@ -7,21 +7,20 @@ from trainers import placeholders
 from trainers.datasets import message_pairs
 from trainers.weight_averages import averaged
 
-# Hypotheses that are extended at a time.
+# The number of hypotheses in a batch of the decoder.
 _BATCH = 256
 
 
 class Translator:
     """Translates texts with a `transformer_nmt`.
 
-    Placeholders of a text are in its translation as they were.
+    Placeholders of a text appear unchanged in its translation.
 
     Args:
         model: The model, which may be a pipeline. If its optimizer keeps
             averages of the weights, these are used.
         vocabulary: `Vocabulary` that the model was trained with.
-        max_length: Positive integer, where translations are cut off, in
-            tokens.
+        max_length: Positive integer, the most tokens of a translation.
         beam_size: As of `model_zoo.decoding.decode`. Defaults to `1`: greedy.
         length_penalty: As of `model_zoo.decoding.decode`.
 
@@ -47,7 +46,7 @@ class Translator:
 
         Args:
             texts: List of strings.
-            languages: List of strings, the language to translate each into.
+            languages: List of strings, the target language of each text.
 
         Returns:
             List of strings, empty ones for blank texts.
@@ -56,7 +55,7 @@ class Translator:
             UserError: If the vocabulary lacks a language.
         """
         vocabulary = self._vocabulary
-        # As the texts that the model was trained with.
+        # Normalised like the texts that the model was trained on.
         texts = list(map(message_pairs.normalized, texts))
         found = [placeholders.find(text) for text in texts]
         masked = map(placeholders.replace, texts, found)
@@ -66,7 +65,7 @@ class Translator:
                 languages, vocabulary.encode(masked), strict=True
             )
         ]
-        # A batch takes as long as its longest translation.
+        # Sorted by length: a batch takes as long as its longest translation.
         order = np.argsort([len(source) for source in sources], kind="stable")
         order = [i for i in order if texts[i]]
         rows = max(1, _BATCH // self._beam_size)

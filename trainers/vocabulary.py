@@ -1,4 +1,4 @@
-"""A vocabulary of word pieces that all languages share."""
+"""`Vocabulary`: word pieces shared by all languages."""
 
 import hashlib
 import io
@@ -12,7 +12,7 @@ import tensorflow_datasets as tfds
 from trainers import placeholders
 from trainers.command_line import UserError
 
-# The ids of sentencepiece's control symbols. Those of the languages follow.
+# The ids of sentencepiece's control symbols. Tokens of languages follow.
 _PADDING, _START, _END, _UNKNOWN = range(4)
 _LANGUAGE = re.compile(r"<2(.+)>")
 
@@ -20,15 +20,14 @@ _LANGUAGE = re.compile(r"<2(.+)>")
 class Vocabulary:
     """Word pieces with ids, by sentencepiece.
 
-    Any text can be encoded: a character that the vocabulary does not have
-    becomes the bytes of its UTF-8. `decode` gives back the text that was
-    encoded, white space and line breaks included. Only the character U+2581,
-    by which sentencepiece stands for a space, comes back as a space. Texts
-    are not normalised: they should be in Unicode's form NFC, as those that
-    vocabularies are trained on are.
+    Any text can be encoded: a character that is not in the vocabulary becomes
+    its UTF-8 bytes. `decode` returns the encoded text unchanged, with white
+    space and line breaks; only the character U+2581, sentencepiece's symbol of
+    a space, becomes a space. Texts are not normalised: they should be in
+    Unicode's form NFC, like the texts that vocabularies are trained on.
 
-    Id 0 is padding, 1 the start of a text, 2 its end. 3 would be what cannot
-    be encoded, and never occurs. Then there is a token for each language,
+    Id 0 is padding, 1 the start of a text, 2 its end, and 3 an unknown
+    character, which never occurs. Then there is a token for each language,
     `<2de>`, which tells a model what to translate into. No text is encoded to
     any of these, not even `"<2de>"`. The symbols of `placeholders` are tokens,
     too.
@@ -37,7 +36,7 @@ class Vocabulary:
         model: Bytes, a model of sentencepiece as `train` makes it.
 
     Raises:
-        ValueError: If it is not one.
+        ValueError: If `model` is no such model.
 
     Example:
 
@@ -54,14 +53,14 @@ class Vocabulary:
 
     def __init__(self, model):
         try:
-            # sentencepiece takes no bytes at all for no model, and logs.
+            # sentencepiece logs an error for empty bytes, but raises none.
             processor = sentencepiece.SentencePieceProcessor(
                 model_proto=model or b"\0"
             )
         except RuntimeError as error:
             raise ValueError("not a model of sentencepiece") from error
         self._processor = processor
-        # A hash of the model, to compare with that of a checkpoint.
+        # A hash of the model, to compare with a checkpoint's vocabulary.
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self._tokens = {}
         for index in range(_UNKNOWN + 1, self.size):
@@ -109,11 +108,11 @@ class Vocabulary:
 
         Args:
             sentences: Iterable of strings. Those of more than 4,192 bytes are
-                passed over.
+                ignored.
             size: Positive integer, the number of ids.
-            languages: Iterable of strings, the codes of the languages to have
-                a token for.
-            path: Path of the file, which is written once all is done.
+            languages: Iterable of strings, the codes of the languages that
+                get a token.
+            path: Path of the file, which is written when training is done.
 
         Returns:
             The `Vocabulary`.
@@ -139,14 +138,15 @@ class Vocabulary:
                 byte_fallback=True,
                 normalization_rule_name="identity",
                 remove_extra_whitespaces=False,
-                # Threads add up in an order of their own.
+                # With several threads the order of sums, and so the file,
+                # would vary.
                 num_threads=1,
-                # Errors only: they are raised, too.
+                # Log errors only, which are raised, too.
                 minloglevel=2,
             )
         except RuntimeError as error:
-            # Without the check that failed and advice about an option that
-            # there is not here.
+            # Without the text of the failed check, and without advice about an
+            # option that users cannot set here.
             reason = str(error).rpartition("] ")[2].partition(" Increase")[0]
             raise UserError(
                 f"Cannot make a vocabulary of size {size} of these sentences. "
@@ -172,17 +172,17 @@ class Vocabulary:
 
     @property
     def languages(self):
-        """Sorted list of the codes of languages that there are tokens for."""
+        """Sorted list of the codes of languages that have tokens."""
         return sorted(self._tokens)
 
     def language_token(self, language):
-        """Returns the id that tells to translate into a language.
+        """Returns the id of the token of a target language.
 
         Args:
             language: String, one of `languages`.
 
         Raises:
-            UserError: If it is another.
+            UserError: If the language has no token.
         """
         if language not in self._tokens:
             raise UserError(
@@ -208,8 +208,8 @@ class Vocabulary:
 
         Args:
             ids: List of lists of integers, or array `(num_texts, length)`.
-                Of each, what follows the first `end` is left out, and so are
-                padding, `start` and tokens of languages.
+                Ids after the first `end` are ignored, and so are padding,
+                `start` and tokens of languages.
 
         Returns:
             List of strings.
@@ -224,13 +224,13 @@ class Vocabulary:
 
 
 def vocabulary_path(names, size, data_dir=None):
-    """Returns where `tools.prepare_data` saves a vocabulary.
+    """Returns the path where `tools.prepare_data` saves a vocabulary.
 
-    That is `vocabularies/NAME+NAME_SIZE.model` in the data directory, with the
+    It is `vocabularies/NAME+NAME_SIZE.model` in the data directory, with the
     names in alphabetical order.
 
     Args:
-        names: List of strings, the names of datasets in TFDS that share it.
+        names: List of strings, the TFDS datasets that share the vocabulary.
         size: Positive integer, the number of ids.
         data_dir: Path, the directory of datasets. Defaults to that of TFDS.
     """

@@ -7,11 +7,11 @@ import tensorflow as tf
 
 
 class SwapAverages(keras.callbacks.SwapEMAWeights):
-    """Evaluates with averages of the weights, which are given back after it.
+    """Swaps weights and their averages during evaluations.
 
     `keras.callbacks.SwapEMAWeights` swaps the two by adding and subtracting,
-    which changes their last digits: training would go on from other numbers
-    where there has been a validation than where there has been none.
+    which changes their last digits, so that a run with validations would train
+    to other weights than one without.
 
     Example:
 
@@ -34,7 +34,7 @@ class SwapAverages(keras.callbacks.SwapEMAWeights):
 
 @contextlib.contextmanager
 def averaged(model):
-    """Has the model use averages of its weights, if there are any.
+    """A scope in which a model uses averages of its weights, if any.
 
     Args:
         model: `keras.Model`.
@@ -46,7 +46,7 @@ def averaged(model):
         y = model(x, training=False)
     ```
     """
-    # A model that has not been trained has none yet.
+    # A model that has not been trained has no averages yet.
     if not (has_averages(model) and model.optimizer.built):
         yield
         return
@@ -65,7 +65,7 @@ def has_averages(model):
 
 
 def inner_optimizer(model):
-    """Returns the model's optimizer; a `LossScaleOptimizer` holds another."""
+    """Returns the model's optimizer, or the one in a `LossScaleOptimizer`."""
     optimizer = getattr(model, "optimizer", None)
     return getattr(optimizer, "inner_optimizer", optimizer)
 

@@ -1,7 +1,7 @@
-"""The working directory of a run: one trainer at a time, and what it is about.
+"""The working directory of a run: its lock and the record of its flags.
 
-.lock      who trains here; locked as long as that process lives
-run.json   the flags that the model and the data follow from
+.lock      the process that trains here; locked while it lives
+run.json   the flags that determine the model and the data
 """
 
 import json
@@ -18,7 +18,8 @@ _FILES = (
     *("vocabulary.model", "scores.json", "scores.png"),
 )
 _DIRECTORIES = ("checkpoints", "logs")
-# Of this process, by their directories: a process may train there again.
+# The locks of this process, by directory: a process may train again where it
+# holds the lock.
 _locks = weakref.WeakValueDictionary()
 
 
@@ -29,8 +30,8 @@ class Workdir:
         path: Path.
 
     Raises:
-        UserError: If something in it is of another kind than what trainers
-            write there.
+        UserError: If it has a directory where trainers write a file, or a file
+            where they write a directory.
 
     Example:
 
@@ -55,16 +56,17 @@ class Workdir:
                 other = place.exists() and not place.is_dir()
                 self._refuse(name, other, "a directory")
         except OSError as error:
-            # Of a name that is too long, or one that is not for this user.
+            # A name that is too long, or no permission.
             raise UserError(f"Cannot read --workdir: {error}") from error
 
     def lock(self):
-        """Keeps other trainers out, until `unlock` or this process's end.
+        """Locks the directory, until `unlock` or the end of this process.
 
-        The directory is made if it does not exist.
+        The directory is created if it does not exist.
 
         Raises:
-            UserError: If another process trains here, or it cannot be written.
+            UserError: If another process trains here, or the directory cannot
+                be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -82,29 +84,29 @@ class Workdir:
         self._lock = lock
 
     def unlock(self):
-        """Lets other trainers in."""
+        """Releases the lock, if this object holds it."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def keep(self, about):
-        """Writes what the run is about.
+        """Writes the flags of the run to run.json.
 
         Args:
-            about: Dictionary of the values of flags, by their names.
+            about: Dictionary from names of flags to their values.
         """
         partial = self.path / f"{_RUN}.partial"
         partial.write_text(json.dumps(_plain(about), indent=2) + "\n")
         partial.replace(self.path / _RUN)
 
     def changed(self, about):
-        """Returns the flags that differ from those of the run before.
+        """Returns the flags whose values differ from those in run.json.
 
         Args:
-            about: As of `keep`. Other flags are not compared.
+            about: Dictionary as of `keep`. Other flags are not compared.
 
         Returns:
-            List of strings, what each flag was and is.
+            List of strings with the old and the new value of a flag.
 
         Raises:
             UserError: If the file is damaged.
@@ -134,5 +136,5 @@ class Workdir:
 
 
 def _plain(about):
-    """Returns what JSON makes of it, to compare with what a file has."""
+    """Returns a copy with JSON's types, comparable with a file's content."""
     return json.loads(json.dumps(about, default=str))

@@ -1,12 +1,12 @@
 """Keras callbacks of pipelines.
 
-step_times    when the tasks of a step ran, read from its graph
-timeline      when each task of a step ran, on each device
+step_times    start and end of each task of a step, measured in its graph
+timeline      charts of these times, and how long each device was idle
 images        pictures of steps for TensorBoard
-profile       tasks within a profile of TensorFlow
-rebalance     a new cut in training, from the times of tasks
-checkpoint    a run that goes on where it was, to the same bits
-monitors      what Keras's callbacks that watch a metric remember
+profile       tasks added to a profile of TensorFlow's profiler
+rebalance     a new cut during training, from measured task times
+checkpoint    checkpoints, and exact resumption from the newest one
+monitors      the state of `EarlyStopping` and its like, in checkpoints
 """
 
 from tf_gpipe.callbacks.checkpoint import Checkpoint

@@ -1,4 +1,4 @@
-"""A training run that goes on where it was, to the same bits."""
+"""`Checkpoint`: writes checkpoints, and resumes a run to the same bits."""
 
 import math
 import os
@@ -151,7 +151,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._monitors = upstream.monitors(run.callbacks)
         self._copier = state.Copier(self.model)
         self._seed = data.seed_of(run.epochs)
-        # Of this epoch, of all epochs, and of all at the last checkpoint.
+        # The steps done: in this epoch, in all, in all at the last checkpoint.
         self._steps = self._total = self._total_saved = 0
         self._time_saved = time.monotonic()
         self._loss = 0.0
@@ -161,19 +161,22 @@ class Checkpoint(keras.callbacks.Callback):
             self._resume(self._resumed, run)
 
     def _resume(self, saved: Saved, run: Run) -> None:
-        """Has `fit` start where a checkpoint was written."""
+        """Makes `fit` start at the epoch and step of a checkpoint.
+
+        Restores the model, and skips the data that was trained on already.
+        """
         epochs, first = run.epochs, run.initial_epoch
         steps, content = self.params["steps"], saved.content
         position = _position(saved)
         if position.steps and position.steps == content["steps_per_epoch"]:
-            # It was stopped after the last step.
+            # The run was stopped after the last step of an epoch.
             position = Position(position.epochs + 1)
         if position.epochs < first:
             raise CheckpointError(
                 f"The checkpoint {saved.path} has {position}, and `fit` is to "
                 f"begin after {first}. Received: initial_epoch={first}"
             )
-        # What was changed may change what a step gets.
+        # With another seed or epoch length, steps would get other data.
         for name, before, now in (
             ("seed", content["seed"], self._seed),
             ("steps of an epoch", content["steps_per_epoch"], steps),
@@ -206,10 +209,10 @@ class Checkpoint(keras.callbacks.Callback):
             data.pass_steps(epochs, position.steps, self._last_step)
 
     def _last_step(self, batches: Any) -> None:
-        """Takes once more the last step that is done, then puts all back.
+        """Runs the last step before the checkpoint again, then restores all.
 
-        As in any first step, Keras makes what it has not made yet, such as
-        the variables of metrics.
+        In its first step Keras makes variables that do not exist yet, such as
+        those of metrics; only then can their values be restored.
         """
         self.model.train_function(batches)
         _restore(self.model, self._resumed, (*state.MODEL, state.METRICS))
@@ -218,7 +221,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._steps = epoch, 0
         if self._resumed is not None:
-            # Each of the callbacks has begun.
+            # Not in `on_train_begin`, where later callbacks reset themselves.
             self._go_on(self._resumed)
         self._random = data.random_states()
         if self._epoch_ended:
@@ -234,7 +237,8 @@ class Checkpoint(keras.callbacks.Callback):
             self._resumed = None
 
     def on_train_batch_begin(self, batch, logs=None):
-        # There is a step after it: the epoch's end is another checkpoint.
+        # Before a step, not after one: the checkpoint at the end of an epoch
+        # is written elsewhere.
         if batch and self._is_due():
             self._save(Position(self._epoch, batch))
 
@@ -246,7 +250,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._stopped = True
             if self._steps == self.params["steps"]:
                 self._random = data.random_states()
-            # There may be a long validation before the epoch ends.
+            # Saved at once: a long validation may come before the epoch's end.
             self._save(Position(self._epoch, self._steps))
 
     def on_epoch_end(self, epoch, logs=None):
@@ -259,7 +263,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         if self._resumed is not None:
-            # Nothing was left to train: the run ends as it did before.
+            # No epoch was left to train: the callbacks end the run with the
+            # state that they had at its first end.
             self._go_on(self._resumed)
             for monitor in self._monitors:
                 monitor.on_train_end(logs)
@@ -278,14 +283,14 @@ class Checkpoint(keras.callbacks.Callback):
         return (
             self._total // steps > self._total_saved // steps
             or time.monotonic() - self._time_saved >= seconds
-            # Of a disk that is full it is told at once.
+            # If the last write has failed, the next one raises its error now.
             or self._writer.has_failed()
         )
 
     def _end_changes_weights(self) -> bool:
-        """Returns whether weights are others once training has ended.
+        """Returns whether the end of training replaces the weights.
 
-        Averages or the best ones, from which it would not go on.
+        By their averages or the best ones, from which training cannot go on.
         """
         return any(
             getattr(x, "use_ema", False)
@@ -302,7 +307,7 @@ class Checkpoint(keras.callbacks.Callback):
     ) -> None:
         self._total_saved = self._total
         if not math.isfinite(self._loss):
-            # What there is before it is worth more.
+            # Such weights are useless; older checkpoints are kept instead.
             return
         self._writer.wait()
         parts = parts or self._copier.copy()

@@ -1,4 +1,4 @@
-"""Pictures of steps as images of TensorBoard."""
+"""Pictures of steps, written as images for TensorBoard."""
 
 import importlib.util
 import os
@@ -11,19 +11,19 @@ from tf_gpipe import checks
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
 
-# Beside `train` and `validation` of `keras.callbacks.TensorBoard`.
+# TensorBoard's name of the run, beside Keras's `train` and `validation`.
 _RUN = "timeline"
 
 
 class Images:
-    """Writes pictures of steps into a directory of logs.
+    """Writes pictures of steps into a directory of TensorBoard logs.
 
     Args:
-        log_dir: Path of the directory, which is made if it is not there.
+        log_dir: Path of the directory, which is created if missing.
 
     Raises:
         ImportError: If TensorBoard or matplotlib is not installed.
-        TypeError, ValueError: If it is no path of a directory.
+        TypeError, ValueError: If `log_dir` is no path of a directory.
     """
 
     def __init__(self, log_dir: str):
@@ -46,7 +46,12 @@ class Images:
         self._writer: Any = None
 
     def write(self, steps: Mapping[str, Execution], epoch: int) -> None:
-        """Writes the picture of steps, by their titles, after an epoch."""
+        """Writes one picture of several steps for an epoch.
+
+        Args:
+            steps: Dict from titles to `Execution`s.
+            epoch: Integer.
+        """
         if self._writer is None:
             self._writer = tf.summary.create_file_writer(self._folder)
         image = tf.io.decode_png(timeline.png(steps), channels=3)

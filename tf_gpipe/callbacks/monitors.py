@@ -1,6 +1,6 @@
-"""What Keras's callbacks that watch a metric remember of earlier epochs.
+"""The state of Keras's callbacks that monitor a metric, in checkpoints.
 
-Those are `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`.
+These are `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`.
 """
 
 import collections
@@ -14,7 +14,7 @@ import tensorflow as tf
 from tf_gpipe.checkpoints.store import Array
 from tf_gpipe.checkpoints.store import Saved
 
-# What changes while they watch. All else is how the user has made them.
+# The attributes that change during training; the others are arguments.
 _NUMBERS = (
     "best",
     "best_epoch",
@@ -24,12 +24,15 @@ _NUMBERS = (
     "_batches_seen_since_last_saving",
     "_last_batch_seen",
 )
-# Of EarlyStopping(restore_best_weights=True).
+# The attribute of EarlyStopping(restore_best_weights=True).
 _WEIGHTS = "best_weights"
 
 
 def states(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict]:
-    """Returns what callbacks remember as JSON has it, but for weights."""
+    """Returns the state of callbacks for JSON, without weights.
+
+    List of dicts with the `class` of each callback and its `numbers`.
+    """
     return [
         {
             "class": type(x).__name__,
@@ -46,7 +49,7 @@ def states(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict]:
 def arrays(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> list[tuple[Array, tf.Tensor]]:
-    """Returns the best weights that callbacks have kept."""
+    """Returns the best weights kept by callbacks, as arrays of a checkpoint."""
     with tf.device("CPU:0"):
         return [
             (
@@ -61,13 +64,14 @@ def arrays(
 def restore(
     callbacks: Sequence[keras.callbacks.Callback], saved: Saved
 ) -> None:
-    """Has callbacks remember what others of their classes did.
+    """Restores the state of callbacks from a checkpoint.
 
-    Those of a class that there were fewer of are left as they are.
+    A callback gets the state of a saved one of its class, in order. If fewer
+    were saved, the rest of that class are unchanged.
 
     Args:
         callbacks: List of callbacks.
-        saved: A checkpoint with what `states` and `arrays` returned.
+        saved: A checkpoint with the results of `states` and `arrays`.
     """
     states = saved.content["monitors"]
     waiting = collections.defaultdict(list)

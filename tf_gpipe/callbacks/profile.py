@@ -1,4 +1,4 @@
-"""The tasks of recorded steps as lines of a profile of TensorFlow."""
+"""Adds the tasks of recorded steps to a profile of TensorFlow's profiler."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,18 +8,18 @@ from tf_gpipe import upstream
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Span
 
-# Of the host, whose lines a trace viewer shows one by one.
+# The plane of the host: trace viewers show each of its lines.
 _HOST = "/host:CPU"
-# Which tells when the profile was made.
+# The plane that has the start and the end of the profile.
 _ABOUT = "Task Environment"
 
 
 class Recorded(NamedTuple):
-    """A step that was recorded.
+    """The times of the tasks of one step.
 
     Attributes:
-        start: Float, when it started, in seconds since 1970.
-        spans: List of its `Span`s, in seconds from then.
+        start: Float, when the step started, in seconds since 1970.
+        spans: List of the `Span`s of its tasks, in seconds after `start`.
         devices: List of the names of its devices.
     """
 
@@ -31,7 +31,7 @@ class Recorded(NamedTuple):
 def name_tasks(log_dir: str, steps: Iterable[Recorded]) -> int:
     """Adds the tasks of steps to the newest profile in a directory.
 
-    Returns how many there were. See `Timeline.name_tasks`.
+    Returns the number of tasks added. See `Timeline.name_tasks`.
     """
     found = sorted(
         checks.directory("log_dir", log_dir).rglob("*.xplane.pb"),
@@ -45,7 +45,7 @@ def name_tasks(log_dir: str, steps: Iterable[Recorded]) -> int:
         )
     space = upstream.read_profile(found[-1].read_bytes())
     (host,) = (x for x in space.planes if x.name == _HOST)
-    # Nanoseconds since 1970. Lines begin at times from then on.
+    # In nanoseconds since 1970. Times of lines are relative to the start.
     (about,) = (x for x in space.planes if x.name == _ABOUT)
     limits = {
         about.stat_metadata[x.metadata_id].name: x.uint64_value

@@ -1,4 +1,4 @@
-"""A new cut in training, from the times that tasks were seen to take."""
+"""`Rebalance`: cuts the model anew in training, by measured task times."""
 
 import collections
 import time
@@ -20,14 +20,14 @@ from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.pipeline import Pipeline
 
-# What layers are weighed by within a stage.
+# The costs by which the time of a stage is divided among its layers.
 _BY = ("time", "flops")
-# Steps that are looked at before each decision.
+# The number of steps that are measured before each decision.
 _NUM_STEPS = 5
 
 
 class NewCut(NamedTuple):
-    """A cut, and the seconds of a step before and with it, on paper."""
+    """A cut, and the simulated seconds of a step before it and with it."""
 
     counts: list[int]
     before: float
@@ -95,7 +95,7 @@ class Rebalance(StepTimes):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        # Of the first step, in which functions are traced.
+        # The seconds of the first step, in which functions are traced.
         self._first_seconds: float | None = None
         self._seen: collections.deque[tuple[Pipeline, Execution]] = (
             collections.deque(maxlen=_NUM_STEPS)
@@ -117,7 +117,8 @@ class Rebalance(StepTimes):
         if due or -self._next % self._every < _NUM_STEPS:
             _, step = self._read()
             whole = self.model._pipeline
-            # A mini-batch of few rows has a pipeline of its own.
+            # Not of a mini-batch with fewer rows than micro-batches, which has
+            # another pipeline.
             if self._pipeline is not None and (
                 self._pipeline.schedule is whole.schedule
             ):
@@ -126,7 +127,7 @@ class Rebalance(StepTimes):
             self._decide()
 
     def _decide(self) -> None:
-        """Cuts the model anew, if that pays for itself."""
+        """Cuts the model anew, if that saves more time than tracing takes."""
         pipeline = self._seen[-1][0]
         steps = [step for x, step in self._seen if x is pipeline]
         fastest = min(steps, key=lambda x: x.makespan)
@@ -148,7 +149,10 @@ class Rebalance(StepTimes):
         self._begin_anew()
 
     def _steps_left(self) -> int:
-        """Returns how many steps there will be, as far as one knows."""
+        """Returns the number of steps left.
+
+        If the length of an epoch is unknown, the number of steps done so far.
+        """
         steps, epochs = (self.params or {}).get("steps"), self.params["epochs"]
         if steps is None:
             return self._next
@@ -157,7 +161,7 @@ class Rebalance(StepTimes):
         )
 
     def _costs_of(self, pipeline: Pipeline) -> list[float]:
-        """Returns what the calls of layers are weighed by."""
+        """Returns the cost of each layer call, for dividing a stage's time."""
         graph = pipeline.graph
         if self._costs is None or self._costs[0] is not graph:
             self._costs = graph, self._weighed(pipeline)
@@ -185,12 +189,15 @@ class Rebalance(StepTimes):
 def new_cut(
     pipeline: Pipeline, seconds: StageSeconds, costs: Sequence[float]
 ) -> NewCut | None:
-    """Returns the best cut by what stages took, or `None` if it is there.
+    """Returns the best cut for measured stage times.
+
+    `None` if the model is cut so already, or if a stage has no measured time or
+    no costs.
 
     Args:
         pipeline: The `Pipeline`.
-        seconds: For each kind of task its seconds in each stage.
-        costs: What calls of layers are weighed by, in any unit.
+        seconds: Dict from kinds of tasks to their seconds in each stage.
+        costs: List of the cost of each layer call, in any unit.
     """
     counts = [len(x.nodes) for x in pipeline.stages]
     weights = _sums(costs, counts)

@@ -1,4 +1,4 @@
-"""The times of the tasks of a training step, read from its graph."""
+"""Start and end of each task of a training step, measured in its graph."""
 
 import collections
 import statistics
@@ -20,18 +20,18 @@ from tf_gpipe.schedule.tasks import RECOMPUTE
 from tf_gpipe.schedule.tasks import WEIGHTS
 from tf_gpipe.stage.pipeline import Pipeline
 
-# For each kind of task its seconds in each stage.
+# From kinds of tasks to a list of their mean seconds in each stage.
 StageSeconds = Mapping[str, list[float]]
 
 
 class StepTimes(keras.callbacks.Callback):
-    """A callback that can read when each task of the last step ran."""
+    """Base of callbacks that read the times of the last step's tasks."""
 
     def __init__(self) -> None:
         super().__init__()
-        # As it was in the last step that was read.
+        # The pipeline of the last step that was read.
         self._pipeline: Pipeline | None = None
-        # By the number of their tasks.
+        # From numbers of tasks to the pipelines that have so many.
         self._pipelines: dict[int | None, Pipeline] = {}
 
     def set_model(self, model):
@@ -44,7 +44,7 @@ class StepTimes(keras.callbacks.Callback):
         super().set_model(model)
 
     def on_train_begin(self, logs=None):
-        # Another callback may record, too.
+        # Another callback may record times, too.
         others = self.model._record_times
 
         def record(times: tf.Tensor, pipeline: Pipeline) -> None:
@@ -53,25 +53,25 @@ class StepTimes(keras.callbacks.Callback):
             self._record(times, pipeline)
 
         self.model._record_times = record
-        # A step that was traced before does not read the clock.
+        # Traced anew: a step that was traced before does not read the clock.
         self.model.make_train_function(force=True)
         with tf.device("CPU:0"):
-            # How many tasks there are is known when the model is built.
+            # The number of tasks is known only once the model is built.
             self._times = tf.Variable(
                 tf.zeros((0, 2), tf.float64), trainable=False, shape=(None, 2)
             )
 
     def _record(self, times: tf.Tensor, pipeline: Pipeline) -> None:
-        """Keeps the times of a step, while it is being traced."""
+        """Adds to a step's trace an assignment of its times, `(tasks, 2)`."""
         if replicas.current():
             return
-        # Mini-batches of other sizes have traces of their own.
+        # Mini-batches of other sizes may have other numbers of tasks.
         self._pipelines[times.shape[0]] = pipeline
         with tf.device("CPU:0"):
             self._times.assign(times)
 
     def _read(self) -> tuple[float, Execution]:
-        """Returns when the last step began, since 1970, and its tasks."""
+        """Returns the start of the last step, in seconds since 1970, and it."""
         times = self._times.numpy()
         if not times.size:
             raise ValueError(
@@ -98,7 +98,7 @@ class StepTimes(keras.callbacks.Callback):
 
 
 def stage_seconds(pipeline: Pipeline, spans: Iterable[Span]) -> StageSeconds:
-    """Returns the mean time of each kind of task in each stage."""
+    """Returns the mean seconds of each kind of task in each stage."""
     seconds: Any = collections.defaultdict(list)
     for _, task, start, end in spans:
         seconds[task.kind, task.stage].append(end - start)
@@ -112,7 +112,7 @@ def stage_seconds(pipeline: Pipeline, spans: Iterable[Span]) -> StageSeconds:
 
 
 def simulated(pipeline: Pipeline, seconds: StageSeconds) -> Execution:
-    """Returns a step whose tasks take these times."""
+    """Returns a simulated step whose tasks take these times."""
     return simulate(
         pipeline.schedule,
         seconds[FORWARD],

@@ -1,4 +1,4 @@
-"""When each task of a training step ran, on each device."""
+"""`Timeline`: records and draws when each task of a training step ran."""
 
 import collections
 import json
@@ -20,7 +20,7 @@ from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import Span
 from tf_gpipe.stage.pipeline import Pipeline
 
-# Which are remembered, for a chart and for a profile.
+# The number of recorded steps that are kept, for charts and for a profile.
 _MOST_STEPS = 100
 
 
@@ -87,7 +87,7 @@ class Timeline(StepTimes):
     'F0.0'
     """
 
-    # By which `fit` calls it before the callbacks that show logs.
+    # Makes `fit` call it before the callbacks that read the logs.
     adds_to_logs = True
 
     def __init__(
@@ -186,7 +186,7 @@ class Timeline(StepTimes):
             print(timeline.text_chart(self._measured))
 
     def _show(self, measured: Execution, pipeline: Pipeline | None) -> None:
-        """Makes this the step that is shown, of this pipeline."""
+        """Sets the step, and its pipeline, that charts and `spans` are of."""
         self._measured, self._pipeline = measured, pipeline
         self.spans, self.devices = measured.spans, measured.devices
 
@@ -248,7 +248,7 @@ class Timeline(StepTimes):
         }
 
     def _about(self) -> list[dict[str, str]]:
-        """Returns what a page tells of each stage, beside its times."""
+        """Returns a dict of texts for each stage, for the table of the page."""
         assert self._pipeline is not None
         return [
             {

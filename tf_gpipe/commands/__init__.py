@@ -1,15 +1,15 @@
-"""The commands of `python -m tf_gpipe`, and what they share.
+"""The commands of `python -m tf_gpipe`, and the modules that they share.
 
-plan       what a pipeline will need (pareto: its time against its memory)
+plan       memory and time of a pipeline (pareto: time against memory)
 tune       the arguments of the fastest pipeline that fits
-timeline   when each device runs what (recording: a model that is trained)
-verify     a pipeline against the plain Keras model
+timeline   when each device runs which task (recording: measured in training)
+verify     compares a pipeline with the plain Keras model
 worker     a process that runs stages for other processes
-workers    a command with workers on this host
-supervise  a program that is started again when it dies
+workers    runs a command with worker processes on this host
+supervise  runs a program, and restarts it when it dies
 
-models     models that are named on the command line
+models     makes the model named on the command line, and random data
 devices    devices of this host
-flags      flags that commands share (parser: what was meant by a wrong one)
-start      TensorFlow, imported late and without its logs
+flags      flags that commands share (parser: errors that suggest a name)
+start      imports TensorFlow late, without the lines that it logs
 """

@@ -7,13 +7,13 @@ from tf_gpipe.devices.local import split_cpu
 
 
 def ensure(num_devices: int) -> None:
-    """Makes sure of enough devices, where there is no accelerator.
+    """Splits the CPU into enough logical devices, if there is no accelerator.
 
-    The CPU is then divided into logical devices, which TensorFlow allows only
-    before it has started. If it has started, enough of them must exist.
+    TensorFlow allows that only before it has started. If it has started, enough
+    of them must exist.
 
     Args:
-        num_devices: Positive integer, how many devices are needed.
+        num_devices: Positive integer, the number of devices needed.
 
     Raises:
         ValueError: If there are too many, or TensorFlow has started with too

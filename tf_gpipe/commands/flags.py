@@ -1,4 +1,4 @@
-"""Flags that commands share."""
+"""Flags that commands share, and the types of their values."""
 
 import argparse
 import ast
@@ -20,12 +20,12 @@ from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
 
-# As `model_zoo.names()` has them, which imports Keras.
+# The names of `model_zoo.names()`, repeated here because that imports Keras.
 ZOO = (
     *("amoebanet_d", "resnet101", "resnet50", "resnet_small"),
     *("transformer_lm", "transformer_nmt", "unet"),
 )
-# Of users, or of the machine that they have; and TensorFlow's own.
+# Errors shown in one line: mistakes of the user or limits of the machine.
 _MISTAKES = (
     *(ImportError, MemoryError, OSError),
     *(OverflowError, TypeError, ValueError),
@@ -33,11 +33,11 @@ _MISTAKES = (
 
 
 def make_parser(name: str, description: str | None, **defaults: Any) -> Parser:
-    """Returns a parser with the flags that tell of a model and a schedule.
+    """Returns a parser with the flags of a model and of a schedule.
 
     Args:
         name: String, the name of the command.
-        description: String, the docstring of its module.
+        description: String, the docstring of the command's module.
         **defaults: Defaults of these flags, by name.
     """
     parser = Parser(name, description)
@@ -113,11 +113,11 @@ def make_parser(name: str, description: str | None, **defaults: Any) -> Parser:
 
 
 def add_costs(parser: argparse.ArgumentParser, of_speed: str) -> None:
-    """Adds flags for what a model and its devices cost and have.
+    """Adds flags for the optimizer, and for memory and speed of devices.
 
     Args:
-        parser: Of a command.
-        of_speed: What the help of `--device_flops` says besides.
+        parser: The parser of a command.
+        of_speed: String added to the help of `--device_flops`.
     """
     parser.add_argument(
         "--optimizer",
@@ -155,7 +155,7 @@ def add_costs(parser: argparse.ArgumentParser, of_speed: str) -> None:
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Returns the arguments, after the checks that all commands need."""
+    """Parses a command line, and checks flags that depend on one another."""
     args = parser.parse_args(argv)
     if args.num_devices and args.schedule not in schedules.ANY_NUMBER:
         parser.error(
@@ -168,7 +168,7 @@ def parse(
 
 
 def limit(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of a pipeline that --memory_limit means."""
+    """Returns the arguments of a pipeline that follow from --memory_limit."""
     if args.memory_limit is None:
         return {}
     return {"memory_limit": args.memory_limit, "batch_size": args.batch_size}
@@ -178,10 +178,10 @@ def limit(args: argparse.Namespace) -> dict[str, Any]:
 def in_effect(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> Iterator[None]:
-    """A scope that ends with errors in one line.
+    """A scope for the body of a command: errors end it, in one line.
 
-    Bars show the progress. It has the dtype policy, if there is a model.
-    Without one neither Keras nor TensorFlow is imported.
+    Progress is shown by bars. With --model it imports TensorFlow and Keras, and
+    sets the dtype policy; otherwise neither is imported.
     """
     mistakes: tuple = _MISTAKES
     with contextlib.ExitStack() as scope:
@@ -199,16 +199,16 @@ def in_effect(
                 keras.config.set_dtype_policy(args.dtype_policy)
             yield
         except mistakes as e:
-            # Keras's messages have several lines.
+            # In one line: Keras's messages have several.
             parser.error(" ".join(str(e).split()))
 
 
 def parse_with_program(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Returns the arguments of a command that runs another program.
+    """Parses the command line of a command that runs another program.
 
-    That program, with its own arguments, is the `command` of the result.
+    The attribute `command` of the result is that program with its arguments.
     """
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="what to run, with arguments"
@@ -246,7 +246,7 @@ def positive(text: str) -> int:
 
 
 def _limit(text: str) -> int | float:
-    """Returns a limit on memory, bytes or a share."""
+    """Returns a memory limit: an integer of bytes, or a float share."""
     try:
         if re.fullmatch(r"[01]?\.\d+|1\.", text):
             return MemoryLimit.of(float(text)).value

@@ -1,4 +1,4 @@
-"""Models that are named on the command line, and random data for them."""
+"""Makes models named on the command line, and random data for them."""
 
 import importlib
 import inspect
@@ -12,17 +12,17 @@ import model_zoo
 import tf_gpipe
 from tf_gpipe import upstream
 
-# The size of axes of inputs and outputs whose size is left open.
+# The size of axes whose size a model leaves open, in random data.
 _LENGTH = 8
 
 
 def get(name: str, arguments: dict[str, Any]) -> Any:
-    """Returns a model of the zoo, or what a function of the user's returns.
+    """Returns a model of the zoo, or the result of the user's function.
 
     Args:
         name: String, one of `model_zoo.names()`, or
             `"package.module:function"`.
-        arguments: Dict, what the function is called with.
+        arguments: Dict of the keyword arguments of the function.
 
     Returns:
         A functional model, or a sequential one that is built; or a list of
@@ -63,16 +63,20 @@ def get(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def inputs(model: Any) -> Any:
-    """Returns the symbolic inputs of what `get` returns."""
+    """Returns the symbolic inputs of a model that `get` returned."""
     if isinstance(model, keras.Model):
         return _graph(model).input
     return getattr(model[0], "output", model[0])
 
 
 def batch(model: Any, num_rows: int, length: int | None = None) -> Any:
-    """Returns what is like a mini-batch of inputs of what `get` returns.
+    """Returns the spec of a mini-batch of inputs: nested `KerasTensor`s.
 
-    Sizes that the model leaves open are `length`, or stay open.
+    Args:
+        model: A model or list of layers that `get` returned.
+        num_rows: Integer.
+        length: Integer in place of sizes that the model leaves open, or `None`
+            to leave them open.
     """
     return keras.tree.map_structure(
         lambda x: keras.KerasTensor(
@@ -86,19 +90,19 @@ def batch(model: Any, num_rows: int, length: int | None = None) -> Any:
 def to_plan(
     name: str, arguments: dict[str, Any], num_rows: int
 ) -> tuple[Any, Any]:
-    """Returns what `get` does, without values for weights, and a `batch`."""
+    """Returns the model of `get`, without weight values, and its `batch`."""
     with keras.StatelessScope(initialize_variables=False):
         model = get(name, arguments)
     return model, batch(model, num_rows)
 
 
 def pipelined(model: Any, **kwargs: Any) -> Any:
-    """Returns a pipeline of what `get` returns.
+    """Makes a pipeline of a model that `get` returned.
 
     Args:
         model: `keras.Model`, or list of layers.
-        **kwargs: Arguments of `tf_gpipe.PipelinedSequential`, and of
-            `tf_gpipe.PipelinedModel`.
+        **kwargs: Arguments of `tf_gpipe.PipelinedModel`, or for a list of
+            `tf_gpipe.PipelinedSequential`.
     """
     if isinstance(model, keras.Model):
         return tf_gpipe.PipelinedModel.from_model(model, **kwargs)
@@ -108,13 +112,18 @@ def pipelined(model: Any, **kwargs: Any) -> Any:
 def random_data(
     model: Any, num_rows: int, seed: int = 0, length: int | None = None
 ) -> tuple[Any, Any]:
-    """Returns random inputs and labels of a pipeline.
+    """Returns random inputs and labels for a pipeline.
 
-    Integers are tokens that each of the model's vocabularies has. Sizes that
-    the model leaves open are `length`.
+    Integers are tokens that are in the vocabulary of every embedding.
+
+    Args:
+        model: A pipeline.
+        num_rows: Integer.
+        seed: Integer.
+        length: Integer in place of sizes that the model leaves open.
     """
     generator = np.random.default_rng(seed)
-    # 0 may be padding.
+    # Tokens start from 1: 0 may be padding.
     tokens = min(
         (v.shape[0] for v in model.variables if v.name == "embeddings"),
         default=2,
@@ -143,7 +152,7 @@ def _graph(model: Any) -> Any:
 
 
 def _function(name: str) -> Any:
-    """Returns the function of the name `"package.module:function"`."""
+    """Imports the function named `"package.module:function"`."""
     module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""The time of a step against the memory that activations may take."""
+"""Step time against activation memory, for several memory limits."""
 
 import argparse
 import contextlib
@@ -16,10 +16,10 @@ _SHARES = [x / 20 for x in range(1, 21)]
 
 
 def show(plan: Callable[..., Plan], args: argparse.Namespace) -> None:
-    """Prints the points, and draws them if a picture is asked for.
+    """Prints a table of step times and memory, and draws it with --picture.
 
     Args:
-        plan: Returns the plan for `remat` and `memory_limit`.
+        plan: Function of `remat` and `memory_limit` that returns a `Plan`.
         args: The arguments of the command.
 
     Raises:

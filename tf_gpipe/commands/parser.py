@@ -1,4 +1,4 @@
-"""A parser of flags whose errors are one line, and say what was meant."""
+"""A parser of flags whose errors are one line and suggest the right name."""
 
 import argparse
 import difflib
@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
-# What argparse says of a value that is none of those that it may be, and of
-# flags that there are not.
+# argparse's messages for a value that is no choice, and for unknown flags.
 _CHOICE = re.compile(r".*invalid choice: '(.*)' \(choose from (.*)\)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
 
@@ -16,7 +15,7 @@ class Formatter(
     argparse.ArgumentDefaultsHelpFormatter,
     argparse.RawDescriptionHelpFormatter,
 ):
-    """Shows descriptions as they are, and defaults that say something."""
+    """Leaves descriptions as they are; omits defaults that are empty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in ({}, None) or action.default is False:
@@ -29,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         name: String, the name of the command.
-        description: String, the docstring of its module.
+        description: String, the docstring of the command's module.
     """
 
     def __init__(self, name: str, description: str | None):
@@ -40,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def flag(self, name: str) -> argparse.Action:
-        """Returns a flag that the parser has, to change its help."""
+        """Returns the action of a flag, so that its help can be changed."""
         return next(x for x in self._actions if x.dest == name)
 
     def error(self, message: str) -> NoReturn:
@@ -55,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def near(names: Iterable[str], known: Iterable[str]) -> str:
-    """Returns which names were meant, as the end of an error."""
+    """Returns ". Did you mean ...?" for misspelt names, or an empty string."""
     known = list(known)
     found = [
         match

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from tf_gpipe import progress
 from tf_gpipe.commands import flags
 
-# Where `--find_largest` gives up: no memory is used by what grows.
+# The value at which `--find_largest` gives up: the hyper-parameter it raises
+# does not use memory.
 _LIMIT = 2**24
 
 
@@ -102,11 +103,12 @@ def _plan(args, changed, device_memory, **kwargs):
 
 
 def _find_largest(args: argparse.Namespace) -> int:
-    """Returns the largest value of a hyper-parameter that fits."""
+    """Returns the largest value of a hyper-parameter that fits in memory."""
     name = args.find_largest
 
     def fits(value: int) -> bool:
-        # Without the device's memory the planner looks for no advice.
+        # Planned without a device memory, so that the planner does not search
+        # for advice if the model does not fit.
         with progress.doing(f"{name}={value}"):
             found = _plan(args, {name: value}, None)
         return dataclasses.replace(found, device_memory=args.device_memory).fits

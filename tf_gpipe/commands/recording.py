@@ -1,4 +1,4 @@
-"""A model trained for a few steps, of which one is shown."""
+"""Trains a model for a few steps, and returns the times of one."""
 
 import argparse
 import statistics
@@ -17,14 +17,14 @@ from tf_gpipe.schedule.simulate import Execution
 
 
 def measured(args: argparse.Namespace) -> tuple[dict[str, Execution], float]:
-    """Returns a step as simulated and as measured, and what recording costs.
+    """Returns a step, simulated and measured, and the overhead of recording.
 
     Args:
         args: The flags of `python -m tf_gpipe timeline`.
 
     Returns:
-        Tuple of a dict of `Execution`s by their titles, and the time of a step
-        with the recorder, relative to that of one without it.
+        Tuple of a dict from titles to `Execution`s, and the time of a step with
+        the recorder divided by that of a step without it.
     """
     num_devices = schedules.spread(
         args.schedule, args.num_stages, args.num_devices
@@ -77,7 +77,7 @@ def _measured(args, names):
 
 
 class _Clock(keras.callbacks.Callback):
-    """Takes the time from step to step."""
+    """Measures the time from the start of a step to that of the next one."""
 
     def on_train_begin(self, logs=None):
         self.times = []
@@ -86,7 +86,7 @@ class _Clock(keras.callbacks.Callback):
         self.times.append(time.perf_counter())
 
     def seconds(self):
-        # Without the first step, in which TensorFlow traces.
+        # Without the first step, which TensorFlow traces.
         times = self.times[1:]
         return statistics.median(
             b - a for a, b in zip(times, times[1:], strict=False)

@@ -1,4 +1,4 @@
-"""Imports TensorFlow late, and without what it logs at its start."""
+"""Imports TensorFlow late, without the lines that it logs at its start."""
 
 import contextlib
 import logging
@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-# Of TensorFlow: 0 and 1 are those that show what we leave out.
+# TensorFlow's environment variable: at levels 0 and 1 nothing is left out.
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# What it found of the CPU and of GPUs, in glog's form or below such a line.
+# Lines about the CPU and GPUs found, in glog's form or following such a line.
 _LOGGED = re.compile(
     r"[IWE]\d{4} |WARNING: All log messages before absl|"
     r"To enable the following instructions"
@@ -19,19 +19,19 @@ _LOGGED = re.compile(
 
 
 def import_tensorflow() -> None:
-    """Imports TensorFlow, and has it look for its devices.
+    """Imports TensorFlow, and makes it look for devices.
 
-    The lines that it logs meanwhile, and what it logs later that is less than
-    an error, are left out, unless `TF_CPP_MIN_LOG_LEVEL` is 0 or 1.
+    The lines that it logs meanwhile are left out, and later ones below the
+    level of errors, unless `TF_CPP_MIN_LOG_LEVEL` is 0 or 1.
     """
     if _shown() or "tensorflow" in sys.modules:
         return
     with quiet():
         import tensorflow as tf
 
-        # Which finds out that there is no GPU.
+        # Here TensorFlow logs that there is no GPU.
         tf.config.list_physical_devices()
-    # A command makes several models, which TensorFlow warns to be slow.
+    # Warnings, too: TensorFlow warns that making several models is slow.
     tf.get_logger().setLevel(logging.ERROR)
 
 
@@ -56,9 +56,9 @@ def _shown() -> bool:
 
 @contextlib.contextmanager
 def left_out(*names: str) -> Iterator[None]:
-    """A scope in which modules are as if they were not installed.
+    """A scope in which importing these modules fails as if not installed.
 
-    Those that have been imported before stay.
+    Modules that have been imported before stay.
     """
     missing = [x for x in names if x not in sys.modules]
     modules: dict[str, Any] = sys.modules
@@ -72,9 +72,9 @@ def left_out(*names: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logs_left_out() -> Iterator[None]:
-    """A scope of which standard error gets all but lines that are logged.
+    """A scope whose standard error is printed at its end, without log lines.
 
-    They come from C++, so that it is the file descriptor that is changed.
+    It redirects the file descriptor, since the lines are written by C++.
     """
     sys.stderr.flush()
     before = os.dup(2)

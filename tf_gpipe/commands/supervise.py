@@ -21,27 +21,28 @@ from tf_gpipe.commands import flags
 from tf_gpipe.commands import workers
 from tf_gpipe.commands.parser import Parser
 
-# What a program ends with that may well succeed later, by <sysexits.h>.
+# The exit status of a program that may succeed later, from <sysexits.h>.
 TEMPORARY = 75
-# Of the environment of a program that is started again.
+# Environment variable that tells a program that it is supervised.
 SUPERVISED = "TF_GPIPE_SUPERVISED"
 _USAGE = 2
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-# Before a program starts again that has ended at once.
+# A program that ended within the first time is restarted after the second.
 _AT_ONCE_SECONDS, _PAUSE_SECONDS = 10.0, 1.0
 
 
 def run(command: Sequence[str], restarts: int, errors: bool = True) -> int:
-    """Runs a command, and again when it dies.
+    """Runs a command, and restarts it when it dies.
 
     Args:
         command: List of strings.
-        restarts: Integer, how often to start it again.
-        errors: Boolean, whether also if it has ended with an error. If not,
-            only if a signal has ended it, or it has ended with 75.
+        restarts: Integer, the most restarts.
+        errors: Boolean, whether to restart after any error. If `False`, only
+            after a signal or exit status 75.
 
     Returns:
-        Integer, the last exit status, above 128 if a signal has ended it.
+        Integer, the last exit status; 128 plus the signal's number if a signal
+        has ended it.
     """
     for i in range(restarts + 1):
         start = time.monotonic()

@@ -28,7 +28,7 @@ from tf_gpipe.schedule.simulate import Times
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 
-# Characters of a line.
+# The most characters of a line.
 _WIDEST = 10_000
 
 
@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.remat == AUTO_REMAT and not args.model:
         parser.error("--remat=auto needs --model, whose layers it chooses from")
     if args.num_steps < 3:
-        # The first step is traced, and times are taken from step to step.
+        # Times are taken from the start of a step to that of the next one, and
+        # the first step, which is traced, does not count.
         parser.error(f"--num_steps must be at least 3, not {args.num_steps}")
     if args.width > _WIDEST:
         parser.error(f"--width must be at most {_WIDEST}, not {args.width}")
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def simulated(args: argparse.Namespace) -> dict[str, Execution]:
-    """Returns a dict with the step on paper, by its title."""
+    """Returns a dict from the title to the simulated step."""
     costs = {
         "forward": args.forward,
         "backward": args.backward,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from tf_gpipe.commands import flags
 
-# What is chosen, unless it is given.
+# The flags that are chosen if the user does not give them.
 _CHOSEN = ("num_stages", "num_micro_batches", "schedule", "remat")
 
 

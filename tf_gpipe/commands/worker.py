@@ -31,11 +31,11 @@ from tf_gpipe.devices import fail_fast
 from tf_gpipe.devices import listening
 
 _LOOK_SECONDS = 1.0
-# One that is busy may hear the question of a trainer that much later.
+# A busy worker may read a trainer's question with such a delay.
 _LEAST_SECONDS = 10.0
 
-# A process of one core gets one thread for operations, which sends what a
-# task has made only after the next task.
+# On one core TensorFlow runs operations by one thread, which would send a
+# task's results only after the next task.
 if sys.platform == "linux" and len(os.sched_getaffinity(0)) == 1:
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
 
@@ -49,11 +49,12 @@ def serve(
 ) -> None:
     """Starts a TensorFlow server, which runs until the process is ended.
 
-    Prints a line with its address once it accepts connections: on stdout, for
-    programs that start it. See the help of the command for arguments.
+    Prints a line with its address to stdout once it accepts connections, for
+    programs that start it. See the help of the command for other arguments.
 
     Args:
-        sockets: Those that this process listened with before it started anew.
+        sockets: Descriptors of the listening sockets that this process had
+            before it restarted itself.
 
     Raises:
         OSError: If the port is taken, or `bind` is no address of this host.
@@ -65,12 +66,13 @@ def serve(
             target=_end_with_stdin, args=(os.getppid(),), daemon=True
         ).start()
     fail_fast.fail_fast()
-    # Stages reach a worker as graphs. Where Keras and JAX are installed,
-    # TensorFlow imports them, which takes as long as all the rest.
+    # TensorFlow would import Keras and JAX if they are installed, which doubles
+    # the time. A worker needs neither: stages reach it as graphs.
     with start.left_out("keras", "jax"), start.quiet():
         server_class = upstream_server.server()
     if listening.AVAILABLE:
-        # With those sockets, until they are closed.
+        # The new server shares the port with the sockets from before the
+        # restart, which are closed below.
         os.environ["TF_GRPC_REUSE_PORT"] = "true"
     server = server_class(
         {"worker": [f"{bind}:{port}"]}, job_name="worker", task_index=0
@@ -83,7 +85,8 @@ def serve(
         listening.announce("worker", bind, port)
         print(f"worker at {bind}:{port}", flush=True)
     if with_stdin:
-        # A trainer of the same terminal saves a checkpoint at Ctrl-C.
+        # At Ctrl-C a trainer in the same terminal saves a checkpoint, for which
+        # it needs this worker.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         if listening.AVAILABLE:
@@ -97,9 +100,9 @@ def serve(
 
 
 def _end_with_stdin(parent: int) -> None:
-    """Ends the process with its input, or with its parent.
+    """Ends this process when its standard input or its parent process ends.
 
-    Children of the parent may hold the other end of a pipe after it has ended.
+    Not by its input alone: other children of the parent may keep the pipe open.
     """
     while os.getppid() == parent:
         ready, _, _ = select.select([0], [], [], _LOOK_SECONDS)
@@ -133,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"until it starts anew, at least {_LEAST_SECONDS:g} (default: "
         "%(default)g)",
     )
-    # For itself.
+    # Set by this process itself when it restarts, see `clients`.
     parser.add_argument(
         "--sockets",
         type=lambda text: [int(x) for x in text.split(",")],

@@ -26,17 +26,17 @@ import tf_gpipe
 from tf_gpipe.commands import flags
 from tf_gpipe.commands.parser import Parser
 
-# Of Linux, <linux/prctl.h>.
+# A constant of Linux, from <linux/prctl.h>.
 _SET_PARENT_DEATH_SIGNAL = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-# Between two looks at whether a worker is there.
+# The time between two checks whether a worker has died.
 _LOOK_SECONDS = 0.1
 
 
 def end_with_parent() -> None:
-    """Has the system end this process with the thread that has started it.
+    """Makes Linux kill this process when the thread that started it ends.
 
-    By SIGKILL, also if it is stopped. On systems other than Linux it does
+    By SIGKILL, so that a stopped process ends, too. On other systems it does
     nothing.
     """
     if _libc is not None:
@@ -44,17 +44,17 @@ def end_with_parent() -> None:
 
 
 class Worker:
-    """A worker process on this host, which ends with this process at latest.
+    """A worker process on this host. It ends with this process, if not before.
 
     Args:
-        core: Integer, the only CPU core that it may use, or `None`.
+        core: Integer, the only CPU core that it may use, or `None` for all.
         port: Integer, or 0 for a free one.
         environment: Dict of variables that are added to its environment.
 
     Attributes:
         process: The `subprocess.Popen`.
         address: String `"host:port"`.
-        device: String, its TensorFlow device, once we have connected to it.
+        device: String, its TensorFlow device, once this process is connected.
     """
 
     def __init__(
@@ -69,12 +69,13 @@ class Worker:
         self.process = self._start(port)
 
     def _start(self, port: int) -> subprocess.Popen:
-        # The system would end it with the thread that has started it.
+        # `end_with_parent` ties it to the thread that starts it, so only the
+        # main thread may use that.
         main = threading.current_thread() is threading.main_thread()
 
         def prepare() -> None:
             if main:
-                # Also if it is stopped, and cannot see its input end.
+                # A stopped worker cannot notice that its input has ended.
                 end_with_parent()
             if self._core is not None:
                 # Before TensorFlow starts its threads, which inherit it.
@@ -85,7 +86,7 @@ class Worker:
                 *(sys.executable, "-m", "tf_gpipe", "worker"),
                 *(f"--port={port}", "--with_stdin"),
             ],
-            # Whose other end the system closes when this process ends.
+            # A pipe that the system closes when this process ends.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -94,28 +95,29 @@ class Worker:
         )
 
     def restart_if_dead(self) -> None:
-        """Starts it again at its address, if it has ended."""
+        """Starts the worker again at its address, if it has ended."""
         if self.process.poll() is not None:
             self.kill()
             self.process = self._start(int(self.address.rpartition(":")[2]))
 
     def wait_until_ready(self) -> None:
-        """Waits until it accepts connections, and learns its address."""
+        """Waits until the worker accepts connections, and sets `address`."""
         line = self.process.stdout.readline() if self.process.stdout else ""
         self.address = line.rpartition(" ")[2].strip()
         if not line.startswith("worker at "):
             raise RuntimeError("A worker process failed to start.")
 
     def outlive_models(self) -> None:
-        """Keeps the process until the system closes what this one has open.
+        """Keeps the worker until the system closes this process's files.
 
-        Python closes files before it deletes the last models.
+        Python would close the pipe before it deletes the last models, whose
+        functions TensorFlow then removes from the worker.
         """
         if self.process.stdin is not None:
             os.dup(self.process.stdin.fileno())
 
     def kill(self) -> None:
-        """Ends the process, and waits until it has."""
+        """Kills the process, and waits until it has ended."""
         self.process.kill()
         self.process.wait()
         for end in (self.process.stdin, self.process.stdout):
@@ -134,7 +136,7 @@ def started(
     Args:
         num_workers: Integer.
         environment: Dict of variables that are added to their environment.
-        one_core: Boolean, whether each is confined to a core of its own.
+        one_core: Boolean, whether each worker may use one core only.
 
     Yields:
         List of `Worker`s.
@@ -183,7 +185,7 @@ def _start(
     environment: Mapping[str, str] | None,
     one_core: bool,
 ) -> list[Worker]:
-    """Returns workers that are ready, and that `stack` ends."""
+    """Returns workers that are ready. Closing `stack` kills them."""
     cores: list[int | None] = [None] * num_workers
     if one_core:
         cores = [*sorted(os.sched_getaffinity(0))[:num_workers]]
@@ -206,18 +208,19 @@ def run_in_foreground(
     meanwhile: Callable[[], None] | None = None,
     **kwargs: Any,
 ) -> int:
-    """Runs a command as a shell does, which hands on the signals to stop.
+    """Runs a command to its end, and passes SIGTERM and Ctrl-C on to it.
 
-    Ctrl-C reaches it as it reaches this process, SIGTERM is handed on: a
-    trainer saves a checkpoint before it ends.
+    The terminal sends Ctrl-C to both processes, and this one ignores it;
+    SIGTERM is sent on. So a trainer can save a checkpoint before it ends.
 
     Args:
         command: List of strings.
-        meanwhile: Function that is called again and again while it runs.
+        meanwhile: Function that is called repeatedly while the command runs.
         **kwargs: Arguments of `subprocess.Popen`.
 
     Returns:
-        Integer, the exit status, above 128 if a signal has ended the command.
+        Integer, the exit status; 128 plus the signal's number if a signal has
+        ended the command.
     """
     process = None
 
@@ -264,6 +267,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_in_foreground(
             [*args.command, f"--workers={addresses}"],
             meanwhile=look if args.restart else None,
-            # Without workers there is nothing to be done.
+            # If this process dies, so do the workers that the command needs.
             preexec_fn=end_with_parent,
         )

@@ -1,18 +1,18 @@
-"""Where things are: devices, replicas, worker processes.
+"""Devices, replicas and worker processes.
 
-placement   which device each stage is on, its variables too
-local       the CPU of this machine, as several devices
-sharing     the same for a saved model, where its devices are not
+placement   the device of each stage and of its variables
+local       splits this machine's CPU into several devices
+sharing     devices for a saved model on a machine that lacks its own
 replicas    several pipelines under a `tf.distribute` strategy
-slots       what an optimizer keeps of a weight, beside the weight
-colocation  what runs outside of the pipeline, where its operands are
-cluster     connecting to worker processes
-worker_lost which worker is gone, told by every call that needs it
-watcher     what this process knows of its workers
-clients     when programs last used a worker, which starts anew without
-fail_fast   what their connections read in the environment
-heartbeat   the process that asks them, and ends what waits for one
-listening   the one address that a TensorFlow server answers on
-sockets     those of this process, also of TensorFlow
-errors      which stage and layer an error on a device was raised by
+slots       an optimizer's slots, on the devices of their weights
+colocation  operations outside of the pipeline, on their inputs' devices
+cluster     connects to worker processes
+worker_lost errors that name the lost worker
+watcher     the client's record of dead and silent workers
+heartbeat   the process that asks workers, and ends calls that wait for one
+fail_fast   environment variables of TensorFlow's connections to workers
+clients     restarts a worker process once no program uses it
+listening   restricts a TensorFlow server to one IP address
+sockets     the sockets of this process, also those that TensorFlow opened
+errors      errors of a stage's operations, with the layer and stage
 """

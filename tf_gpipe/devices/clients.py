@@ -1,14 +1,13 @@
-"""When programs last used a worker, which starts anew once they are gone.
+"""Restarts a worker process once no client program uses it.
 
-Of each program that it has served a TensorFlow server keeps threads, and memory
-that its allocators hold, for good; of one that was killed, all weights for ten
-minutes. A process that starts anew has none of it.
+A TensorFlow server keeps threads and its allocators' memory for each program
+that it has served, for good; and all weights of a program that was killed, for
+ten minutes. A restarted process has none of it.
 
-Linux tells of each connection when it last brought something. A program that
-is there asks its workers about once a second, see `heartbeat`, and TensorFlow
-says something every five minutes. What workers keep open among one another
-brings nothing once the program is gone, nor does the connection of a program
-whose host is without power.
+Linux knows for each connection when data last arrived. A running program asks
+its workers about once a second, see `heartbeat`, and TensorFlow sends something
+every five minutes. Connections between workers, which stay open, carry nothing
+once the program is gone, nor does that of a program whose host lost power.
 """
 
 import os
@@ -25,20 +24,20 @@ from tf_gpipe.devices import sockets
 
 _LOOK_SECONDS = 1.0
 _SOCKETS = "--sockets"
-# Of Linux, <linux/tcp.h>: the places in `struct tcp_info` of the milliseconds
-# since something came, and of how many bytes have come.
+# Offsets in Linux's `struct tcp_info`, <linux/tcp.h>, of the milliseconds since
+# data last arrived, and of the number of bytes received.
 _SINCE, _BYTES = 52, 128
 _SIZE = 136
 
 
 class Use(NamedTuple):
-    """How a server is used, as far as its open connections tell.
+    """The use of a server, according to its open connections.
 
     Attributes:
-        last: Float, when one has last brought something, in seconds of
+        last: Float, when data last arrived on one of them, in seconds of
             `time.monotonic()`, or 0.
-        served: Boolean, whether one has brought more than the question whether
-            the server is there.
+        served: Boolean, whether one has received more than the question of a
+            heartbeat.
     """
 
     last: float = 0.0
@@ -68,17 +67,18 @@ def use_of(port: int) -> Use:
 def start_anew_after(
     seconds: float, bind: str, port: int, arguments: Sequence[str]
 ) -> None:
-    """Waits until programs that were there are gone, and starts anew.
+    """Waits until all client programs are gone, then restarts this process.
 
-    The process becomes one that runs the same command. It keeps its number and
-    the sockets that it listens with: what connects meanwhile waits.
+    Does not return. By `execv`, with the same command: the process keeps its
+    process id and its listening sockets, so that connections made meanwhile
+    wait instead of being refused.
 
     Args:
-        seconds: Float, how long nothing must have come.
+        seconds: Float, for how long no data must have arrived.
         bind: IP address that its server listens at.
-        port: Integer, of the server.
-        arguments: Strings that are added to the command line, but for the
-            numbers of the sockets.
+        port: Integer, the server's port.
+        arguments: Strings that are added to the command line, before the
+            descriptors of the sockets.
     """
     last, served = 0.0, False
     while True:
@@ -88,7 +88,7 @@ def start_anew_after(
         if not served or time.monotonic() - last < seconds:
             continue
         with listening.paused(bind, port) as descriptors:
-            # What has come before that would be lost.
+            # A request that arrived just before the pause would be lost.
             if use_of(port).last > last:
                 continue
             sockets.hand_on(descriptors)

@@ -1,4 +1,4 @@
-"""Connecting to worker processes."""
+"""`connect`: connects this process to worker processes."""
 
 import contextlib
 import queue
@@ -20,12 +20,12 @@ from tf_gpipe.devices import placement
 from tf_gpipe.devices import watcher
 from tf_gpipe.devices import worker_lost
 
-# What TensorFlow calls the job of a process that has none.
+# TensorFlow's job name for a process that is in no cluster.
 _CLIENT = "localhost"
 _AGAIN_SECONDS = 0.2
 _SCHEME = "grpc://"
-# What TensorFlow asks a worker first, of <tensorflow/core/protobuf/
-# worker_service.proto>: it needs no argument, and tells of the devices.
+# TensorFlow's first request to a worker, of <tensorflow/core/protobuf/
+# worker_service.proto>. It has no arguments, and returns the devices.
 _STATUS = "/tensorflow.WorkerService/GetStatus"
 _ADDRESS = re.compile(r"([^/\s\0]+):([0-9]{1,5})")
 _NO_WORKER = {
@@ -126,7 +126,10 @@ def connect(
 
 
 def _open(found: dict[str, tuple[str, int]], heartbeat: float | None) -> None:
-    """Connects, which opens a server in this process that workers ask."""
+    """Connects TensorFlow to workers, and makes the `Watcher` of them.
+
+    This opens a server in this process, which the workers send tensors to.
+    """
     fail_fast.fail_fast()
     address = listening.address_towards([host for host, _ in found.values()])
     port = listening.unused_port(address)
@@ -156,7 +159,7 @@ def _open(found: dict[str, tuple[str, int]], heartbeat: float | None) -> None:
     if listening.AVAILABLE:
         listening.accept_only(address, port)
     if not listening.AVAILABLE:
-        # Only Linux lets it be kept from the others.
+        # Only Linux can restrict a server to one address.
         address = listening.EVERY_ADDRESS
     listening.announce("client", address, port)
 
@@ -192,7 +195,7 @@ def _checked(addresses: Any) -> list[str]:
 
 
 def _check_apart(found: dict[str, tuple[str, int]]) -> None:
-    """Refuses names of the same worker."""
+    """Refuses two names of the same IP address and port."""
     by_place: dict[tuple[str, int], str] = {}
     for name, place in found.items():
         other = by_place.setdefault(place, name)
@@ -205,12 +208,15 @@ def _check_apart(found: dict[str, tuple[str, int]]) -> None:
 
 
 def _ask_as_tensorflow(host: str, port: int, seconds: float) -> str | None:
-    """Asks a server of HTTP/2 what TensorFlow will, which has no time limit.
+    """Sends a server TensorFlow's first request, but with a time limit.
+
+    TensorFlow has none, and would wait for ever for a server that is not
+    TensorFlow's.
 
     Returns:
-        As `heartbeat.ask` does.
+        The state of the server, as of `heartbeat.ask`.
     """
-    # Here, so that only programs with workers load it.
+    # Imported here, so that only programs with workers load it.
     import grpc
 
     options = {"grpc.enable_http_proxy": 0, "grpc.use_local_subchannel_pool": 1}
@@ -231,10 +237,15 @@ def _wait_for(
 ) -> dict[str, tuple[str, int]]:
     """Returns the IP address and port of each worker, once all answer.
 
-    Or of those that do when the time is over, if they are enough. For the scope
-    they know that somebody is there, and do not start anew.
+    Args:
+        addresses: List of strings `"host:port"`.
+        timeout: Float, seconds to wait.
+        enough: Integer. If so many answer within `timeout`, only they are
+            returned; otherwise it is an error.
+        scope: Exit stack that gets an open connection to each worker, so that
+            no worker restarts before the program uses it.
     """
-    # Longer than any program, and still a time that the system can wait.
+    # At most a time that the system can wait for.
     deadline = time.monotonic() + min(timeout, heartbeats.MOST_SECONDS)
     unheard = _NO_WORKER[heartbeats.SILENT]
     states: dict[str, str] = dict.fromkeys(addresses, unheard)
@@ -244,7 +255,7 @@ def _wait_for(
         return max(deadline - time.monotonic(), 0.05)
 
     def find(address: str) -> None:
-        # Names may take any time to look up.
+        # Run by a thread for each address: DNS look-ups have no time limit.
         name, _, port = address.rpartition(":")
         while True:
             kept: list[socket.socket] = []
@@ -262,7 +273,7 @@ def _wait_for(
                     answers.put({address: place})
                     return
                 states[address] = _NO_WORKER[state]
-            # A moment is too short to learn more in.
+            # Too little time is left for one more attempt.
             if time.monotonic() > deadline - 2 * _AGAIN_SECONDS:
                 answers.put({})
                 return
@@ -271,7 +282,7 @@ def _wait_for(
     for address in addresses:
         threading.Thread(target=find, args=(address,), daemon=True).start()
     found: dict[str, tuple[str, int]] = {}
-    # A moment more, for threads that ask for the last time.
+    # Some time more than the deadline, for the threads' last attempts.
     end = deadline + 2 * _AGAIN_SECONDS
     with contextlib.suppress(queue.Empty):
         for _ in addresses:

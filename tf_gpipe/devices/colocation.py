@@ -1,4 +1,4 @@
-"""Puts operations outside the pipeline where what they work on is."""
+"""Puts operations outside of the pipeline on the devices of their inputs."""
 
 import contextlib
 import functools
@@ -18,10 +18,10 @@ _CONTROL_FLOW = ("If", "StatelessIf", "While", "StatelessWhile")
 
 
 def following_inputs() -> contextlib.AbstractContextManager:
-    """Returns a scope whose operations go where their largest input is.
+    """Returns a scope that puts operations on their largest input's device.
 
-    A variable counts as the largest, since it cannot move. Operations in a
-    `tf.device` scope within stay on that device, and eager ones where
+    A variable counts as the largest, since it cannot move. Operations in an
+    inner `tf.device` scope stay on that device; eager operations stay where
     TensorFlow puts them.
     """
     if tf.executing_eagerly():
@@ -30,17 +30,17 @@ def following_inputs() -> contextlib.AbstractContextManager:
 
 
 def colocate(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes each step of an optimizer run where its variables are.
+    """Makes an optimizer update each variable on that variable's device.
 
-    Keras leaves it to TensorFlow where a step runs, which takes the first
-    device for all of it: the gradients, slots and weights of all stages would
-    travel there at each step, and have to fit there. Numbers do not change.
-    Methods of the optimizer are replaced, once.
+    Without it TensorFlow would run all updates on the first device: the
+    gradients, slots and weights of all stages would travel there at each step,
+    and have to fit there. Results do not change. It replaces methods of the
+    optimizer; a second call does nothing.
     """
     if hasattr(optimizer.apply, "colocates"):
         return
-    # Keras sums gradients over replicas by operations on those of all stages,
-    # which would gather them on one device.
+    # Keras sums the gradients of all stages over replicas at once, which would
+    # gather them on one device.
     for x in slots.with_inner(optimizer):
         upstream.sum_gradients_by(x, replicas.sum_gradients)
         for name in upstream.UPDATES:
@@ -61,12 +61,18 @@ def _reading_once(
     method: Callable[..., None],
     *args: Any,
 ) -> None:
-    """Calls a method that reads an optimizer's scalars, once for all weights.
+    """Calls a method of an optimizer, and reads each of its scalars only once.
 
-    Each read is a tensor of its own, and a message of its own to a weight on
-    another host.
+    Scalars such as the learning rate are otherwise read for each weight. Each
+    read is another tensor, and another message if the weight is on another
+    host.
+
+    Args:
+        optimizer: The optimizer.
+        method: Its method that updates weights.
+        *args: Arguments of the method.
     """
-    # A replica reads its own copy, on its own device.
+    # Each replica has a copy of the scalars on its own device.
     if tf.executing_eagerly() or tf.distribute.has_strategy():
         return method(*args)
     scalars = [
@@ -76,7 +82,7 @@ def _reading_once(
     with keras.StatelessScope(scalars) as scope:
         given = dict(scope.state_mapping)
         method(*args)
-    # What the method has assigned, which the scope has kept back.
+    # The scope has recorded the method's assignments; now they are done.
     for x in [*optimizer.variables, *upstream.weights_of(optimizer)]:
         value = scope.get_current_value(x)
         if value is not None and value is not given.get(id(x)):
@@ -84,7 +90,7 @@ def _reading_once(
 
 
 class _Follower:
-    """Maps an operation to the device of its largest input."""
+    """Device function: maps an operation to the device of its largest input."""
 
     def __init__(self) -> None:
         self._outer: dict[int, tf.Tensor] = {}
@@ -100,7 +106,8 @@ class _Follower:
         if tensor.device:
             return tensor.device
         if tensor.op.type == "ReadVariableOp":
-            # TensorFlow lets no scope place it, and runs it there.
+            # TensorFlow ignores device scopes for it, and runs it where the
+            # variable is.
             return self._device(tensor.op.inputs[0])
         if tensor.op.type != "Placeholder":
             return ""

@@ -1,16 +1,17 @@
-"""Errors of a stage's operations: that they reach the caller, and say where.
+"""Errors of a stage's operations reach the caller, with layer and stage.
 
-The function of a task runs within the step's function, of which each device
-runs a part. When an operation of it fails, TensorFlow
+The function of a task is called in the step's function, which TensorFlow
+divides into a part for each device. When an operation of a task fails,
+TensorFlow
 
     1. aborts the rendezvous of the task's function with the error,
-    2. cancels all that waits for anything, in the whole step,
+    2. cancels all pending operations of the whole step,
     3. returns the error from the call of the task's function,
 
-and the first error that a part of the step meets is that of the part. As a
-rule a part waits for what another device sends, so that 2 comes before 3, and
-all that is left is `CancelledError: RecvAsync is cancelled`. If the task's
-function has the step's rendezvous, 1 hands the error to all that wait there.
+and each part of the step reports the first error that it meets. Most parts
+are waiting for a tensor of another device, so that 2 comes before 3, and the
+user sees only `CancelledError: RecvAsync is cancelled`. If the task's function
+shares the step's rendezvous, 1 passes the error to all that wait there.
 """
 
 import re
@@ -22,10 +23,11 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.devices import watcher
 
-# Operations that call Python, in the client.
+# Operations that call Python, which run in the client process.
 CALLS_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _PLACE = re.compile(r"\bstage_(\d+)/([^/\s{}]+)")
-# Where layers run that share their functions with others.
+# The name scope of layers that share a traced function with others, in place
+# of `stage_N`.
 ALIKE = "alike"
 _PLACE_ALIKE = re.compile(rf"\b{ALIKE}/([^/\s{{}}]+)")
 _CANCELLED = (
@@ -36,18 +38,18 @@ _CANCELLED = (
 
 
 class TellingFunction:
-    """A function that is not inlined, and whose errors reach the caller.
+    """A `tf.function` that is not inlined, and whose errors reach the caller.
 
     Args:
         function: Python function of nested structures of tensors.
-        jit_compile: Whether XLA compiles it.
+        jit_compile: Boolean, whether XLA compiles it.
     """
 
     def __init__(self, function: Callable, jit_compile: bool = False):
         self._python_function = function
         self._jit_compile = jit_compile
         self._function = self._made(tells=True)
-        # The traces of which it is known whether they leave their host.
+        # The traces that `_leaves_host` has already been asked about.
         self._seen: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
@@ -55,22 +57,23 @@ class TellingFunction:
         return self._function(*args)
 
     def get_concrete_function(self, *args: Any) -> Any:
-        """Returns its trace for arguments, on the current device."""
-        # TensorFlow goes on to trace without it, and does not say so.
+        """Returns the trace for these arguments, on the current device."""
+        # TensorFlow would go on tracing with a lost worker, without an error.
         watcher.check()
         concrete = self._function.get_concrete_function(*args)
         if concrete in self._seen:
             return concrete
         shares = upstream.shares_rendezvous(self._function)
         if shares and _leaves_host(concrete):
-            # On two hosts its parts would not find each other.
+            # A function on two hosts needs a rendezvous of its own: through the
+            # step's, its parts would not find each other.
             self._function = self._made(tells=False)
             concrete = self._function.get_concrete_function(*args)
         self._seen.add(concrete)
         return concrete
 
     def traced(self) -> set[Any]:
-        """Returns its traces."""
+        """Returns all traces made so far."""
         return self._seen
 
     def _made(self, tells: bool) -> Any:
@@ -85,10 +88,10 @@ class TellingFunction:
 
 
 def _leaves_host(concrete: Any) -> bool:
-    """Returns whether operations of a function are on another host than it.
+    """Returns whether a function has operations on several hosts.
 
-    Python functions run in the client, and what uses a resource, such as a
-    table, where the resource is.
+    Operations that call Python run in the client, and operations on a
+    resource, such as a table, on the resource's host.
     """
     operations = concrete.graph.get_operations()
     hosts = {_host(op.device) for op in operations if op.device}
@@ -111,7 +114,7 @@ def _host(device: str) -> tuple[str, int]:
 
 
 def add_place(error: tf.errors.OpError, pipeline: Any) -> None:
-    """Adds a note to an error of a step: in which layer and stage it arose."""
+    """Adds a note to an error of a step: the layer and stage that raised it."""
     if getattr(error, "__notes__", ()):
         return
     found = [

@@ -1,25 +1,26 @@
-"""What TensorFlow's connections to workers read in the environment.
+"""Environment variables of TensorFlow's connections to workers.
 
-This module imports neither TensorFlow nor Keras, which a worker does without.
+This module imports neither TensorFlow nor Keras: the variables are set before
+TensorFlow is imported, and a worker never imports Keras.
 """
 
 import os
 
-# How long TensorFlow may try to connect again.
+# The time between TensorFlow's attempts to connect again.
 RECONNECT_SECONDS = 3
 
 
 def fail_fast() -> None:
-    """Makes TensorFlow tell of a worker that is gone, and not wait for it.
+    """Makes calls to a lost worker fail, where TensorFlow would wait for ever.
 
-    Call it before TensorFlow connects. Left to itself, TensorFlow waits for
-    ever for a worker that has ended to come back. Variables of the environment
-    that are set stay as they are.
+    Call it before TensorFlow connects. Environment variables that the user has
+    set are left as they are.
     """
     os.environ.setdefault("GRPC_FAIL_FAST", "true")
-    # Operations go to a worker on a stream, which waits whatever it is told.
+    # By default eager operations go to a worker on a stream, which ignores
+    # GRPC_FAIL_FAST and waits.
     os.environ.setdefault("TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE", "false")
-    # How long it tries to connect again, and holds up what asks meanwhile.
+    # Requests wait while gRPC tries to connect again.
     option, options = "grpc.min_reconnect_backoff_ms", "TF_GRPC_DEFAULT_OPTIONS"
     given = os.environ.get(options)
     if option not in (given or ""):

@@ -1,22 +1,23 @@
-"""A process that finds dead and silent workers, and ends what waits for them.
+"""A process that finds dead and silent workers, and ends calls that wait.
 
-TensorFlow asks workers without a time limit, at times while it keeps all
-threads of Python from running. Hence a process of its own, which has copies of
-the client's sockets: once it shuts one down, what waits for that worker ends.
+TensorFlow waits for workers without a time limit, at times while it blocks all
+Python threads. This is therefore another process, with copies of the client's
+sockets: once it shuts down the sockets of a worker, calls that wait for that
+worker fail.
 
-A worker answers if its server begins to speak HTTP/2, on a new connection. Its
-threads do, however long an operation takes; those of a process that is stopped
-do not, while its host goes on accepting connections.
+A worker counts as answering if its server begins to speak HTTP/2 on a new
+connection. Its threads do, however long an operation takes; those of a stopped
+process do not, although its host goes on accepting connections.
 
 This file is the program, and needs nothing but Python. `watcher` starts it.
 The two exchange lines of JSON:
 
     client     {"watch": {NAME: [HOST, PORT], ...}}
-    client     {"seconds": SECONDS or null}: how long they may be silent
+    client     {"seconds": SECONDS or null}: how long workers may be silent
     client     {"sockets": [NAME, ...]}, with a copy of each socket
     heartbeat  {"lost": NAME, "why": DEAD or SILENT}
 
-and the client writes the numbers of signals to a socket of their own.
+On a second socket the client sends the numbers of the signals that it gets.
 """
 
 import contextlib
@@ -34,23 +35,23 @@ from typing import Any
 DEAD = "dead"
 SILENT = "silent"
 OTHER = "other"
-# What a client of HTTP/2 says first, with settings that are the usual ones.
+# The first message of an HTTP/2 client, with default settings.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 QUESTION_BYTES = len(_HELLO)
 _FRAME_HEADER = 9
 _SETTINGS = 4
-# Between two questions at most, and after one that was refused.
+# The longest pause between two questions, and the pause after a refusal.
 _PAUSE_SECONDS = 1.0
 _AGAIN_SECONDS = 0.1
-# How long a worker may be silent if the user wants it to end.
+# How long a worker may be silent once the user has pressed Ctrl-C.
 _HURRY_SECONDS = 5.0
-# For an answer at most: meanwhile the user may want it to end.
+# The longest wait for one answer: only between two waits is Ctrl-C noticed.
 _ANSWER_SECONDS = 10.0
-# Three years. Systems do not wait any number of seconds.
+# Three years: operating systems limit the time that a call can wait.
 MOST_SECONDS = 1e8
-# Of Linux, between two probes of TCP.
+# Linux's limit of the time between two TCP keep-alive probes.
 _MOST_PAUSE_SECONDS = 32767
-# More sockets of a client do not fit a message.
+# The most sockets that one message can carry.
 MOST_SOCKETS = 200
 
 
@@ -60,18 +61,18 @@ def ask(
     seconds: float,
     kept: list[socket.socket] | None = None,
 ) -> str | None:
-    """Asks a server whether it is there.
+    """Asks a server whether it is alive.
 
     Args:
         host: IP address.
         port: Integer.
         seconds: Float, how long to wait for its answer.
-        kept: List that gets the connection, if the server has answered. It
-            stays open: a worker knows by it that somebody is there.
+        kept: List that gets the open connection, if the server has answered.
+            While it is open, a worker knows that a program uses it.
 
     Returns:
-        `None` if it is; `DEAD` if nothing listens there; `OTHER` if what
-        listens is no such server; `SILENT` if there is no answer in this time.
+        `None` if it is alive; `DEAD` if nothing listens there; `OTHER` if
+        another kind of server listens; `SILENT` if none answers in this time.
     """
     end = time.monotonic() + seconds
     header = b""
@@ -82,7 +83,8 @@ def ask(
             )
             connection.sendall(_HELLO)
             while len(header) < _FRAME_HEADER:
-                # What has arrived counts, however late it is looked at.
+                # At least a millisecond: an answer that has arrived counts,
+                # even if this process reads it after the end.
                 connection.settimeout(max(end - time.monotonic(), 0.001))
                 data = connection.recv(_FRAME_HEADER - len(header))
                 if not data:
@@ -101,7 +103,7 @@ def ask(
 
 
 class _Worker:
-    """A worker, asked again and again by a thread."""
+    """A worker that a thread asks again and again whether it is alive."""
 
     def __init__(self, name: str, host: str, port: int):
         self.name = name
@@ -112,15 +114,15 @@ class _Worker:
         self._lost = False
 
     def allow(self, seconds: float | None) -> None:
-        """Sets how long it may be silent."""
+        """Sets for how many seconds the worker may be silent."""
         self._seconds = seconds and min(seconds, MOST_SECONDS)
 
     def hurry(self) -> None:
-        """Lets it be silent for a moment only."""
+        """Lowers the time that the worker may be silent, after Ctrl-C."""
         self._seconds = min(self._seconds or _HURRY_SECONDS, _HURRY_SECONDS)
 
     def hold(self, sockets: list[socket.socket]) -> None:
-        """Takes the sockets of the client that lead to this worker."""
+        """Takes copies of the client's sockets that lead to this worker."""
         with self._lock:
             for each in self._sockets:
                 each.close()
@@ -132,12 +134,15 @@ class _Worker:
                     _probe_idle(each, self._seconds)
 
     def watch(self) -> str:
-        """Returns what has become of it, once it is lost."""
+        """Asks the worker until it is lost; returns `DEAD` or `SILENT`.
+
+        Before it returns, it shuts down the client's sockets to the worker.
+        """
         answered = time.monotonic()
         refused = False
         kept: list[socket.socket] = []
         while True:
-            # Short enough to try several times.
+            # A third of the limit, so that there are several attempts.
             limit = self._seconds or _HURRY_SECONDS
             state = ask(*self._address, min(limit / 3, _ANSWER_SECONDS), kept)
             while len(kept) > 1:
@@ -166,7 +171,7 @@ class _Worker:
 
 
 def _probe_idle(each: socket.socket, seconds: float) -> None:
-    """Makes the system notice that the host at the other end has restarted."""
+    """Turns TCP keep-alive on, by which a restart of the other host shows."""
     idle = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", 0))
     pause = min(max(1, int(seconds / 4)), _MOST_PAUSE_SECONDS)
     with contextlib.suppress(OSError):
@@ -177,7 +182,7 @@ def _probe_idle(each: socket.socket, seconds: float) -> None:
 
 
 def _serve(client: socket.socket, signals: socket.socket) -> None:
-    """Watches what the client tells, until it is gone."""
+    """Runs the client's commands until the client has ended."""
     parent = os.getppid()
     workers: dict[str, _Worker] = {}
     lost: queue.Queue = queue.Queue()
@@ -191,7 +196,8 @@ def _serve(client: socket.socket, signals: socket.socket) -> None:
 
     threading.Thread(target=tell, daemon=True).start()
     pending = b""
-    # Children of the client may hold its end open when it is gone.
+    # Not until the socket closes: child processes of the client may keep its
+    # end open when the client has ended.
     while os.getppid() == parent:
         listened = [client, signals]
         ready, _, _ = select.select(listened, [], [], _PAUSE_SECONDS)

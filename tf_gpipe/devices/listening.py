@@ -1,8 +1,7 @@
-"""Where a TensorFlow server listens: at one address of this host alone.
+"""Restricts a TensorFlow server to one IP address of this host.
 
-TensorFlow's servers have no authentication and listen to all addresses. They
-cannot be told otherwise, but a filter on their sockets drops what is sent to
-another address.
+TensorFlow's servers have no authentication and always listen at all addresses.
+A packet filter on their sockets drops packets sent to other addresses.
 """
 
 import contextlib
@@ -19,9 +18,9 @@ from collections.abc import Sequence
 from tf_gpipe.devices import sockets
 
 EVERY_ADDRESS = "0.0.0.0"
-# The only system that has the filter.
+# Only Linux has such filters.
 AVAILABLE = sys.platform == "linux"
-# Of Linux, <asm-generic/socket.h> and <linux/filter.h>.
+# Constants of Linux, from <asm-generic/socket.h> and <linux/filter.h>.
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _LOAD_WORD, _LOAD_BYTE, _AND = 0x20, 0x30, 0x54
 _JUMP_IF_EQUAL, _RETURN = 0x15, 0x06
@@ -30,15 +29,15 @@ _IP_DESTINATION = _IP_HEADER + 16
 
 
 def unused_port(address: str, port: int = 0) -> int:
-    """Returns a port that nothing listens to: `port`, unless that is 0.
+    """Returns a port that no server uses: `port`, or any if that is 0.
 
     Raises:
-        OSError: If the port is taken, or the address is none of this host.
+        OSError: If the port is taken, or this host does not have the address.
     """
     with socket.socket() as probe:
         # Connections of a process that has been killed may still be closing.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # TensorFlow shares a port that another server has, without a word.
+        # TensorFlow would silently share a port with another server.
         probe.bind((address, port))
         return probe.getsockname()[1]
 
@@ -51,7 +50,7 @@ def address_towards(hosts: Sequence[str]) -> str:
     found = "127.0.0.1"
     for host in hosts:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # Sends nothing: it asks for the route.
+            # For a datagram socket this sends nothing, but looks up the route.
             probe.connect((host, 9))
             address = probe.getsockname()[0]
         if not ipaddress.IPv4Address(address).is_loopback:
@@ -60,11 +59,11 @@ def address_towards(hosts: Sequence[str]) -> str:
 
 
 def accept_only(address: str, port: int) -> None:
-    """Makes a server of this process unreachable by other addresses.
+    """Makes a server of this process reachable at `address` only.
 
     Raises:
         OSError: If the system refuses the filter.
-        RuntimeError: If this process has no socket of that port.
+        RuntimeError: If this process has no socket bound to that port.
     """
     with sockets.copies() as copies:
         of_server = [x for x in copies if x.getsockname()[1:2] == (port,)]
@@ -81,14 +80,14 @@ def accept_only(address: str, port: int) -> None:
 def paused(address: str, port: int) -> Iterator[list[int]]:
     """A scope in which a server of this process gets no new connections.
 
-    Who connects is not refused: the system tries again, each few seconds.
+    Clients are not refused: their systems try again every few seconds.
 
     Args:
-        address: IP address that it listens at.
-        port: Integer.
+        address: IP address that the server is restricted to afterwards.
+        port: Integer, the server's port.
 
     Yields:
-        List of integers, descriptors of the sockets that it listens with.
+        List of integers, the descriptors of its listening sockets.
     """
     numbers = [x.fileno() for x in sockets.looked_at() if _listens(x, port)]
     with contextlib.ExitStack() as stack:
@@ -116,7 +115,8 @@ def _listens(each: socket.socket, port: int) -> bool:
 
 def _accept_only(address: str, filtered: Iterable[socket.socket]) -> None:
     program = [
-        # In IPv6 the sender chooses what is where IPv4 has the destination.
+        # Drop all but IPv4: in an IPv6 header, the bytes at this offset are
+        # the sender's choice.
         (_LOAD_BYTE, 0, 0, _IP_HEADER),
         (_AND, 0, 0, 0xF0),
         (_JUMP_IF_EQUAL, 0, 3, 4 << 4),
@@ -138,7 +138,7 @@ def _filter(filtered: Iterable[socket.socket], program: list[tuple]) -> None:
 
 
 def announce(who: str, address: str, port: int) -> None:
-    """Says on stderr where a server listens, and who can use it."""
+    """Prints to stderr where a server listens, and who can use it."""
     where = f"{address}:{port}"
     if address == EVERY_ADDRESS:
         where = f"port {port} of every address of this host"

@@ -1,10 +1,10 @@
-"""The CPU of this machine, as several devices."""
+"""Splits the CPU of this machine into several logical devices."""
 
 import tensorflow as tf
 
 from tf_gpipe import checks
 
-# TensorFlow makes them one by one.
+# A limit, because TensorFlow makes the devices one by one.
 _MOST = 1024
 
 
@@ -44,7 +44,7 @@ def split_cpu(num_devices: int) -> list[str]:
         )
     cpu = tf.config.list_physical_devices("CPU")[0]
     names = [f"CPU:{i}" for i in range(num_devices)]
-    # Also what was asked for before, while nothing has started.
+    # A call before TensorFlow has started may have asked for enough already.
     if len(tf.config.get_logical_device_configuration(cpu) or ()) < num_devices:
         try:
             tf.config.set_logical_device_configuration(

@@ -1,4 +1,4 @@
-"""Which device each stage is on; variables are put on the same devices."""
+"""The device of each stage, and moving variables to it."""
 
 import contextlib
 import threading
@@ -18,15 +18,15 @@ _eager = threading.RLock()
 
 @contextlib.contextmanager
 def eagerly_alone() -> Iterator[None]:
-    """A scope in which no other thread runs operations of pipelines eagerly.
+    """A scope that one thread at a time can be in, for eager operations.
 
-    On all devices but the first, TensorFlow mixes up what it is given by
-    threads that run an operation at the same time, eagerly: `tf.zeros` has
-    the shape that another thread has asked for. Functions that have been
-    traced are safe, and so is the first device, where plain models are.
+    On all devices but the first, TensorFlow confuses the arguments of threads
+    that run eager operations at the same time: `tf.zeros` may return the shape
+    that another thread asked for. Traced functions are safe, and so is the
+    first device, where plain models are.
 
-    Replicas do not enter it: they are threads that wait for one another, of
-    which TensorFlow runs one at a time.
+    Replicas do not take the lock: they are threads that wait for one another,
+    and TensorFlow runs one at a time.
     """
     in_replica = not tf.distribute.in_cross_replica_context()
     traced = not tf.executing_eagerly()
@@ -41,7 +41,7 @@ def accelerators(host: str = "") -> list[str]:
     """Returns the names of the visible accelerators, or else of the CPUs.
 
     Args:
-        host: String that the names have in them, such as `"/task:1/"`.
+        host: String that the names must contain, such as `"/task:1/"`.
     """
     for kind in ("GPU", "TPU", "CPU"):
         devices = tf.config.list_logical_devices(kind)
@@ -95,10 +95,13 @@ def assign(
 
 
 def listed(devices: Any) -> list | None:
-    """Returns `devices` as a list of strings, or of lists of them.
+    """Checks the argument `devices` of a pipeline.
+
+    Returns:
+        List of strings; list of such lists, one a replica; or `None`.
 
     Raises:
-        ValueError: If it is a string, or something else is in the list.
+        ValueError: If it is a string, or its elements are no strings.
         TypeError: If it is no list.
     """
     if devices is None:
@@ -152,7 +155,7 @@ def _too_few(names: list[str], grid: list[list[str]]) -> str:
 def find(device: str) -> str:
     """Returns the full name of a device string such as `"GPU:0"`.
 
-    What the string leaves open is taken from the first device that matches.
+    If several devices match, it is the first one.
 
     Raises:
         ValueError: If no such device is visible.
@@ -174,7 +177,7 @@ def find(device: str) -> str:
 def place(
     variable: keras.Variable, devices: Sequence[str], trainable: bool = False
 ) -> None:
-    """Puts a variable on its devices, with the value that it has.
+    """Moves a variable to its devices, with its value.
 
     A variable that has no value yet is initialised there, so that a model too
     large for one device is never on one.
@@ -182,8 +185,9 @@ def place(
     Args:
         variable: A `keras.Variable`.
         devices: List of device names, one a replica.
-        trainable: Boolean, whether gradient tapes watch a variable that has no
-            value yet. Also those that are frozen: they may not always be.
+        trainable: Boolean, whether gradient tapes shall watch the variable, if
+            it has no value yet. True also for frozen weights, which the user
+            may unfreeze later.
     """
     with tf.init_scope(), eagerly_alone(), replicas.variables_on(devices):
         if not upstream.has_value(variable):
@@ -207,6 +211,6 @@ def place(
 
 
 def _full(name: str) -> tf.DeviceSpec:
-    """Completes the name of a device, of which TensorFlow leaves out parts."""
+    """Returns the full name of a local device: TensorFlow omits parts of it."""
     local = tf.DeviceSpec(job="localhost", replica=0, task=0)
     return local.make_merged_spec(tf.DeviceSpec.from_string(name))

@@ -20,9 +20,9 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 
-# A `keras.Model` supplies the rest, of which no types are known.
+# The class is mixed into a `keras.Model`, whose attributes have no types.
 _Mixin: Any = object
-# The bytes of gradients that hosts exchange at once.
+# The bytes of gradients in one all-reduce between hosts.
 _BYTES_PER_PACK = 32 * 2**20
 
 
@@ -66,7 +66,7 @@ def fed(inputs: Any) -> Any:
 
 
 def within_xla() -> bool:
-    """Returns whether XLA compiles what is being traced as a whole.
+    """Returns whether XLA compiles the whole graph that is being traced.
 
     XLA does so for TPUs, and in a `tf.function` with `jit_compile=True`.
     """
@@ -74,13 +74,13 @@ def within_xla() -> bool:
 
 
 def several() -> bool:
-    """Returns whether this is one of several replicas."""
+    """Returns whether the current code runs in one of several replicas."""
     context = tf.distribute.get_replica_context()
     return context is not None and context.num_replicas_in_sync > 1
 
 
 def current() -> int:
-    """Returns the number of the current replica among this process's.
+    """Returns the index of the current replica among those of this process.
 
     It is 0 outside of replicas, and on TPUs, whose logical cores have the
     same names in all of them.
@@ -96,7 +96,7 @@ def current() -> int:
 
 
 def number() -> Any:
-    """Returns the number of the current replica among all.
+    """Returns the index of the current replica among all replicas.
 
     It is 0 outside of replicas. On TPUs, where all replicas run one program,
     it is a tensor.
@@ -132,7 +132,8 @@ def variables_on(
         return strategy.extended.experimental_logical_device(logical)
 
     def create(next_creator, **kwargs):
-        # What strategies need of a variable beside which others are put.
+        # A stand-in for the variable that strategies expect here: they read
+        # only its devices.
         kwargs["colocate_with"] = upstream.placed_on(devices)
         return next_creator(**kwargs)
 
@@ -140,7 +141,7 @@ def variables_on(
 
 
 def devices_of(variable: tf.Variable) -> list[str]:
-    """Returns where a variable is: a device for each replica."""
+    """Returns the devices of a variable, one for each replica."""
     if isinstance(variable, tf.distribute.DistributedValues):
         strategy = variable.distribute_strategy
         return [x.device for x in strategy.experimental_local_results(variable)]
@@ -148,7 +149,7 @@ def devices_of(variable: tf.Variable) -> list[str]:
 
 
 def sum_gradients(pairs: Iterable[tuple]) -> list[tuple]:
-    """Sums gradients over replicas, those of each stage on its devices.
+    """Sums gradients over replicas, each on the devices of its stage.
 
     `tf.distribute` would move the gradients of all stages to the first device
     of each replica, and sum them there.
@@ -157,7 +158,8 @@ def sum_gradients(pairs: Iterable[tuple]) -> list[tuple]:
         pairs: Iterable of tuples of a gradient or `None` and a variable.
 
     Returns:
-        List of such tuples; outside of replicas, of what was given.
+        List of such tuples, with the sums. Outside of replicas the gradients
+        are unchanged.
     """
     pairs = list(pairs)
     given = [pair for pair in pairs if pair[0] is not None]
@@ -169,7 +171,7 @@ def reduced(op: tf.distribute.ReduceOp, pairs: Sequence[tuple]) -> list:
     """Returns sums or means over replicas, each on its variable's devices.
 
     Args:
-        op: Whether sums or means.
+        op: `tf.distribute.ReduceOp.SUM` or `MEAN`.
         pairs: List of tuples of a tensor and a variable.
     """
     context = tf.distribute.get_replica_context()
@@ -177,13 +179,14 @@ def reduced(op: tf.distribute.ReduceOp, pairs: Sequence[tuple]) -> list:
     if context is None or not tf.distribute.has_strategy() or not pairs:
         return values
     if not isinstance(context.strategy, tf.distribute.MirroredStrategy):
-        # Hosts have to agree on an order, which the strategy sees to. It sums
-        # on the first device of each, which should not hold a copy of all.
+        # Only the strategy's own all-reduce makes hosts agree on an order. It
+        # sums on the first device of each host, and in packs, so that this
+        # device never holds a copy of all gradients.
         options = tf.distribute.experimental.CommunicationOptions(
             bytes_per_pack=_BYTES_PER_PACK
         )
         return context.all_reduce(op, values, options)
-    # Tensors that are summed at once are packed, and so have one dtype.
+    # Tensors that are reduced together are packed, so they need one dtype.
     by_devices: dict[tuple, list[int]] = {}
     for i, (value, variable) in enumerate(pairs):
         key = tuple(devices_of(variable)), value.dtype
@@ -204,10 +207,10 @@ def reduced(op: tf.distribute.ReduceOp, pairs: Sequence[tuple]) -> list:
 def _cross_device_ops(
     strategy: tf.distribute.Strategy, devices: Sequence[str], dtype: tf.DType
 ) -> tf.distribute.CrossDeviceOps:
-    """Returns what sums over given devices: the user's, or the best one.
+    """Returns the all-reduce over given devices: the user's, or the best one.
 
-    NCCL knows no bfloat16, and takes a device for a whole GPU: not for one of
-    several that a GPU has been split into.
+    NCCL lacks bfloat16, and cannot use the logical devices that a GPU has been
+    split into.
     """
     given = upstream.sums_over_replicas(strategy)
     if isinstance(
@@ -226,7 +229,7 @@ def _cross_device_ops(
 
 
 class SeveralHosts(_Mixin):
-    """What `keras.Model.fit` lacks where replicas are on several hosts."""
+    """Mixin: makes `keras.Model.fit` work with replicas on several hosts."""
 
     def _make_function(self, step_function):
         if not isinstance(
@@ -236,7 +239,8 @@ class SeveralHosts(_Mixin):
             return super()._make_function(step_function)
 
         def with_axis(data):
-            # Keras takes means over replicas on several hosts along an axis.
+            # Keras averages the logs of several hosts along their first axis,
+            # which scalars lack.
             return keras.tree.map_structure(
                 lambda x: tf.reshape(x, (1,)) if x.shape.rank == 0 else x,
                 step_function(data),
@@ -249,8 +253,8 @@ class SeveralHosts(_Mixin):
         if strategy is None:
             return
         if iterator is not None:
-            # Keras takes the mean of a batch over replicas, only to know its
-            # shape, and fails where replicas are on several hosts.
+            # Keras averages a batch over replicas, only to learn its shape,
+            # and fails if replicas are on several hosts.
             for _, _, steps in iterator:
                 data_batch = keras.tree.map_structure(
                     lambda x: strategy.experimental_local_results(x)[0],
@@ -259,7 +263,8 @@ class SeveralHosts(_Mixin):
                 break
             iterator = None
         if not self.built:
-            # Keras goes on to build in a scope where no weight gets a value.
+            # Built here, because Keras would build the model in a scope in
+            # which no weight gets a value.
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
             with strategy.scope():
                 self._pipeline_for(x)

@@ -1,4 +1,4 @@
-"""Devices for the stages of a saved model, where those that it had are not."""
+"""Devices for a saved model on a machine that lacks the model's own."""
 
 import warnings
 from collections.abc import Sequence
@@ -13,18 +13,19 @@ def devices_here(
 ) -> list | None:
     """Returns the devices of a saved model on this machine.
 
-    Those that it had, if they are here. Else its stages are on others, in
-    their order, and share them where there are fewer, neighbours first; a
-    warning says so.
+    The model's own, if they all exist here. Otherwise its stages go to this
+    machine's devices in order; if there are fewer, neighbouring stages share
+    one. A warning says so.
 
     Args:
-        name: Of the model, for the warning.
-        devices: What the model was given, as of `placement.assign`.
-        num_devices: Integer, how many a replica has.
+        name: Name of the model, for the warning.
+        devices: The devices in the file, as `placement.assign` takes them.
+        num_devices: Integer, the number of devices of a replica.
         num_replicas: Integer.
 
     Returns:
-        What `placement.assign` takes; `None` for the visible accelerators.
+        The argument `devices` of `placement.assign`; `None` for the visible
+        accelerators.
     """
     rows = devices if placement.is_grid(devices) else [devices or []]
     rows = [list(row) for row in rows or ()][:num_replicas]
@@ -74,6 +75,6 @@ def _is_here(device: str) -> bool:
 
 
 def _of_kind(device: str) -> list[str]:
-    """Returns the devices of this process of the kind of another one."""
+    """Returns the devices of this process of the same type, such as GPU."""
     kind = tf.DeviceSpec.from_string(device).device_type
     return [x.name for x in tf.config.list_logical_devices(kind)]

@@ -1,4 +1,4 @@
-"""The variables that an optimizer keeps for each weight."""
+"""Slots: the variables that an optimizer keeps for each weight."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,8 @@ def of_optimizer(
     """
     found: dict[int, list[keras.Variable]] = {id(w): [] for w in weights}
     for x in with_inner(optimizer):
-        # An optimizer in a MultiOptimizer may have no weights: it is not built.
+        # Empty for an optimizer in a MultiOptimizer that has no weights, so
+        # that it has not been built.
         own = upstream.weights_of(x)
         for attribute in upstream.lists_of(x):
             if len(attribute) == len(own):
@@ -30,12 +31,12 @@ def of_optimizer(
 
 
 def place(optimizer: keras.optimizers.Optimizer) -> None:
-    """Puts the slots of a built optimizer where their weights are.
+    """Moves the slots of a built optimizer to the devices of their weights.
 
-    Keras makes most of them there, but not those of another shape, such as
-    Adafactor's.
+    Keras makes most slots there, but not those whose shape differs from the
+    weight's, such as Adafactor's.
     """
-    # Weights that have been frozen since the optimizer was built, too.
+    # Includes weights that have been frozen since the optimizer was built.
     weights = upstream.weights_of(optimizer)
     for weight, own in zip(
         weights, of_optimizer(optimizer, weights), strict=True
@@ -45,7 +46,7 @@ def place(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def find_again(optimizer: keras.optimizers.Optimizer) -> None:
-    """Tells an optimizer that its weights have moved to other devices."""
+    """Renews an optimizer's look-up of weights, which have moved."""
     for x in with_inner(optimizer):
         if x.built:
             upstream.find_weights_again(x)
@@ -54,9 +55,9 @@ def find_again(optimizer: keras.optimizers.Optimizer) -> None:
 def with_inner(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:
-    """Returns an optimizer, and the optimizers in it.
+    """Returns a list of an optimizer and the optimizers that it wraps.
 
-    A LossScaleOptimizer has another one in it, a MultiOptimizer several.
+    A LossScaleOptimizer wraps one, a MultiOptimizer several.
     """
     inner = list(getattr(optimizer, "optimizers", []))
     inner += filter(None, [getattr(optimizer, "inner_optimizer", None)])
@@ -66,9 +67,10 @@ def with_inner(
 def planned(
     optimizer: keras.optimizers.Optimizer, weights: Sequence[keras.Variable]
 ) -> list[list[keras.Variable]]:
-    """As `of_optimizer`, of a copy that is built for weights without values.
+    """Returns the slots that an optimizer would have for each weight.
 
-    Nothing is allocated.
+    As `of_optimizer`, for a copy of the optimizer that is built in a graph, so
+    that no memory is allocated. The weights need no values.
     """
     config = optimizer.get_config()
     # The variables of a graph have no memory until it runs.

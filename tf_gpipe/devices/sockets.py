@@ -1,4 +1,4 @@
-"""The sockets of this process, also those that TensorFlow has opened."""
+"""The sockets of this process, including those that TensorFlow has opened."""
 
 import contextlib
 import ipaddress
@@ -13,9 +13,10 @@ _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 
 @contextlib.contextmanager
 def copies() -> Iterator[list[socket.socket]]:
-    """A scope with a copy of each socket of this process.
+    """A scope with a duplicate of each socket of this process.
 
-    What is set on a copy, or shut down, is so for the socket.
+    Setting an option of a duplicate, or shutting it down, does so for the
+    socket itself.
     """
     with contextlib.ExitStack() as stack:
         found = []
@@ -34,10 +35,10 @@ def copies() -> Iterator[list[socket.socket]]:
 
 
 def looked_at() -> Iterator[socket.socket]:
-    """Yields each socket of this process, itself, to be asked what it is.
+    """Yields each socket of this process, without a duplicate, to read only.
 
-    Where a server opens and closes sockets at the same time, copies would keep
-    those open of which it knows nothing any more.
+    A duplicate would keep a connection open that a running server closes at
+    the same time.
     """
     for number in os.listdir(_DESCRIPTORS):
         # It may have been closed since.
@@ -50,9 +51,9 @@ def looked_at() -> Iterator[socket.socket]:
 
 
 def hand_on(descriptors: Container[int]) -> None:
-    """Has a program that this process becomes have these open files alone.
+    """Makes `exec` keep these file descriptors and the standard ones only.
 
-    And the standard ones. Others, such as those of a GPU, would keep memory.
+    Others, such as those of a GPU, would keep memory allocated.
     """
     for number in map(int, os.listdir(_DESCRIPTORS)):
         if number > 2:
@@ -62,7 +63,10 @@ def hand_on(descriptors: Container[int]) -> None:
 
 
 def ends(each: socket.socket) -> tuple[tuple[str, int], tuple[str, int]] | None:
-    """Returns the addresses of both ends of a connection over IP, if it is."""
+    """Returns (host, port) of this and the other end of an IP connection.
+
+    `None` if the socket is not connected, or not over IP.
+    """
     try:
         return _address(each.getsockname()), _address(each.getpeername())
     except (OSError, ValueError):
@@ -72,5 +76,5 @@ def ends(each: socket.socket) -> tuple[tuple[str, int], tuple[str, int]] | None:
 def _address(name: tuple) -> tuple[str, int]:
     host, port = name[:2]
     address = ipaddress.ip_address(host)
-    # As which a socket of IPv6 has an address of IPv4.
+    # An IPv6 socket gives IPv4 addresses in mapped form.
     return str(getattr(address, "ipv4_mapped", None) or address), port

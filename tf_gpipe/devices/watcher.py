@@ -1,7 +1,7 @@
-"""What this process knows of its workers: which are dead or silent.
+"""The client's record of its workers: which are dead or silent.
 
-A call that waits for a lost worker ends, since `heartbeat` shuts the sockets
-that lead to it.
+A call that waits for a lost worker fails, since `heartbeat` shuts down the
+sockets that lead to it.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ from tf_gpipe.devices import fail_fast
 from tf_gpipe.devices import heartbeat
 from tf_gpipe.devices import sockets
 
-# Between two looks at the sockets of this process.
+# The time between two scans of this process's sockets.
 _LOOK_SECONDS = 0.2
 
 
 class Watcher:
-    """Watches workers from a thread, with a process of its own.
+    """Watches workers, by a thread and a `heartbeat` process.
 
     Args:
         workers: Dict from the name of a worker to `(host, port)`, where the
             host is an IP address.
-        seconds: Float, how long a worker may be silent, or `None` for as long
-            as it likes.
+        seconds: Float, how long a worker may be silent, or `None` for no
+            limit.
 
     Attributes:
-        seconds: Float or `None`, when a silent worker is given up, so that a
-            call ends within the time given.
-        lost: Dict from the names of workers that are lost to why they are:
+        seconds: Float or `None`, the silence after which a worker is given up.
+            Less than the argument, so that a call fails within that time.
+        lost: Dict from the names of lost workers to the reason:
             `heartbeat.DEAD` or `heartbeat.SILENT`.
-        pid: Integer, the number of the process.
+        pid: Integer, the id of the `heartbeat` process.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Watcher:
         self._wake, signals = socket.socketpair()
         _hear_interrupts(self._wake)
         with other, signals:
-            # In a session of its own, so that Ctrl-C does not end it.
+            # In another session, so that Ctrl-C does not end it.
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -78,22 +78,23 @@ class Watcher:
         ).start()
 
     def allow(self, seconds: float | None) -> None:
-        """Sets how long a worker may be silent, as `seconds` says."""
+        """Sets for how many seconds a worker may be silent, or `None`."""
         self.seconds = seconds
         if seconds is not None:
-            # What asks meanwhile waits until TensorFlow has tried once more.
+            # After a loss, a call still waits until TensorFlow has tried to
+            # connect once more.
             self.seconds = max(
                 seconds - fail_fast.RECONNECT_SECONDS, seconds / 2
             )
         self._send({"seconds": self.seconds})
 
     def wait(self, seconds: float) -> None:
-        """Waits until a worker is lost, for at most this time."""
+        """Waits until a worker is lost, at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self.lost), seconds)
 
     def look(self) -> None:
-        """Tells the process of the sockets that there are now."""
+        """Sends `heartbeat` this process's sockets to workers, if changed."""
         there = {
             ends
             for each in sockets.looked_at()
@@ -138,11 +139,11 @@ class Watcher:
 
 
 def _hear_interrupts(wake: socket.socket) -> bool:
-    """Makes each signal known to a socket at once, whatever Python waits for.
+    """Has signals written to a socket at once, even if Python is blocked.
 
     Returns:
-        Whether it is: only the main thread may ask for it, and if nobody else
-        has, such as `asyncio`.
+        Boolean, whether that is possible: only from the main thread, and if
+        nobody else, such as `asyncio`, uses Python's wake-up descriptor.
     """
     wake.setblocking(False)
     try:
@@ -154,7 +155,7 @@ def _hear_interrupts(wake: socket.socket) -> bool:
     return before == -1
 
 
-# Of the workers that this process is connected to.
+# The watcher of the workers that this process is connected to.
 current: Watcher | None = None
 _needed: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
     "needed", default=frozenset()
@@ -163,7 +164,7 @@ _needed: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def needing(names: Iterable[str]) -> Iterator[None]:
-    """A scope in which `check` is about these workers."""
+    """A scope in which `check` raises an error if one of these is lost."""
     token = _needed.set(frozenset(names))
     try:
         yield
@@ -172,7 +173,7 @@ def needing(names: Iterable[str]) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises `tf.errors.UnavailableError` if a worker in need is lost."""
+    """Raises `tf.errors.UnavailableError` if a needed worker is lost."""
     if current is None:
         return
     lost = _needed.get() & current.lost.keys()

@@ -1,4 +1,4 @@
-"""Which worker is gone: told by every call of a model that needs it."""
+"""Errors that name the lost worker, raised by every call that needs it."""
 
 import collections
 import functools
@@ -18,13 +18,13 @@ from tf_gpipe.devices import heartbeat
 from tf_gpipe.devices import watcher
 
 JOB = "worker"
-# Time for a worker to answer at all, once it has been there.
+# Time limit for a worker to answer one question.
 PROBE_SECONDS = 2.0
-# Time for the sockets of a process that ends to close, and for the watcher to
-# hear of a loss.
+# Time in which the sockets of an ending process close, and in which the
+# watcher hears of a loss.
 CLOSING_SECONDS = 2.0
 _TARGET = re.compile(rf"remote target /job:{JOB}/replica:0/task:(\d+)")
-# What a worker that was started again says to a client of the old one.
+# The error of a restarted worker, which no longer knows this client.
 _STRANGER = "Unable to find a context_id"
 _BROKEN = re.compile("GRPC error|failed to connect|Socket closed")
 # Methods whose first argument is a file with all weights.
@@ -36,12 +36,12 @@ class WorkerLostError(tf.errors.UnavailableError):
 
 
 def addresses() -> list[str]:
-    """Returns the addresses of the workers that we are connected to."""
+    """Returns the addresses of the workers this process is connected to."""
     return upstream.connected_to().get(JOB, [])
 
 
 def places_of(addresses: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Returns the host and the port of each of some addresses."""
+    """Returns a dict from addresses `"host:port"` to `(host, port)`."""
     parts = {x: x.rpartition(":") for x in addresses}
     return {x: (host, int(port)) for x, (host, _, port) in parts.items()}
 
@@ -49,15 +49,16 @@ def places_of(addresses: Iterable[str]) -> dict[str, tuple[str, int]]:
 def states(
     places: Mapping[str, tuple[str, int]], broken: bool = False
 ) -> dict[str, str]:
-    """Returns the states of the workers that do not answer, by their names.
-
-    If a connection has `broken`, they are asked for some time: the sockets of
-    a process that is killed close one after another, so that for a moment it
-    may still answer.
+    """Returns the states of workers that do not answer, by their names.
 
     Args:
-        places: Dict from the names of workers to their hosts and ports.
-        broken: Boolean.
+        places: Dict from the names of workers to `(host, port)`.
+        broken: Boolean, whether a connection has broken. If so, workers are
+            asked for `CLOSING_SECONDS`: the sockets of a killed process close
+            one after another, so that at first it may still answer.
+
+    Returns:
+        Dict from the names of workers to a state of `heartbeat.ask`.
     """
     end = time.monotonic() + (CLOSING_SECONDS if broken else 0.0)
     while True:
@@ -72,12 +73,12 @@ def states(
 
 
 def naming_failures(method: Callable) -> Callable:
-    """Returns a method of a pipelined model that names what fails.
+    """Wraps a method of a pipelined model: its errors name the lost worker.
 
-    TensorFlow tells of a worker that has been killed or started again by one
-    of several errors, which name a connection or an operation. They become
-    `tf.errors.UnavailableError`s, if the worker of a stage no longer answers
-    or has forgotten the model. Once a worker is lost, nothing is asked of it.
+    When a worker has been killed or restarted, TensorFlow raises one of several
+    errors, which name a connection or an operation. They become
+    `WorkerLostError`s, if the worker of a stage no longer answers or has lost
+    the model. Once a worker is known to be lost, the method is not called.
     """
     name = method.__name__
 
@@ -91,7 +92,7 @@ def naming_failures(method: Callable) -> Callable:
             path = str(args[0] if args else kwargs.get("filepath"))
             newest = getattr(self, "_newest_checkpoint", None)
             if path == newest and name != "load_weights":
-                # What is written over it may be cut short.
+                # It is being overwritten: if that fails, it is not complete.
                 vars(self)["_newest_checkpoint"] = None
         try:
             with watcher.needing(addresses() if _stages(self) else ()):
@@ -114,9 +115,10 @@ def naming_failures(method: Callable) -> Callable:
 
 
 def naming_failures_of(*names: str) -> Callable[[type], type]:
-    """Returns a decorator of a class: `naming_failures` of some methods.
+    """Returns a class decorator that wraps methods by `naming_failures`.
 
-    Those that the class does not have are those of the next one.
+    For a name that the class does not define, a method is added that calls the
+    inherited one.
     """
 
     def decorate(cls: type) -> type:
@@ -137,19 +139,19 @@ def _inherited(cls: Any, name: str) -> Callable:
 
 
 def note_devices(model: Any, devices: list[list[str]]) -> None:
-    """Notes the devices of each stage, before there are stages."""
+    """Records the devices of each stage, for errors while stages are formed."""
     vars(model)["_stage_devices"] = devices
 
 
 def note_checkpoint(model: Any, path: str | os.PathLike) -> None:
-    """Notes the newest checkpoint of a model, which errors name."""
+    """Records a model's newest checkpoint, for the messages of errors."""
     vars(model)["_newest_checkpoint"] = os.fspath(path)
 
 
 def _refuse(model: Any) -> None:
-    """Raises an error if a worker is known to be lost.
+    """Raises an error if any worker is known to be lost.
 
-    Also if it is another model's: TensorFlow goes on with none of them.
+    Even if only another model uses it: TensorFlow cannot go on without it.
     """
     watch = watcher.current
     if watch is not None and watch.lost and _stages(model):
@@ -157,7 +159,7 @@ def _refuse(model: Any) -> None:
 
 
 def _stages(model: Any) -> dict[str, list[str]]:
-    """Returns the numbers of a model's stages, by their workers' addresses."""
+    """Returns a dict from workers' addresses to the numbers of their stages."""
     if watcher.current is None:
         return {}
     connected = addresses()
@@ -170,15 +172,19 @@ def _stages(model: Any) -> dict[str, list[str]]:
 
 
 def _diagnosis(model: Any, error: Exception) -> str | None:
-    """Returns which worker an error comes from, or `None` if from none."""
+    """Returns the message of a `WorkerLostError` for an error of TensorFlow.
+
+    `None` if no lost worker is behind it.
+    """
     stages = _stages(model)
     watch = watcher.current
     if not stages or watch is None:
         return None
     text = str(error)
     again = _STRANGER in text
-    # Keras makes errors of its own of those that a file's weights meet. What an
-    # operation on a worker raises says "GRPC error", too.
+    # An `OpError` counts by its type, since errors of an operation on a worker
+    # say "GRPC error", too. Keras turns errors while it loads weights from a
+    # file into its own, which count by their text.
     broken = not again and (
         isinstance(error, tf.errors.UnavailableError)
         if isinstance(error, tf.errors.OpError)
@@ -188,7 +194,7 @@ def _diagnosis(model: Any, error: Exception) -> str | None:
         watch.wait(CLOSING_SECONDS)
     gone = dict(watch.lost)
     if not gone:
-        # One that is silent may be slow: the watcher knows better.
+        # Not silent ones, which may only be slow: that is the watcher's task.
         asked = states(places_of(addresses()), broken)
         gone = {
             address: heartbeat.DEAD

@@ -9,18 +9,18 @@ sequential  functional   PipelinedSequential, PipelinedModel
         calls            the model as a layer, within gradient tapes
 
 mini_batch_loss the loss of a mini-batch and its gradients, in two orders
-traced_once     steps that TensorFlow traces once, and quickly
-several_steps   steps of `steps_per_execution` that follow one another
-step_functions  what callbacks change while a model runs
-callback_order  callbacks that measure come before those that show it
-user_class      a user's own class, kept when a pipeline is made of it
-arguments       the arguments of a pipeline, as attributes
-saving          what is written into files; the way back to plain Keras
-keras_words     Keras's docstrings, where a pipeline has its own methods
-deciding        how many calls each stage has, and which it recomputes
-placing         the stages of a graph, and their variables on devices
-refused         layers and stages that a pipeline refuses
-planned         the arguments of a pipeline that follow from a plan
-depth           what is said of models deeper than Python's recursion limit
-summary         the table of stages of `summary()`
+traced_once     training and test steps that TensorFlow traces only once
+several_steps   several steps of `steps_per_execution` in one graph
+step_functions  step functions, traced again when a callback changes the model
+callback_order  callbacks that add to the logs, before those that read them
+user_class      pipelines that keep the class of the user's own model
+arguments       the constructor arguments of a pipeline, as attributes
+saving          `get_config`, `export`, and conversion back to plain Keras
+keras_words     Keras's docstrings for methods that a pipeline overrides
+deciding        the cut into stages, the schedule and the recomputed layers
+placing         forms the stages and moves their variables to their devices
+refused         checks that refuse layers and stages no pipeline can run
+planned         constructor arguments taken from a plan
+depth           the repair added to errors of Python's recursion limit
+summary         the table of stages that `summary()` prints
 """

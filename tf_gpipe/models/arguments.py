@@ -1,15 +1,16 @@
-"""The arguments of a pipeline, as attributes of the model."""
+"""The constructor arguments of a pipeline, as attributes of the model."""
 
 from typing import Any
 
-# A `keras.Model` supplies the rest, of which no types are known.
+# The class is mixed into a `keras.Model`, whose attributes have no types.
 _Mixin: Any = object
 
 
 def _argument(name: str, doc: str) -> property:
-    """Returns an attribute that can be read, and set to what it is only.
+    """Returns a read-only property of a constructor argument.
 
-    A subclass that stores what it has passed on need not be changed.
+    Setting it to its present value is allowed: a user's subclass may store
+    the arguments that it passes to `super().__init__`.
     """
 
     def get(self: Any) -> Any:
@@ -19,7 +20,7 @@ def _argument(name: str, doc: str) -> property:
         return self._decided().get(name, config)
 
     def put(self: Any, value: Any) -> None:
-        # Keras tracks lists by lists of its own.
+        # Keras wraps lists that are set as attributes in a class of its own.
         value = list(value) if isinstance(value, list) else value
         known = [getattr(self._config, name), get(self)]
         if any(type(value) is type(x) and value == x for x in known):
@@ -45,9 +46,10 @@ def _argument(name: str, doc: str) -> property:
 
 
 class Arguments(_Mixin):
-    """What a pipeline was given, and what was decided when it was built.
+    """Mixin: the constructor arguments, as properties of the model.
 
-    Mixed into a class with a `PipelineConfig` and a `Pipeline` or `None`.
+    Once the model is built, those with defaults have the values in effect. For
+    a class with a `PipelineConfig` and a `Pipeline` or `None`.
     """
 
     num_stages = _argument("num_stages", "How many stages there are.")
@@ -78,7 +80,11 @@ class Arguments(_Mixin):
     )
 
     def _decided(self) -> dict[str, Any]:
-        """Returns the arguments that depend on the layers and the machine."""
+        """Returns the values in effect of arguments that have defaults.
+
+        Those that are chosen for the layers and the machine when the model is
+        built: numbers of stages and micro-batches, balance, devices.
+        """
         stages = self._pipeline.stages
         schedule = self._pipeline.schedule
         first = [schedule.devices.index(i) for i in range(len(schedule.tasks))]

@@ -6,21 +6,25 @@ import keras
 
 
 def measuring_first(callbacks: Any) -> Any:
-    """Returns callbacks with those first that add to the logs.
+    """Sorts callbacks: first those that add entries to the logs.
 
-    So that the others have what these add, wherever they are in the list:
-    `keras.callbacks.TensorBoard` and `EarlyStopping`, say. Such a callback has
-    a true attribute `adds_to_logs`.
+    The others, such as `keras.callbacks.TensorBoard` and `EarlyStopping`, then
+    find these entries wherever the user put them in the list. A callback that
+    adds to the logs has a true attribute `adds_to_logs`.
 
     Args:
-        callbacks: What `fit` is given: `None`, callbacks in any nested
+        callbacks: The argument of `fit`: `None`, callbacks in any nested
             structure, or a `keras.callbacks.CallbackList`.
+
+    Returns:
+        A sorted list, or `callbacks` where there is nothing to sort; a
+        `CallbackList` is sorted in place.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks.callbacks.sort(key=_place)
         return callbacks
     found = keras.tree.flatten(callbacks) if callbacks else []
-    # What is no such list Keras refuses in its own words.
+    # Keras refuses values that are no callbacks, with its own message.
     return sorted(found, key=_place) if any(map(_adds, found)) else callbacks
 
 

@@ -1,4 +1,4 @@
-"""A Keras model's calls through a pipeline, within gradient tapes."""
+"""Calls of a pipelined model as a Keras layer, within gradient tapes."""
 
 import contextlib
 import contextvars
@@ -23,23 +23,25 @@ from tf_gpipe.step.engine import MiniBatch
 from tf_gpipe.step.running import Gradients
 from tf_gpipe.step.running import StageMode
 
-# A `keras.Model` supplies the rest, of which no types are known.
+# The class is mixed into a `keras.Model`, whose attributes have no types.
 _Mixin: Any = object
 
-# Micro-batches of inference, where there could be more than can be traced: its
-# numbers do not depend on how many there are.
+# The number of rows assumed for inference on mini-batches of unknown size, if
+# more micro-batches are asked for than can be traced. It limits the number of
+# micro-batches, on which results of inference do not depend.
 _ROWS_ASKED = 32
 
-# Whether what is called is a part of a step of `evaluate` or `predict`.
+# Whether a call is part of a step of `evaluate` or `predict`.
 _in_inference_step = contextvars.ContextVar("in_inference_step", default=False)
 
 
 @contextlib.contextmanager
 def inference_step(model: Any) -> Iterator[None]:
-    """The scope of a step whose results nobody differentiates.
+    """A scope in which calls of the model keep nothing for a backward pass.
 
-    As nobody can while a method of Keras runs that makes arrays of them. What
-    is called in it is traced and run as in training, without a gradient.
+    Only while `fit`, `evaluate` or `predict` runs: they turn the results into
+    arrays, so nobody can differentiate them. Elsewhere it has no effect: users
+    may differentiate a step that they call themselves.
     """
     running = any(vars(model).get("_running", {}).values())
     token = _in_inference_step.set(running)
@@ -50,17 +52,17 @@ def inference_step(model: Any) -> Iterator[None]:
 
 
 class PipelinedCalls(_Mixin):
-    """What a Keras model needs to be called as a pipeline.
+    """Mixin: `call` runs a Keras model as a pipeline.
 
-    Mixed into a `keras.Model` that provides `_pipeline_for(x)`, which returns
-    its `Pipeline` and, for `x`, the contents of each input of its graph.
+    For a `keras.Model` with a method `_pipeline_for(x)`, which returns its
+    `Pipeline` and a tuple of the inputs of its graph, taken from `x`.
     """
 
     @property
     def jit_compile(self) -> bool:
         """False: XLA compiles stages, if `compile` says so, not whole steps."""
-        # Keras asks for the whole step, which spans devices, while XLA
-        # compiles for one. What `compile` was given is for the stages.
+        # Keras would compile the whole step, which spans several devices; XLA
+        # compiles for one. The value given to `compile` applies to stages.
         return False
 
     @jit_compile.setter
@@ -131,8 +133,8 @@ class PipelinedCalls(_Mixin):
         @tf.custom_gradient
         def pipelined(*args):
             nonlocal run, outputs
-            # Out of sight of the tapes around the call, which else would
-            # differentiate the backward pass as well.
+            # Hidden from the tapes around the call, which would otherwise
+            # record the pipeline's operations and differentiate them again.
             for i, x in zip(floats, args, strict=False):
                 flat[i] = tf.stop_gradient(x)
             run = self._mini_batch(
@@ -158,7 +160,7 @@ class PipelinedCalls(_Mixin):
                 )
                 by_input = run.input_gradients()
                 by_input = [by_input[i] for i in floats] or [None]
-                # None by a `tf.Variable` that is no weight of the model.
+                # `None` for a `tf.Variable` that is no weight of the model.
                 ids = {v.value.ref(): id(v) for v in self.variables}
                 found_by_id = run.gradients() if variables else {}
                 by_weight = [
@@ -174,7 +176,7 @@ class PipelinedCalls(_Mixin):
 
             return differentiable + losses, gradient
 
-        # An argument even where no input has a gradient.
+        # A custom gradient needs an argument, even if no input is a float.
         args = [flat[i] for i in floats] or [tf.zeros(())]
         results = iter(tf.nest.flatten(pipelined(*args)))
         values = [
@@ -184,9 +186,10 @@ class PipelinedCalls(_Mixin):
         return outputs.with_parts(values).unpack()
 
     def _run_layers(self, pipeline, inputs, training):
-        """Calls the layers on whole mini-batches, each on its device.
+        """Calls the layers on the whole mini-batch, each on its device.
 
-        A tape then sees how one output follows from another one.
+        For graphs in which a layer computes one output from another: a tape
+        around the call then records how.
         """
         values = dict(zip(pipeline.graph.inputs, inputs, strict=True))
         for stage in pipeline.stages:
@@ -203,7 +206,8 @@ class PipelinedCalls(_Mixin):
         timed=False,
         previous=None,
     ):
-        # Replicas cannot meet inside a function.
+        # Synchronised batch normalisation needs an all-reduce over replicas,
+        # which is not possible inside the function of a stage.
         meets = replicas.several() and any(
             x.synchronized
             for stage in pipeline.stages
@@ -238,12 +242,12 @@ class PipelinedCalls(_Mixin):
         )
 
     def _most_rows(self, rows: int | None, training: bool | None) -> int:
-        """Returns how many rows a mini-batch has at most.
+        """Returns an upper bound of the rows of a mini-batch.
 
         Args:
-            rows: Those that it has, if that is known.
-            training: Whether the numbers of a step may depend on how many
-                micro-batches there are.
+            rows: Integer, the static number of rows, or `None`.
+            training: Boolean or `None`. In training, results may depend on the
+                number of micro-batches, so that it must not be lowered.
 
         Raises:
             ValueError: If the rows are not known, and there could be more
@@ -270,7 +274,7 @@ class PipelinedCalls(_Mixin):
 
     def _finish(self, run: MiniBatch, losses: list) -> None:
         for loss in losses:
-            # A functional model's own takes none.
+            # Not `self.add_loss`, which a functional model refuses.
             keras.Layer.add_loss(self, loss)
         run.commit_state()
 
@@ -286,10 +290,14 @@ def _check_mask(mask: Any) -> None:
 
 
 def _refuse_gradients(gradients: list, sources: list) -> None:
-    """Makes gradient tapes fail that differentiate gradients once more.
+    """Makes second derivatives an error, by a gradient that raises.
 
-    The backward pass is out of their sight: they would take it for constant.
-    `sources` are the tensors and handles of variables that it comes from.
+    The backward pass is hidden from tapes, which would take its results for
+    constants.
+
+    Args:
+        gradients: List of the tensors that the backward pass returns.
+        sources: List of the tensors and variable handles that they depend on.
     """
 
     def refuse(*_):

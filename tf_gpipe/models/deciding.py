@@ -1,4 +1,4 @@
-"""What is decided of a model once its layers are built: its cut and more."""
+"""The decisions made when a model is built: cut, schedule, recomputation."""
 
 import functools
 from collections.abc import Callable
@@ -24,14 +24,14 @@ from tf_gpipe.stage.graph import Graph
 
 
 class Decision(NamedTuple):
-    """What the stages of a model are.
+    """The cut of a model into stages, their devices and their schedule.
 
     Attributes:
-        counts: List of integers, how many calls each stage has.
-        recomputed: The calls of each stage that are recomputed, where
-            `remat="auto"` chooses them; else `None`.
+        counts: List of integers, the number of layer calls of each stage.
+        recomputed: For each stage, a tuple of the ranges of its layer calls
+            that are recomputed, if `remat="auto"` chooses them; else `None`.
         schedule: The `Schedule`.
-        devices: List of the devices of each stage, one a replica.
+        devices: List with a list for each stage: its device in each replica.
     """
 
     counts: list[int]
@@ -48,16 +48,16 @@ def decide(
     devices: list[list[str]],
     optimizer: keras.optimizers.Optimizer | None,
 ) -> Decision:
-    """Returns what the stages of a model are.
+    """Decides the cut, the schedule and which layers are recomputed.
 
     Args:
-        name: That of the model, for a warning of a lopsided cut.
+        name: Name of the model, for the warning about a lopsided cut.
         graph: `Graph` of built layers.
         config: The `PipelineConfig`.
-        schedule: The `Schedule`; of `"auto"` the one that its search begins
-            with.
-        devices: Those of each stage, one a replica.
-        optimizer: That of the model, or `None`.
+        schedule: The `Schedule`; with `schedule="auto"` the one that the
+            search starts from.
+        devices: List with a list for each stage: its device in each replica.
+        optimizer: The model's optimizer, or `None`.
 
     Raises:
         ValueError: If a stage cannot fit in the memory limit; or if the size
@@ -94,7 +94,7 @@ def _counts(
     schedule: Schedule,
     devices: Sequence[Sequence[str]],
 ) -> list[int]:
-    """Returns how many calls each stage has, as `balance` says."""
+    """Returns the number of layer calls of each stage, as `balance` says."""
     balance: Any = config.balance
     if isinstance(balance, list):
         return balance
@@ -117,17 +117,18 @@ def _recomputed(
     optimizer: keras.optimizers.Optimizer | None,
     counts: Callable[[], list[int]],
 ) -> auto_remat.AutoRemat:
-    """Returns what stages recompute, and how many calls each has.
+    """Chooses the layer calls to recompute, for `remat="auto"`, and the cut.
 
     Args:
         graph: `Graph` of built layers.
         config: The `PipelineConfig`.
         schedule: The `Schedule`.
-        devices: Those of each stage, one a replica.
-        optimizer: That of the model, whose slots count where the limit is in
-            bytes. `None` for Adam; or for one without slots, where only that
-            fits.
-        counts: Returns the numbers of calls, where `balance` says them.
+        devices: List with a list for each stage: its device in each replica.
+        optimizer: The model's optimizer, whose slots count if the limit is in
+            bytes. With `None`, Adam's slots are counted; if nothing fits with
+            them, no slots are.
+        counts: Function that returns the number of layer calls of each stage
+            that `balance` asks for, called if `balance` decides the cut.
 
     Raises:
         ValueError: If a stage cannot fit; or if the size of a mini-batch is
@@ -162,12 +163,13 @@ def _recomputed(
     except TooLittleMemoryError:
         if optimizer is not None:
             raise
-    # That of `compile` may have fewer slots. For it all is decided again.
+    # The optimizer given to `compile` later may have fewer slots than Adam.
+    # `_decide_again` then calls this function again, with that optimizer.
     return found(_fixed(graph, keras.optimizers.SGD()))
 
 
 def _fixed(graph: Graph, optimizer: keras.optimizers.Optimizer) -> list[int]:
-    """Returns the bytes of weights, their gradients and slots, by call."""
+    """Returns the bytes of each call's weights, their gradients and slots."""
     found = []
     for new in balanced.weights_of_calls(graph):
         trained = [v for v in new if v.trainable]

@@ -1,4 +1,4 @@
-"""What is said of a model that is deeper than Python's recursion limit."""
+"""The repair added to errors of models deeper than the recursion limit."""
 
 import contextlib
 import sys
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """Says what to do where Keras's way through a model is too deep.
+    """A scope that adds the repair to a `RecursionError`.
 
-    Keras follows a graph from its outputs to its inputs by recursion.
+    Keras walks a graph from its outputs to its inputs by recursion.
     """
     try:
         yield

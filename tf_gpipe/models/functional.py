@@ -282,10 +282,10 @@ class PipelinedModel(Pipelined, upstream.Functional):
             scope.finish(made)
             return made
         if "layers" not in config:
-            # Of a subclass, which makes its layers itself.
+            # The config of a subclass whose `__init__` makes the layers.
             config.pop("dtype", None)
             return cls(**config)
-        # So that weights get their first values where their stage is.
+        # Without values: weights are initialised on their stage's device.
         arguments, scope = abstract.made(
             lambda x: upstream.functional_arguments(x, custom_objects), config
         )
@@ -295,10 +295,10 @@ class PipelinedModel(Pipelined, upstream.Functional):
 
     def _convert_inputs_to_tensors(self, flat_inputs):
         converted = super()._convert_inputs_to_tensors(flat_inputs)
-        # There are more given than taken where a dictionary has other keys
-        # too, of which Keras warns.
+        # Not strict: a dictionary may have more keys than the model has
+        # inputs. Keras warns of them.
         for x, given in zip(converted, flat_inputs, strict=False):
-            # A tensor of another dtype has none.
+            # Keras loses the mask where it converts a tensor's dtype.
             mask = upstream.mask(given)
             if mask is not None:
                 upstream.set_mask(x, mask)
@@ -306,7 +306,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
 
     def _pipeline_for(self, x: Any) -> tuple:
         x = self._as_tensors(x)
-        # Which Keras does where it calls the model, but `fit` does not.
+        # Keras checks inputs in `__call__`, which `fit` does not go through.
         self._assert_input_compatibility(x)
         return self._built_pipeline(), tuple(self._standardize_inputs(x))
 

@@ -1,15 +1,16 @@
-"""What Keras says of its methods, where a pipeline has its own."""
+"""Keras's docstrings and signatures for methods that a pipeline overrides."""
 
 import inspect
 from typing import Any
 
 
 def with_keras_words(cls: type) -> type:
-    """Gives what a class has in place of Keras's the docstrings of Keras.
+    """Class decorator: copies Keras's docstrings to overriding methods.
 
-    Python looks for them only where a method without one is defined, and
-    Keras's decorators hide that place: `help(model.fit)` would be empty. A
-    method that passes all of its arguments on gets Keras's signature, too.
+    Python inherits a docstring only where it can find the class that defines
+    the method, which Keras's decorators hide: `help(model.fit)` would be
+    empty. A method whose arguments are `(self, *args, **kwargs)` gets Keras's
+    signature, too.
     """
     for name in dir(cls):
         owners = [c for c in cls.__mro__ if name in vars(c)]

@@ -5,9 +5,9 @@ Two orders, by the schedule:
     all forward passes first        F F F F  loss  B B B B
     forward and backward mixed      F F FL BF LB BL B LB ...
 
-In the first one the loss is that of the whole mini-batch, whatever it is. In
-the second one each micro-batch has a loss (L), whose sum is that of the
-mini-batch.
+In the first order the loss is computed from the whole mini-batch, so that any
+loss function is right. In the second one each micro-batch has a loss (L); the
+loss of the mini-batch is their sum.
 """
 
 from typing import Any
@@ -26,7 +26,9 @@ LossAndGradients = tuple[tf.Tensor, list[Any], Any]
 
 
 def of_call(model: Any, x: Any, y: Any, sample_weight: Any) -> LossAndGradients:
-    """As Keras's own step: whatever `call` does around the pipeline.
+    """Loss and gradients as in Keras's own step, by a tape around the model.
+
+    For models that override `call`, whatever it does around the pipeline.
 
     Args:
         model: A pipeline.
@@ -35,8 +37,8 @@ def of_call(model: Any, x: Any, y: Any, sample_weight: Any) -> LossAndGradients:
         sample_weight: Sample weights, or `None`.
 
     Returns:
-        A tuple: a scalar; the list of the gradients of trainable variables;
-        the outputs.
+        A tuple: the loss, a scalar; the list of the gradients of trainable
+        variables; the outputs.
     """
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True)
@@ -48,11 +50,13 @@ def of_call(model: Any, x: Any, y: Any, sample_weight: Any) -> LossAndGradients:
 def after_all_forwards(
     model: Any, run: MiniBatch, x: Any, y: Any, sample_weight: Any
 ) -> LossAndGradients:
-    """Loss of the whole mini-batch: exact whatever the loss is.
+    """Loss and gradients, by a loss computed after all forward passes.
+
+    Exact for any loss function: it gets the outputs of the whole mini-batch.
 
     Args:
         model: A pipeline.
-        run: Its mini-batch, of which no task has run.
+        run: The `MiniBatch`, of which no task has run.
         x: Inputs of the mini-batch.
         y: Labels.
         sample_weight: Sample weights, or `None`.
@@ -67,8 +71,8 @@ def after_all_forwards(
         with tf.GradientTape() as tape:
             tape.watch([x for x in parts if x.dtype.is_floating] + added)
             y_pred = outputs.unpack()
-            # What `losses` returns meanwhile, to Keras or to an override of
-            # `compute_loss`.
+            # The value of `model.losses` while Keras, or the user's override
+            # of `compute_loss`, reads it.
             model._losses_override = added + model._get_regularization_losses()
             try:
                 loss = model._compute_loss(x, y, y_pred, sample_weight)
@@ -90,11 +94,11 @@ def after_all_forwards(
 def by_micro_batch(
     model: Any, run: MiniBatch, y: Any, sample_weight: Any
 ) -> LossAndGradients:
-    """Loss and gradient of each micro-batch in its backward task.
+    """Loss and gradients, by a loss of each micro-batch in its backward task.
 
     Args:
         model: A pipeline.
-        run: Its mini-batch, of which no task has run.
+        run: The `MiniBatch`, of which no task has run.
         y: Labels of the mini-batch.
         sample_weight: Sample weights, or `None`.
 
@@ -105,8 +109,8 @@ def by_micro_batch(
         ValueError: If there is no loss.
     """
     split = run.split
-    # What gradients are scaled by: those of the losses given to `compile` and,
-    # as Keras does, those of all others also over replicas.
+    # Factors of the gradients: the optimizer's loss scale for losses given to
+    # `compile`; for all others, as in Keras, divided by the replicas as well.
     scale = model._scale_loss(tf.ones(()))
     added_scale = upstream.scaled_for_replicas(scale)
 
@@ -134,11 +138,12 @@ def by_micro_batch(
     if model._compile_loss is None and not (
         run.losses() or model._get_regularization_losses()
     ):
-        # As Keras does, which there is nothing to ask here.
+        # Keras's error: its `_compute_loss`, which raises it, is not called.
         raise ValueError(
             "No loss to compute. Provide a `loss` argument in `compile()`."
         )
-    # One message a loss where that stage is on another host.
+    # Summed on the last stage's device, so that each loss travels once if that
+    # is on another host, not once a micro-batch.
     with tf.device(run.pipeline.stages[-1].device):
         total, *of_each = [tf.add_n(list(x)) for x in zip(*parts, strict=True)]
     with tf.GradientTape() as tape:
@@ -152,7 +157,8 @@ def by_micro_batch(
     loss = tf.add_n([total, *added])
     run.commit_state()
     y_pred = run.outputs().unpack()
-    # Those that Keras keeps of several losses, where outputs are several, too.
+    # Keras has a metric for each of several losses, and updates them only if
+    # there are several outputs, too.
     metrics = model._compile_loss.metrics if model._compile_loss else []
     if not any(map(keras.tree.is_nested, (y, y_pred))):
         metrics = []
@@ -184,7 +190,11 @@ def penalty(variable: keras.Variable, device: str) -> tf.Tensor:
 
 
 def _gradients(model: Any, run: MiniBatch, by_variable: list[Any]) -> list[Any]:
-    """Adds gradients that did not come through the pipeline."""
+    """Returns the gradients of trainable variables, in their order.
+
+    Those that the pipeline has accumulated, plus `by_variable`: gradients of
+    losses that use variables directly, such as regularisers.
+    """
     accumulated = run.gradients()
     times = run.times()
     if times is not None:
@@ -199,7 +209,7 @@ def _gradients(model: Any, run: MiniBatch, by_variable: list[Any]) -> list[Any]:
 
 
 def _like_outputs(run: MiniBatch, outputs: Any, m: Any) -> Any:
-    """Returns tensors like the mini-batch's outputs, with their masks."""
+    """Returns stand-ins for the whole mini-batch's outputs, with its masks."""
     masks = outputs.masks
     if any(x is not None for x in keras.tree.flatten(masks)):
         masks = run.masks()

@@ -1,4 +1,4 @@
-"""What pipelined models share, whatever their layers form."""
+"""`Pipelined`, the base of `PipelinedSequential` and `PipelinedModel`."""
 
 import contextlib
 import dataclasses
@@ -40,21 +40,21 @@ from tf_gpipe.step.micro_batch import not_dense
     *("save", "save_weights", "load_weights", "get_weights", "set_weights"),
 )
 class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
-    """A Keras model that is cut into stages.
+    """Mixin: a Keras model that is cut into stages.
 
-    Mixed into a `keras.Model` that calls `_configure`, and gives `_place` its
-    `Graph` once its layers are built.
+    For a `keras.Model` that calls `_configure` in `__init__`, and `_place`
+    with its `Graph` once its layers are built.
     """
 
     _config: PipelineConfig
     _pipeline: Pipeline | None
-    # As `_place` gave them to stages, a list of names each.
+    # For each stage, its device in each replica.
     _stage_devices: list[list[str]]
-    # Of the variables that functions have been traced with.
+    # A hash of the variables that the step functions have been traced with.
     _traced_with: int | None
-    # The class of the optimizer that was there when the stages were formed.
+    # The class of the optimizer when the stages were formed.
     _decided_for: type | None
-    # Whether the class is one made of a user's and a pipeline's.
+    # Whether the class is derived from a user's class and a pipeline's.
     _keeps_class = False
 
     fit = while_running("train", PipelinedTraining.fit)
@@ -79,7 +79,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         return self._built_pipeline().stages
 
     def __call__(self, inputs, *args, **kwargs):
-        # Before Keras builds the layers for the shape of a ragged tensor.
+        # Checked before Keras builds the layers for a ragged tensor's shape.
         for x in keras.tree.flatten(inputs):
             if isinstance(x, tf.RaggedTensor):
                 raise not_dense(x)
@@ -204,9 +204,9 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
 
     @staticmethod
     def _as_tensors(x: Any) -> Any:
-        """Returns a nested structure of tensors and arrays as tensors.
+        """Converts a nested structure of arrays and variables to tensors.
 
-        An input that is missing stays `None`: Keras tells its name.
+        A missing input stays `None`: Keras's error about it has its name.
         """
 
         def as_tensor(t):
@@ -246,7 +246,11 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         )
 
     def _decide_again(self) -> None:
-        """Places anew where it was done for another optimizer's slots."""
+        """Cuts the model anew if its optimizer's class has changed.
+
+        Only where the cut depends on the optimizer's slots: with
+        `remat="auto"` and a memory limit in bytes.
+        """
         config = self._config
         if (
             self._pipeline is None
@@ -260,7 +264,8 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     def _follow_changes(self) -> None:
         """Places weights that layers have got since, as by `enable_lora`.
 
-        And traces again if another pipeline of the same layers moved them.
+        Also forgets traced functions if variables have moved, as another
+        pipeline of the same layers moves them.
         """
         if self._pipeline is None:
             return
@@ -284,7 +289,10 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         self._traced_with = found
 
     def _forget_traced(self) -> None:
-        """Forgets functions and an optimizer's keys of moved variables."""
+        """Drops the traced step functions, and finds moved variables' slots.
+
+        An optimizer looks up its slots by the identity of variables.
+        """
         self.train_function = None
         self.test_function = None
         self.predict_function = None
@@ -295,10 +303,15 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     def _resolve(
         self, layers: Sequence[keras.Operation], calls: int | None = None
     ) -> tuple[Schedule, list[list[str]]]:
-        """Returns as `PipelineConfig.resolve`, given the layers as called.
+        """Checks the layers; returns the schedule and the stages' devices.
 
-        `calls` is how many calls that are, of layers in a row if it is left
-        out.
+        Args:
+            layers: Sequence of layers, in the order of their calls.
+            calls: Integer, the number of layer calls. Defaults to the number
+                that `layers`, each called once, are opened into.
+
+        Returns:
+            The result of `PipelineConfig.resolve`.
         """
         if not layers:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Stages of a graph, and their variables on their devices."""
+"""Forms the stages of a graph and puts their variables on devices."""
 
 from collections.abc import Sequence
 
@@ -14,15 +14,15 @@ from tf_gpipe.stage.stage import Stage
 def stages_of(
     graph: Graph, counts: Sequence[int], devices: Sequence[Sequence[str]]
 ) -> tuple[Stage, ...]:
-    """Returns the stages of a graph, which have the layers as they are.
+    """Returns the stages of a graph. No variable is moved.
 
     Args:
         graph: `Graph` of built layers.
-        counts: List of integers, how many calls each stage has.
-        devices: List of the devices of each stage, one a replica.
+        counts: List of integers, the number of layer calls of each stage.
+        devices: List with a list for each stage: its device in each replica.
 
     Raises:
-        ValueError: If one of the stages cannot be.
+        ValueError: If a stage cannot compute from micro-batches.
     """
     stages: list[Stage] = []
     for k, part in enumerate(graph.parts(counts)):
@@ -33,12 +33,12 @@ def stages_of(
 
 
 def put_on_devices(stages: Sequence[Stage]) -> None:
-    """Puts the variables of stages on the devices of these.
+    """Moves the variables of stages to their stages' devices.
 
     Call it in the scope of the model's `tf.distribute` strategy.
     """
-    # The functions of a SavedModel use the variables that it was loaded with,
-    # wherever others are made of them.
+    # Not those of a `TFSMLayer`: the functions of a SavedModel always use the
+    # variables that were loaded with it, never a moved copy.
     loaded = {
         id(variable)
         for stage in stages
@@ -47,7 +47,8 @@ def put_on_devices(stages: Sequence[Stage]) -> None:
         if isinstance(x, keras.layers.TFSMLayer)
         for variable in x.variables
     }
-    # All or none: what `rebalance` refuses leaves the model as it is.
+    # Collected before any is moved: if `rebalance` fails, the model is
+    # unchanged.
     places = [
         (variable, stage.devices, id(variable) in weights)
         for stage in stages

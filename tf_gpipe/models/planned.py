@@ -1,4 +1,4 @@
-"""The arguments of a pipeline that follow from a plan."""
+"""Constructor arguments of a pipeline, taken from a plan."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 
 AUTO = "auto"
-# What a plan, or `num_stages="auto"`, decides, and its defaults.
+# The arguments that a plan or `num_stages="auto"` decides, by their defaults.
 _DECIDED: dict[str, Any] = {
     "num_stages": None,
     "num_micro_batches": None,
@@ -33,17 +33,18 @@ _DECIDED: dict[str, Any] = {
 def arguments(
     plan: Any, given: dict[str, Any], layers: Callable[[], Any]
 ) -> dict[str, Any]:
-    """Returns the arguments of a pipeline, with those of a plan.
+    """Returns the constructor arguments, with those of the plan filled in.
 
     Args:
-        plan: `Plan` or `None`.
-        given: Dictionary of the arguments that the user has given.
+        plan: `Plan` or `None`. With `num_stages="auto"` one is made here.
+        given: Dictionary from the names of arguments to the user's values.
         layers: Function that returns the layers or the model, and the spec of
-            its inputs.
+            its inputs. Called for `num_stages="auto"` only.
 
     Raises:
         TypeError: If `plan` is something else.
-        ValueError: If it is not for these arguments, or cannot be made.
+        ValueError: If the user has also given arguments that the plan decides,
+            if it is for another number of replicas, or if no plan is found.
     """
     stages = given["num_stages"]
     auto = isinstance(stages, str) and stages == AUTO
@@ -76,7 +77,7 @@ def arguments(
         plan = _chosen(model, spec, given["devices"])
     _check_replicas(plan)
     decided = dict(plan.arguments)
-    # Those that are chosen are some of those that are given.
+    # With `num_stages="auto"`, the plan's devices are some of the given ones.
     if given["devices"] is not None and not auto:
         del decided["devices"]
     return {**given, **decided}
@@ -103,7 +104,7 @@ def _check_replicas(plan: Plan) -> None:
 
 
 def _chosen(model: Any, spec: Any, devices: Any) -> Plan:
-    """Returns the plan for a mini-batch of the size that the inputs tell."""
+    """Returns the best plan, for mini-batches of the spec's batch size."""
     names = placement.listed(devices) or placement.accelerators()
     if placement.is_grid(names):
         raise ValueError(

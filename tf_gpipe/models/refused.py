@@ -1,4 +1,4 @@
-"""Layers and stages that a pipeline refuses."""
+"""Checks that refuse layers and stages that no pipeline can run."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from tf_gpipe.stage.stage import Stage
 
 
 def check_layer(layer: keras.Layer) -> None:
-    """Refuses what cannot be a layer of a pipeline."""
+    """Refuses pipelines and stateful RNNs as layers of a pipeline."""
     for x in upstream.layers_within(layer):
         if isinstance(x, Arguments):
             raise ValueError(
@@ -27,16 +27,17 @@ def check_layer(layer: keras.Layer) -> None:
 
 
 def check_specs(layers: Sequence[keras.Operation]) -> None:
-    """Refuses a layer that Keras cannot call on a `KerasTensor`.
+    """Refuses layers that Keras cannot call on a `KerasTensor`.
 
-    A plain `keras.Sequential` does without its graph then.
+    A plain `keras.Sequential` falls back to calling its layers one by one,
+    without a graph; a pipeline needs the graph.
 
     Args:
-        layers: Sequence of the layers of a stack. Nothing is checked unless
-            the first is a `keras.layers.InputLayer`.
+        layers: Sequence of layers, each called on the output of the previous
+            one. Nothing is checked unless the first is an `InputLayer`.
 
     Raises:
-        NotImplementedError: If there is such a layer.
+        NotImplementedError: If Keras cannot infer a layer's output spec.
     """
     first, *others = layers
     if not isinstance(first, keras.layers.InputLayer):
@@ -56,7 +57,7 @@ def check_specs(layers: Sequence[keras.Operation]) -> None:
 
 
 def check_stage(stage: Stage) -> None:
-    """Refuses what a stage cannot compute from micro-batches."""
+    """Refuses float8 layers, and complex tensors between stages."""
     for variable in stage.owned:
         if variable.overwrite_with_gradient:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What of a pipeline is written into files, and what is made of it again."""
+"""Configs of pipelines in saved files, and the way back to plain Keras."""
 
 import dataclasses
 import functools
@@ -16,14 +16,14 @@ from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage import seeds
 
-# A `keras.Model` supplies the rest, of which no types are known.
+# The class is mixed into a `keras.Model`, whose attributes have no types.
 _Mixin: Any = object
 
 
 class Saving(_Mixin):
-    """What a pipeline needs to be saved, and to leave pipelines.
+    """Mixin: `get_config`, `export`, and conversion to a plain Keras model.
 
-    Mixed into a class with a `PipelineConfig` and a `Pipeline` or `None`.
+    For a class with a `PipelineConfig` and a `Pipeline` or `None`.
     """
 
     def get_config(self):
@@ -60,23 +60,25 @@ class Saving(_Mixin):
     @functools.wraps(keras.Model.export)
     def export(self, filepath, *args, **kwargs):
         if any(user_class.overrides(self, x) for x in user_class.CALLS):
-            # What the plain model would lack.
+            # A plain model would not have the user's `call`.
             return super().export(filepath, *args, **kwargs)
-        # Converters know the operations of layers, and not a pipeline's calls.
+        # Converters to other formats know the operations of layers, but not a
+        # pipeline's function calls.
         return self.to_keras().export(filepath, *args, **kwargs)
 
     def _arguments(self) -> dict[str, Any]:
-        """Returns the arguments that a plain model does not have."""
+        """Returns the pipeline's arguments, in a form that JSON can hold."""
         config = dict(vars(self._config))
         if isinstance(config["schedule"], Schedule):
             config["schedule"] = config["schedule"].get_config()
         balance = config["balance"]
         if config["remat"] == AUTO_REMAT and auto_remat.cuts(balance):
-            # The cut and what is recomputed are found together, and so again.
+            # The cut and the recomputed layers are chosen together, when the
+            # loaded model is built: a saved cut would fix half of the choice.
             config["num_stages"] = self.num_stages
         elif balance is None or callable(balance):
-            # A function need not be there when the model is loaded, and a
-            # model that is loaded has the stages that it was saved with.
+            # Saved as layer counts: the user's function may not exist when the
+            # model is loaded, and a loaded model keeps its stages.
             config["balance"] = None
             if self._pipeline is not None:
                 config["balance"] = [
@@ -87,7 +89,7 @@ class Saving(_Mixin):
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         children = super()._trackable_children(save_type, **kwargs)
         if save_type == "savedmodel" and self._pipeline is not None:
-            # Which its functions read, and no layer has.
+            # Seed states that the saved functions read; no layer tracks them.
             states = [*seeds.global_seed(), *self._pipeline.seeds.values()]
             children |= {
                 f"_global_seed_{i}": v.value for i, v in enumerate(states)
@@ -96,7 +98,10 @@ class Saving(_Mixin):
 
     @staticmethod
     def _revived(config: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of what `get_config` returned, with a `Schedule`."""
+        """Returns a copy of a config with its `Schedule` and devices revived.
+
+        Devices that do not exist here are replaced by devices that do.
+        """
         if not isinstance(config, dict) or "schedule" not in config:
             raise not_a_config(config)
         config = dict(config)
@@ -122,9 +127,11 @@ class Saving(_Mixin):
 
     @staticmethod
     def _plain(config: dict[str, Any], custom_objects: Any) -> tuple:
-        """Returns the plain model of a class that is kept, without values.
+        """Makes the plain model of the user's class, without weight values.
 
-        And the scope in which it was made.
+        Returns:
+            Tuple of the model and the scope in which it was made, which gives
+            the weights their values later.
         """
         return abstract.made(
             lambda x: keras.saving.deserialize_keras_object(
@@ -135,7 +142,7 @@ class Saving(_Mixin):
 
 
 def not_a_config(config: Any) -> ValueError:
-    """Returns the error for what `get_config` has not returned."""
+    """Returns the error for a config that `get_config` cannot have made."""
     return ValueError(
         "`config` must be a dictionary that `get_config` of a pipeline "
         f"has returned. Received: config={config!r:.200}"
@@ -143,9 +150,9 @@ def not_a_config(config: Any) -> ValueError:
 
 
 def _plain_model(model: Any) -> keras.Model:
-    """Returns the plain Keras model with a pipeline's layers and weights.
+    """Returns a plain Keras model that shares a pipeline's layers and weights.
 
-    It is of the class that the pipeline keeps, or else of Keras's.
+    Its class is the user's own if the pipeline keeps one, or else Keras's.
     """
     sequential = isinstance(model, keras.Sequential)
     base: Any = keras.Sequential if sequential else upstream.Functional
@@ -154,7 +161,7 @@ def _plain_model(model: Any) -> keras.Model:
         cls = base
     made = cls.__new__(cls)
     if sequential:
-        # With the input layer, which `model.layers` leaves out.
+        # Includes the input layer, which `keras.Sequential.layers` leaves out.
         layers = keras.Model.layers.fget(model)
         base.__init__(made, layers, name=model.name)
     else:

@@ -191,7 +191,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         if isinstance(layers, keras.Sequential):
             model = layers
             user_class.check(model, self)
-            # With the input layer, which `layers.layers` leaves out.
+            # Includes the input layer, which `layers.layers` leaves out.
             layers = keras.Model.layers.fget(layers)
         layers = checks.items(
             layers,
@@ -209,7 +209,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         self._maybe_rebuild()
         if model is not None:
             user_class.carry(model, self)
-            # Of one that is frozen Keras trains nothing, whatever is in it.
+            # A frozen model stays frozen: Keras trains none of its layers,
+            # whether or not they are trainable themselves.
             self._trainable = trainable and model.trainable
 
     def add(self, layer, rebuild=True):
@@ -231,8 +232,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             ValueError: If stages cannot be formed of the layers.
         """
         self._resolve(self.layers)
-        # Abstractly: weights get their values where their stage is, and a
-        # model too large for one device is never on one.
+        # Built without values: weights are initialised on their stage's
+        # device, so a model too large for one device is never on one.
         begun = isinstance(self._layers[0], keras.layers.InputLayer)
         with abstract.NoValues() as scope:
             try:
@@ -244,12 +245,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 if isinstance(self._layers[0], keras.layers.InputLayer):
                     self._name_layer(e, self._layers[0].output)
                     if not begun:
-                        # Keras's, of this shape, which may have been wrong.
+                        # Keras added this input layer, with the shape of this
+                        # call, which may be what was wrong.
                         self._layers.pop(0)
                 raise
         if self._functional is not None:
-            # As Keras runs it: of a layer that returns more than its spec
-            # tells, the next one gets what is told.
+            # The graph that Keras runs: if a layer returns more tensors than
+            # its spec has, the next one gets those of the spec only.
             self._place(functional(self))
             scope.assign()
 
@@ -279,7 +281,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             made = cls(model, name=model.name, **config)
             scope.finish(made)
             return made
-        # Layers that have been built begin with an input layer.
+        # Not needed: a built model's list of layers has its input layer.
         config.pop("build_input_shape", None)
         config.pop("dtype", None)
         layers = config.get("layers")
@@ -293,7 +295,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         return cls(**config)
 
     def _maybe_rebuild(self):
-        # Layers are added one by one: wait until stages can be formed.
+        # Called for each added layer, before there are enough for all stages.
         try:
             self._resolve(self.layers)
         except ValueError:
@@ -329,8 +331,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 except Exception as e:
                     self._name_layer(e, x)
                     raise
-                # Here too: where Keras calls a layer to learn its outputs,
-                # all variables that wait for a value would get it, on the
+                # Within the scope: to infer a spec Keras may call a layer,
+                # which would initialise all variables without values, on the
                 # first device.
                 graph.infer_specs()
             self._place(graph)
@@ -338,9 +340,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         self.built = True
 
     def _name_layer(self, error: Exception, x: Any) -> None:
-        """Adds to an error of the build which layer and stage raised it.
+        """Adds the failing layer and its stage to an error of the build.
 
-        Found by going through the layers once more.
+        They are found by calling the layers once more, on the spec `x`.
         """
         stages = ["a stage not yet known"] * len(self.layers)
         if isinstance(self._config.balance, list):
@@ -350,7 +352,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 for k, count in enumerate(self._config.balance)
                 for _ in range(count)
             ]
-            # Of a model in the list it is that of its first layer.
+            # A model in the list has the stage of its first layer.
             stages = [
                 of_calls[num_calls(self.layers[:i])]
                 for i in range(len(self.layers))
@@ -382,7 +384,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
 
 
 def _revived_layer(config: dict[str, Any], custom_objects: Any) -> keras.Layer:
-    # In HDF5 files layers have no module.
+    # In HDF5 files, a layer's config does not have its Python module.
     if "module" not in config:
         return upstream.layer_from_hdf5(config, custom_objects)
     return keras.saving.deserialize_keras_object(

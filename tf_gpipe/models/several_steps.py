@@ -1,15 +1,16 @@
-"""Training steps that follow one another in one graph.
+"""Several training steps of `steps_per_execution` in one graph.
 
-Keras's `steps_per_execution` runs steps in a loop of TensorFlow, which begins
-a step when all of the one before is done. In one graph a stage begins the
-next step when its own weights are updated:
+Keras runs these steps in a TensorFlow loop, which begins a step when the whole
+previous one is done. In one graph a stage begins the next step as soon as its
+own weights are updated:
 
     device 0   F0 F1 .. .. B0 B1 U F0 F1 .. .. B0 B1 U
     device 1      F0 B0 F1 B1 U  .. F0 B0 F1 B1 U
 
-so that the bubble at the end of a step and that at the beginning of the next
-one are one. What takes the gradients of all stages keeps them apart: a norm
-over all of them, or a loss scale that follows from whether they are finite.
+so that the bubble at the end of a step overlaps with the one at the beginning
+of the next step. Steps do not overlap if an update needs the gradients of all
+stages: clipping by the global norm, or a dynamic loss scale, which depends on
+whether they are all finite.
 """
 
 from collections.abc import Callable
@@ -20,14 +21,15 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 
-# What is traced grows with them, and the gain is that of few.
+# The time of tracing grows with the steps in a graph; the first few give most
+# of the gain.
 _MOST_STEPS = 8
 
 
 def num_in_one_graph(steps: Any) -> int:
-    """Returns how many of `steps_per_execution` are in one graph.
+    """Returns the number of steps in a graph.
 
-    The largest divisor up to 8.
+    The largest divisor of `steps_per_execution` that is at most 8.
     """
     if not isinstance(steps, int):
         return 1
@@ -37,18 +39,18 @@ def num_in_one_graph(steps: Any) -> int:
 def make_train_function(
     model: Any, keras_makes: Callable[..., Any], force: bool
 ) -> None:
-    """Makes the function of a model's training steps, of several in a graph.
+    """Makes a model's `train_function`, with several steps in a graph.
 
     Args:
         model: A pipeline.
-        keras_makes: Its `make_train_function` as Keras has it.
-        force: Boolean, whether to replace one that there is.
+        keras_makes: The `make_train_function` of `keras.Model`, bound to it.
+        force: Boolean, whether to replace an existing function.
     """
     if model.train_function is not None and not force:
         return
     keras_makes(force=force)
     number = num_in_one_graph(model.steps_per_execution)
-    # Keras's own loop runs replicas, and what is run eagerly.
+    # Replicas and eager steps are left to Keras's own loop.
     if number > 1 and not (model.run_eagerly or upstream.strategy_of(model)):
         model.train_function = _in_one_graph(
             model, model.train_function, number
@@ -58,12 +60,12 @@ def make_train_function(
 def _in_one_graph(
     model: Any, one_by_one: Callable[[Iterator], Any], number: int
 ) -> Callable[[Iterator], Any]:
-    """Returns Keras's function of a model's steps with several in one graph.
+    """Returns a `train_function` that runs several steps in one graph.
 
     Args:
         model: A pipeline.
-        one_by_one: That function as Keras makes it, for data that is no
-            `tf.data` iterator.
+        one_by_one: Keras's `train_function`, for data that is no `tf.data`
+            iterator.
         number: Integer, the steps in a graph.
     """
 
@@ -88,7 +90,7 @@ def _in_one_graph(
             if drawn[-1].has_value():
                 logs = run(drawn)
                 continue
-            # With shapes as the dataset tells them, as Keras has them: it
+            # Mini-batches keep the dataset's static shapes, as in Keras, which
             # weighs the losses of outputs by rows if it knows how many.
             for x in drawn:
                 if x.has_value():
@@ -102,5 +104,8 @@ def _in_one_graph(
 
 
 def _given(x: Any) -> Any:
-    """Returns what Keras gives a step: `None` where a dataset has that."""
+    """Returns a component of a mini-batch as Keras passes it to a step.
+
+    A `None` in a dataset arrives as an `Optional`.
+    """
     return None if isinstance(x, tf.experimental.Optional) else x

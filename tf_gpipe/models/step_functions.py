@@ -1,4 +1,4 @@
-"""The functions of a model's steps, made again while it trains."""
+"""Step functions, made again if a callback changes the running model."""
 
 import collections
 import functools
@@ -10,18 +10,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# A `keras.Model` supplies the rest, of which no types are known.
+# The class is mixed into a `keras.Model`, whose attributes have no types.
 _Mixin: Any = object
 
-# Of Keras, where it is given none.
+# Keras's default for arrays.
 _BATCH_SIZE = 32
 
 
 def _remade(kind: str) -> property:
-    """Returns the attribute that Keras keeps the function of a step in.
+    """Returns a property for `train_function` and its like, which remakes it.
 
-    Keras forgets the function when the model is compiled, and calls `None` at
-    the next step if a callback has done so. Here it is made anew at that step.
+    `compile` sets this attribute to `None`. If a callback compiles the model,
+    plain Keras calls `None` at the next step. Here the function is made again
+    when a running model reads the attribute.
+
+    Args:
+        kind: `"train"`, `"test"` or `"predict"`.
     """
     key = f"_{kind}_function"
 
@@ -31,7 +35,8 @@ def _remade(kind: str) -> property:
             self._check_steps()
             number = running.pop(kind)
             try:
-                # It asks for the function itself.
+                # Keras's method reads this property, which returns `None`
+                # while `kind` is not in `running`.
                 getattr(self, f"make_{kind}_function")()
             finally:
                 running[kind] += number
@@ -45,7 +50,12 @@ def _remade(kind: str) -> property:
 
 
 def while_running(kind: str, method: Callable) -> Callable:
-    """Returns a method of Keras that calls the function at each step."""
+    """Wraps `fit`, `evaluate` or `predict`: notes that it runs, and its rows.
+
+    Args:
+        kind: `"train"`, `"test"` or `"predict"`.
+        method: The method.
+    """
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):
@@ -69,9 +79,9 @@ def while_running(kind: str, method: Callable) -> Callable:
 def _rows_of_arrays(
     method: Callable, model: Any, args: tuple, kwargs: dict[str, Any]
 ) -> float:
-    """Returns how many rows the mini-batches of a call of Keras have at most.
+    """Returns the rows of the largest mini-batch that `fit` or its like makes.
 
-    Infinity if that is not known: of anything but arrays.
+    Infinity if that is not known: for any data but arrays.
     """
     try:
         given = inspect.signature(method).bind(model, *args, **kwargs).arguments
@@ -85,14 +95,15 @@ def _rows_of_arrays(
         steps = given.get("steps_per_epoch", given.get("steps"))
         return rows if steps else min(rows, _BATCH_SIZE)
     except (AttributeError, IndexError, OverflowError, TypeError, ValueError):
-        # Of generators, say; or what Keras refuses.
+        # Data without a length, such as a generator, or arguments that Keras
+        # will refuse.
         return math.inf
 
 
 class StepFunctions(_Mixin):
-    """What callbacks change while a model runs takes effect at the next step.
+    """Mixin: changes by callbacks take effect at a running model's next step.
 
-    Mixed into a `keras.Model`, before the class whose `fit` it has.
+    It must come before the `keras.Model` among the bases.
     """
 
     train_function = _remade("train")
@@ -100,9 +111,10 @@ class StepFunctions(_Mixin):
     predict_function = _remade("predict")
 
     def _expect_rows(self, kind: str, rows: float) -> None:
-        """Forgets a function that was traced for fewer rows, where it matters.
+        """Drops a step function traced for fewer micro-batches than needed.
 
-        See `_rows_at_most`.
+        A function is traced for a largest number of rows, as `_rows_at_most`
+        returns it, which bounds its number of micro-batches.
         """
         attributes: Any = vars(self)
         traced = attributes.setdefault("_traced_rows", {})
@@ -112,10 +124,10 @@ class StepFunctions(_Mixin):
             del traced[kind]
 
     def _rows_at_most(self) -> float:
-        """Returns how many rows the mini-batches of a running method have.
+        """Returns the most rows of a mini-batch of the methods that run.
 
-        Asked for while a function is traced whose mini-batches have another
-        number of rows at the end of an epoch, so that it is not known there.
+        Called while a step function is traced. The static number of rows is
+        then unknown, if the last mini-batch of an epoch has fewer.
         """
         attributes: Any = vars(self)
         rows = max(attributes.get("_expected_rows") or [math.inf])
@@ -127,7 +139,7 @@ class StepFunctions(_Mixin):
 
     def _check_steps(self) -> None:
         prepared = vars(self)["_running_steps"]
-        # Which Keras has not looked at: it may be anything.
+        # By `repr`: Keras has not checked the new value, which may be anything.
         if repr(self.steps_per_execution) != repr(prepared):
             raise ValueError(
                 "`steps_per_execution` cannot change while the model runs, "

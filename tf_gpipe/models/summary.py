@@ -15,9 +15,12 @@ def stage_table(
     length: int = layer_costs.NOMINAL_LENGTH,
     line_length: int | None = None,
 ) -> str:
-    """Returns a table with a row a stage, by default as wide as a terminal.
+    """Returns a table with a row a stage.
 
-    `length` is what sizes that are not known count as.
+    Args:
+        pipeline: The `Pipeline`.
+        length: Integer that stands for unknown sizes, such as a sequence's.
+        line_length: Characters of a line. Defaults to the terminal's width.
     """
     stages, schedule = pipeline.stages, pipeline.schedule
     replicas = zip(*(stage.devices for stage in stages), strict=True)
@@ -78,7 +81,7 @@ def stage_table(
 
 
 def _recomputed(pipeline: Pipeline) -> list[str]:
-    """Returns which layers stages recompute, in words."""
+    """Returns lines of text that name the layers each stage recomputes."""
     stages = pipeline.stages
     parts = [pipeline.recomputed(stage.index) for stage in stages]
     keys = [(len(x.nodes), *y) for x, y in zip(stages, parts, strict=True)]
@@ -106,7 +109,7 @@ def _recomputed(pipeline: Pipeline) -> list[str]:
 
 
 def _bubble(pipeline: Pipeline, length: int) -> str:
-    """Returns the share of the time in which devices wait, in words."""
+    """Returns text: the share of the time in which devices wait."""
     schedule, remat = pipeline.schedule, pipeline.remat
     try:
         costs = stage_costs.of_graph(

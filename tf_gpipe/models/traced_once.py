@@ -1,4 +1,4 @@
-"""Steps of Keras that TensorFlow traces once, and quickly."""
+"""Makes TensorFlow trace a Keras step once instead of twice."""
 
 import contextlib
 import functools
@@ -12,14 +12,14 @@ from tf_gpipe.devices import placement
 
 
 def traced_once(step: Callable) -> Callable:
-    """Makes a step create variables outside the trace that it is in.
+    """Wraps a step so that variables it creates are made outside its trace.
 
     TensorFlow throws away a trace that creates variables, such as those of
-    metrics and optimizers, and makes a second one.
+    metrics and optimizers, and traces the step a second time.
     """
 
     def create(next_creator, **kwargs):
-        # Values that are a part of the trace are there in it alone.
+        # An initial value that is a tensor of the trace exists only in it.
         if not callable(kwargs["initial_value"]):
             return next_creator(**kwargs)
         kwargs["experimental_enable_variable_lifting"] = False
@@ -30,7 +30,7 @@ def traced_once(step: Callable) -> Callable:
     def run(self, data):
         with contextlib.ExitStack() as scopes:
             scopes.enter_context(_without_garbage_collection())
-            # Keras creates them before, under a strategy.
+            # Under a strategy Keras has created them before the trace.
             if not tf.distribute.has_strategy():
                 scopes.enter_context(tf.variable_creator_scope(create))
                 scopes.enter_context(placement.eagerly_alone())
@@ -41,10 +41,10 @@ def traced_once(step: Callable) -> Callable:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """A scope in which Python collects no garbage while a step is traced.
+    """A scope that turns Python's garbage collection off during a trace.
 
-    It would go through all that TensorFlow and Keras hold, again and again,
-    for a tenth of the time.
+    Collections would visit all objects of TensorFlow and Keras over and over,
+    and take a tenth of the time of tracing.
     """
     if tf.executing_eagerly() or not gc.isenabled():
         yield

@@ -32,11 +32,11 @@ _FIT = inspect.signature(keras.Model.fit)
 
 
 class Run(NamedTuple):
-    """What `fit` was given, for callbacks that Keras does not tell it.
+    """The arguments and data of a running `fit`, which callbacks need.
 
     Attributes:
         initial_epoch: Integer.
-        callbacks: As given.
+        callbacks: The argument of `fit`, with measuring callbacks first.
         at_end: List of functions that are called when `fit` has ended or
             failed.
         epochs: Keras's iterator over the epochs of the data.
@@ -49,13 +49,14 @@ class Run(NamedTuple):
 
 
 class PipelinedTraining(PipelinedCalls, SeveralHosts):
-    """What a Keras model needs to train through a pipeline, beside calls."""
+    """Mixin: the `fit`, training step and test step of a pipelined model."""
 
-    # Given by `callbacks.Timeline`: a function of the tasks' times.
+    # Set by `callbacks.Timeline`: a function that gets the times of tasks.
     _record_times: Any = None
-    # Of training steps in one graph: a list of the last one's mini-batch.
+    # While several steps are traced in one graph: a list with the previous
+    # step's `MiniBatch`, or an empty one.
     _previous: list | None = None
-    # What `callbacks.Checkpoint` needs to know, while `fit` runs.
+    # While `fit` runs: read by `callbacks.Checkpoint`.
     _training_run: Run | None = None
 
     evaluate = worker_lost.naming_failures(keras.Model.evaluate)
@@ -125,7 +126,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         )
         if self._previous is not None:
             self._previous[:] = [run]
-        # Eagerly, nothing overlaps anyway.
+        # Eager tasks do not overlap, so their order does not matter.
         forwards_first = run.pipeline.schedule.forwards_first
         if forwards_first or tf.executing_eagerly():
             return mini_batch_loss.after_all_forwards(
@@ -134,7 +135,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         return mini_batch_loss.by_micro_batch(self, run, y, sample_weight)
 
     def make_train_function(self, force=False):
-        # Also if Keras has dropped it since the build: replicas need it.
+        # Keras may have dropped the seed since the build. It must be made
+        # again here, outside of the replicas, which cannot create it.
         with self.distribute_strategy.scope():
             seeds.global_seed()
         if self.optimizer is not None:
@@ -218,7 +220,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         try:
             return super().fit(*bound.args[1:], **bound.kwargs)
         finally:
-            # Keras ends no callback of a run that fails.
+            # Keras does not call `on_train_end` if `fit` fails.
             self._stop_recording()
             for end in run.at_end:
                 end()
@@ -226,13 +228,13 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             upstream.start_at_epoch(self, None)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        # The first one is that of `fit`, another one that of a validation.
+        # The first iterator is that of `fit`, a later one of its validation.
         if self._training_run is not None and self._training_run.epochs is None:
             self._note_run(self._training_run._replace(epochs=iterator))
         super()._maybe_symbolic_build(iterator, data_batch)
 
     def _note_run(self, run):
-        # Keras would track an attribute that it sees.
+        # Past `__setattr__`, by which Keras would track it.
         attributes: Any = vars(self)
         attributes["_training_run"] = run
 
@@ -242,7 +244,10 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             self.train_function = None
 
     def _build_optimizer(self):
-        """Makes slots where their weights are, which a trace would not."""
+        """Makes the optimizer's slots, each on the device of its weight.
+
+        Before the step is traced: made in the trace, they would not be there.
+        """
         if self.trainable_variables and not self.optimizer.built:
             with (
                 tf.init_scope(),
@@ -255,7 +260,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     def _scale_loss(self, loss):
         if getattr(self, "optimizer", None) is None:
             return loss
-        # An optimizer that is not built has a constant scale.
+        # Before it is built, a `LossScaleOptimizer` scales by a constant.
         self._build_optimizer()
         return self.optimizer.scale_loss(loss)
 

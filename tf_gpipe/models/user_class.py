@@ -1,4 +1,8 @@
-"""A user's own class of Keras model, kept when a pipeline is made of one."""
+"""Classes derived from a user's own model class and a pipeline's class.
+
+`from_model` makes an instance of such a class, so that the pipeline keeps the
+methods and attributes of the user's model.
+"""
 
 import functools
 import types
@@ -10,10 +14,11 @@ import keras
 
 from tf_gpipe import upstream
 
-# What computes a model's outputs, in whose place the pipeline runs.
+# Methods that compute a model's outputs; the pipeline replaces them.
 CALLS = ("call", "__call__")
 
-# What `compile` and `fit` leave, and what is a model's own.
+# Attributes that are not copied: those that `compile` and `fit` set, and
+# Keras's records of the model itself (its graph, its constructor arguments).
 _NOT_CARRIED = (
     "_auto_config",
     "_compile_config",
@@ -39,7 +44,7 @@ _NOT_CARRIED = (
 )
 
 
-# What a pipeline has beside what its model has.
+# Attributes of pipelines, not copied to a plain model.
 OF_PIPELINES = (
     "_config",
     "_newest_checkpoint",
@@ -53,9 +58,9 @@ OF_PIPELINES = (
 
 
 def overrides(model: keras.Model, name: str) -> bool:
-    """Returns whether a method or property is not Keras's, nor a pipeline's.
+    """Returns whether the user has overridden a method or property.
 
-    Be it by the model's class or by the model alone.
+    In the model's class, or on the instance.
     """
     if name in vars(model):
         return True
@@ -66,20 +71,20 @@ def overrides(model: keras.Model, name: str) -> bool:
 
 
 def kept(model: keras.Model, base: type) -> type:
-    """Returns the class of a pipeline of a model.
+    """Returns the class for a pipeline that is made of a model.
 
     Args:
-        model: What the pipeline is made of.
+        model: The model.
         base: `PipelinedModel`, `PipelinedSequential` or a subclass.
 
     Returns:
         `base`; if `model` is of a user's class, a subclass of both, with the
-        name of the user's class, whose methods come first. What they get from
-        `super()` is the pipeline's.
+        name of the user's class. The user's methods come first, and `super()`
+        in them is the pipeline.
 
     Raises:
-        TypeError: If it overrides what the pipeline replaces.
-        ValueError: If it uses a name that the pipeline has for itself.
+        TypeError: If it overrides what computes the outputs, such as `call`.
+        ValueError: If it uses a name that the pipeline needs for itself.
     """
     cls: Any = type(model)
     _check_calls(model)
@@ -95,7 +100,7 @@ def kept(model: keras.Model, base: type) -> type:
 
 
 def check(model: keras.Model, made: keras.Model) -> None:
-    """Refuses a pipeline that would lose what a model's class overrides.
+    """Refuses a pipeline that would lose the overrides of a model's class.
 
     Raises:
         TypeError: If `made`, which is made of `model`, is not of its class.
@@ -112,12 +117,12 @@ def check(model: keras.Model, made: keras.Model) -> None:
 
 
 def register_for_hdf5(cls: type) -> None:
-    """Lets HDF5 files be loaded, which name classes without their package."""
+    """Registers a class for HDF5 files, whose class names lack the package."""
     keras.saving.get_custom_objects()[cls.__name__] = cls
 
 
 def without_pipeline(cls: type) -> type:
-    """Returns the class that a pipeline keeps, or else Keras's."""
+    """Returns the user's class that a pipeline keeps, or else Keras's class."""
     return next(
         x
         for x in cls.__mro__
@@ -128,11 +133,16 @@ def without_pipeline(cls: type) -> type:
 def carry(
     model: keras.Model, made: keras.Model, without: Collection[str] = ()
 ) -> None:
-    """Gives a pipeline what a model has beside the graph of its layers.
+    """Copies a model's attributes and tracked objects to another model.
 
-    Metrics, hyper-parameters, weights and layers that only a loss uses: all
-    attributes that were set on it, and all that it tracks, in its order. Not
-    what it has been compiled with.
+    Metrics, hyper-parameters, weights and layers that only a loss uses:
+    everything beside the graph of layers, in the order of `model`, but not the
+    state of `compile`.
+
+    Args:
+        model: The model to copy from.
+        made: The pipeline or plain model to copy to.
+        without: Names of attributes that are not copied.
     """
     given = {*vars(made), *without}
     sequential = isinstance(model, keras.Sequential)
@@ -142,7 +152,7 @@ def carry(
         if isinstance(value, types.MethodType) and value.__self__ is model:
             value = types.MethodType(value.__func__, made)
         if sequential and not isinstance(made, keras.Sequential):
-            # A `Sequential` has the weights of its stack alone.
+            # A `keras.Sequential` has no weights but those of its layers.
             with upstream.untracked():
                 setattr(made, name, value)
         else:
@@ -162,10 +172,10 @@ def _class_of_both(cls: type, base: Any) -> type:
     def get_config(self):
         config = super(both, self).get_config()
         if upstream.writes_hdf5():
-            # An HDF5 file, which names the user's class by itself: a plain
-            # model of that class is what can be loaded from it.
+            # An HDF5 file names the user's class itself, so that it is loaded
+            # as a plain model of that class.
             return config
-        # With what Keras needs to make a plain model of the user's class.
+        # The serialised plain model of the user's class.
         name = upstream.registered_name(cls)
         plain = {
             "module": cls.__module__,
@@ -179,7 +189,7 @@ def _class_of_both(cls: type, base: Any) -> type:
         return base.from_config(config, custom_objects)
 
     def __reduce__(self):
-        # Not by a class that no module has.
+        # Pickled by `base`: the derived class is in no module.
         load, args = super(both, self).__reduce__()
         return (getattr(base, load.__name__), *[args])
 
@@ -193,21 +203,24 @@ def _class_of_both(cls: type, base: Any) -> type:
         "get_config": get_config,
     }
     if issubclass(base, keras.Sequential):
-        # Which Python calls for `PipelinedSequential(model, ...)`.
+        # Python calls this one for `PipelinedSequential(model, ...)`, whose
+        # `__new__` returns an instance of the derived class.
         namespace["__init__"] = base.__init__
     if hasattr(cls, "save_to_preset"):
-        # KerasHub's: a preset names the class that loads it.
+        # Saved by the plain model: a preset names the class that loads it, and
+        # KerasHub must find it.
         namespace["save_to_preset"] = _as_plain_model(cls.save_to_preset)
     both: Any = types.new_class(
         cls.__name__, (cls, base), exec_body=lambda body: body.update(namespace)
     )
-    # A saved one is loaded as a pipeline, by the config above.
+    # Files name it like `base`, so that Keras loads a pipeline from the config
+    # above.
     upstream.register_as(both, upstream.registered_name(base))
     return both
 
 
 def _as_plain_model(method: Callable) -> Callable:
-    """Returns a method that the plain model of a pipeline runs."""
+    """Wraps a method to run on the plain model of a pipeline."""
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):
@@ -218,7 +231,7 @@ def _as_plain_model(method: Callable) -> Callable:
 
 @functools.cache
 def _without_init(cls: Any, base: Any) -> type:
-    """Returns a subclass of a pipeline, made as the pipeline is."""
+    """Returns a subclass of `cls` with the `__init__` of `base`."""
     if cls.__init__ is base.__init__:
         return cls
     namespace = {
@@ -235,7 +248,7 @@ def _without_init(cls: Any, base: Any) -> type:
 
 
 def _check_calls(model: keras.Model) -> None:
-    """Refuses a model that computes its outputs in a way of its own."""
+    """Refuses a model that overrides how its outputs are computed."""
     for name in (*CALLS, "_run_through_graph"):
         if overrides(model, name):
             raise TypeError(
@@ -248,7 +261,7 @@ def _check_calls(model: keras.Model) -> None:
 
 
 def _check_names(model: keras.Model, base: type) -> None:
-    """Refuses a model with attributes that are a pipeline's own."""
+    """Refuses a model with attributes whose names a pipeline uses itself."""
     plain = (
         keras.Sequential
         if issubclass(base, keras.Sequential)

@@ -1,4 +1,4 @@
-"""Datasets for `tfds.load` that need no network. Importing registers them."""
+"""Datasets for `tfds.load` without a network. Importing registers them."""
 
 from trainers.datasets.digits import Digits
 from trainers.datasets.django_messages import DjangoMessages

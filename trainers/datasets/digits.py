@@ -7,10 +7,9 @@ import tensorflow_datasets as tfds
 class Digits(tfds.core.GeneratorBasedBuilder):
     """1,797 real handwritten digits of 8x8 pixels, in 10 classes.
 
-    They are the test part of the UCI "Optical Recognition of Handwritten
-    Digits", which scikit-learn carries in its wheel, so that no network is
-    needed. The original grey values, 0 to 16, are stored as `uint8`, 0 to 255,
-    as for any other image.
+    The test part of the UCI "Optical Recognition of Handwritten Digits", which
+    scikit-learn has in its wheel, so that no network is needed. The original
+    grey values, 0 to 16, are scaled to `uint8`, 0 to 255.
 
     The split is fixed and the same in every class: in scikit-learn's order,
     every fifth image of a class is in `test` (355 images), the others are in
@@ -57,7 +56,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
 
 def _load():
-    """Returns images `(n, 8, 8, 1)`, labels `(n,)`, and which are for test."""
+    """Returns images `(n, 8, 8, 1)`, labels `(n,)` and the test set's mask."""
     try:
         from sklearn import datasets
     except ImportError as error:

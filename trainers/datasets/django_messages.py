@@ -11,18 +11,17 @@ from trainers.datasets import message_pairs
 from trainers.datasets import packages
 
 _CATALOGUE = re.compile(r".*/locale/(\w+)/LC_MESSAGES/\w+\.mo")
-# No language has a form for this number alone.
+# A number for which no language has a plural form of its own.
 _MANY = 100
 
 
 class DjangoMessages(message_pairs.MessagePairs):
     """65,443 pairs of 982 English messages and their translations.
 
-    They are in 97 languages: 55,581 pairs in `train`, 3,182 in `validation`,
-    6,680 in `test`. They are read from Django's wheel, BSD-3-Clause. Where a
-    message has plural forms, the English singular is paired with the form for
-    1, and the English plural with the form for 100, which is that for large
-    numbers.
+    In 97 languages: 55,581 pairs in `train`, 3,182 in `validation`, 6,680 in
+    `test`. They are read from Django's wheel, BSD-3-Clause. If a message has
+    plural forms, the English singular is paired with the form for 1, and the
+    English plural with the form for 100, that of large numbers.
 
     Prepare it with `python -m tools.prepare_data django_messages`. See
     `MessagePairs` for features and splits.
@@ -65,14 +64,14 @@ class DjangoMessages(message_pairs.MessagePairs):
 
 
 def _translations(catalogue):
-    """Yields messages and translations of a compiled catalogue, as bytes."""
+    """Yields `(message, translation)` of a compiled catalogue's bytes."""
     translations = gettext.GNUTranslations(io.BytesIO(catalogue))
     for message in _message_ids(catalogue):
         # A context, such as "abbrev. month", stands before the message.
         source = message.rpartition("\4")[2]
         singular, *plural = source.split("\0")
         if not plural:
-            # The empty one stands for the catalogue's header.
+            # The empty message has the catalogue's header as translation.
             if message:
                 yield source, translations.gettext(message)
             continue
@@ -82,9 +81,12 @@ def _translations(catalogue):
 
 
 def _message_ids(catalogue):
-    """Yields the messages: `gettext` has no list, and drops the plurals."""
+    """Yields the message ids of a catalogue, with their plurals.
+
+    `gettext` offers no list of them, and drops the plurals.
+    """
     order = "<" if catalogue.startswith(b"\xde\x12\x04\x95") else ">"
-    # Magic number, version, number of messages, where their table is.
+    # Magic number, version, number of messages, offset of their table.
     _, _, count, table = struct.unpack_from(f"{order}4I", catalogue)
     for index in range(count):
         length, start = struct.unpack_from(

@@ -1,10 +1,10 @@
-"""Fashion-MNIST from Debian's package, as the dataset that TFDS has."""
+"""Prepares TFDS's Fashion-MNIST from the files of a Debian package."""
 
 import tensorflow_datasets as tfds
 
 from trainers.datasets import packages
 
-# The four files, as the images and labels of train and test are called.
+# The names of the four files, images and labels of train and test.
 _FILES = {
     "train_data": "train-images-idx3-ubyte.gz",
     "train_labels": "train-labels-idx1-ubyte.gz",
@@ -18,10 +18,10 @@ class FashionMNIST(
 ):
     """TFDS's own builder, which reads the files of a Debian package.
 
-    It writes what TFDS's builder would write had it downloaded them, so that
-    afterwards plain `tfds.load("fashion_mnist")` finds the dataset prepared.
-    TFDS's builder cannot read Debian's files by itself: they are compressed
-    anew, and have other checksums.
+    It writes the same files as TFDS's builder, so that afterwards plain
+    `tfds.load("fashion_mnist")` finds the dataset prepared. TFDS's builder
+    itself refuses Debian's files: they have been compressed again, and so have
+    other checksums.
     """
 
     name = "fashion_mnist"

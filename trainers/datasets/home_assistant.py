@@ -16,9 +16,9 @@ _FILE = re.compile(r"(.*/translations/(?:\w+\.)?)([\w-]+)\.json")
 class HomeAssistant(message_pairs.MessagePairs):
     """309,903 pairs of 13,411 English messages and their translations.
 
-    They are in 57 languages: 263,812 pairs in `train`, 15,152 in
-    `validation`, 30,939 in `test`. They are read from Home Assistant's wheel,
-    Apache-2.0. A message and its translation have the same key.
+    In 57 languages: 263,812 pairs in `train`, 15,152 in `validation`, 30,939 in
+    `test`. They are read from Home Assistant's wheel, Apache-2.0, in which a
+    message and its translation have the same key.
 
     Prepare it with `python -m tools.prepare_data home_assistant`. See
     `MessagePairs` for features and splits.
@@ -65,7 +65,7 @@ class HomeAssistant(message_pairs.MessagePairs):
 
 
 def _strings(text):
-    """Returns the strings of nested JSON objects, by the path of keys."""
+    """Returns the strings in nested JSON objects, by their tuple of keys."""
     strings = {}
     remaining = [((), json.loads(text))]
     while remaining:

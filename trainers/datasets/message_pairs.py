@@ -1,4 +1,4 @@
-"""The messages of a program in English and other languages, as pairs."""
+"""Base of datasets of a program's messages and their translations."""
 
 import abc
 import hashlib
@@ -8,9 +8,9 @@ import zipfile
 
 import tensorflow_datasets as tfds
 
-# Of the English messages, not of the pairs. The same for all datasets: a
-# message that two of them have is then in the same split of both. As there are
-# few messages, the test gets more of them than it would of independent pairs.
+# Shares of the English messages, not of the pairs. The same for all datasets,
+# so that a message in two of them is in the same split of both. The share of
+# the test is large because there are few messages.
 _TEST = 0.10
 _VALIDATION = 0.05
 
@@ -26,18 +26,17 @@ class MessagePairs(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     - `target`: its translation.
 
     Texts are in Unicode's normal form NFC, without white space at the ends.
-    Pairs that are equal in all three are there once; pairs whose target is
-    their source, or where one is empty, are left out. A message that has
-    several translations into a language, for several contexts, stays in
-    several pairs.
+    Duplicates of all three are removed, and so are pairs whose target equals
+    the source or where one of them is empty. A message with several
+    translations into a language, for several contexts, has several pairs.
 
-    The split of a pair follows from a hash of its source, without case and
+    The split of a pair is determined by a hash of its source, without case and
     white space: a source is in the same split for all languages, and in all
     datasets of this kind. `test` has about 10 % of the sources, `validation`
     5 %, `train` 85 %.
 
-    The dataset's `info.metadata` tells package, version, licence and SHA-256,
-    and lists `languages`.
+    The dataset's `info.metadata` has package, version, licence, SHA-256 and
+    `languages`.
 
     Subclasses set `PACKAGE` and `MANUAL_DOWNLOAD_INSTRUCTIONS`, and override
     `_info`, by `self._message_info`, and `_messages`.
@@ -63,7 +62,7 @@ class MessagePairs(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     @abc.abstractmethod
     def _messages(self, archive):
-        """Yields `(language, source, target)` as the wheel has them.
+        """Yields `(language, source, target)` as they are in the wheel.
 
         Args:
             archive: `zipfile.ZipFile`, the wheel.
@@ -93,7 +92,7 @@ class MessagePairs(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 
 def clean(messages):
-    """Returns usable pairs, each once, in an order of their own.
+    """Normalises pairs, and drops duplicates and untranslated ones.
 
     Args:
         messages: Iterable of `(language, source, target)`.

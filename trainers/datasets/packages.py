@@ -1,4 +1,4 @@
-"""Packages of PyPI and Debian that carry data."""
+"""Packages of PyPI and Debian that datasets are read from."""
 
 import dataclasses
 import gzip
@@ -11,7 +11,7 @@ from trainers.command_line import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Package:
-    """One version of a package, of which files are read.
+    """One version of a package, and the files that are read from it.
 
     Attributes:
         name: String, its name in the registry.
@@ -21,8 +21,8 @@ class Package:
             directory.
         sha256: Dictionary from the name of each file that is read to the
             SHA-256 of its content, in hexadecimal. For a name that ends in
-            `.gz` that is the content without compression, so that it does
-            not matter who compressed it.
+            `.gz` it is the uncompressed content, so that files compressed by
+            another program are accepted.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Package:
     sha256: dict[str, str]
 
     def check(self, directory):
-        """Checks that all files are in a directory, and are the right ones.
+        """Checks that a directory has all files, with these SHA-256.
 
         Args:
             directory: Path.
@@ -68,7 +68,7 @@ class Package:
         )
 
     def metadata(self):
-        """Returns where the data comes from, as a dictionary for JSON."""
+        """Returns name, version, licence and SHA-256 as a dict for JSON."""
         return {
             "package": self.name,
             "version": self.version,
