@@ -13,6 +13,7 @@ from tf_gpipe import progress
 from tf_gpipe.devices import placement
 from tf_gpipe.partition import sizes
 from tf_gpipe.planning import choice
+from tf_gpipe.planning import optimizers
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.candidates import candidates
 from tf_gpipe.planning.choice import Chooser
@@ -37,6 +38,7 @@ _NUM_RANKED = 6
 _NUM_RIVALS = 3
 
 
+@progress.shows
 def tune(
     layers: Sequence[keras.Layer] | keras.Model,
     input_spec: Any,
@@ -205,7 +207,7 @@ def _measured_times(known, machine, fixed, until) -> LayerTimes:
 def _tried(ranked, layers, known, optimizer, until):
     """Returns the choices with those that were tried first, and their times."""
     spec = known.input_spec
-    optimizer = keras.optimizers.get(optimizer)
+    optimizer = optimizers.get(optimizer)
     left = list(ranked)
     done: list[Choice] = []
     tried: dict[int, float] = {}
