@@ -4,6 +4,7 @@ Each takes the name that users know an argument by, and its value, which may be
 anything: an array is neither true nor false, and equal to nothing.
 """
 
+import difflib
 import math
 import numbers
 import os
@@ -72,6 +73,23 @@ def boolean(name: str, value: Any) -> None:
         )
 
 
+def near(names: Iterable, known: Iterable) -> str:
+    """Returns which names were meant, as the end of an error.
+
+    Args:
+        names: What was received; what is no string is like none.
+        known: What there is, likewise.
+    """
+    choices = [x for x in known if isinstance(x, str)]
+    found = [
+        match
+        for name in names
+        if isinstance(name, str)
+        for match in difflib.get_close_matches(name, choices, 1)
+    ]
+    return f". Did you mean {', '.join(found)}?" if found else ""
+
+
 def one_of(name: str, value: Any, choices: Sequence, more: str = "") -> None:
     """Refuses what is none of some strings, or `None`.
 
@@ -88,7 +106,7 @@ def one_of(name: str, value: Any, choices: Sequence, more: str = "") -> None:
     if not known or value not in choices:
         raise ValueError(
             f"`{name}` must be one of {list(choices)}{more}. Received: "
-            f"{name}={value!r}"
+            f"{name}={value!r}{near([value], choices)}"
         )
 
 

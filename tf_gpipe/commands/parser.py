@@ -1,10 +1,10 @@
 """A parser of flags whose errors are one line, and say what was meant."""
 
 import argparse
-import difflib
 import re
-from collections.abc import Iterable
 from typing import NoReturn
+
+from tf_gpipe.checks import near
 
 # What argparse says of a value that is none of those that it may be, and of
 # flags that there are not.
@@ -52,14 +52,3 @@ class Parser(argparse.ArgumentParser):
             flags = [x.partition("=")[0] for x in unknown[1].split()]
             message += near(flags, self._option_string_actions)
         self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def near(names: Iterable[str], known: Iterable[str]) -> str:
-    """Returns which names were meant, as the end of an error."""
-    known = list(known)
-    found = [
-        match
-        for name in names
-        for match in difflib.get_close_matches(name, known, 1)
-    ]
-    return f". Did you mean {', '.join(found)}?" if found else ""

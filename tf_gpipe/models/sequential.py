@@ -1,5 +1,6 @@
 """`PipelinedSequential`, a `keras.Sequential` trained as a pipeline."""
 
+import inspect
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -210,6 +211,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             user_class.carry(model, self)
             # Of one that is frozen Keras trains nothing, whatever is in it.
             self._trainable = trainable and model.trainable
+
+    # What `help` shows, which asks `__new__` first.
+    __new__.__signature__ = inspect.signature(__init__)  # type: ignore
 
     def add(self, layer, rebuild=True):
         self._pipeline = None

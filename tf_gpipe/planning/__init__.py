@@ -10,6 +10,7 @@ layer_times    how long layers take on a device
 speeds         how fast devices are
 known_layers   the layers without values, and what they do
 planned_graph  the model with all sizes and no values
+optimizers     the optimizer whose slots are planned
 plans          what a plan tells, as data
 plan_table     a plan as people read it
 plan_files     plans in files

@@ -28,6 +28,11 @@ class Sizes(NamedTuple):
             rest of `stored`, all at once.
         slices: What a backward pass leaves until the end of the step, where
             those of all micro-batches are put together.
+
+    Example:
+
+    >>> Sizes(fixed=10, inputs=1, stored=4).added  # by a recomputation
+    4
     """
 
     fixed: float = 0
@@ -40,11 +45,15 @@ class Sizes(NamedTuple):
 
     @property
     def added(self) -> float:
-        """What a recomputation adds to what is kept."""
+        """Float, what a recomputation adds to what is kept."""
         return self.stored - self.kept if self.again is None else self.again
 
     def left(self, again: bool) -> float:
-        """Returns what a forward pass leaves, to be computed `again` or not."""
+        """Returns what a forward pass leaves.
+
+        Args:
+            again: Boolean, whether the micro-batch is recomputed.
+        """
         return self.inputs + (self.kept if again else self.stored)
 
 
