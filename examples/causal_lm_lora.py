@@ -1,7 +1,8 @@
 """Fine-tune a causal language model with LoRA in two stages, and generate.
 
-Tiny and without a download; `GemmaCausalLM.from_preset(...)` and the like take
-the place of `task`.
+The model is tiny, and nothing is downloaded but KerasHub: `pip install
+keras-hub`. `keras_hub.models.GemmaCausalLM.from_preset("gemma_2b_en")` and the
+like take the place of `task`.
 """
 
 import keras

@@ -1,7 +1,8 @@
 """A contrastive loss in a loop of your own, the pipeline as a layer in it.
 
 Two noisy views of each digit shall be closer than those of other digits: the
-loss compares the rows of a batch, outside of the pipeline.
+loss compares the rows of a batch, outside of the pipeline. The digits are
+scikit-learn's: `pip install scikit-learn`.
 """
 
 import keras

@@ -1,8 +1,8 @@
 """Fine-tune a KerasHub classifier of texts in two stages.
 
-Tiny, and with weights drawn at random, so that nothing is downloaded. With a
-preset, replace `task` by
-`keras_hub.models.TextClassifier.from_preset("bert_base_en", num_classes=2)`.
+The model is tiny and its weights are drawn at random, so that nothing is
+downloaded but KerasHub: `pip install keras-hub`. With a preset, replace `task`
+by `keras_hub.models.TextClassifier.from_preset("bert_base_en", num_classes=2)`.
 """
 
 import keras

@@ -1,6 +1,6 @@
 """Digits from scratch: a classifier in two stages, trained and exported.
 
-scikit-learn's 8 x 8 digits come with it: `pip install scikit-learn`.
+The digits, of 8 x 8 pixels, are scikit-learn's: `pip install scikit-learn`.
 """
 
 import keras
@@ -30,7 +30,6 @@ model = tf_gpipe.PipelinedSequential(
     ],
     num_stages=2,
     num_micro_batches=4,
-    balance="flops",
     devices=devices,
 )
 model.compile(

@@ -1,7 +1,8 @@
 """Transfer learning: a frozen ResNet under a new head, in two stages.
 
 Give `weights="imagenet"` for the real thing, which is downloaded. Here the base
-has random weights and sees digits at 32 x 32, from scikit-learn.
+has random weights and sees scikit-learn's digits, enlarged to 32 x 32 pixels:
+`pip install scikit-learn`.
 """
 
 import keras
@@ -27,7 +28,7 @@ features = keras.layers.LayerNormalization()(features)
 plain = keras.Model(inputs, keras.layers.Dense(10)(features))
 
 model = tf_gpipe.PipelinedModel.from_model(
-    plain, num_stages=2, num_micro_batches=4, balance="flops", devices=devices
+    plain, num_stages=2, num_micro_batches=4, devices=devices
 )
 model.compile(
     keras.optimizers.Adam(1e-2),

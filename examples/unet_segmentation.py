@@ -34,7 +34,7 @@ plain = model_zoo.get(
     num_classes=2,
 )
 model = tf_gpipe.PipelinedModel.from_model(
-    plain, num_stages=2, num_micro_batches=4, balance="flops", devices=devices
+    plain, num_stages=2, num_micro_batches=4, devices=devices
 )
 model.compile(
     keras.optimizers.Adam(3e-3),

@@ -13,6 +13,7 @@ import model_zoo
 import tf_gpipe
 from tf_gpipe.planning.plans import Rival
 from tf_gpipe.planning.plans import StagePlan
+from tf_gpipe.schedule import memory
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule import search
 from tf_gpipe.schedule import simulate
@@ -41,11 +42,14 @@ PARTS = (
     simulate.Span,
     simulate.Times,
     simulate.simulate,
+    memory.Sizes,
     tasks.Task,
     timeline.chrome_trace,
     timeline.picture,
     timeline.text_chart,
 )
+# Their examples are those of what they are parts of.
+WITHOUT_EXAMPLE = (Rival, report.Difference, simulate.Span)
 # They do more, less or other than of a plain model, and say so.
 OWN_WORDS = (
     "call",
@@ -120,7 +124,7 @@ class PublicNamesTest(parameterized.TestCase, tf.test.TestCase):
         returns = inspect.signature(thing).return_annotation
         if inspect.isfunction(thing) and returns is not None:
             self.assertRegex(words, "Returns:|Returns ")
-        if thing not in PARTS or inspect.isfunction(thing):
+        if thing not in WITHOUT_EXAMPLE:
             self.assertRegex(words, r"(?m)^Example:\n\n(>>> |```python)")
 
     @parameterized.parameters(*MEMBERS)
@@ -129,6 +133,11 @@ class PublicNamesTest(parameterized.TestCase, tf.test.TestCase):
         words = inspect.getdoc(getattr(member, "__func__", member))
         self.assertTrue(words, key)
         self.check_arguments(member, words)
+        if not isinstance(member, property):
+            function = getattr(member, "__func__", member)
+            returns = inspect.signature(function).return_annotation
+            if returns not in (None, inspect.Signature.empty):
+                self.assertRegex(words, "Returns:|Returns ", key)
 
     def check_arguments(self, thing, words):
         """Each argument is there by its name, after `Args:`."""
@@ -190,6 +199,13 @@ class PublicNamesTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(
             inspect.signature(method).parameters.keys(),
             inspect.signature(getattr(keras.Model(), name)).parameters.keys(),
+        )
+
+    @parameterized.parameters(*PIPELINES)
+    def test_help_of_a_class(self, cls):
+        self.assertEqual(
+            [*inspect.signature(cls).parameters],
+            arguments(cls),
         )
 
     def test_reference(self):

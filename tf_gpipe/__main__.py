@@ -1,6 +1,6 @@
 """Commands of tf_gpipe, a library of pipeline parallelism for Keras.
 
-python -m tf_gpipe COMMAND [FLAGS]
+tf-gpipe COMMAND [FLAGS], or python -m tf_gpipe COMMAND [FLAGS]
 """
 
 import importlib
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         print("\npython -m tf_gpipe COMMAND --help lists the flags of one.")
         return 0
     if name not in COMMANDS:
-        from tf_gpipe.commands.parser import near
+        from tf_gpipe.checks import near
 
         print(
             f"tf_gpipe: unknown command. Expected one of: "

@@ -5,6 +5,7 @@ of any type: an array, for example, can neither be tested for truth nor compared
 with `==`.
 """
 
+import difflib
 import math
 import numbers
 import os
@@ -74,6 +75,23 @@ def boolean(name: str, value: Any) -> None:
         )
 
 
+def near(names: Iterable, known: Iterable) -> str:
+    """Returns which names were meant, as the end of an error.
+
+    Args:
+        names: What was received; what is no string is like none.
+        known: What there is, likewise.
+    """
+    choices = [x for x in known if isinstance(x, str)]
+    found = [
+        match
+        for name in names
+        if isinstance(name, str)
+        for match in difflib.get_close_matches(name, choices, 1)
+    ]
+    return f". Did you mean {', '.join(found)}?" if found else ""
+
+
 def one_of(name: str, value: Any, choices: Sequence, more: str = "") -> None:
     """Checks that a value is one of some strings, or `None` if allowed.
 
@@ -90,7 +108,7 @@ def one_of(name: str, value: Any, choices: Sequence, more: str = "") -> None:
     if not known or value not in choices:
         raise ValueError(
             f"`{name}` must be one of {list(choices)}{more}. Received: "
-            f"{name}={value!r}"
+            f"{name}={value!r}{near([value], choices)}"
         )
 
 

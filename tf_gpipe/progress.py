@@ -1,44 +1,71 @@
-"""Progress bars of commands, shown on terminals only.
+"""Progress bars, shown on terminals only.
 
-A library function reports its progress by `track` and `doing`; a bar shows it
-if the calling command has entered `shown`. This module imports no TensorFlow.
+A function that takes long reports its progress by `track` and `doing`; the
+command or public function that was called shows the bars, by `shown`. This
+module imports no TensorFlow.
 """
 
 import contextlib
 import contextvars
+import functools
 import sys
+import threading
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sized
 from typing import Any
+from typing import ParamSpec
 from typing import TypeVar
 
 import rich.console
 import rich.progress
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _BAR: contextvars.ContextVar[rich.progress.Progress | None] = (
     contextvars.ContextVar("bar", default=None)
 )
+# Whether a scope has decided on bars for what runs within it.
+_DECIDED = contextvars.ContextVar("decided", default=False)
+# Seconds that a function may take without a bar.
+_PATIENCE = 1.0
 
 
 @contextlib.contextmanager
-def shown(wanted: bool = True) -> Iterator[None]:
+def shown(wanted: bool = True, after: float = 0.0) -> Iterator[None]:
     """A scope in which bars are shown, if stdout and stderr are terminals.
 
-    Bars are written to standard error, and are removed when they are full.
+    Bars are written to standard error, and are removed when they are full. A
+    scope within another one changes nothing.
 
     Args:
         wanted: Boolean, whether to show bars at all: `False` for a command that
             prints JSON.
+        after: Float, the seconds after which bars are shown, if the scope has
+            not ended by then.
     """
-    console = rich.console.Console(stderr=True)
-    # Python's current stdout: under `contextlib.redirect_stdout` it is no
-    # terminal.
-    if not (wanted and console.is_terminal and sys.stdout.isatty()):
+    if _DECIDED.get():
         yield
         return
-    with rich.progress.Progress(
+    # As it is now: what runs within the scope may redirect it.
+    console = rich.console.Console(file=sys.stderr)
+    # Those of Python: `contextlib.redirect_stdout` is none.
+    terminals = console.is_terminal and getattr(sys.stdout, "isatty", bool)()
+    decided = _DECIDED.set(True)
+    try:
+        if wanted and terminals:
+            with _bar_on(console, after):
+                yield
+        else:
+            yield
+    finally:
+        _DECIDED.reset(decided)
+
+
+@contextlib.contextmanager
+def _bar_on(console: rich.console.Console, after: float) -> Iterator[None]:
+    bar = rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
         rich.progress.MofNCompleteColumn(),
@@ -48,12 +75,44 @@ def shown(wanted: bool = True) -> Iterator[None]:
         # Text printed meanwhile is not moved to the bar's stream.
         redirect_stdout=False,
         redirect_stderr=False,
-    ) as bar:
-        token = _BAR.set(bar)
-        try:
-            yield
-        finally:
-            _BAR.reset(token)
+    )
+    start = threading.Timer(after, bar.start)
+    start.daemon = True
+    token = _BAR.set(bar)
+    try:
+        if after:
+            start.start()
+        else:
+            bar.start()
+        yield
+    finally:
+        _BAR.reset(token)
+        if after:
+            start.cancel()
+            start.join()
+        bar.stop()
+
+
+def shows(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorates a public function that takes long, so that bars are shown."""
+
+    @functools.wraps(function)
+    def with_bars(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with shown(after=_PATIENCE):
+            return function(*args, **kwargs)
+
+    return with_bars
+
+
+def say(text: str) -> None:
+    """Prints a line at once, above the bars where there are some."""
+    bar = _BAR.get()
+    if bar is None:
+        print(text, flush=True)
+    else:
+        bar.console.print(
+            text, soft_wrap=True, markup=False, highlight=False, emoji=False
+        )
 
 
 def track(

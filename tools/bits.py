@@ -25,6 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras  # noqa: E402
 
 import tf_gpipe  # noqa: E402
+from tf_gpipe import progress  # noqa: E402
 from tf_gpipe.commands import devices  # noqa: E402
 from tf_gpipe.schedule import schedules  # noqa: E402
 from tools.random_models.drawing import Drawing  # noqa: E402
@@ -97,12 +98,14 @@ def main(argv=None):
     if args.compare:
         before = json.loads(args.compare.read_text())
     digests, different = {}, []
-    for cell in itertools.product(args.seeds, _SCHEDULES, _REMAT):
-        name = "/".join(map(str, cell))
-        digests[name] = digest(*cell)
-        if args.compare and digests[name] != before.get(name):
-            different.append(name)
-            print(f"{name} differs", flush=True)
+    cells = [*itertools.product(args.seeds, _SCHEDULES, _REMAT)]
+    with progress.shown():
+        for cell in progress.track(cells, "training"):
+            name = "/".join(map(str, cell))
+            digests[name] = digest(*cell)
+            if args.compare and digests[name] != before.get(name):
+                different.append(name)
+                progress.say(f"{name} differs")
     if args.record:
         args.record.write_text(json.dumps(digests, indent=1))
         print(f"{len(digests)} digests of tf_gpipe {tf_gpipe.__version__}")

@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 
+from tf_gpipe import progress
 from tf_gpipe.checkpoints import state
 from tf_gpipe.checkpoints import store
 from tf_gpipe.commands.flags import positive
@@ -237,12 +238,14 @@ def chaos(kinds, kills, seed, num_epochs, every_steps, directory):
         workdir.mkdir()
     start = time.monotonic()
     whole = Run(workdirs[0], num_epochs, every_steps, restarts=0)
-    whole.wait(lambda: False)
+    with progress.doing("training without faults"):
+        whole.wait(lambda: False)
     seconds = [time.monotonic() - start]
     start = time.monotonic()
     run = Run(workdirs[1], num_epochs, every_steps, restarts=10 * kills)
-    series = losses_of_kills(run, kinds, kills, random.Random(seed))
-    run.wait(lambda: False, seconds=3600)
+    with progress.doing(f"training, with {kills} kills"):
+        series = losses_of_kills(run, kinds, kills, random.Random(seed))
+        run.wait(lambda: False, seconds=3600)
     seconds.append(time.monotonic() - start)
     for each in (whole, run):
         if each.process.returncode:
@@ -305,7 +308,7 @@ def main(argv=None):
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     kinds = [*_VICTIMS] if args.of == "both" else [args.of]
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, progress.shown():
         found = chaos(
             kinds,
             args.kills,

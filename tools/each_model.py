@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 
+from tf_gpipe import progress
 from tools import child_process
 from tools.command_line import positive_number
 
@@ -47,17 +48,19 @@ def command(doc, models, trial, path, markdown):
         found = found_in(args.file)
         args.file.parent.mkdir(parents=True, exist_ok=True)
         rows = []
-        for names in models():
-            if not names[0].startswith(wanted):
-                continue
-            row = found.get(names)
-            if row is None:
-                row = {"names": names, **tried(trial, names, args.timeout)}
-                with args.file.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            rows.append(row)
-            if args.json:
-                print(json.dumps(row), flush=True)
+        chosen = [x for x in models() if x[0].startswith(wanted)]
+        with progress.shown(not args.json):
+            for names in progress.track(chosen, "trying"):
+                row = found.get(names)
+                if row is None:
+                    with progress.doing(names[0]):
+                        row = tried(trial, names, args.timeout)
+                    row = {"names": names, **row}
+                    with args.file.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                rows.append(row)
+                if args.json:
+                    print(json.dumps(row), flush=True)
         if not args.json:
             print(markdown(rows))
         return 0

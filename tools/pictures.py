@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 
+from tf_gpipe import progress
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import simulate
@@ -107,10 +108,11 @@ def main(argv=None):
             parser.error(
                 f"unknown picture: {name!r} (choose from {', '.join(PICTURES)})"
             )
-    for name in args.names or PICTURES:
-        path = FOLDER / f"{name}.png"
-        PICTURES[name](path)
-        print(path.relative_to(ROOT))
+    with progress.shown():
+        for name in progress.track(args.names or [*PICTURES], "drawing"):
+            path = FOLDER / f"{name}.png"
+            PICTURES[name](path)
+            progress.say(str(path.relative_to(ROOT)))
 
 
 if __name__ == "__main__":

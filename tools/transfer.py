@@ -8,6 +8,7 @@ paper on a small scale, several times, and prints mean and spread.
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import re
@@ -18,6 +19,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from tf_gpipe import progress
 from tools import child_process
 from tools.command_line import positive
 
@@ -53,14 +55,16 @@ def main(argv=None):
     )
     args = parser.parse_args(argv)
     found = {"from scratch": [], "fine-tuned": []}
-    for seed in range(args.num_seeds):
-        for kind, flags in (
-            ("from scratch", []),
-            ("fine-tuned", [f"--init_from={args.init_from}"]),
-        ):
-            flags = [f"--flagfile={args.recipe}", f"--seed={seed}", *flags]
-            found[kind].append(_accuracy(flags))
-            print(f"{kind}, seed {seed}: {found[kind][-1]:.4f}", flush=True)
+    of_kinds = {
+        "from scratch": [],
+        "fine-tuned": [f"--init_from={args.init_from}"],
+    }
+    runs = [*itertools.product(range(args.num_seeds), of_kinds)]
+    with progress.shown(not args.json):
+        for seed, kind in progress.track(runs, "training"):
+            flags = [f"--flagfile={args.recipe}", f"--seed={seed}"]
+            found[kind].append(_accuracy(flags + of_kinds[kind]))
+            progress.say(f"{kind}, seed {seed}: {found[kind][-1]:.4f}")
     table = Table("", "test accuracy", "lowest", "highest")
     for kind, values in found.items():
         numbers = (statistics.mean(values), min(values), max(values))

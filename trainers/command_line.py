@@ -12,8 +12,8 @@ from absl import app
 from absl import flags
 from absl import logging
 
+from tf_gpipe.checks import near
 from tf_gpipe.commands import supervise
-from tf_gpipe.commands.parser import near
 from trainers.interruption import Stopped
 
 # absl's functions by the type of a flag's value.

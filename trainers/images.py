@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from trainers import datasets  # noqa: F401 (registers ours with TFDS)
+from trainers import datasets
 from trainers import devices
 from trainers.augmentation import Augmentation
 from trainers.command_line import UserError
@@ -191,7 +191,7 @@ def load(name, data_dir=None, image_size=None):
             decoders={"image": tfds.decode.SkipDecoding()},
         )
     except tfds.core.DatasetNotFoundError as error:
-        raise UserError(f"TFDS has no dataset {name!r}.") from error
+        raise datasets.not_found(name) from error
     # Any error of the dataset's own code, the network or the disk.
     except Exception as error:
         raise UserError(f"Cannot load dataset {name!r}: {error}") from error

@@ -8,6 +8,7 @@ import keras
 
 import model_zoo
 import tf_gpipe
+from tf_gpipe import progress
 from tf_gpipe.callbacks import Checkpoint
 from tf_gpipe.callbacks import Timeline
 from tf_gpipe.checkpoints.store import CheckpointError
@@ -211,6 +212,7 @@ class Job:
                 f"workdir={self.workdir}"
             )
 
+    @progress.shows
     def predict(self, model, batches):
         """Returns the trained model's predictions for `batches`, an array.
 
@@ -218,7 +220,11 @@ class Job:
             UserError: If nothing has been trained.
         """
         self._check_trained()
-        with told_in_one_line(self.workdir), averaged(model):
+        with (
+            progress.doing("predicting"),
+            told_in_one_line(self.workdir),
+            averaged(model),
+        ):
             return model.predict(batches, verbose=0)
 
     def build(self, make):
@@ -377,11 +383,15 @@ class Job:
             if self._place:
                 self._place.unlock()
 
+    @progress.shows
     def evaluate(self, model, batches):
         """Returns the loss and metrics of `model.evaluate`, as a dictionary."""
-        with told_in_one_line(self.workdir):
-            with averaged(model):
-                return model.evaluate(batches, verbose=0, return_dict=True)
+        with (
+            progress.doing("testing"),
+            told_in_one_line(self.workdir),
+            averaged(model),
+        ):
+            return model.evaluate(batches, verbose=0, return_dict=True)
 
     def _timeline(self):
         if self.config.timeline is None:

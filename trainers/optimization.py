@@ -9,6 +9,7 @@ from absl import flags
 
 from model_zoo import hyper_parameters
 from tf_gpipe.commands.flags import keyword_arguments
+from tf_gpipe.planning import optimizers
 from trainers.command_line import UserError
 from trainers.command_line import define_flags
 from trainers.command_line import setting
@@ -99,9 +100,9 @@ class Optimization:
         if self.ema is not None:
             config |= {"use_ema": True, "ema_momentum": self.ema}
         try:
-            # By the class, since `keras.optimizers.get` with a configuration
-            # expects serialised arguments.
-            optimizer = type(keras.optimizers.get(self.optimizer))
+            # By the class, since `get` with a configuration expects serialised
+            # arguments.
+            optimizer = type(optimizers.get(self.optimizer))
             hyper_parameters.check(optimizer, self.optimizer_args)
             return optimizer(**config)
         except (TypeError, ValueError) as error:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from trainers import datasets  # noqa: F401 (registers ours with TFDS)
+from trainers import datasets
 from trainers.command_line import UserError
 from trainers.datasets import message_pairs
 
@@ -186,7 +186,7 @@ def _read(name, data_dir, split):
             for language, texts in found.items():
                 yield language, *texts
     except tfds.core.DatasetNotFoundError as error:
-        raise UserError(f"TFDS has no dataset {name!r}.") from error
+        raise datasets.not_found(name) from error
     except UserError:
         raise
     # Any error of the dataset's own code, the network or the disk.

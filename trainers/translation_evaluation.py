@@ -131,7 +131,7 @@ def _save(scores, workdir):
         translation_scores.save(scores, path)
         translation_scores.draw(scores, picture)
     except ImportError:
-        print(f"Saved {path}. A picture needs: pip install tf_gpipe[plot]")
+        print(f"Saved {path}. A picture needs: pip install matplotlib")
     except OSError as error:
         raise UserError(f"Cannot write to --workdir: {error}") from error
     else:

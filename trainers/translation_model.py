@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 from tf_gpipe.checkpoints.store import Store
+from tf_gpipe.checks import near
 from trainers.command_line import UserError
 from trainers.sentence_pairs import Direction
 from trainers.vocabulary import Vocabulary
@@ -125,7 +126,7 @@ class TranslationModel:
             raise UserError(
                 "--to must be a language that the model was trained to "
                 f"translate into: {', '.join(self.targets)}. Received: "
-                f"--to={'' if language is None else language}"
+                f"--to={language or ''}{near([language or ''], self.targets)}"
             )
         return language
 

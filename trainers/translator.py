@@ -3,6 +3,7 @@
 import numpy as np
 
 from model_zoo import decoding
+from tf_gpipe import progress
 from trainers import placeholders
 from trainers.datasets import message_pairs
 from trainers.weight_averages import averaged
@@ -41,6 +42,7 @@ class Translator:
         self._beam_size = beam_size
         self._length_penalty = length_penalty
 
+    @progress.shows
     def translate(self, texts, languages):
         """Returns translations.
 
@@ -71,7 +73,8 @@ class Translator:
         rows = max(1, _BATCH // self._beam_size)
         translations = [""] * len(texts)
         with averaged(self._model):
-            for start in range(0, len(order), rows):
+            starts = range(0, len(order), rows)
+            for start in progress.track(starts, "translating"):
                 selected = order[start : start + rows]
                 decoded = self._decode([sources[i] for i in selected])
                 for i, text in zip(selected, decoded, strict=True):

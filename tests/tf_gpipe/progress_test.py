@@ -16,9 +16,12 @@ package = types.ModuleType("tf_gpipe")
 package.__path__ = [{path!r}]
 sys.modules["tf_gpipe"] = package
 from tf_gpipe import progress
-with progress.shown({wanted}):
+@progress.shows
+def count():
     for i in progress.track(range(3), "counting"):
-        print(i)
+        progress.say(str(i))
+with progress.shown({wanted}):
+    count()
 """
 
 

@@ -242,7 +242,8 @@ class ImagesTest(TestCase):
         self.assertNotAllEqual(whole, epochs(0, 3, seed=1))
 
     @parameterized.parameters(
-        ("nonsuch", "no dataset 'nonsuch'"),
+        ("nonsuch", r"no dataset 'nonsuch'\."),
+        ("digit", r"no dataset 'digit'. Did you mean digits\?"),
         ("tiny_images_of_any_shape", "--image_size"),
     )
     def test_unusable(self, name, message):

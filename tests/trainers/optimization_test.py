@@ -75,6 +75,7 @@ class OptimizationTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         ({"optimizer": "nonsuch"}, "--optimizer=nonsuch"),
+        ({"optimizer": "adm"}, r"Did you mean adam\?"),
         ({"optimizer_args": {"rho": 1.0}}, "rho"),
         ({"optimizer_args": {"use_ema": True}}, "flags of their own.*use_ema"),
         ({"decay_rate": 0.5}, "--decay_rate is for .* Received: cosine"),

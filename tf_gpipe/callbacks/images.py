@@ -31,7 +31,7 @@ class Images:
         if importlib.util.find_spec("tensorboard") is None:
             raise ImportError(
                 "Logs for TensorBoard need it. Install it with "
-                "`pip install tf_gpipe[plot]`."
+                "`pip install tensorboard`."
             )
         self._folder = os.path.join(
             checks.path("log_dir", log_dir, "a directory"), _RUN

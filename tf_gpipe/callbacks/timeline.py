@@ -65,7 +65,7 @@ class Timeline(StepTimes):
         TypeError, ValueError: If an argument is not valid, or a path cannot
             be written.
         ImportError: If what a picture, a page or an image for TensorBoard
-            needs is missing: `pip install tf_gpipe[plot]`.
+            needs is missing; the error says how to install it.
 
     Attributes:
         spans: List of the `Span`s of the step of median length, in seconds;

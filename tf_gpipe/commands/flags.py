@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tf_gpipe import progress
+from tf_gpipe.checks import near
 from tf_gpipe.commands import start
 from tf_gpipe.commands.parser import Parser
-from tf_gpipe.commands.parser import near
 from tf_gpipe.partition import sizes
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.schedule import schedules

@@ -1,10 +1,10 @@
 """A parser of flags whose errors are one line and suggest the right name."""
 
 import argparse
-import difflib
 import re
-from collections.abc import Iterable
 from typing import NoReturn
+
+from tf_gpipe.checks import near
 
 # argparse's messages for a value that is no choice, and for unknown flags.
 _CHOICE = re.compile(r".*invalid choice: '(.*)' \(choose from (.*)\)")
@@ -51,14 +51,3 @@ class Parser(argparse.ArgumentParser):
             flags = [x.partition("=")[0] for x in unknown[1].split()]
             message += near(flags, self._option_string_actions)
         self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def near(names: Iterable[str], known: Iterable[str]) -> str:
-    """Returns ". Did you mean ...?" for misspelt names, or an empty string."""
-    known = list(known)
-    found = [
-        match
-        for name in names
-        for match in difflib.get_close_matches(name, known, 1)
-    ]
-    return f". Did you mean {', '.join(found)}?" if found else ""

@@ -210,8 +210,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
         Args:
             model: Functional `keras.Model`, or a built `keras.Sequential`.
                 What it has been compiled with does not come along. If it has
-                been trained or asked, compile it again before it is used: its
-                weights have moved.
+                been trained or has predicted, compile it again before it is
+                used: its weights have moved.
             **kwargs: Arguments of the class, such as `num_stages`.
 
         Returns:
@@ -226,13 +226,14 @@ class PipelinedModel(Pipelined, upstream.Functional):
 
         Example:
 
-        ```python
-        model = tf_gpipe.PipelinedModel.from_model(
-            keras.applications.ResNet50(weights=None),
-            num_stages=4,
-            num_micro_batches=16,
-        )
-        ```
+        >>> inputs = keras.Input((8,))
+        >>> hidden = keras.layers.Dense(8, activation="relu")(inputs)
+        >>> plain = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+        >>> model = tf_gpipe.PipelinedModel.from_model(
+        ...     plain, num_stages=2, devices=["CPU:0", "CPU:0"]
+        ... )
+        >>> model.weights[0] is plain.weights[0]
+        True
         """
         graph = model
         if isinstance(model, keras.Sequential):

@@ -1,5 +1,6 @@
 """`PipelinedSequential`, a `keras.Sequential` trained as a pipeline."""
 
+import inspect
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -212,6 +213,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             # A frozen model stays frozen: Keras trains none of its layers,
             # whether or not they are trainable themselves.
             self._trainable = trainable and model.trainable
+
+    # What `help` shows, which asks `__new__` first.
+    __new__.__signature__ = inspect.signature(__init__)  # type: ignore
 
     def add(self, layer, rebuild=True):
         self._pipeline = None

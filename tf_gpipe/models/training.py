@@ -90,15 +90,19 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
         Example:
 
-        ```python
-        class MyModel(tf_gpipe.PipelinedSequential):
-            def train_step(self, data):
-                x, y = data
-                loss, gradients, y_pred = self.loss_and_gradients(x, y)
-                gradients = [keras.ops.sign(g) for g in gradients]
-                self.optimizer.apply(gradients, self.trainable_variables)
-                return {"sign_loss": loss}
-        ```
+        >>> class Signs(tf_gpipe.PipelinedSequential):
+        ...     def train_step(self, data):
+        ...         x, y = data
+        ...         loss, gradients, y_pred = self.loss_and_gradients(x, y)
+        ...         signs = [keras.ops.sign(g) for g in gradients]
+        ...         self.optimizer.apply(signs, self.trainable_variables)
+        ...         return {"loss": loss}
+        >>> layers = [keras.Input((8,)), keras.layers.Dense(1)]
+        >>> model = Signs(layers, num_stages=1)
+        >>> model.compile("sgd", "mse")
+        >>> x, y = np.ones((4, 8), "float32"), np.ones((4, 1), "float32")
+        >>> list(model.fit(x, y, verbose=0).history)
+        ['loss']
         """
         pipeline, inputs = self._pipeline_for(x)
         overridden = [

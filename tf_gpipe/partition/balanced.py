@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe.checks import near
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import uncounted
 from tf_gpipe.partition.contiguous import split
@@ -49,7 +50,7 @@ def expected(balance: Any) -> str:
     return (
         f"`balance` must be one of {list(_NAMES)}, a function "
         "`cost(layer, input_shape)`, a list of layer counts, or None. "
-        f"Received: balance={balance!r}"
+        f"Received: balance={balance!r}{near([balance], _NAMES)}"
     )
 
 

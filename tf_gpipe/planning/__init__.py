@@ -10,6 +10,7 @@ layer_times    seconds of the passes of each layer on a device
 speeds         FLOPs and bytes a second of devices and connections
 known_layers   copies of the layers without values, and their costs
 planned_graph  the model's graph with all sizes known and no values
+optimizers     the optimizer whose slots are planned
 plans          `Plan`, the result, as data
 plan_table     a plan as a table of text
 plan_files     a plan in a JSON file

@@ -10,6 +10,7 @@ from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.planning import optimizers
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.opening import chain
@@ -98,7 +99,7 @@ def copies(
         ValueError: If a layer cannot be copied that is not built, or that would
             get another dtype policy.
     """
-    optimizer = keras.optimizers.get(optimizer)
+    optimizer = optimizers.get(optimizer)
     before = keras.config.dtype_policy()
     if dtype_policy is not None:
         keras.config.set_dtype_policy(dtype_policy)

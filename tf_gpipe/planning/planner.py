@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tf_gpipe import checks
+from tf_gpipe import progress
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import sizes
 from tf_gpipe.partition import stage_costs
@@ -24,6 +25,7 @@ from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 
 
+@progress.shows
 def plan(
     layers: Sequence[keras.Layer] | keras.Model,
     input_spec: Any,

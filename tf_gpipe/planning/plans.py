@@ -20,16 +20,23 @@ class StagePlan:
         layers: List of the names of its layers.
         recomputed: List of the names of those that it recomputes, for all
             micro-batches or some of them.
-        parameters: Integer.
-        parameter_bytes: Integer: weights, gradient accumulators and
+        parameters: Integer, how many parameters it has.
+        parameter_bytes: Integer, the bytes of weights, sums of gradients and
             optimizer slots.
-        activation_bytes: Integer, the activations at their peak.
+        activation_bytes: Integer, the bytes of activations at their peak.
         flops: Integer, floating-point operations of a micro-batch's forward
             pass.
         backward_flops: Integer, the operations of its backward pass.
         sends: Dictionary from each later stage to the bytes that this stage
             sends to it for a micro-batch. What a skip connection needs goes
             straight to the stage that uses it.
+
+    Example:
+
+    >>> layers = [keras.layers.Dense(8) for _ in range(4)]
+    >>> first, last = tf_gpipe.plan(layers, (32, 8), num_stages=2).stages
+    >>> first.parameters, first.sends  # to stage 1: 4 rows of 8 float32
+    (144, {1: 128})
     """
 
     layers: list[str]
@@ -43,12 +50,12 @@ class StagePlan:
 
     @property
     def boundary_bytes(self) -> int:
-        """The bytes that it sends to other stages for a micro-batch."""
+        """Integer, the bytes that it sends to others for a micro-batch."""
         return sum(self.sends.values())
 
     @property
     def bytes(self) -> int:
-        """The peak memory of the stage."""
+        """Integer, the bytes of its parameters and activations."""
         return self.parameter_bytes + self.activation_bytes
 
 
@@ -144,7 +151,7 @@ class Plan:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the classes of pipelines take, as keyword arguments."""
+        """Dictionary of the keyword arguments of `PipelinedSequential`."""
         # A searched order is passed as a `Schedule`, not searched again.
         named = self.schedule in schedules.NAMES
         schedule: Any = self.schedule
@@ -169,12 +176,12 @@ class Plan:
 
     @property
     def num_devices(self) -> int:
-        """How many devices each replica has."""
+        """Integer, how many devices each replica has."""
         return len(self.device_activation_bytes)
 
     @property
     def device_bytes(self) -> list[int]:
-        """The peak memory of each device."""
+        """List with the bytes of each device at its peak."""
         totals = list(self.device_activation_bytes)
         for device, stage in zip(self.devices, self.stages, strict=True):
             totals[device] += stage.parameter_bytes
@@ -182,14 +189,14 @@ class Plan:
 
     @property
     def memories(self) -> list[int | None]:
-        """The bytes that each device of a replica has, where they are known."""
+        """List with the bytes that each device has; `None` if not known."""
         if isinstance(self.device_memory, list):
             return list(self.device_memory)
         return [self.device_memory] * self.num_devices
 
     @property
     def fits(self) -> bool:
-        """Whether every device has enough memory."""
+        """Boolean, whether every device has enough memory."""
         return self.fits_with(1.0)
 
     def fits_with(self, share: float) -> bool:

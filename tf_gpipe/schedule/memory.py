@@ -28,6 +28,11 @@ class Sizes(NamedTuple):
             for the rest of `stored`, all at once.
         slices: Sparse gradients that a backward pass leaves until the end of
             the step, when those of all micro-batches are concatenated.
+
+    Example:
+
+    >>> Sizes(fixed=10, inputs=1, stored=4).added  # by a recomputation
+    4
     """
 
     fixed: float = 0
@@ -40,14 +45,14 @@ class Sizes(NamedTuple):
 
     @property
     def added(self) -> float:
-        """The most that a recomputation adds to `kept`."""
+        """Float, the most that a recomputation adds to `kept`."""
         return self.stored - self.kept if self.again is None else self.again
 
     def left(self, again: bool) -> float:
         """Returns the memory that a forward pass of one micro-batch leaves.
 
         Args:
-            again: Whether the micro-batch is recomputed.
+            again: Boolean, whether the micro-batch is recomputed.
         """
         return self.inputs + (self.kept if again else self.stored)
 

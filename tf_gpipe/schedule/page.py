@@ -203,5 +203,5 @@ def _plotly() -> tuple[Any, Any]:
         )
     except ImportError as e:
         raise ImportError(
-            "A page needs Plotly. Install it with `pip install tf_gpipe[plot]`."
+            "A page needs Plotly. Install it with `pip install plotly`."
         ) from e

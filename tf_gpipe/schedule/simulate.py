@@ -31,7 +31,12 @@ class Times(NamedTuple):
         recompute: List with the time of the recomputation before that.
         weights: List with the part of `backward` for gradients of weights.
         transfer: Dictionary from pairs of stages to the time of a transfer.
-        update: List with the time of the optimizer's update, once per step.
+        update: List with the time of the optimizer's update, once a step.
+
+    Example:
+
+    >>> Times.of(2, forward=[1, 2], backward=2).backward
+    [2.0, 2.0]
     """
 
     forward: list[float]
@@ -132,6 +137,18 @@ class Execution:
 
     Raises:
         ValueError: If there are no spans, or fewer names than devices.
+
+    Example:
+
+    >>> from tf_gpipe.schedule.tasks import Task
+    >>> step = Execution(
+    ...     [
+    ...         Span(0, Task("F", 0, 0), start=0.0, end=1.0),
+    ...         Span(0, Task("B", 0, 0), start=2.0, end=4.0),
+    ...     ]
+    ... )
+    >>> step.makespan, step.bubble
+    (4.0, 0.25)
     """
 
     def __init__(

@@ -42,7 +42,13 @@ class Task(NamedTuple):
         kind: `"F"` (forward), `"B"` (backward), `"W"` (gradients of weights,
             where backward passes are split) or `"R"` (recomputation).
         stage: Integer, the number of the stage, from 0.
-        micro_batch: Integer, that of the micro-batch, from 0.
+        micro_batch: Integer, the number of the micro-batch, from 0.
+
+    Example:
+
+    >>> from tf_gpipe.schedule.tasks import Task
+    >>> str(Task("F", stage=2, micro_batch=0))
+    'F2.0'
     """
 
     kind: str
@@ -59,6 +65,9 @@ class Task(NamedTuple):
         Args:
             text: String, such as `"F2.0"`.
 
+        Returns:
+            A `Task`.
+
         Raises:
             ValueError: If it is no text of a task.
         """
@@ -73,7 +82,7 @@ class Task(NamedTuple):
 
 
 class Schedule:
-    """For each stage, the tasks that its device runs, in order.
+    """For each device, the tasks that it runs, in order.
 
     Args:
         tasks: One sequence of `Task`s (or of their texts, such as `"F2.0"`)
@@ -83,6 +92,18 @@ class Schedule:
             then backward passes are split, and all need one.
         name: String, shown in summaries.
         description: String, shown after it.
+
+    Attributes:
+        tasks: Tuple with a tuple of `Task`s for each device.
+        num_stages: Integer K.
+        num_micro_batches: Integer M.
+        devices: List with the number of the device of each stage.
+        splits: Boolean, whether backward passes are split.
+        order: Tuple of all tasks, in an order that every device can follow.
+        direct: Set of the backward tasks that come right after their forward
+            task, so that nothing is recomputed for them.
+        forwards_first: Boolean, whether the last stage has all outputs of a
+            mini-batch before its first backward task.
 
     Raises:
         TypeError: If `tasks` is no list of lists of tasks, or `name` no string.
@@ -123,9 +144,7 @@ class Schedule:
                         f"rows {homes[task.stage]} and {i} (task {task}). A "
                         "stage lives on one device."
                     )
-        # The number of the device (the row in `tasks`) of each stage.
         self.devices = [homes[stage] for stage in range(self.num_stages)]
-        # One order of all tasks that every device can follow.
         self.order = self._linearize()
         # Whether the last stage runs all forward tasks before any other.
         last = [t for t in self.order if t.stage == self.num_stages - 1]
@@ -148,6 +167,9 @@ class Schedule:
 
         Args:
             num_micro_batches: Integer, how many.
+
+        Returns:
+            A `Schedule`.
         """
         return Schedule(
             [
@@ -186,6 +208,9 @@ class Schedule:
 
         Args:
             task: A `Task`.
+
+        Returns:
+            List of `Task`s.
         """
         if task.kind == FORWARD:
             return [task._replace(stage=task.stage - 1)] if task.stage else []
@@ -240,6 +265,9 @@ class Schedule:
         Args:
             task: A `Task` of kind `"B"`.
             remat: `"always"`, `"except_last"`, `"auto"` or `"never"`.
+
+        Returns:
+            Boolean.
         """
         if remat == AUTO_REMAT:
             # Even right after the forward task: to recompute some layers at a
@@ -256,6 +284,9 @@ class Schedule:
         Args:
             stage: Integer, the number of the stage.
             remat: `"always"`, `"except_last"` or `"never"`.
+
+        Returns:
+            Float from 0 to 1.
         """
         return statistics.mean(
             self.recomputes(Task(BACKWARD, stage, m), remat)

@@ -318,7 +318,7 @@ def _matplotlib() -> tuple[Any, Any]:
     except ImportError as e:
         raise ImportError(
             "A picture needs matplotlib. Install it with "
-            "`pip install tf_gpipe[plot]`."
+            "`pip install matplotlib`."
         ) from e
     return Figure, Patch
 

@@ -23,16 +23,25 @@ class Stage:
     """Consecutive calls of layers that one device of each replica runs.
 
     Attributes:
-        index: The stage's place in the pipeline.
-        scope: The scope of names in graphs, by which errors are placed.
-        devices: TensorFlow devices, one a replica.
-        device: That of the current replica; of the first one outside of
-            replicas.
-        layers: The Keras layers, each once.
+        index: Integer, the stage's place in the pipeline, from 0.
+        scope: String, the scope of names in graphs, by which errors are
+            placed.
+        devices: List of TensorFlow device strings, one a replica.
+        layers: Tuple of the Keras layers, each once.
         nodes: The calls of layers.
         inputs: The `Value`s that it takes.
         outputs: The `Value`s that it makes for other stages; of the last
             stage, those that the model returns.
+
+    Example:
+
+    >>> model = tf_gpipe.PipelinedSequential(
+    ...     [keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(1)],
+    ...     num_stages=2,
+    ...     devices=["CPU:0", "CPU:0"],
+    ... )
+    >>> [(stage.index, stage.count_params()) for stage in model.stages]
+    [(0, 72), (1, 9)]
     """
 
     def __init__(
@@ -73,7 +82,7 @@ class Stage:
 
     @property
     def device(self) -> str:
-        """Device of the current replica; outside of replicas, of the first."""
+        """String, the device in this replica; outside of one, the first."""
         return self.devices[replicas.current()]
 
     def count_params(self) -> int:

@@ -13,6 +13,7 @@ from tf_gpipe import progress
 from tf_gpipe.devices import placement
 from tf_gpipe.partition import sizes
 from tf_gpipe.planning import choice
+from tf_gpipe.planning import optimizers
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.candidates import candidates
 from tf_gpipe.planning.choice import Chooser
@@ -38,6 +39,7 @@ _NUM_RANKED = 6
 _NUM_RIVALS = 3
 
 
+@progress.shows
 def tune(
     layers: Sequence[keras.Layer] | keras.Model,
     input_spec: Any,
@@ -213,7 +215,7 @@ def _tried(ranked, layers, known, optimizer, until):
         are corrected by how much the simulation was wrong for those tried.
     """
     spec = known.input_spec
-    optimizer = keras.optimizers.get(optimizer)
+    optimizer = optimizers.get(optimizer)
     left = list(ranked)
     done: list[Choice] = []
     tried: dict[int, float] = {}

@@ -39,11 +39,11 @@ class Difference(NamedTuple):
     """How far a tensor of the pipeline is from the plain model's.
 
     Attributes:
-        name: What was compared.
-        difference: The largest difference of two entries, relative to what
-            the tolerance is relative to; infinite where shapes differ, or only
-            one of the two is finite.
-        tolerance: The largest difference that rounding explains.
+        name: String, what was compared.
+        difference: Float, the largest difference of two entries, relative to
+            what the tolerance is relative to; infinite where shapes differ, or
+            only one of the two is finite.
+        tolerance: Float, the largest difference that rounding explains.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Difference(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is one of rounding."""
+        """Boolean, whether the difference is one of rounding."""
         return self.difference <= self.tolerance
 
 
@@ -66,12 +66,22 @@ class Report:
         worst: Dictionary from each kind of value that was compared ("loss",
             "metric", "gradient", "variable", "slot", "statistic",
             "prediction") to its worst `Difference`, which has a name.
-        first_layer: Name of the first layer, in the order of the model, that
-            differs; `None` if none does.
-        layers: Names of all layers that differ by themselves, when they are
-            given what they get in the plain model.
+        first_layer: String, the name of the first layer, in the order of the
+            model, that differs; `None` if none does.
+        layers: List of the names of all layers that differ by themselves, when
+            they are given what they get in the plain model.
         problems: List of strings, what went wrong.
         notes: List of strings, what cannot be compared, and why.
+
+    Example:
+
+    >>> model = tf_gpipe.PipelinedSequential(
+    ...     [keras.Input((8,)), keras.layers.Dense(1)], num_stages=1
+    ... )
+    >>> model.compile("sgd", "mse")
+    >>> report = tf_gpipe.verify(model, np.ones((4, 8)), np.ones((4, 1)))
+    >>> report.worst["loss"].name, report.worst["loss"].ok
+    ('loss', True)
     """
 
     ok: bool

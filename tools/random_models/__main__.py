@@ -15,6 +15,7 @@ import sys
 # Before TensorFlow is imported: it reports at start that there is no GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+from tf_gpipe import progress  # noqa: E402
 from tf_gpipe.commands import devices  # noqa: E402
 from tools import command_line  # noqa: E402
 from tools.random_models.comparing import difference  # noqa: E402
@@ -50,17 +51,19 @@ def main(argv=None):
     args = parser.parse_args(argv)
     devices.ensure(_MOST_STAGES)
     different = []
-    for done, seed in enumerate(range(args.seed, args.seed + args.num), 1):
-        drawing = Drawing(seed, has_state=seed % 2 == 1)
-        kinds = ", ".join(drawing.has()) or "of every day"
-        found, rounding = difference(drawing)
-        if found and rounding:
-            print(f"seed {seed} ({kinds}) magnifies rounding", flush=True)
-        elif found:
-            different.append({"seed": seed, "kinds": drawing.has()})
-            print(f"seed {seed} ({kinds}) differs:\n{found}", flush=True)
-        if done % _MODELS_A_LINE == 0:
-            print(f"{done} of {args.num} models", flush=True)
+    seeds = range(args.seed, args.seed + args.num)
+    with progress.shown(not args.json):
+        for done, seed in enumerate(progress.track(seeds, "comparing"), 1):
+            drawing = Drawing(seed, has_state=seed % 2 == 1)
+            kinds = ", ".join(drawing.has()) or "of every day"
+            found, rounding = difference(drawing)
+            if found and rounding:
+                progress.say(f"seed {seed} ({kinds}) magnifies rounding")
+            elif found:
+                different.append({"seed": seed, "kinds": drawing.has()})
+                progress.say(f"seed {seed} ({kinds}) differs:\n{found}")
+            if done % _MODELS_A_LINE == 0:
+                progress.say(f"{done} of {args.num} models")
     print(f"{len(different)} of {args.num} models differ")
     if args.json:
         print(json.dumps({"models": args.num, "different": different}))

@@ -21,6 +21,7 @@ import warnings
 # Before TensorFlow is imported: it reports at start that there is no GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+from tf_gpipe import progress  # noqa: E402
 from tf_gpipe.commands import devices  # noqa: E402
 from tools import command_line  # noqa: E402
 from tools.wrong_uses import calls  # noqa: E402
@@ -117,11 +118,13 @@ def main(argv=None):
     args = parser.parse_args(argv)
     devices.ensure(NUM_DEVICES)
     found = {}
-    for seed in range(args.seed, args.seed + args.num):
-        problem = use_problem(seed)
-        if problem:
-            found[seed] = problem
-            print(f"seed {seed}: {problem}", flush=True)
+    seeds = range(args.seed, args.seed + args.num)
+    with progress.shown(not args.json):
+        for seed in progress.track(seeds, "trying wrong uses"):
+            problem = use_problem(seed)
+            if problem:
+                found[seed] = problem
+                progress.say(f"seed {seed}: {problem}")
     print(f"{len(found)} of {args.num} wrong uses end as they should not")
     if args.json:
         print(json.dumps({"uses": args.num, "problems": found}))

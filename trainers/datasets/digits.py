@@ -62,7 +62,7 @@ def _load():
     except ImportError as error:
         raise ImportError(
             "The dataset 'digits' is read from scikit-learn, which is not "
-            "installed. Run: pip install tf_gpipe[trainers]"
+            "installed. Run: pip install scikit-learn"
         ) from error
     digits = datasets.load_digits()
     images = np.round(digits.images * (255 / 16)).astype("uint8")

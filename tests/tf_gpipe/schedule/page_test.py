@@ -53,9 +53,7 @@ class PageTest(absltest.TestCase):
 
     def test_without_plotly(self):
         with mock.patch.dict(sys.modules, {"plotly.graph_objects": None}):
-            with self.assertRaisesRegex(
-                ImportError, r"pip install tf_gpipe\[plot\]"
-            ):
+            with self.assertRaisesRegex(ImportError, r"pip install plotly"):
                 page.check()
 
 

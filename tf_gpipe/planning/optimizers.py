@@ -1,0 +1,30 @@
+"""The optimizer whose slots are planned, by its name or as it is."""
+
+from typing import Any
+
+import keras
+
+from tf_gpipe.checks import near
+
+
+def get(optimizer: Any) -> keras.optimizers.Optimizer:
+    """Returns a Keras optimizer.
+
+    Args:
+        optimizer: Keras optimizer, or what `keras.optimizers.get` takes.
+
+    Raises:
+        ValueError: If it is something else; of a name, with the nearest one.
+    """
+    try:
+        return keras.optimizers.get(optimizer)
+    except ValueError as error:
+        names = [
+            name.lower()
+            for name, found in vars(keras.optimizers).items()
+            if isinstance(found, type) and name != "Optimizer"
+        ]
+        raise ValueError(
+            "`optimizer` must be a Keras optimizer, or the name of one. "
+            f"Received: optimizer={optimizer!r}{near([optimizer], names)}"
+        ) from error
