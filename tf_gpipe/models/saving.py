@@ -120,8 +120,10 @@ class Saving(_Mixin):
         strategy = None
         if tf.distribute.has_strategy():
             strategy = tf.distribute.get_strategy()
+        # Of a class that is kept, the name is in the plain model's config.
+        named = config.get("model", {}).get("config", config)
         config["devices"] = PipelineConfig(**fields, devices=None).devices_here(
-            config.get("name", "model"), config.get("devices"), strategy
+            named.get("name", "model"), config.get("devices"), strategy
         )
         return config
 

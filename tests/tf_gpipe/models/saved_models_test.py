@@ -140,6 +140,20 @@ class SharingTest(tf.test.TestCase, parameterized.TestCase):
         names = [x.name for x in tf.config.list_logical_devices(KIND)]
         self.assertEqual(found, [names[i] for i in expected])
 
+    def test_name_of_a_model_whose_class_is_kept(self):
+        class Own(keras.Model):
+            pass
+
+        model = plain(True)
+        own = Own(model.inputs, model.outputs, name="mine")
+        pipeline = tf_gpipe.PipelinedModel.from_model(
+            own, num_stages=2, devices=DEVICES[:2]
+        )
+        config = pipeline.get_config()
+        config["devices"] = ["CPU:0", "CPU:9"]
+        with self.assertWarnsRegex(UserWarning, "'mine' was saved"):
+            tf_gpipe.PipelinedModel._revived(config)
+
     def test_replicas(self):
         with self.assertWarnsRegex(UserWarning, "share"):
             found = sharing.devices_here("m", None, 8, 2)
