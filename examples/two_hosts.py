@@ -22,6 +22,7 @@ def unused_port():
 
 ports = [unused_port() for _ in range(2)]
 # They end when this process does, which holds their standard input.
+# TensorFlow logs then that it does not reach them any more.
 workers = [
     subprocess.Popen(
         [sys.executable, "-m", "tf_gpipe", "worker"]
