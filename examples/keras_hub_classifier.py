@@ -43,7 +43,7 @@ model = tf_gpipe.PipelinedModel.from_model(
     task, num_stages=2, num_micro_batches=4, devices=devices
 )
 model.compile(
-    keras.optimizers.AdamW(1e-3),
+    keras.optimizers.AdamW(5e-3),
     keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     metrics=["accuracy"],
 )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from tf_gpipe.checks import near
 from trainers import datasets
 from trainers.command_line import UserError
 from trainers.datasets import message_pairs
@@ -150,6 +151,7 @@ class SentencePairs:
                 f"Dataset {names} has no {split} pairs in "
                 f"{', '.join(missing)}. It has: {', '.join(sorted(present))}. "
                 f"Received: --languages={','.join(self.languages)}"
+                f"{near(missing, present)}"
             )
         if not found:
             raise UserError(
