@@ -9,6 +9,7 @@ import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tests import pairwise
 from tools import child_process
 
 MOMENTS = (
@@ -102,7 +103,7 @@ class FaultsTest(parameterized.TestCase):
         output, _ = process.communicate(timeout=60)
         self.assertTrue(json.loads(output.splitlines()[-1])["done"])
 
-    @parameterized.product(moment=MOMENTS, how=("KILL", "STOP"))
+    @pairwise.each(moment=MOMENTS, how=("KILL", "STOP"))
     @pytest.mark.slow
     def test_every_moment(self, moment, how):
         self.check(moment, how)

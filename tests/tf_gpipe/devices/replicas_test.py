@@ -97,6 +97,12 @@ def train(make, num_replicas=1, batch_size=16, optimizer=None, **kwargs):
     return model, losses.logs
 
 
+@functools.cache
+def plain_dense():
+    """Returns the trained plain model, which tests leave as it is."""
+    return train(dense)
+
+
 def components(variable):
     value = getattr(variable, "value", variable)
     if isinstance(value, tf.distribute.DistributedValues):
@@ -152,7 +158,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
 
     def assert_equals_one_device(self, grid, schedule):
         num_replicas, num_stages = grid
-        plain = train(dense)
+        plain = plain_dense()
         pipelined = train(
             dense,
             num_replicas,
@@ -183,7 +189,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
     def test_remat(self, remat):
         comparison.assert_same(
             self,
-            train(dense),
+            plain_dense(),
             train(dense, 2, num_stages=2, num_micro_batches=2, remat=remat),
         )
 
@@ -212,7 +218,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
     def test_interleaved(self):
         comparison.assert_same(
             self,
-            train(dense),
+            plain_dense(),
             train(
                 dense,
                 2,

@@ -1,5 +1,6 @@
 """Models within a model: opened, cut, and with the plain model's numbers."""
 
+import functools
 import pathlib
 
 import keras
@@ -11,6 +12,7 @@ from keras import layers as L
 from keras import ops
 
 import tf_gpipe
+from tests import pairwise
 from tests.tf_gpipe import comparison
 
 ROWS = 6
@@ -336,6 +338,18 @@ def data_of(model, rows=ROWS):
     return x[0] if len(x) == 1 else x, y
 
 
+@functools.cache
+def named_alike(make):
+    """Returns a function that makes models whose layers have the same names."""
+
+    def named():
+        keras.backend.clear_session(free_memory=False)
+        keras.utils.set_random_seed(1)
+        return make()
+
+    return named
+
+
 class Case(tf.test.TestCase, parameterized.TestCase):
     def assertNoModels(self, model):
         """Checks that all models within a model have been opened."""
@@ -348,14 +362,9 @@ class Case(tf.test.TestCase, parameterized.TestCase):
         data = data or [data_of(make())]
         devices = [f"CPU:{i}" for i in range(num_stages)]
 
-        def named_alike():
-            keras.backend.clear_session(free_memory=False)
-            keras.utils.set_random_seed(1)
-            return make()
-
-        plain = comparison.train(named_alike, data, loss="mse")
+        plain = comparison.plain(named_alike(make), data, loss="mse")
         piped = comparison.train(
-            named_alike,
+            named_alike(make),
             data,
             loss="mse",
             num_stages=num_stages,
@@ -380,7 +389,7 @@ class NumbersTest(Case):
             sum(len(stage.nodes) for stage in model.stages), num_calls
         )
 
-    @parameterized.product(
+    @pairwise.product(
         make=(siamese, three_levels, losses_within),
         schedule=("gpipe", "zero_bubble"),
         remat=("always", "never"),
@@ -460,7 +469,7 @@ def tokens_of(model, rows=ROWS):
 
 
 class MasksTest(Case):
-    @parameterized.product(make=MASKED, schedule=("1f1b", "gpipe"))
+    @pairwise.each(make=MASKED, schedule=("1f1b", "gpipe"))
     def test_numbers(self, make, schedule):
         data = [tokens_of(make())]
         model = self.compare(make, 4, data=data, schedule=schedule)

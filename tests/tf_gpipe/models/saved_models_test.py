@@ -13,6 +13,7 @@ from absl.testing import parameterized
 from keras import layers as L
 
 import tf_gpipe
+from tests import pairwise
 from tests.devices import KIND
 from tf_gpipe.devices import sharing
 from tf_gpipe.models.saving import _plain_model
@@ -63,8 +64,7 @@ def pipelined(functional, **kwargs):
 
 
 class ElsewhereTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(
-        functional=(True, False),
+    @pairwise.each(
         kwargs=(
             {"num_stages": 4},
             {"num_stages": 4, "devices": DEVICES[:4]},
@@ -75,6 +75,7 @@ class ElsewhereTest(tf.test.TestCase, parameterized.TestCase):
                 "devices": DEVICES[:3],
             },
         ),
+        functional=(True, False),
         number=(1, 2),
     )
     def test_fewer_devices(self, functional, kwargs, number):

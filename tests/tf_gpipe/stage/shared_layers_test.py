@@ -252,7 +252,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
         for a, b in zip(*found, strict=True):
             self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
 
-    @pairwise.product(
+    @pairwise.each(
         blocks=tuple(_ALONE),
         schedule=("gpipe", "1f1b", "zero_bubble"),
         remat=("always", "never"),
