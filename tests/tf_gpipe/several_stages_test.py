@@ -75,6 +75,7 @@ class SeveralStagesTest(tf.test.TestCase, parameterized.TestCase):
         remat=("always", "except_last", "never"),
         rows=(8, 7),
     )
+    @pytest.mark.slow_after(1)
     def test_numbers(self, rows, **kwargs):
         self.compare(dense, rows, **kwargs)
 

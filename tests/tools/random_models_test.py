@@ -32,6 +32,7 @@ class Rounds(keras.layers.Layer):
 
 class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(seed=(0, 1), has_state=(False, True))
+    @pytest.mark.slow
     def test_has_no_problem(self, seed, has_state):
         drawing = Drawing(seed, has_state)
         self.assert_empty(drawing, comparing.problems(drawing))
@@ -51,6 +52,7 @@ class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(line, f"{len(different)} of 1 models differ")
         self.assertEqual(status, 1 if different else 0)
 
+    @pytest.mark.slow
     def test_command_with_a_difference(self):
         fault = mock.patch.object(Drawing, "layer", lambda *_: Fault(name=None))
         self.enterContext(fault)
@@ -59,6 +61,7 @@ class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(status, 1, text)
         self.assertIn("The first layer that differs: fault", text)
 
+    @pytest.mark.slow
     def test_command_with_rounding(self):
         fault = mock.patch.object(
             Drawing, "layer", lambda *_: Rounds(name=None)

@@ -85,12 +85,15 @@ class FaultsTest(parameterized.TestCase):
                 )
 
     @parameterized.parameters(("while_traced", "STOP"), ("in_step", "KILL"))
+    @pytest.mark.slow_after(1)
     def test_some_moments(self, moment, how):
         self.check(moment, how)
 
+    @pytest.mark.slow
     def test_long_work_is_no_silence(self):
         self.assertTrue(run("busy", "STOP", str(HEARTBEAT))["done"])
 
+    @pytest.mark.slow
     def test_interrupt_where_silence_has_no_limit(self):
         process = subprocess.Popen(
             [*CLIENT, "interrupted", "STOP", "None"],

@@ -382,6 +382,7 @@ class Case(tf.test.TestCase, parameterized.TestCase):
 
 class NumbersTest(Case):
     @parameterized.parameters(*MODELS.items())
+    @pytest.mark.slow_after(1)
     def test_every_call_a_stage(self, make, num_calls):
         """As far as there are devices."""
         model = self.compare(make, min(num_calls, 8))
@@ -394,6 +395,7 @@ class NumbersTest(Case):
         schedule=("gpipe", "zero_bubble"),
         remat=("always", "never"),
     )
+    @pytest.mark.slow_after(1)
     def test_schedules(self, make, schedule, remat):
         self.compare(make, 3, schedule=schedule, remat=remat)
 
@@ -470,6 +472,7 @@ def tokens_of(model, rows=ROWS):
 
 class MasksTest(Case):
     @pairwise.each(make=MASKED, schedule=("1f1b", "gpipe"))
+    @pytest.mark.slow_after(1)
     def test_numbers(self, make, schedule):
         data = [tokens_of(make())]
         model = self.compare(make, 4, data=data, schedule=schedule)
@@ -524,6 +527,7 @@ class TrainingTest(Case):
         inner_training=(None, False, True),
         call=({}, {"training": False}, {"training": True}),
     )
+    @pytest.mark.slow_after(1)
     def test_numbers(self, inner_training, call):
         model = self.compare(
             drops(inner_training, **call), 3, num_micro_batches=1
@@ -734,6 +738,7 @@ class SequentialTest(tf.test.TestCase, parameterized.TestCase):
         return [keras.Input((4,)), *layers] if built else layers
 
     @parameterized.product(built=(True, False), num_stages=(2, 7, None))
+    @pytest.mark.slow_after(1)
     def test_numbers(self, built, num_stages):
         data = [(numbers(ROWS, 4), numbers(ROWS, 2, seed=1))]
 
@@ -835,6 +840,7 @@ class SequentialTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters("flops", "memory", "time", lambda *_: 1)
+    @pytest.mark.slow_after(1)
     def test_balance(self, balance):
         data = [(numbers(ROWS, 4), numbers(ROWS, 2, seed=1))]
 
@@ -875,6 +881,7 @@ class FilesTest(Case):
     @parameterized.product(
         name=("a.weights.h5", "a.keras"), to_pipeline=(True, False)
     )
+    @pytest.mark.slow_after(1)
     def test_weights(self, name, to_pipeline):
         path = str(pathlib.Path(self.get_temp_dir(), name))
         model, other = self.make(not to_pipeline, 1), self.make(to_pipeline, 2)

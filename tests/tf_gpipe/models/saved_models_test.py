@@ -8,6 +8,7 @@ import warnings
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -78,6 +79,7 @@ class ElsewhereTest(tf.test.TestCase, parameterized.TestCase):
         functional=(True, False),
         number=(1, 2),
     )
+    @pytest.mark.slow_after(1)
     def test_fewer_devices(self, functional, kwargs, number):
         if KIND != "CPU":
             self.skipTest("The devices of a process are its own.")
@@ -261,6 +263,7 @@ class Hdf5Test(tf.test.TestCase, parameterized.TestCase):
             {"balance": lambda layer, shape: 1},
         ),
     )
+    @pytest.mark.slow_after(1)
     def test_loads_again(self, functional, kwargs):
         """Compiled anew: Keras builds the optimizer of no model rightly."""
         kwargs = {"devices": DEVICES[:2], **kwargs}

@@ -121,6 +121,7 @@ class SearchTest(parameterized.TestCase):
         self.assertRegex(found[0].title, "^auto: searched for these stages, ")
 
     @parameterized.parameters("always", "except_last", "never")
+    @pytest.mark.slow_after(1)
     def test_memory(self, remat):
         """Stages hold different amounts; the bound is kept in bytes."""
         draw = random.Random(2)

@@ -5,6 +5,7 @@ import gc
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -87,6 +88,7 @@ def _weights_of_plain():
 
 class StepGraphTest(parameterized.TestCase, tf.test.TestCase):
     @pairwise.product(schedule=_SCHEDULES, remat=_REMAT)
+    @pytest.mark.slow_after(1)
     def test_calls_take_no_weights(self, schedule, remat):
         model = _pipeline(schedule, remat)
         model.compile("sgd", "mse")
@@ -122,6 +124,7 @@ class StepGraphTest(parameterized.TestCase, tf.test.TestCase):
             self.assertTrue(node.attr["_XlaHasReferenceVars"].b, node.name)
 
     @pairwise.product(schedule=_SCHEDULES, remat=_REMAT)
+    @pytest.mark.slow_after(1)
     def test_weights_that_a_step_assigns(self, schedule, remat):
         """Each mini-batch has the weights that there are when it starts."""
 
