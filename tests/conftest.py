@@ -1,5 +1,6 @@
 """Eight logical devices, and the same seed before every test."""
 
+import collections
 import contextlib
 import gc
 import os
@@ -75,9 +76,25 @@ def _fresh_keras():
     keras.utils.set_random_seed(0)
 
 
+def _mark_cells_slow(items):
+    """Marks as slow what `slow_after(n)` says, of each test that has it."""
+    counts = collections.Counter()
+    for item in items:
+        mark = item.get_closest_marker("slow_after")
+        if mark is not None:
+            # absl numbers the sets of parameters of a test.
+            test = item.nodeid.rstrip("0123456789")
+            if counts[test] >= mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            counts[test] += 1
+
+
+# Before pytest leaves out what is slow.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     # A helper of `tf.test.TestCase` that looks like a test.
     items[:] = [x for x in items if x.originalname != "test_session"]
+    _mark_cells_slow(items)
     # What is fast first, so that a mistake shows early.
     items.sort(key=lambda x: x.get_closest_marker("slow") is not None)
     if KIND != "GPU":

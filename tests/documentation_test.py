@@ -129,8 +129,8 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertIn(f"({device}, '{kind}')", printed)
         self.assertTrue(pathlib.Path("exported").exists())
 
-    @pytest.mark.slow
     @parameterized.parameters(*BLOCKS)
+    @pytest.mark.slow
     def test_block_in_a_process_of_its_own(self, place):
         """Where there is one device, as on the laptop of most readers."""
         if "import keras_hub" in BLOCKS[place]:

@@ -49,16 +49,17 @@ def cells(path):
 
 class ExamplesTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*QUICK)
+    @pytest.mark.slow_after(1)
     def test_quick(self, name):
         self.check_script(name)
 
-    @pytest.mark.slow
     @parameterized.parameters(*(x for x in SHOWS if x not in QUICK))
+    @pytest.mark.slow
     def test_script(self, name):
         self.check_script(name)
 
-    @pytest.mark.slow
     @parameterized.parameters(*NOTEBOOKS)
+    @pytest.mark.slow
     def test_notebook(self, name):
         printed = self.run_code(cells(EXAMPLES / name), name)
         self.assertRegex(printed, NOTEBOOKS[name])

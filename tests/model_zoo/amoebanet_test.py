@@ -50,6 +50,7 @@ class AmoebaNetTest(tf.test.TestCase, parameterized.TestCase):
         (36, 544, 1.06e9),
         (72, 512, 1.84e9),
     )
+    @pytest.mark.slow_after(1)
     def test_parameters(self, num_layers, num_filters, expected):
         with keras.StatelessScope(initialize_variables=False):
             model = keras.Sequential(amoebanet_d(num_layers, num_filters))

@@ -243,6 +243,7 @@ class TransformerNmtTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn(matrix.path, [v.path for v in first.owned])
         self.assertIn(matrix.path, [v.path for v in last.borrowed])
 
+    @pytest.mark.slow
     def test_learns_to_copy(self):
         model = compiled(transformer_nmt(**{**SMALL, "num_layers": 1}))
         rng = np.random.default_rng(0)
@@ -419,6 +420,7 @@ class DecodingTest(tf.test.TestCase, parameterized.TestCase):
 
     # With the last, hypotheses that have not ended overtake one that has.
     @parameterized.parameters((2, 0.0, 5), (3, 0.6, 5), (4, 3.0, 3))
+    @pytest.mark.slow_after(1)
     def test_beam_search(self, beam_size, length_penalty, seed):
         model = random_model(seed, tie_weights=False)
         source = batch()["source"]

@@ -6,6 +6,7 @@ import re
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L  # noqa: N812
@@ -136,6 +137,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters(0.5, 0.9, "24KB")
+    @pytest.mark.slow_after(1)
     def test_the_default_is_made_for_the_limit(self, limit):
         limits = {"memory_limit": limit, "batch_size": 16}
         found = self.make(**limits)
@@ -166,6 +168,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(make(**auto).balance, make().balance)
 
     @parameterized.product(limit=(0.5, 0.7, 0.9), num_stages=(2, 4))
+    @pytest.mark.slow_after(1)
     def test_a_model_does_what_its_plan_says(self, limit, num_stages):
         plan = planned(num_stages=num_stages, remat="auto", memory_limit=limit)
         options = {
@@ -214,6 +217,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
 
 class TrainTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(schedule=("1f1b", "gpipe"), share=(0.45, 0.7))
+    @pytest.mark.slow_after(1)
     def test_trains_as_never(self, schedule, share):
         runs = []
         for kwargs in (
@@ -259,6 +263,7 @@ class TrainTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
 
     @parameterized.parameters("eager", "layer", "xla")
+    @pytest.mark.slow_after(1)
     def test_other_ways_to_run(self, how):
         found = []
         for kwargs in (

@@ -182,6 +182,7 @@ class TestCase(tf.test.TestCase, parameterized.TestCase):
 
 class ResumptionTest(TestCase):
     @parameterized.parameters(*DATA)
+    @pytest.mark.slow_after(1)
     def test_data(self, name):
         data = DATA[name]
         # In the first epoch, at an epoch's end, in the second one twice.
@@ -200,14 +201,17 @@ class ResumptionTest(TestCase):
             },
         ),
     )
+    @pytest.mark.slow_after(1)
     def test_models(self, arguments):
         self.compare(lambda: make(**arguments), DATA["arrays"], (4, 5))
 
     @parameterized.parameters(16, 100)
+    @pytest.mark.slow_after(1)
     def test_arrays_in_pieces(self, size):
         self.enterContext(mock.patch.object(store, "PIECE_BYTES", size))
         self.compare(make, DATA["arrays"], (4, 5))
 
+    @pytest.mark.slow
     def test_replicas(self):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:2"])
 
@@ -228,6 +232,7 @@ class ResumptionTest(TestCase):
         for x, y in zip(values(model), values(whole), strict=True):
             self.assertAllClose(x, y, atol=1e-5)
 
+    @pytest.mark.slow
     def test_several_steps_an_execution(self):
         def several():
             model = make()
@@ -449,6 +454,7 @@ class DamageTest(TestCase):
             *("directory", "pipe"),
         ),
     )
+    @pytest.mark.slow_after(1)
     def test_the_one_before_is_taken(self, name, how):
         self.damage(name, how)
         checkpoint = Checkpoint(self.workdir)

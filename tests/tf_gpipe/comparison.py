@@ -1,5 +1,8 @@
 """Trains a pipeline and the plain model alike, and compares everything."""
 
+import collections
+import pickle
+
 import keras
 import numpy as np
 
@@ -57,6 +60,31 @@ def train(
         for x, y, *weight in data:
             logs.append(model.train_on_batch(x, y, *weight, return_dict=True))
     return model, logs
+
+
+# The newest plain models, with what they were trained with.
+_PLAIN: collections.OrderedDict = collections.OrderedDict()
+_NUM_PLAIN = 8
+
+
+def plain(make, data, **kwargs):
+    """Returns `train` of the plain model, once for all cells of a grid.
+
+    It is for tests that leave the model as it is.
+
+    Args:
+        make: As of `train`.
+        data: As of `train`.
+        **kwargs: As of `train`, but for those of pipelines.
+    """
+    arrays = pickle.dumps(data)
+    key = (make, arrays, tuple((k, id(v)) for k, v in sorted(kwargs.items())))
+    if key not in _PLAIN:
+        # With the arguments, whose ids no others get then.
+        _PLAIN[key] = (train(make, data, **kwargs), kwargs)
+        if len(_PLAIN) > _NUM_PLAIN:
+            _PLAIN.popitem(last=False)
+    return _PLAIN[key][0]
 
 
 def assert_same(test, plain, pipelined, rtol=2e-5, atol=2e-6):

@@ -96,6 +96,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         schedule=("gpipe", "1f1b", "zero_bubble"),
         remat=("always", "except_last", "never"),
     )
+    @pytest.mark.slow_after(1)
     def test_grid(self, **kwargs):
         pipelined = comparison.train(
             dense, batches([8]), **CLASSIFIES, **kwargs
@@ -105,6 +106,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (2, 4, "always", 8), (4, 7, "except_last", 8), (4, 8, "never", 7)
     )
+    @pytest.mark.slow_after(1)
     def test_eager_1f1b(self, num_stages, num_micro_batches, remat, rows):
         pipelined = comparison.train(
             dense,
@@ -153,6 +155,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         {"schedule": "1f1b", "remat": "always"},
         {"schedule": "zero_bubble", "remat": "except_last"},
     )
+    @pytest.mark.slow_after(1)
     def test_uneven_batches(self, **kwargs):
         data = batches([8, 7, 5, 3])
         arguments = {"loss": SOFTMAX(from_logits=True), "metrics": ["accuracy"]}
@@ -192,6 +195,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         reduction=("sum_over_batch_size", "mean_with_sample_weight"),
         schedule=("gpipe", "1f1b"),
     )
+    @pytest.mark.slow_after(1)
     def test_embeddings_and_attention(self, case, reduction, schedule):
         def make():
             return [
@@ -259,6 +263,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ("bfloat16", "gpipe"), ("float16", "1f1b"), ("bfloat16", "zero_bubble")
     )
+    @pytest.mark.slow_after(1)
     def test_boundary_dtype(self, boundary_dtype, schedule):
         def make():
             return [keras.Input((6,)), L.Dense(8, "tanh"), L.Dense(3)]
@@ -365,6 +370,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
                 atol=0.02,
             )
 
+    @pytest.mark.slow
     def test_dropout_depends_on_the_seed_alone(self):
         def make():
             return [

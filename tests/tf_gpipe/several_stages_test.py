@@ -57,7 +57,7 @@ def skips():
 
 class SeveralStagesTest(tf.test.TestCase, parameterized.TestCase):
     def compare(self, make, rows, **kwargs):
-        plain = comparison.train(make, data(rows), loss="mse")
+        plain = comparison.plain(make, data(rows), loss="mse")
         pipelined = comparison.train(
             make,
             data(rows),
@@ -75,6 +75,7 @@ class SeveralStagesTest(tf.test.TestCase, parameterized.TestCase):
         remat=("always", "except_last", "never"),
         rows=(8, 7),
     )
+    @pytest.mark.slow_after(1)
     def test_numbers(self, rows, **kwargs):
         self.compare(dense, rows, **kwargs)
 

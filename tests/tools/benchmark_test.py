@@ -82,10 +82,10 @@ def devices_here(num_workers, **kwargs):
 
 
 class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
-    @pytest.mark.slow
     @parameterized.parameters(
         ("transformer", "sequential"), ("dense", "functional")
     )
+    @pytest.mark.slow
     def test_trace(self, workload, model):
         found = benchmark_here(
             "trace",
@@ -251,6 +251,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(names, ["plain", "K=1", "K=2", "loaded again"])
         self.assertTrue(all(row["same tokens"] for row in rows))
 
+    @pytest.mark.slow
     def test_plan(self):
         def make():
             return keras.Sequential(workloads.convolutional(2, 4, 8))

@@ -114,6 +114,7 @@ class GpuCheckTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(lines["skips"]["status"], "failed")
         self.assertEqual(lines["holds"]["status"], "ok")
 
+    @pytest.mark.slow
     def test_a_fault_in_a_model(self):
         if KIND == "GPU":
             self.skipTest("Checks would split a GPU that is split.")

@@ -4,6 +4,7 @@ import argparse
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -18,6 +19,7 @@ def arguments(workload):
 
 class ProgramTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*program.WORKLOADS)
+    @pytest.mark.slow_after(1)
     def test_weights_are_those_of_the_keras_model(self, workload):
         args = arguments(workload)
         model = keras.Sequential(keras_layers.make(args))

@@ -22,8 +22,8 @@ class PicturesTest(parameterized.TestCase):
         self.assertEqual(found.shape, drawn.shape, REDRAW)
         self.assertLess(np.mean(np.abs(found - drawn)), SAME, REDRAW)
 
-    @pytest.mark.slow
     @parameterized.parameters("readme", "measured")
+    @pytest.mark.slow
     def test_measured(self, name):
         # Times differ: as many devices and charts are drawn.
         found, drawn = self.draw(name)

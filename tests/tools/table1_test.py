@@ -188,6 +188,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(largest["num_layers"], 18)
         self.assertGreater(largest["num_filters"], 416)
 
+    @pytest.mark.slow
     def test_options_reach_the_planner(self):
         args = ["--model=transformer_lm", "--rows", "Pipeline-1"]
         (whole,) = found(*args)["rows"]
@@ -226,6 +227,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
                 message("--run", "--model=transformer_lm"),
             )
 
+    @pytest.mark.slow
     def test_measure(self):
         # Of a model that is traced in no time.
         family = dataclasses.replace(FAMILIES["transformer_lm"], batch_size=4)

@@ -8,6 +8,7 @@ import tempfile
 from unittest import mock
 
 import keras
+import pytest
 import tensorflow as tf
 from absl import flags
 from absl.testing import flagsaver
@@ -167,6 +168,7 @@ class ExperimentsTest(tf.test.TestCase, parameterized.TestCase):
             with self.assertRaisesRegex(SystemExit, "with other flags: .*=1\n"):
                 self.main("batch", f"--workdir={directory}")
 
+    @pytest.mark.slow
     def test_failure(self):
         with self.assertRaisesRegex(SystemExit, "^Error: the run .* failed"):
             self.main(

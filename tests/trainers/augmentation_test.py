@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -34,6 +35,7 @@ class AugmentationTest(tf.test.TestCase, parameterized.TestCase):
         {"rand_augment": 2},
         {"crop": "pad", "flip": True, "rand_augment": 1},
     )
+    @pytest.mark.slow_after(1)
     def test_follows_from_seed_and_index(self, **kwargs):
         augmentation = Augmentation(**kwargs)
         whole = self.augmented(augmentation)

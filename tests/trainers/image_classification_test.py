@@ -411,6 +411,7 @@ class TrainTest(TestCase):
             for v, w in zip(x, y, strict=True):
                 self.assertAllEqual(v, w, msg=v.path)
 
+    @pytest.mark.slow
     def test_stopped_within_an_epoch_it_resumes_exactly(self):
         # Everything that is drawn for a step must be drawn again.
         arguments = {
@@ -452,6 +453,7 @@ class TrainTest(TestCase):
             with self.assertRaisesRegex(UserError, f"and 2 steps.*{message}"):
                 self.train(workdir=workdir, **arguments)
 
+    @pytest.mark.slow
     def test_killed_in_an_evaluation(self):
         """As by a second Ctrl-C, after the first one has saved a checkpoint."""
         whole_dir, parts_dir = self.make_directory(), self.make_directory()
@@ -469,6 +471,7 @@ class TrainTest(TestCase):
         whole, parts = map(self.losses, (whole_dir, parts_dir))
         self.assertAllClose(whole, parts, rtol=1e-5)
 
+    @pytest.mark.slow
     def test_full_disk(self):
         workdir = self.make_directory()
         whole = self.make_directory()
@@ -493,6 +496,7 @@ class TrainTest(TestCase):
         self.assertAllEqual(self.losses(whole), self.losses(workdir))
 
     @parameterized.parameters("mixed_bfloat16", "mixed_float16")
+    @pytest.mark.slow_after(1)
     def test_mixed_precision(self, policy):
         model, printed = self.train(
             dataset="digits",
@@ -569,6 +573,7 @@ class TrainTest(TestCase):
         (lambda data: b"",),
         (lambda data: bytes(range(256)) * 20,),
     )
+    @pytest.mark.slow_after(1)
     def test_damaged_data(self, damage):
         data_dir = self.make_directory()
         images.load("tiny_images", data_dir)
@@ -609,6 +614,7 @@ class TrainTest(TestCase):
         ({"optimizer": "adam", "optimizer_args": {}},),
         ({"learning_rate_schedule": "constant"},),
     )
+    @pytest.mark.slow_after(1)
     def test_checkpoint_of_another_optimizer(self, others):
         arguments = {
             "workdir": self.make_directory(),
@@ -629,6 +635,7 @@ class TrainTest(TestCase):
         with self.assertRaisesRegex(UserError, "--model_args: num_classes"):
             self.train(model_args={"num_classes": 3})
 
+    @pytest.mark.slow
     def test_damaged_checkpoint(self):
         workdir = self.make_directory()
         self.train(num_epochs=1, workdir=workdir)
@@ -841,6 +848,7 @@ class CommandLineTest(TestCase):
         self.assertStartsWith(message, "Error: a --flagfile must be a text")
         self.assertNotIn("\n", message)
 
+    @pytest.mark.slow
     def test_process(self):
         result = subprocess.run(
             [

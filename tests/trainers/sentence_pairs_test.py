@@ -6,6 +6,7 @@ import tempfile
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -371,6 +372,7 @@ class TokenBatchesTest(TestCase):
             found.append([np.concatenate(part) for part in parts])
         self.assert_same(expected, found)
 
+    @pytest.mark.slow
     def test_pipeline_is_traced_once(self):
         call = self.enterContext(
             mock.patch.object(

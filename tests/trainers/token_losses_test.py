@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -59,6 +60,7 @@ class SmoothedCrossentropyTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(plain(labels, logits), expected, rtol=1e-5)
 
     @parameterized.parameters("gpipe", "1f1b")
+    @pytest.mark.slow_after(1)
     def test_masked_tokens_of_a_pipeline(self, schedule):
         pipeline = tf_gpipe.PipelinedModel.from_model(
             model(), num_stages=2, num_micro_batches=3, schedule=schedule

@@ -122,6 +122,7 @@ class TestCase(tf.test.TestCase, parameterized.TestCase):
 
 
 class ModesTest(TestCase):
+    @pytest.mark.slow
     def test_modes(self):
         workdir = self.make_directory()
         model_args = ",".join(f"{k}={v}" for k, v in MODEL_ARGS.items())
@@ -189,6 +190,7 @@ class ModesTest(TestCase):
             self.error(*flags, "save"), ": en, xx, yy, zz. Received: --to="
         )
 
+    @pytest.mark.slow
     def test_several_replicas(self):
         config = {"strategy": "mirrored", "num_replicas": 2, "num_epochs": 1}
         _, scores, printed = self.train(
@@ -372,6 +374,7 @@ class ErrorsTest(TestCase):
 
 
 class ProcessTest(TestCase):
+    @pytest.mark.slow
     def test_error(self):
         result = subprocess.run(
             [

@@ -1,5 +1,6 @@
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -32,6 +33,7 @@ class WeightAveragesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(variable, value, msg=variable.path)
 
     @parameterized.parameters(False, True)
+    @pytest.mark.slow_after(1)
     def test_weights_are_given_back_to_the_last_bit(self, replicas):
         strategy = None
         if replicas:

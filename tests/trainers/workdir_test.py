@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -53,6 +54,7 @@ class WorkdirTest(parameterized.TestCase):
         self.addCleanup(end)
         return process
 
+    @pytest.mark.slow
     def test_lock(self):
         process = self.other()
         self.assertEqual(process.stdout.readline(), "locked\n")

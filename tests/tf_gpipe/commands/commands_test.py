@@ -10,6 +10,7 @@ import sys
 import tempfile
 
 import keras
+import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -113,6 +114,7 @@ class CommandsTest(parameterized.TestCase):
         )
         self.assertNoCommonElements({"tensorflow", "keras", "numpy"}, imported)
 
+    @pytest.mark.slow
     def test_nothing_that_tensorflow_logs(self):
         result = subprocess.run(
             [sys.executable, "-m", "tf_gpipe", "plan"]
@@ -127,6 +129,7 @@ class CommandsTest(parameterized.TestCase):
         self.assertEqual(result.stderr, "")
         self.assertIn("Parameters", result.stdout)
 
+    @pytest.mark.slow
     def test_classes_are_found_where_it_is_no_command(self):
         """Whichever is imported first."""
         folder = self.enterContext(tempfile.TemporaryDirectory())

@@ -9,6 +9,7 @@ import tempfile
 from unittest import mock
 
 import keras
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -40,6 +41,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             layers, (batch_size, *image.output.shape[1:]), **kwargs
         )
 
+    @pytest.mark.slow
     def test_pareto(self):
         with tempfile.TemporaryDirectory() as directory:
             picture = f"{directory}/pareto.png"
@@ -53,6 +55,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             share = float(x["name"].split()[1].rstrip("%")) / 100
             self.assertLessEqual(x["share"], share + 1e-9)
 
+    @pytest.mark.slow
     def test_command(self):
         result = subprocess.run(
             [
@@ -158,6 +161,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(args.device_memory, size)
 
     @parameterized.parameters(1, 20)
+    @pytest.mark.slow_after(1)
     def test_find_largest(self, start):
         args = ["--device_memory=300KB", "--num_stages=2"]
         model = "--model_args=num_filters=8,num_blocks="

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -22,6 +23,7 @@ def run(*args):
 
 
 class VerifyTest(tf.test.TestCase, parameterized.TestCase):
+    @pytest.mark.slow
     def test_command(self):
         result = subprocess.run(
             [
@@ -48,6 +50,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIsNone(found["first_layer"])
         self.assertLess(found["worst"]["gradient"]["difference"], 1e-4)
 
+    @pytest.mark.slow
     def test_a_functional_model_with_tokens(self):
         status, text = run(
             "--model=transformer_nmt",

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -77,6 +78,7 @@ class WorkersTest(parameterized.TestCase):
         (signal.SIGKILL, "stop"),
         (None, "raise"),
     )
+    @pytest.mark.slow_after(1)
     def test_workers_end_with_what_has_started_them(self, number, *args):
         process = started("-c", STARTING, *args)
         if number is not None:
@@ -95,6 +97,7 @@ class WorkersTest(parameterized.TestCase):
         process.stderr.read()
         process.communicate()
 
+    @pytest.mark.slow
     def test_workers_are_ended_with_the_command(self):
         program = (
             "import sys; from tf_gpipe.devices.worker_lost import *; "
@@ -122,6 +125,7 @@ class WorkersTest(parameterized.TestCase):
         self.assertLen(worker_lost.states(places), 2)
 
     @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
+    @pytest.mark.slow_after(1)
     def test_a_command_with_workers_ends_as_it_wants(self, number):
         process = subprocess.Popen(
             [

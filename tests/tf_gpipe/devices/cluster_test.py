@@ -66,6 +66,7 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         super().tearDownClass()
 
     @parameterized.parameters(2, 4)
+    @pytest.mark.slow_after(1)
     def test_numbers_and_places(self, num_workers):
         process = client("equal", self.addresses[:num_workers])
         output, _ = process.communicate()
@@ -76,18 +77,22 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         output, _ = client("skips", self.addresses).communicate()
         self.assertEqual(output.splitlines()[-1], "done")
 
+    @pytest.mark.slow
     def test_masks(self):
         output, _ = client("masks", self.addresses[:2]).communicate()
         self.assertEqual(output.splitlines()[-1], "done")
 
+    @pytest.mark.slow
     def test_boundary_tensors_go_from_worker_to_worker(self):
         output, _ = client("boundary", self.addresses[:2]).communicate()
         self.assertEqual(output.splitlines()[-1], "done")
 
+    @pytest.mark.slow
     def test_gradients_add_up_in_place(self):
         output, _ = client("sums", []).communicate()
         self.assertEqual(output.splitlines()[-1:], ["done"])
 
+    @pytest.mark.slow
     def test_killed_client_leaves_workers_usable(self):
         first = client("endless", self.addresses[:2])
         self.assertEqual(first.stdout.readline(), "training\n")
@@ -98,6 +103,7 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         second.kill()
         second.wait()
 
+    @pytest.mark.slow
     def test_killed_worker(self):
         process = client("endless", self.addresses[:3])
         self.assertEqual(process.stdout.readline(), "training\n")
@@ -123,6 +129,7 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         process.kill()
         process.wait()
 
+    @pytest.mark.slow
     def test_worker_that_is_closing_its_sockets(self):
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"

@@ -119,6 +119,7 @@ class ColocationTest(parameterized.TestCase, tf.test.TestCase):
         lambda: OPTIMIZERS.AdamW(weight_decay=0.1, use_ema=True),
         lambda: OPTIMIZERS.Adafactor(),
     )
+    @pytest.mark.slow
     def test_messages(self, optimizer):
         x = tf.ones((8, WIDTH))
         sent = {

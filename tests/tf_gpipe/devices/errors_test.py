@@ -102,6 +102,7 @@ class StageErrorsTest(tf.test.TestCase, parameterized.TestCase):
         (python, 2, "1f1b", ("fit", "predict")),
         (python, 4, "gpipe", ("train_on_batch",)),
     )
+    @pytest.mark.slow_after(1)
     def test_told_with_its_place(self, kind, num_stages, schedule, steps):
         self.check(make(kind, num_stages, schedule=schedule), steps)
 
@@ -111,6 +112,7 @@ class StageErrorsTest(tf.test.TestCase, parameterized.TestCase):
         self.check(model, ("fit", "predict"), "indices[0] = 99 is not in")
 
     @parameterized.parameters(("gpipe", 2), ("1f1b", 4), ("zero_bubble", 2))
+    @pytest.mark.slow_after(1)
     def test_in_a_backward_pass(self, schedule, num_stages):
         # Of the first stage and of the last.
         for place in (2, 5):

@@ -9,6 +9,7 @@ import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tests import pairwise
 from tools import child_process
 
 MOMENTS = (
@@ -84,12 +85,15 @@ class FaultsTest(parameterized.TestCase):
                 )
 
     @parameterized.parameters(("while_traced", "STOP"), ("in_step", "KILL"))
+    @pytest.mark.slow_after(1)
     def test_some_moments(self, moment, how):
         self.check(moment, how)
 
+    @pytest.mark.slow
     def test_long_work_is_no_silence(self):
         self.assertTrue(run("busy", "STOP", str(HEARTBEAT))["done"])
 
+    @pytest.mark.slow
     def test_interrupt_where_silence_has_no_limit(self):
         process = subprocess.Popen(
             [*CLIENT, "interrupted", "STOP", "None"],
@@ -102,7 +106,7 @@ class FaultsTest(parameterized.TestCase):
         output, _ = process.communicate(timeout=60)
         self.assertTrue(json.loads(output.splitlines()[-1])["done"])
 
-    @parameterized.product(moment=MOMENTS, how=("KILL", "STOP"))
+    @pairwise.each(moment=MOMENTS, how=("KILL", "STOP"))
     @pytest.mark.slow
     def test_every_moment(self, moment, how):
         self.check(moment, how)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -39,6 +40,7 @@ def run(code):
 
 
 class SplitCpuTest(parameterized.TestCase, tf.test.TestCase):
+    @pytest.mark.slow
     def test_in_a_fresh_process(self):
         two, three = "['CPU:0', 'CPU:1']", "['CPU:0', 'CPU:1', 'CPU:2']"
         first, count, again, error = run(SPLIT).stdout.splitlines()
@@ -48,6 +50,7 @@ class SplitCpuTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIn("started with 3", error)
         self.assertIn("right after the imports", error)
 
+    @pytest.mark.slow
     def test_once_tensorflow_has_started(self):
         done = run(STARTED)
         self.assertEqual(done.stdout.splitlines(), ["['CPU:0']"])

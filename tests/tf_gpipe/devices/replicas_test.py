@@ -97,6 +97,12 @@ def train(make, num_replicas=1, batch_size=16, optimizer=None, **kwargs):
     return model, losses.logs
 
 
+@functools.cache
+def plain_dense():
+    """Returns the trained plain model, which tests leave as it is."""
+    return train(dense)
+
+
 def components(variable):
     value = getattr(variable, "value", variable)
     if isinstance(value, tf.distribute.DistributedValues):
@@ -110,9 +116,11 @@ def short(devices):
 
 
 class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
+    @pytest.mark.slow
     def test_equals_one_device(self):
         self.assert_equals_one_device((2, 2), "1f1b")
 
+    @pytest.mark.slow
     def test_masks(self):
         # As many in both halves: Keras takes the mean of both means.
         x = np.tile(np.arange(20).reshape((4, 5)) % 7, (2, 1))
@@ -152,7 +160,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
 
     def assert_equals_one_device(self, grid, schedule):
         num_replicas, num_stages = grid
-        plain = train(dense)
+        plain = plain_dense()
         pipelined = train(
             dense,
             num_replicas,
@@ -180,10 +188,11 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters("always", "except_last", "never")
+    @pytest.mark.slow_after(1)
     def test_remat(self, remat):
         comparison.assert_same(
             self,
-            train(dense),
+            plain_dense(),
             train(dense, 2, num_stages=2, num_micro_batches=2, remat=remat),
         )
 
@@ -194,6 +203,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             keras.optimizers.Adam(0.01), initial_scale=8.0
         ),
     )
+    @pytest.mark.slow_after(1)
     def test_optimizers(self, optimizer):
         comparison.assert_same(
             self,
@@ -212,7 +222,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
     def test_interleaved(self):
         comparison.assert_same(
             self,
-            train(dense),
+            plain_dense(),
             train(
                 dense,
                 2,
@@ -224,6 +234,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters(None, [[["CPU:1", "CPU:4"], ["CPU:6", "CPU:3"]]])
+    @pytest.mark.slow_after(1)
     def test_each_component_is_on_its_replica_s_device_of_its_stage(
         self, devices=None
     ):
@@ -257,6 +268,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             first, second = components(variable)
             self.assertAllEqual(first, second)
 
+    @pytest.mark.slow
     def test_batch_normalization_is_keras_s_with_one_micro_batch(self):
         plain, plain_logs = train(normalized, 2)
         model, logs = train(normalized, 2, num_stages=2, num_micro_batches=1)
@@ -272,6 +284,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters(1, 4)
+    @pytest.mark.slow_after(1)
     def test_synchronized_batch_normalization(self, num_micro_batches):
         def make():
             layers = normalized()
@@ -366,6 +379,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         ]
         self.assertLen(set(rows), 2 * 2 * 4)
 
+    @pytest.mark.slow
     def test_another_seed_between_two_fits(self):
         with mirrored(2).scope():
             model = tf_gpipe.PipelinedSequential(
@@ -535,6 +549,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
                 variable.path,
             )
 
+    @pytest.mark.slow
     def test_timeline_is_the_first_replica_s(self):
         model, _ = train(dense, 2, num_stages=2, num_micro_batches=4)
         recorder = tf_gpipe.callbacks.Timeline()

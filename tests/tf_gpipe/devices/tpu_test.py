@@ -45,6 +45,7 @@ def model(rate=0.0, **kwargs):
 
 
 class XlaTest(tf.test.TestCase, parameterized.TestCase):
+    @pytest.mark.slow
     def test_whole_step_compiles(self):
         self.assert_whole_step_compiles("1f1b", "always")
 
@@ -108,6 +109,7 @@ class XlaTest(tf.test.TestCase, parameterized.TestCase):
 
         self.assertAllClose(losses(True), losses(False))
 
+    @pytest.mark.slow
     def test_number_of_a_replica_that_is_a_tensor(self):
         # All replicas on TPUs run one program.
         def outputs(number):

@@ -91,6 +91,7 @@ class CheckpointsTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(x, y, rtol=1e-5, atol=1e-6, msg=x.path)
 
     @parameterized.parameters(*CASES)
+    @pytest.mark.slow_after(1)
     def test_tensorflow(self, stages, functional):
         old, new = (made(k, functional, i) for i, k in enumerate(stages))
         fit(old, 1)
@@ -106,6 +107,7 @@ class CheckpointsTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_same(old, new)
 
     @parameterized.parameters(*CASES)
+    @pytest.mark.slow_after(1)
     def test_backup_and_restore(self, stages, functional):
         folder = self.get_temp_dir()
         old, new = (made(k, functional, i) for i, k in enumerate(stages))
@@ -119,6 +121,7 @@ class CheckpointsTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_same(whole, new)
 
     @parameterized.parameters(*CASES)
+    @pytest.mark.slow_after(1)
     def test_orbax(self, stages, functional):
         pytest.importorskip("orbax.checkpoint")
         folder = pathlib.Path(self.get_temp_dir(), "orbax")

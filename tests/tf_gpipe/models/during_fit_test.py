@@ -5,6 +5,7 @@ import tempfile
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -106,6 +107,7 @@ class DuringFitTest(parameterized.TestCase):
             )
 
     @parameterized.parameters(*_TRAIN_HOOKS)
+    @pytest.mark.slow_after(1)
     def test_rebalance(self, hook):
         plain, expected = _fitted_plain()
         model = _make()
@@ -127,6 +129,7 @@ class DuringFitTest(parameterized.TestCase):
     @parameterized.parameters(
         ("gpipe", False), ("zero_bubble", False), ("1f1b", True)
     )
+    @pytest.mark.slow_after(1)
     def test_rebalance_at_each_step(self, schedule, eager):
         plain, expected = _fitted_plain()
         model = _make(schedule=schedule)
@@ -165,6 +168,7 @@ class DuringFitTest(parameterized.TestCase):
         self.assert_same(model, plain)
 
     @parameterized.parameters(*_TRAIN_HOOKS[::3])
+    @pytest.mark.slow_after(1)
     def test_compile_takes_effect_at_the_next_step(self, hook):
         # Keras calls `None` at the next step of the plain model.
         model = _make()
@@ -177,6 +181,7 @@ class DuringFitTest(parameterized.TestCase):
             np.testing.assert_array_equal(a, b)
 
     @parameterized.parameters(False, True)
+    @pytest.mark.slow_after(1)
     def test_compile_between_steps(self, eager):
         plain, model = _make(False), _make()
         _compile(plain)
@@ -226,6 +231,7 @@ class DuringFitTest(parameterized.TestCase):
         ("load_weights", "on_train_batch_begin"),
         ("layer", "on_epoch_end"),
     )
+    @pytest.mark.slow_after(1)
     def test_weights(self, how, hook):
         plain, model = _make(False), _make()
         values = [_rng.normal(size=w.shape) for w in plain.weights]

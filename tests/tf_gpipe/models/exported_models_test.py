@@ -123,6 +123,7 @@ def trained(make):
 
 class ExportTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*SERVERS)
+    @pytest.mark.slow
     def test_formats(self, kind):
         for name in NEEDS.get(kind, ()):
             if importlib.util.find_spec(name) is None:
@@ -149,6 +150,7 @@ class ExportTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(np.load(f"{path}.npy"), y, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(*MODELS)
+    @pytest.mark.slow_after(1)
     def test_as_a_layer(self, make):
         model, x = trained(make)
         path = tempfile.mkdtemp(dir=self.get_temp_dir())
@@ -251,6 +253,7 @@ class PlotTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(labels, [x.get_label() for x in plain.get_nodes()])
 
     @parameterized.parameters(two_inputs, sequential)
+    @pytest.mark.slow_after(1)
     def test_graph_of_tensorboard(self, make):
         """Keras writes that of plain models alone, such as `to_keras()`."""
         model, _ = trained(make)

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -143,6 +144,7 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
         comparison.assert_same(self, *found)
 
     @parameterized.parameters(*CHANGES)
+    @pytest.mark.slow_after(1)
     def test_trains(self, change):
         self.compare(change, "functional")
 
@@ -153,12 +155,14 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         kind=("sequential", "shared", "nested"), remat=("always", "never")
     )
+    @pytest.mark.slow_after(1)
     def test_kinds_of_models(self, kind, remat):
         self.compare(single_weight, kind, remat=remat)
 
     @parameterized.product(
         change=(sublayer, low_rank), when=("between", "after")
     )
+    @pytest.mark.slow_after(1)
     def test_changed_later(self, change, when):
         self.compare(change, "functional", when)
 

@@ -134,16 +134,18 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
             "loss_weights": loss_weights,
             "optimizer": optimizer,
         }
-        plain = comparison.train(make, data, **common)
+        plain = comparison.plain(make, data, **common)
         pipelined = comparison.train(make, data, **common, **kwargs)
         comparison.assert_same(self, plain, pipelined)
         return pipelined[0]
 
     @pairwise.product(**GRID, num_stages=(1, 2, 4), rows=(8, 7))
+    @pytest.mark.slow_after(1)
     def test_two_inputs_two_outputs(self, rows, **kwargs):
         self.compare(two_by_two, two_by_two_data(rows), **TWO_LOSSES, **kwargs)
 
     @pairwise.product(**GRID, num_stages=(2, 4))
+    @pytest.mark.slow_after(1)
     def test_shared_layer(self, **kwargs):
         data = [(numbers(7, 6), numbers(7, 6, seed=1))]
         model = self.compare(shared, data, **kwargs)
@@ -151,6 +153,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(len(users), 1)
 
     @pairwise.product(**GRID)
+    @pytest.mark.slow_after(1)
     def test_skip_over_three_stages(self, **kwargs):
         data = [(numbers(8, 6), numbers(8, 2, seed=1))]
         model = self.compare(long_skip, data, num_stages=5, **kwargs)
@@ -248,6 +251,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
             model.predict(x, verbose=0), expected, rtol=1e-4, atol=1e-5
         )
 
+    @pytest.mark.slow
     def test_operations_arguments_and_masks(self):
         def make():
             tokens = keras.Input((5,), dtype="int32", name="tokens")

@@ -71,6 +71,7 @@ def gemma():
 
 class KerasHubTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(bert, gpt2, gemma)
+    @pytest.mark.slow_after(1)
     def test_numbers(self, make):
         x = {"token_ids": TOKENS, "padding_mask": PADDING}
         shape = (ROWS, LENGTH)
@@ -107,6 +108,7 @@ class KerasHubTest(tf.test.TestCase, parameterized.TestCase):
         for stage in model.stages:
             self.assertNotIn(model.backbone, stage.layers)
 
+    @pytest.mark.slow
     def test_texts(self):
         """Of a task with a preprocessor, as people use it."""
         found = []
@@ -141,6 +143,7 @@ class KerasHubTest(tf.test.TestCase, parameterized.TestCase):
         plain.compile(sampler="greedy")
         self.assertEqual(plain.generate(TEXTS, max_length=8), said)
 
+    @pytest.mark.slow
     def test_lora(self):
         """Enabled before or after the pipeline is made."""
         x = {"token_ids": TOKENS, "padding_mask": PADDING}

@@ -259,6 +259,7 @@ class FitTest(LifeTest):
         {"jit_compile": False},
         {"auto_scale_loss": False},
     )
+    @pytest.mark.slow_after(1)
     def test_compiled_with(self, **kwargs):
         x, y = make_data()
         plain, model = make_pair()
@@ -551,6 +552,7 @@ class CallbackTest(LifeTest):
 
 class StepTest(LifeTest):
     @parameterized.parameters("1f1b", "gpipe")
+    @pytest.mark.slow_after(1)
     def test_train_on_batch(self, schedule):
         plain, model = make_pair(schedule=schedule)
         x, y = make_data(10)
@@ -838,6 +840,7 @@ class SavingTest(LifeTest):
         self.assert_same_state(uninterrupted, after)
 
     @parameterized.parameters(2, 3)
+    @pytest.mark.slow_after(1)
     def test_load_model(self, num_stages):
         path = os.path.join(self.get_temp_dir(), "file.keras")
         before, uninterrupted = self._make(num_stages), self._make("plain")
@@ -970,6 +973,7 @@ class TracingTest(LifeTest):
     @parameterized.product(
         schedule=("1f1b", "gpipe"), remat=("always", "except_last", "never")
     )
+    @pytest.mark.slow_after(1)
     def test_train_on_batch(self, schedule, remat):
         model, layer = self._make(schedule=schedule, remat=remat)
         x, y = make_data(9)
@@ -1045,6 +1049,7 @@ class TracingTest(LifeTest):
         built=(True, False),
         evaluate_first=(True, False),
     )
+    @pytest.mark.slow_after(1)
     def test_steps_that_create_variables(self, schedule, built, evaluate_first):
         traced = []
 
@@ -1134,6 +1139,7 @@ class SubclassTest(LifeTest):
     @parameterized.product(
         schedule=("1f1b", "gpipe"), optimizer=("adam", "loss_scale")
     )
+    @pytest.mark.slow_after(1)
     def test_train_step(self, schedule, optimizer):
         plain, model = make_pair(cls=OwnTrainStep, schedule=schedule)
         x, y = make_data(8)
@@ -1162,6 +1168,7 @@ class SubclassTest(LifeTest):
         self.assert_same_state(plain, model)
 
     @parameterized.product(built=(True, False), loss_scale=(True, False))
+    @pytest.mark.slow_after(1)
     def test_train_step_with_a_tape(self, built, loss_scale):
         x, y = make_data(24)
         models = []

@@ -1,5 +1,6 @@
 """Models within a model: opened, cut, and with the plain model's numbers."""
 
+import functools
 import pathlib
 
 import keras
@@ -11,6 +12,7 @@ from keras import layers as L
 from keras import ops
 
 import tf_gpipe
+from tests import pairwise
 from tests.tf_gpipe import comparison
 
 ROWS = 6
@@ -336,6 +338,18 @@ def data_of(model, rows=ROWS):
     return x[0] if len(x) == 1 else x, y
 
 
+@functools.cache
+def named_alike(make):
+    """Returns a function that makes models whose layers have the same names."""
+
+    def named():
+        keras.backend.clear_session(free_memory=False)
+        keras.utils.set_random_seed(1)
+        return make()
+
+    return named
+
+
 class Case(tf.test.TestCase, parameterized.TestCase):
     def assertNoModels(self, model):
         """Checks that all models within a model have been opened."""
@@ -348,14 +362,9 @@ class Case(tf.test.TestCase, parameterized.TestCase):
         data = data or [data_of(make())]
         devices = [f"CPU:{i}" for i in range(num_stages)]
 
-        def named_alike():
-            keras.backend.clear_session(free_memory=False)
-            keras.utils.set_random_seed(1)
-            return make()
-
-        plain = comparison.train(named_alike, data, loss="mse")
+        plain = comparison.plain(named_alike(make), data, loss="mse")
         piped = comparison.train(
-            named_alike,
+            named_alike(make),
             data,
             loss="mse",
             num_stages=num_stages,
@@ -373,6 +382,7 @@ class Case(tf.test.TestCase, parameterized.TestCase):
 
 class NumbersTest(Case):
     @parameterized.parameters(*MODELS.items())
+    @pytest.mark.slow_after(1)
     def test_every_call_a_stage(self, make, num_calls):
         """As far as there are devices."""
         model = self.compare(make, min(num_calls, 8))
@@ -380,11 +390,12 @@ class NumbersTest(Case):
             sum(len(stage.nodes) for stage in model.stages), num_calls
         )
 
-    @parameterized.product(
+    @pairwise.product(
         make=(siamese, three_levels, losses_within),
         schedule=("gpipe", "zero_bubble"),
         remat=("always", "never"),
     )
+    @pytest.mark.slow_after(1)
     def test_schedules(self, make, schedule, remat):
         self.compare(make, 3, schedule=schedule, remat=remat)
 
@@ -460,7 +471,8 @@ def tokens_of(model, rows=ROWS):
 
 
 class MasksTest(Case):
-    @parameterized.product(make=MASKED, schedule=("1f1b", "gpipe"))
+    @pairwise.each(make=MASKED, schedule=("1f1b", "gpipe"))
+    @pytest.mark.slow_after(1)
     def test_numbers(self, make, schedule):
         data = [tokens_of(make())]
         model = self.compare(make, 4, data=data, schedule=schedule)
@@ -515,6 +527,7 @@ class TrainingTest(Case):
         inner_training=(None, False, True),
         call=({}, {"training": False}, {"training": True}),
     )
+    @pytest.mark.slow_after(1)
     def test_numbers(self, inner_training, call):
         model = self.compare(
             drops(inner_training, **call), 3, num_micro_batches=1
@@ -725,6 +738,7 @@ class SequentialTest(tf.test.TestCase, parameterized.TestCase):
         return [keras.Input((4,)), *layers] if built else layers
 
     @parameterized.product(built=(True, False), num_stages=(2, 7, None))
+    @pytest.mark.slow_after(1)
     def test_numbers(self, built, num_stages):
         data = [(numbers(ROWS, 4), numbers(ROWS, 2, seed=1))]
 
@@ -826,6 +840,7 @@ class SequentialTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters("flops", "memory", "time", lambda *_: 1)
+    @pytest.mark.slow_after(1)
     def test_balance(self, balance):
         data = [(numbers(ROWS, 4), numbers(ROWS, 2, seed=1))]
 
@@ -866,6 +881,7 @@ class FilesTest(Case):
     @parameterized.product(
         name=("a.weights.h5", "a.keras"), to_pipeline=(True, False)
     )
+    @pytest.mark.slow_after(1)
     def test_weights(self, name, to_pipeline):
         path = str(pathlib.Path(self.get_temp_dir(), name))
         model, other = self.make(not to_pipeline, 1), self.make(to_pipeline, 2)

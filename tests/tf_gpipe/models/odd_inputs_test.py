@@ -4,6 +4,7 @@ import warnings
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -122,6 +123,7 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         structure=("dict", "list"), schedule=("1f1b", "gpipe")
     )
+    @pytest.mark.slow_after(1)
     def test_other_columns(self, structure, schedule):
         x = {"a": numbers(6, 4), "b": numbers(6, 3, seed=1)}
         self.compare(
@@ -152,6 +154,7 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
         (False, numbers(6, 4).astype("float64")),
         (True, np.ones((6, 4), "int64")),
     )
+    @pytest.mark.slow_after(1)
     def test_one_input(self, sequential, x):
         self.compare(lambda: one_input(sequential), x)
 
@@ -165,6 +168,7 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         kind=("first", "last", "between"), functional=(True, False)
     )
+    @pytest.mark.slow_after(1)
     def test_more_than_its_spec(self, kind, functional):
         def make():
             model = more(kind)

@@ -6,6 +6,7 @@ import types
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -217,6 +218,7 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         mixin=(Own, Penalty, WithHead), kind=("functional", "sequential")
     )
+    @pytest.mark.slow_after(1)
     def test_kept(self, mixin, kind):
         make = classes(mixin)[kind]
         model = self.compare(lambda: make().prepare())
@@ -230,6 +232,7 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         schedule=("1f1b", "gpipe"), kind=("functional", "sequential")
     )
+    @pytest.mark.slow_after(1)
     def test_steps(self, schedule, kind):
         self.compare(classes(Step)[kind], schedule=schedule)
 
@@ -387,6 +390,7 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         lambda: Configured(4), lambda: Graph(*graph()), lambda: Stack(stack())
     )
+    @pytest.mark.slow_after(1)
     def test_saved_and_loaded(self, make):
         plain = make()
         model = tf_gpipe.PipelinedModel.from_model(plain, **ARGUMENTS)

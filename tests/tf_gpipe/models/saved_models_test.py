@@ -8,11 +8,13 @@ import warnings
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
 
 import tf_gpipe
+from tests import pairwise
 from tests.devices import KIND
 from tf_gpipe.devices import sharing
 from tf_gpipe.models.saving import _plain_model
@@ -63,8 +65,7 @@ def pipelined(functional, **kwargs):
 
 
 class ElsewhereTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(
-        functional=(True, False),
+    @pairwise.each(
         kwargs=(
             {"num_stages": 4},
             {"num_stages": 4, "devices": DEVICES[:4]},
@@ -75,8 +76,10 @@ class ElsewhereTest(tf.test.TestCase, parameterized.TestCase):
                 "devices": DEVICES[:3],
             },
         ),
+        functional=(True, False),
         number=(1, 2),
     )
+    @pytest.mark.slow_after(1)
     def test_fewer_devices(self, functional, kwargs, number):
         if KIND != "CPU":
             self.skipTest("The devices of a process are its own.")
@@ -274,6 +277,7 @@ class Hdf5Test(tf.test.TestCase, parameterized.TestCase):
             {"balance": lambda layer, shape: 1},
         ),
     )
+    @pytest.mark.slow_after(1)
     def test_loads_again(self, functional, kwargs):
         """Compiled anew: Keras builds the optimizer of no model rightly."""
         kwargs = {"devices": DEVICES[:2], **kwargs}

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -63,6 +64,7 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
         ({"gradient_accumulation_steps": 2}, "zero_bubble", "never", 8),
         ({"weight_decay": 0.1}, "zero_bubble", "always", 11),
     )
+    @pytest.mark.slow_after(1)
     def test_bits_of_single_steps(self, options, schedule, remat, steps):
         # Eight steps of which the last has two rows: no number of steps in
         # a graph divides them but 2, 4 and 8.
@@ -79,6 +81,7 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(values, several[1][name], rtol=1e-6)
 
     @parameterized.parameters("zb_v", "interleaved", "auto")
+    @pytest.mark.slow_after(1)
     def test_stages_that_share_devices(self, schedule):
         def trained(steps):
             model = _make(num_stages=4, balance=[1, 2, 1, 2], schedule=schedule)

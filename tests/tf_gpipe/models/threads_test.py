@@ -127,6 +127,7 @@ def _assert_lives(rounds, kinds, **kwargs):
 
 
 class ThreadsTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_a_model_each(self):
         _assert_lives(1, ["gpipe", "zero_bubble"])
 

@@ -5,6 +5,7 @@ import gc
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -203,6 +204,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         ("zero_bubble", "always", 2),
         ("zero_bubble", "never", 1),
     )
+    @pytest.mark.slow_after(1)
     def test_recurrent(self, schedule, remat, num_stages):
         def make():
             return [
@@ -227,6 +229,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         schedule=("1f1b", "zero_bubble"), remat=("always", "never")
     )
+    @pytest.mark.slow_after(1)
     def test_garbage_collected_before_the_first_step(self, schedule, remat):
         model = tf_gpipe.PipelinedSequential(
             [keras.Input((5, 4)), L.GRU(3, return_sequences=True), L.LSTM(2)],
@@ -248,6 +251,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         remat=("always", "never"),
         shared=(True, False),
     )
+    @pytest.mark.slow_after(1)
     def test_remat_of_a_layer(self, schedule, remat, shared):
         def train(own_remat, **kwargs):
             def make():

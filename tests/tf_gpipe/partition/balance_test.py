@@ -222,6 +222,7 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(loaded.predict(x), model.predict(x))
 
     @parameterized.parameters("parameters", "flops", "time", "memory")
+    @pytest.mark.slow_after(1)
     def test_layers_that_return_weights(self, balance):
         reads = (
             lambda layer: layer.weight,
@@ -308,6 +309,7 @@ class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
         {"balance": lambda layer, shape: int(layer.name[-1]) ** 3},
         {"balance": [1, 5], "schedule": "gpipe", "remat": "never"},
     )
+    @pytest.mark.slow_after(1)
     def test_training_goes_on(self, balance, **options):
         random = np.random.default_rng(0)
         x, y = random.normal(size=(2, 8, 8, 4)).astype("float32")

@@ -5,6 +5,7 @@ import os
 import tempfile
 
 import keras
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -75,6 +76,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         for x in found if memory else ():
             self.assertLessEqual(max(x.plan.device_bytes), FITTING * memory)
 
+    @pytest.mark.slow
     def test_memory_excludes_the_fastest(self):
         free = tuned()
         most = max(free.device_bytes)

@@ -7,6 +7,7 @@ import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tests import pairwise
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.memory import device_peaks
@@ -94,8 +95,8 @@ class SearchTest(parameterized.TestCase):
 
     @parameterized.parameters((4, 8, 0.0), (4, 16, 0.1))
     @pytest.mark.slow
-    def test_over_200(self, num_devices, num_micro_batches, transfer):
-        """A hundred sets of times for each of the two."""
+    def test_over_many(self, num_devices, num_micro_batches, transfer):
+        """Sets of times, of which docs/how_it_works.md tells 200."""
         draw = random.Random(1)
         found = [
             self.relative(
@@ -103,7 +104,7 @@ class SearchTest(parameterized.TestCase):
                 num_micro_batches,
                 num_devices,
             )
-            for _ in range(100)
+            for _ in pairwise.some(range(100), 20)
         ]
         self.assertLessEqual(max(found), 1.0 + 1e-9)
         self.assertLess(statistics.mean(found), 0.95)
@@ -120,6 +121,7 @@ class SearchTest(parameterized.TestCase):
         self.assertRegex(found[0].title, "^auto: searched for these stages, ")
 
     @parameterized.parameters("always", "except_last", "never")
+    @pytest.mark.slow_after(1)
     def test_memory(self, remat):
         """Stages hold different amounts; the bound is kept in bytes."""
         draw = random.Random(2)

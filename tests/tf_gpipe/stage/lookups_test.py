@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -112,6 +113,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
     @pairwise.product(
         kind=tuple(POSITIONS), num_micro_batches=(2, 3), eager=(False, True)
     )
+    @pytest.mark.slow_after(1)
     def test_positions(self, kind, num_micro_batches, eager):
         self.assert_trains_alike(
             with_positions(kind),
@@ -127,6 +129,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters("fixed", "of rows", "of values")
+    @pytest.mark.slow_after(1)
     def test_last_batch_of_another_size(self, kind):
         self.assert_trains_alike(
             with_positions(kind), X, batch_size=5, num_micro_batches=4
@@ -137,6 +140,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
         remat=("always", "never"),
         eager=(False, True),
     )
+    @pytest.mark.slow_after(1)
     def test_tokens_and_positions(self, schedule, remat, eager):
         self.assert_trains_alike(
             with_tokens,

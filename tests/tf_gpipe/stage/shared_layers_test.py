@@ -4,6 +4,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -212,12 +213,14 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
         remat=("always", "except_last", "never"),
         num_micro_batches=(1, 4),
     )
+    @pytest.mark.slow_after(1)
     def test_shared(self, blocks, **kwargs):
         self.check(_SHARED[blocks], **kwargs)
 
     @parameterized.parameters(
         "dropout", "batch_norm", "small_dropout", "small_batch_norm"
     )
+    @pytest.mark.slow
     def test_state(self, blocks):
         for schedule in ("1f1b", "zero_bubble"):
             self.check(
@@ -228,6 +231,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
             )
 
     @parameterized.parameters("1f1b", "zero_bubble")
+    @pytest.mark.slow_after(1)
     def test_several_calls_at_a_time(self, schedule):
         """Residual blocks of a functional model, which share their calls."""
         random = np.random.default_rng(0)
@@ -252,11 +256,12 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
         for a, b in zip(*found, strict=True):
             self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
 
-    @pairwise.product(
+    @pairwise.each(
         blocks=tuple(_ALONE),
         schedule=("gpipe", "1f1b", "zero_bubble"),
         remat=("always", "never"),
     )
+    @pytest.mark.slow_after(1)
     def test_alone(self, blocks, **kwargs):
         self.check(_ALONE[blocks], **kwargs)
 
@@ -275,6 +280,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         "plain", "dropout", "batch_norm", "mixed", "frozen", "small"
     )
+    @pytest.mark.slow_after(1)
     def test_traced_once(self, blocks):
         """More blocks cost a call each, not a trace each."""
         few = self.nodes(_SHARED[blocks])
@@ -282,6 +288,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLess(many, 1.6 * few)
 
     @parameterized.parameters(Adding, Rectified, Noting, Named)
+    @pytest.mark.slow
     def test_traced_apart(self, block):
         few = self.nodes(lambda: [block() for _ in range(2)])
         many = self.nodes(lambda: [block() for _ in range(4)])

@@ -4,6 +4,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -228,6 +229,7 @@ class TensorFlowStateTest(tf.test.TestCase, parameterized.TestCase):
             )
         ),
     )
+    @pytest.mark.slow_after(1)
     def test_as_in_the_plain_model(self, make, kwargs):
         if make is Compiled and kwargs.get("eager"):
             kwargs = {**kwargs, "eager": False}

@@ -4,6 +4,7 @@ import warnings
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -233,6 +234,7 @@ class AddedLossesTest(parameterized.TestCase, tf.test.TestCase):
         {"schedule": "zero_bubble", "remat": "never"},
         {"schedule": "interleaved", "num_stages": 4},
     )
+    @pytest.mark.slow_after(1)
     def test_kinds(self, num_stages=2, **kwargs):
         # All kinds of losses in one layer, in two stages.
         functions = [*MEANS.values(), *SUMS.values()]

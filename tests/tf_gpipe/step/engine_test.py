@@ -4,6 +4,7 @@ import re
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -152,6 +153,7 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
         schedule=("1f1b", "eager_1f1b", "gpipe", "zero_bubble"),
         remat=("always", "except_last", "never"),
     )
+    @pytest.mark.slow_after(1)
     def test_tasks_wait_for_nothing_else(self, layers, schedule, remat):
         def loss(y_true, y_pred):
             tf.print("")

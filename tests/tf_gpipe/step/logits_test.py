@@ -5,6 +5,7 @@ With inputs that saturate it: from probabilities the losses would be others.
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -92,6 +93,7 @@ class LogitsTest(tf.test.TestCase, parameterized.TestCase):
         ("tf.nn.softmax of flags", "1f1b"),
         ("after a softmax", "gpipe"),
     )
+    @pytest.mark.slow_after(1)
     def test_fit(self, name, schedule):
         def make():
             return [keras.Input((2,)), dense(2), *tail(name)[0]]
@@ -112,6 +114,7 @@ class LogitsTest(tf.test.TestCase, parameterized.TestCase):
         schedule=("1f1b", "zero_bubble", "eager_1f1b"),
         remat=("always", "never"),
     )
+    @pytest.mark.slow_after(1)
     def test_output_of_an_earlier_stage(self, schedule, remat):
         def make():
             inputs = keras.Input((2,))

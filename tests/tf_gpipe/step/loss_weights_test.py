@@ -5,6 +5,7 @@ import itertools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -179,6 +180,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
         ("learned_scale", "1f1b"),
         ("tied_embeddings", "eager_1f1b"),
     )
+    @pytest.mark.slow_after(1)
     def test_weights_of_a_loss(self, case, schedule):
         case = CASES[case]
         self.assertAllClose(
@@ -198,6 +200,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
             {"num_micro_batches": 11},
         ),
     )
+    @pytest.mark.slow_after(1)
     def test_variants(self, case, kwargs):
         case = CASES[case]
         same = {k: v for k, v in kwargs.items() if k == "batch_size"}

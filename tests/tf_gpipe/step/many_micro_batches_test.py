@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -49,6 +50,7 @@ class ManyMicroBatchesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         number=(4097, 10**6, 10**30), schedule=("1f1b", "gpipe")
     )
+    @pytest.mark.slow_after(1)
     def test_as_plain_keras(self, number, schedule):
         plain = compiled(keras.Sequential(layers()))
         model = pipeline(number, schedule=schedule)

@@ -4,6 +4,7 @@ import warnings
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -111,6 +112,7 @@ class RowsTest(parameterized.TestCase, tf.test.TestCase):
         {"schedule": "gpipe", "rows": 3},
         {"schedule": "1f1b", "rows": 8, "batch_size": 8},
     )
+    @pytest.mark.slow_after(1)
     def test_outputs(
         self, rows=10, batch_size=None, eager=False, num_stages=2, **kwargs
     ):

@@ -1,9 +1,11 @@
 """What the graph of a step has for each task, and that it reads weights."""
 
+import functools
 import gc
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -42,8 +44,51 @@ def _data():
     return np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 
 
+def _step(model, gradients):
+    """A step with the gradients by three sets of weights."""
+    found = []
+    for factor in (0.5, 3.0, 1.5):
+        for v in model.trainable_variables:
+            v.assign(v * factor)
+        loss, by_weight = gradients()
+        found.append(by_weight)
+    total = [sum(g) for g in zip(*found, strict=True)]
+    model.optimizer.apply(total, model.trainable_variables)
+    return {"loss": loss}
+
+
+class PlainAssigning(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+
+        def gradients():
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            return loss, tape.gradient(loss, self.trainable_variables)
+
+        return _step(self, gradients)
+
+
+class Assigning(tf_gpipe.PipelinedSequential):
+    def train_step(self, data):
+        return _step(self, lambda: self.loss_and_gradients(*data)[:2])
+
+
+def _weights_after(model):
+    x = _data()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(x, x, batch_size=8, epochs=2, verbose=0)
+    return model.get_weights()
+
+
+@functools.cache
+def _weights_of_plain():
+    return _weights_after(PlainAssigning(_layers()))
+
+
 class StepGraphTest(parameterized.TestCase, tf.test.TestCase):
     @pairwise.product(schedule=_SCHEDULES, remat=_REMAT)
+    @pytest.mark.slow_after(1)
     def test_calls_take_no_weights(self, schedule, remat):
         model = _pipeline(schedule, remat)
         model.compile("sgd", "mse")
@@ -79,44 +124,13 @@ class StepGraphTest(parameterized.TestCase, tf.test.TestCase):
             self.assertTrue(node.attr["_XlaHasReferenceVars"].b, node.name)
 
     @pairwise.product(schedule=_SCHEDULES, remat=_REMAT)
+    @pytest.mark.slow_after(1)
     def test_weights_that_a_step_assigns(self, schedule, remat):
         """Each mini-batch has the weights that there are when it starts."""
 
-        def train(model, gradients):
-            """A step with the gradients by three sets of weights."""
-            found = []
-            for factor in (0.5, 3.0, 1.5):
-                for v in model.trainable_variables:
-                    v.assign(v * factor)
-                loss, by_weight = gradients()
-                found.append(by_weight)
-            total = [sum(g) for g in zip(*found, strict=True)]
-            model.optimizer.apply(total, model.trainable_variables)
-            return {"loss": loss}
-
-        class Plain(keras.Sequential):
-            def train_step(self, data):
-                x, y = data
-
-                def gradients():
-                    with tf.GradientTape() as tape:
-                        loss = self.compute_loss(x, y, self(x, training=True))
-                    return loss, tape.gradient(loss, self.trainable_variables)
-
-                return train(self, gradients)
-
-        class Piped(tf_gpipe.PipelinedSequential):
-            def train_step(self, data):
-                return train(self, lambda: self.loss_and_gradients(*data)[:2])
-
-        x = _data()
-        weights = []
-        for model in (Plain(_layers()), _pipeline(schedule, remat, Piped)):
-            model.compile(keras.optimizers.SGD(0.1), "mse")
-            model.fit(x, x, batch_size=8, epochs=2, verbose=0)
-            weights.append(model.get_weights())
-        for plain, piped in zip(*weights, strict=True):
-            self.assertAllClose(plain, piped, rtol=1e-5, atol=1e-6)
+        piped = _weights_after(_pipeline(schedule, remat, Assigning))
+        for a, b in zip(_weights_of_plain(), piped, strict=True):
+            self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
 
     def test_saved_function(self):
         """A step that was saved is loaded without the library's help."""

@@ -163,6 +163,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(len(str(report).splitlines()), 60)
         self.assertEmpty(report.notes)
 
+    @pytest.mark.slow
     def test_ten_faults_in_ten_layers(self):
         faults = [x(name=x.__name__) for x in FAULTS]
         model = compiled(stack(faults, num_stages=4))
@@ -192,6 +193,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(report.layers, ["fault"])
 
     @parameterized.parameters(None, 2)
+    @pytest.mark.slow_after(1)
     def test_a_model_is_left_as_it_was(self, steps):
         layers = [L.BatchNormalization(), L.Dropout(0.5)]
         model = compiled(stack(layers), "adam", metrics=["mae"])
@@ -292,6 +294,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(report.first_layer, model.layers[1].name)
         self.assertEmpty(report.layers)
 
+    @pytest.mark.slow
     def test_inputs_outputs_masks_and_weights(self):
         tokens = keras.Input((4,), name="tokens", dtype="int32")
         vector = keras.Input((3,), name="vector")
