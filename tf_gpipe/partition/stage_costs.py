@@ -6,6 +6,8 @@ from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 
+import keras
+
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition.recomputed import Choice
 from tf_gpipe.partition.recomputed import StageCalls
@@ -31,7 +33,7 @@ class StageCosts:
         before_flops: Integer, those of layers that are recomputed before the
             backward pass, where a micro-batch is.
         within_flops: Integer, those of layers recomputed within it.
-        given: Bytes of the model's inputs that it takes.
+        given: Bytes of the model's inputs that it takes, and of the targets.
         sizes: `Sizes` in bytes, without what is fixed.
         sends: Dictionary from each later stage to the bytes sent there.
     """
@@ -70,7 +72,7 @@ class StageCosts:
     def of_micro_batches(self, count: int) -> Sizes:
         """Returns its sizes in a step of so many micro-batches.
 
-        The model's inputs are held throughout.
+        The model's inputs and the targets are held throughout.
         """
         return self.sizes._replace(fixed=count * self.given)
 
@@ -88,7 +90,8 @@ def find(
         size: Function that returns the bytes of a `Value`.
     """
     made_before: set[Value] = set()
-    found, first = [], 0
+    found: list[StageCosts] = []
+    first, last = 0, len(parts) - 1
     for k, part in enumerate(parts):
         own = traces[first : first + len(part.nodes)]
         first += len(part.nodes)
@@ -99,11 +102,16 @@ def find(
                 flops=sum(x.forward_flops for x in own),
                 backward_flops=sum(x.backward_flops for x in own),
                 weight_flops=sum(x.weight_flops for x in own),
-                given=sum(map(size, part.inputs)) - received,
+                given=sum(map(size, part.inputs))
+                - received
+                + (_targets(part, size) if k == last else 0),
                 sizes=Sizes(
                     inputs=received,
                     stored=_stored(part, own, size),
-                    passing=_passing(part, own, size, made_before),
+                    passing=max(
+                        _passing(part, own, size, made_before),
+                        _of_loss(part, own, size) if k == last else 0,
+                    ),
                     slices=sum(x.slices_bytes for x in own),
                 ),
                 sends=sends(parts, k, size),
@@ -232,19 +240,62 @@ def _passing(
     """Returns the most that the backward pass of a stage needs on its way.
 
     While that of a call runs, there are gradients of all that later calls have
-    taken and earlier ones made: of skip connections. So it is with outputs of
-    the stage, and with what is `received` from other stages. What the model is
-    given has no gradient.
+    taken and earlier ones made: of skip connections. So it is with what is
+    `received` from other stages. Those of the stage's outputs are there to its
+    end, as whoever calls it holds them. What the model is given has no
+    gradient.
     """
+    made = {x: i for i, node in enumerate(part.nodes) for x in node.made}
     last = {x: i for i, node in enumerate(part.nodes) for x in node.inputs}
     last.update(dict.fromkeys(part.outputs, len(part.nodes)))
     waiting = {x for x in part.inputs if x in received}
     most = 0
     for i, (node, trace) in enumerate(zip(part.nodes, traces, strict=True)):
         waiting = {x for x in waiting if last.get(x, i) > i}
-        most = max(most, trace.passing + sum(map(size, waiting)))
+        arrived = sum(size(x) for x in part.outputs if made.get(x, 0) > i)
+        most = max(most, trace.passing + sum(map(size, waiting)) + arrived)
         waiting.update(node.made)
     return most
+
+
+def _of_loss(
+    part: Graph,
+    traces: Sequence[layer_costs.LayerCosts],
+    size: Callable[[Value], int],
+) -> int:
+    """Returns what the loss needs beside what the last stage stores.
+
+    Nobody knows which it will be. A loss takes outputs, returns their
+    gradients, and as a rule makes for these something of the same size, such
+    as differences or probabilities.
+    """
+    kept = _kept(part, traces)
+    return sum(size(x) * (2 if x in kept else 3) for x in part.outputs)
+
+
+def _targets(part: Graph, size: Callable[[Value], int]) -> int:
+    """Returns the bytes of what the last stage's outputs are compared with.
+
+    Nobody knows them: taken for a number where the outputs have several, along
+    their last axis, such as the scores of classes.
+    """
+    found = 0
+    for x in part.outputs:
+        shapes = [getattr(y, "shape", ()) for y in keras.tree.flatten(x.spec)]
+        last = [shape[-1] or 1 for shape in shapes if len(shape or ()) > 1]
+        found += size(x) // max(last, default=1)
+    return found
+
+
+def _kept(part: Graph, traces: Sequence[layer_costs.LayerCosts]) -> set[Value]:
+    """Returns the values that the backward pass of a stage needs."""
+    kept: set[Value] = set()
+    for node, trace in zip(part.nodes, traces, strict=True):
+        pairs = zip(node.inputs, trace.kept_inputs, strict=True)
+        kept.update(value for value, keeps in pairs if keeps)
+        if trace.keeps_outputs:
+            kept.update(node.made)
+    return kept
 
 
 def _stored(
@@ -253,11 +304,5 @@ def _stored(
     size: Callable[[Value], int],
 ) -> int:
     """Returns the bytes that a stage keeps of a micro-batch, without inputs."""
-    kept: set[Value] = set()
-    for node, trace in zip(part.nodes, traces, strict=True):
-        pairs = zip(node.inputs, trace.kept_inputs, strict=True)
-        kept.update(value for value, keeps in pairs if keeps)
-        if trace.keeps_outputs:
-            kept.update(node.made)
-    own = kept.difference(part.inputs)
+    own = _kept(part, traces).difference(part.inputs)
     return sum(x.stored_bytes for x in traces) + sum(map(size, own))

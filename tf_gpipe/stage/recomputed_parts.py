@@ -58,46 +58,72 @@ class RecomputedParts:
         return self._in_order(found.values())
 
     def waits(
-        self, alive: Collection[tf.Operation]
+        self,
+        alive: Collection[tf.Operation],
+        kept: Collection[tf.Tensor],
     ) -> dict[tf.Operation, list[tf.Operation]]:
         """Returns what operations of the parts wait for, in the backward pass.
 
         A part waits for the gradients that the first operation takes that
         follows both from the part, not by way of other layers, and from
-        gradients. In the order in which
-        operations were traced all that waits for a part comes after that one:
-        so no two parts wait for each other.
+        gradients. And for what takes tensors of the part before, so that only
+        one of them is there at a time: gradients of weights, which nothing
+        else would wait for. In the order in which operations were traced all
+        of these come before that first operation, and all that waits for a
+        part after it: so no two parts wait for each other.
 
         Args:
             alive: The operations that follow from the gradients that arrive.
+            kept: What is stored.
         """
-        found = {}
-        for part in self._parts:
-            users = self._users(part).intersection(alive)
-            if not users:
-                continue
-            first = min(users, key=self._places.__getitem__)
-            gradients = [x.op for x in first.inputs if x.op in alive]
+        stored = set(map(id, kept))
+        of_parts = [(part, self._users(part, alive)) for part in self._parts]
+        ordered = sorted(
+            (
+                (self._first(users), part, users)
+                for part, users in of_parts
+                if users
+            ),
+            key=lambda x: self._places[x[0]],
+        )
+        found, before = {}, set()
+        for first, part, users in ordered:
+            place = self._places[first]
+            awaited = {x.op for x in first.inputs if x.op in alive}
+            awaited |= {x for x in before if self._places[x] < place}
             for op in part:
                 # Others wait for these.
-                if not any(x.op in part for x in op.inputs):
-                    found[op] = gradients
+                if not any(
+                    x.op in part and id(x) not in stored for x in op.inputs
+                ):
+                    found[op] = sorted(awaited, key=self._places.__getitem__)
+            before = users
         return found
 
-    def _users(self, part: set[tf.Operation]) -> set[tf.Operation]:
-        """Returns what takes tensors of a part in the backward pass.
+    def _first(self, operations: Collection[tf.Operation]) -> tf.Operation:
+        return min(operations, key=self._places.__getitem__)
 
-        Directly, or by operations there that no gradient comes to before.
+    def _users(
+        self, part: set[tf.Operation], alive: Collection[tf.Operation]
+    ) -> set[tf.Operation]:
+        """Returns what takes tensors of a part and of gradients.
+
+        Directly, or by operations that no gradient comes to.
         """
-        return reached(
+        found = reached(
             part,
-            lambda op: [
-                user
-                for x in op.outputs
-                for user in x.consumers()
-                if user not in self._early
-            ],
+            lambda op: (
+                []
+                if op in alive
+                else [
+                    user
+                    for x in op.outputs
+                    for user in x.consumers()
+                    if user not in self._early
+                ]
+            ),
         )
+        return found.intersection(alive)
 
     def _in_order(self, tensors: Collection[tf.Tensor]) -> list[tf.Tensor]:
         # The same step the same graph.
