@@ -12,6 +12,7 @@ from keras import layers as L  # noqa: N812
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
+from tf_gpipe.partition import stage_costs
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.memory import peak_activations
@@ -117,6 +118,19 @@ class PlanTest(parameterized.TestCase):
             max(auto.device_activation_bytes),
             0.6 * max(never.device_activation_bytes),
         )
+
+    def test_a_layer_that_needs_what_it_makes_is_recomputed_whole(self):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((8,)), L.Dense(32, "tanh"), L.Dense(8, "tanh")],
+            num_stages=1,
+            devices=["CPU:0"],
+        )
+        graph = model._pipeline.graph
+        parts = [range(0, 1), range(1, 2)]
+        (costs,) = stage_costs.of_graph(graph, [2], recomputed=[parts])
+        # The second part takes what the first one makes.
+        self.assertEqual(costs.sizes.kept, 4 * 32)
+        self.assertEqual(costs.sizes.again, 4 * 32)
 
     def test_peak_of_what_is_kept_and_recomputed(self):
         sizes = {0: Sizes(inputs=1, stored=10, kept=4, again=2)}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 
@@ -281,7 +282,9 @@ def _targets(part: Graph, size: Callable[[Value], int]) -> int:
     """
     found = 0
     for x in part.outputs:
-        shapes = [getattr(y, "shape", ()) for y in keras.tree.flatten(x.spec)]
+        shapes: list[Any] = [
+            getattr(y, "shape", ()) for y in keras.tree.flatten(x.spec)
+        ]
         last = [shape[-1] or 1 for shape in shapes if len(shape or ()) > 1]
         found += size(x) // max(last, default=1)
     return found

@@ -86,7 +86,8 @@ class RecomputedParts:
             ),
             key=lambda x: self._places[x[0]],
         )
-        found, before = {}, set()
+        found = {}
+        before: set[tf.Operation] = set()
         for first, part, users in ordered:
             place = self._places[first]
             awaited = {x.op for x in first.inputs if x.op in alive}
