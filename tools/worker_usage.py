@@ -18,6 +18,8 @@ ONEDNN_GIVES_BACK = {
     "TF_ENABLE_ONEDNN_OPTS": "1",
     "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
 }
+# Whose kernels a process takes.
+KERNELS = {"tensorflow": GIVE_BACK, "onednn": ONEDNN_GIVES_BACK}
 
 
 def cpu_seconds(worker):

@@ -13,6 +13,7 @@ from keras import layers as L  # noqa: N812
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
+from tf_gpipe.partition import stage_costs
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.memory import peak_activations
@@ -118,6 +119,19 @@ class PlanTest(parameterized.TestCase):
             max(auto.device_activation_bytes),
             0.6 * max(never.device_activation_bytes),
         )
+
+    def test_a_layer_that_needs_what_it_makes_is_recomputed_whole(self):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((8,)), L.Dense(32, "tanh"), L.Dense(8, "tanh")],
+            num_stages=1,
+            devices=["CPU:0"],
+        )
+        graph = model._pipeline.graph
+        parts = [range(0, 1), range(1, 2)]
+        (costs,) = stage_costs.of_graph(graph, [2], recomputed=[parts])
+        # The second part takes what the first one makes.
+        self.assertEqual(costs.sizes.kept, 4 * 32)
+        self.assertEqual(costs.sizes.again, 4 * 32)
 
     def test_peak_of_what_is_kept_and_recomputed(self):
         sizes = {0: Sizes(inputs=1, stored=10, kept=4, again=2)}
@@ -326,6 +340,75 @@ class TrainTest(tf.test.TestCase, parameterized.TestCase):
         x = np.ones((8, 6), "float32")
         pipeline.train_on_batch(x, x)
         self.assertEqual(calls, {0: 8, 1: 4, 2: 8, 3: 4})
+
+
+class Logged(L.Layer):
+    """Notes when it runs, and when its gradients do; they take its result."""
+
+    log = []
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.kernel = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        def noted(what, x, times=1):
+            def note(x):
+                self.log.append(f"{what} {self.name}")
+                return x
+
+            shape = x.shape
+            for _ in range(times):
+                # Stateless, so that it is run again where it is recomputed.
+                x = tf.numpy_function(note, [x], x.dtype, stateful=False)
+            return tf.ensure_shape(x, shape)
+
+        @tf.custom_gradient
+        def run(x, kernel):
+            y = noted("forward", x * kernel)
+
+            def gradients(upstream):
+                by_input = noted("by inputs", upstream * tf.tanh(y))
+                # As slow as those of large kernels.
+                by_kernel = noted("by weights", upstream * tf.exp(y), 30)
+                return by_input, tf.reduce_sum(by_kernel)
+
+            return y, gradients
+
+        return run(x, tf.convert_to_tensor(self.kernel))
+
+
+class OrderTest(tf.test.TestCase):
+    def test_of_what_is_recomputed(self):
+        x = skip = Logged(name="a")(inputs := keras.Input((6,)))
+        for name in "bcd":
+            x = Logged(name=name)(x)
+        x = Logged(name="e")(L.Add()([x, skip]))
+        model = tf_gpipe.PipelinedModel.from_model(
+            keras.Model(inputs, x),
+            num_stages=1,
+            num_micro_batches=1,
+            devices=["CPU:0"],
+        )
+        # The second part takes what the first one makes, so that this is kept.
+        choice = ((range(0, 2), range(3, 6)),)
+        object.__setattr__(model._pipeline, "chosen", choice)
+        object.__setattr__(model._pipeline, "remat", "auto")
+        model.compile("sgd", "mse")
+        x = np.ones((8, 6), "float32")
+        log = Logged.log = []
+        model.train_on_batch(x, x)
+
+        def last(event):
+            return len(log) - 1 - log[::-1].index(event)
+
+        self.assertEqual(log.count("forward b"), 2)
+        self.assertEqual(log.count("forward d"), 2)
+        # Also what takes nothing that is recomputed waits for its gradient.
+        self.assertGreater(last("forward b"), last("by inputs d"))
+        # Nothing of the part before is left then.
+        for name in "de":
+            self.assertGreater(last("forward b"), last(f"by weights {name}"))
 
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):

@@ -287,6 +287,36 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         # What is done is not measured again.
         self.assertLen(benchmark_here(*flags)["rows"], 2)
 
+    def test_auto_remat(self):
+        def make():
+            return keras.Sequential(workloads.convolutional(2, 4, 8))
+
+        results = os.path.join(
+            self.enterContext(tempfile.TemporaryDirectory()), "found.json"
+        )
+        self.enterContext(
+            mock.patch.dict(planned_models.MODELS, small=(make, 64, None, True))
+        )
+        flags = (
+            "auto_remat",
+            "--case=small",
+            "--num_micro_batches=2",
+            f"--results={results}",
+        )
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            with mock.patch.object(sys, "argv", ["", *flags, "--only=small"]):
+                command.main()
+        found = json.loads(stdout.getvalue().splitlines()[-1])
+        self.assertLen(found, 3)
+        for row in found:
+            self.assertLessEqual(row["planned"], row["limit"])
+            self.assertGreater(row["measured"], 0)
+            self.assertLess(row["difference"], 1e-4)
+        self.assertGreater(found[0]["recomputed"], 0)
+        with open(results, "w") as file:
+            json.dump({"small": found}, file)
+        self.assertLen(benchmark_here(*flags)["rows"], 3)
+
     @parameterized.parameters("plain", "remat", "accumulate", "tf_gpipe")
     def test_a_step_on_one_device(self, way):
         def make(size):

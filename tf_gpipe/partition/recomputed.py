@@ -136,7 +136,9 @@ class StageCalls:
             starts = any(part_of[i] not in (-1, own) for i in x.takers)
             if starts or (own < 0 and x.used):
                 kept += x.size
-            elif x.used:
+            # Also what is kept for another part: a layer that needs what it
+            # makes is called as a whole.
+            if own >= 0 and (x.needed or (x.used and not starts)):
                 again[own] += x.size
         return Choice(
             tuple(parts),

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
+
+import keras
 
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition.recomputed import Choice
@@ -32,7 +35,8 @@ class StageCosts:
         before_flops: Integer, of recomputation before the backward pass, for
             the micro-batches that the remat mode recomputes.
         within_flops: Integer, of recomputation within the backward pass.
-        given: Bytes of the model's inputs that the stage takes.
+        given: Bytes of the model's inputs that the stage takes, and of the
+            targets.
         sizes: `Sizes` in bytes, with `fixed` 0.
         sends: Dictionary from each later stage to the bytes sent there.
     """
@@ -72,7 +76,8 @@ class StageCosts:
     def of_micro_batches(self, count: int) -> Sizes:
         """Returns `sizes` with the model's inputs of `count` micro-batches.
 
-        They are fixed: a step holds its mini-batch from start to end.
+        They are fixed: a step holds its mini-batch and the targets from start
+        to end.
         """
         return self.sizes._replace(fixed=count * self.given)
 
@@ -90,7 +95,8 @@ def find(
         size: Function that returns the bytes of a `Value`.
     """
     made_before: set[Value] = set()
-    found, first = [], 0
+    found: list[StageCosts] = []
+    first, last = 0, len(parts) - 1
     for k, part in enumerate(parts):
         own = traces[first : first + len(part.nodes)]
         first += len(part.nodes)
@@ -101,11 +107,16 @@ def find(
                 flops=sum(x.forward_flops for x in own),
                 backward_flops=sum(x.backward_flops for x in own),
                 weight_flops=sum(x.weight_flops for x in own),
-                given=sum(map(size, part.inputs)) - received,
+                given=sum(map(size, part.inputs))
+                - received
+                + (_targets(part, size) if k == last else 0),
                 sizes=Sizes(
                     inputs=received,
                     stored=_stored(part, own, size),
-                    passing=_passing(part, own, size, made_before),
+                    passing=max(
+                        _passing(part, own, size, made_before),
+                        _of_loss(part, own, size) if k == last else 0,
+                    ),
                     slices=sum(x.slices_bytes for x in own),
                 ),
                 sends=sends(parts, k, size),
@@ -245,18 +256,63 @@ def _passing(
 
     While the backward pass of one call runs, the stage also holds gradients of
     skip connections: of values that earlier calls made or other stages sent
-    (`received`), and that later calls took or the stage returns. The model's
+    (`received`), and that later calls took. The gradients of the stage's
+    outputs are there to its end, since its caller holds them. The model's
     inputs have no gradient.
     """
+    made = {x: i for i, node in enumerate(part.nodes) for x in node.made}
     last = {x: i for i, node in enumerate(part.nodes) for x in node.inputs}
     last.update(dict.fromkeys(part.outputs, len(part.nodes)))
     waiting = {x for x in part.inputs if x in received}
     most = 0
     for i, (node, trace) in enumerate(zip(part.nodes, traces, strict=True)):
         waiting = {x for x in waiting if last.get(x, i) > i}
-        most = max(most, trace.passing + sum(map(size, waiting)))
+        arrived = sum(size(x) for x in part.outputs if made.get(x, 0) > i)
+        most = max(most, trace.passing + sum(map(size, waiting)) + arrived)
         waiting.update(node.made)
     return most
+
+
+def _of_loss(
+    part: Graph,
+    traces: Sequence[layer_costs.LayerCosts],
+    size: Callable[[Value], int],
+) -> int:
+    """Returns what the loss needs beside what the last stage stores.
+
+    Nobody knows which it will be. A loss takes outputs, returns their
+    gradients, and as a rule makes for these something of the same size, such
+    as differences or probabilities.
+    """
+    kept = _kept(part, traces)
+    return sum(size(x) * (2 if x in kept else 3) for x in part.outputs)
+
+
+def _targets(part: Graph, size: Callable[[Value], int]) -> int:
+    """Returns the bytes of what the last stage's outputs are compared with.
+
+    Nobody knows them: taken for a number where the outputs have several, along
+    their last axis, such as the scores of classes.
+    """
+    found = 0
+    for x in part.outputs:
+        shapes: list[Any] = [
+            getattr(y, "shape", ()) for y in keras.tree.flatten(x.spec)
+        ]
+        last = [shape[-1] or 1 for shape in shapes if len(shape or ()) > 1]
+        found += size(x) // max(last, default=1)
+    return found
+
+
+def _kept(part: Graph, traces: Sequence[layer_costs.LayerCosts]) -> set[Value]:
+    """Returns the values that the backward pass of a stage needs."""
+    kept: set[Value] = set()
+    for node, trace in zip(part.nodes, traces, strict=True):
+        pairs = zip(node.inputs, trace.kept_inputs, strict=True)
+        kept.update(value for value, keeps in pairs if keeps)
+        if trace.keeps_outputs:
+            kept.update(node.made)
+    return kept
 
 
 def _stored(
@@ -268,11 +324,5 @@ def _stored(
 
     A value that several calls keep is counted once.
     """
-    kept: set[Value] = set()
-    for node, trace in zip(part.nodes, traces, strict=True):
-        pairs = zip(node.inputs, trace.kept_inputs, strict=True)
-        kept.update(value for value, keeps in pairs if keeps)
-        if trace.keeps_outputs:
-            kept.update(node.made)
-    own = kept.difference(part.inputs)
+    own = _kept(part, traces).difference(part.inputs)
     return sum(x.stored_bytes for x in traces) + sum(map(size, own))

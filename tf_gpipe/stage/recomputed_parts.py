@@ -59,50 +59,78 @@ class RecomputedParts:
         return self._in_order(found.values())
 
     def waits(
-        self, alive: Collection[tf.Operation]
+        self,
+        alive: Collection[tf.Operation],
+        kept: Collection[tf.Tensor],
     ) -> dict[tf.Operation, list[tf.Operation]]:
         """Returns the control dependencies of parts in the backward pass.
 
         A part is run when the gradients that its first user takes are ready.
         The first user is the operation, first in the order of tracing, that
         depends both on the part, not through other layers, and on incoming
-        gradients. In this order all that waits for a part comes after the part,
-        so no two parts wait for each other.
+        gradients. It also waits for the users of the part before, so that the
+        tensors of only one part are in memory at a time: nothing else would
+        wait for gradients of weights. In the order of tracing all of these come
+        before the first user, and all that waits for a part comes after it, so
+        no two parts wait for each other.
 
         Args:
             alive: The operations that depend on incoming gradients.
+            kept: The stored tensors.
 
         Returns:
             Dict from the first operations of each part to the operations that
             they wait for.
         """
+        stored = set(map(id, kept))
+        of_parts = [(part, self._users(part, alive)) for part in self._parts]
+        ordered = sorted(
+            (
+                (self._first(users), part, users)
+                for part, users in of_parts
+                if users
+            ),
+            key=lambda x: self._places[x[0]],
+        )
         found = {}
-        for part in self._parts:
-            users = self._users(part).intersection(alive)
-            if not users:
-                continue
-            first = min(users, key=self._places.__getitem__)
-            gradients = [x.op for x in first.inputs if x.op in alive]
+        before: set[tf.Operation] = set()
+        for first, part, users in ordered:
+            place = self._places[first]
+            awaited = {x.op for x in first.inputs if x.op in alive}
+            awaited |= {x for x in before if self._places[x] < place}
             for op in part:
                 # The other operations of the part wait for these anyway.
-                if not any(x.op in part for x in op.inputs):
-                    found[op] = gradients
+                if not any(
+                    x.op in part and id(x) not in stored for x in op.inputs
+                ):
+                    found[op] = sorted(awaited, key=self._places.__getitem__)
+            before = users
         return found
 
-    def _users(self, part: set[tf.Operation]) -> set[tf.Operation]:
-        """Returns the operations of the backward pass that depend on a part.
+    def _first(self, operations: Collection[tf.Operation]) -> tf.Operation:
+        return min(operations, key=self._places.__getitem__)
 
-        The operations of the part itself are among them.
+    def _users(
+        self, part: set[tf.Operation], alive: Collection[tf.Operation]
+    ) -> set[tf.Operation]:
+        """Returns the operations of `alive` that read tensors of a part.
+
+        Directly, or through operations that no gradient reaches.
         """
-        return reached(
+        found = reached(
             part,
-            lambda op: [
-                user
-                for x in op.outputs
-                for user in x.consumers()
-                if user not in self._early
-            ],
+            lambda op: (
+                []
+                if op in alive
+                else [
+                    user
+                    for x in op.outputs
+                    for user in x.consumers()
+                    if user not in self._early
+                ]
+            ),
         )
+        return found.intersection(alive)
 
     def _in_order(self, tensors: Collection[tf.Tensor]) -> list[tf.Tensor]:
         # In a fixed order, so that the same step gives the same graph.

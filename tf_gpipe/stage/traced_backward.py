@@ -46,7 +46,7 @@ class Backward:
 
         self._phases = phases
         self._fed = phases.kept if again else phases.stored
-        self._after = phases.parts.waits(alive) if again else {}
+        self._after = phases.parts.waits(alive, phases.kept) if again else {}
         self._by_input = [
             x if lives(x) else None for x in phases.trace.by_input
         ]

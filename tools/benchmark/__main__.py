@@ -8,6 +8,7 @@ from tools import quiet
 quiet.import_tensorflow()
 
 from tf_gpipe import progress  # noqa: E402
+from tools.benchmark import auto_remat  # noqa: E402
 from tools.benchmark import baselines  # noqa: E402
 from tools.benchmark import breakdown  # noqa: E402
 from tools.benchmark import checkpoint  # noqa: E402
@@ -44,6 +45,7 @@ def main():
         tune,
         plan,
         one_device,
+        auto_remat,
     ):
         name = module.__name__.rpartition(".")[-1]
         command = commands.add_parser(

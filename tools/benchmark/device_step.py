@@ -96,7 +96,7 @@ def _measured(model, size, way, rows, count):
 
     # Traced, and with what the first step leaves.
     step()
-    _give_back()
+    give_back()
     start, used = time.perf_counter(), time.process_time()
     (added,) = worker_usage.added([os.getpid()], step)
     fixed = size_in_bytes([model.variables, model.optimizer.variables])
@@ -175,7 +175,7 @@ def _data(model, size, rows):
     )
 
 
-def _give_back():
+def give_back():
     """Gives the system what tracing has left, which steps would use unseen."""
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -21,11 +21,6 @@ _EXACT = 1.1
 _SHARE = 0.9
 # The share of the limit at which the next try aims.
 _AIM = 0.97
-# Whose kernels a process takes.
-_KERNELS = {
-    "tensorflow": worker_usage.GIVE_BACK,
-    "onednn": worker_usage.ONEDNN_GIVES_BACK,
-}
 # MiB, for the time of what does not fit.
 _BEYOND = 3072
 
@@ -46,7 +41,7 @@ def add_arguments(parser):
     )
     parser.add_argument(
         "--kernels",
-        choices=_KERNELS,
+        choices=worker_usage.KERNELS,
         default="tensorflow",
         help="whose: oneDNN's do not unfold images for the gradients of "
         "convolutions; with them TensorFlow 2.21 crashes in AmoebaNet-D",
@@ -248,7 +243,7 @@ def _kept(args, case, way, size, limit, **more):
         f"{case} {way} {size}, {limit} MiB, M={args.num_micro_batches}{own}",
         lambda: fresh.measure(
             args,
-            _KERNELS[args.kernels],
+            worker_usage.KERNELS[args.kernels],
             case=case,
             only=case,
             ways=way,

@@ -42,6 +42,12 @@ def add_arguments(parser):
         help="for the times of the layers of a model",
     )
     parser.add_argument("--num_repeats", type=command_line.positive, default=3)
+    parser.add_argument(
+        "--kernels",
+        choices=worker_usage.KERNELS,
+        default="tensorflow",
+        help="whose: with oneDNN's TensorFlow 2.21 crashes in AmoebaNet-D",
+    )
 
 
 def main(args):
@@ -124,7 +130,9 @@ def _measured(args, name):
     make, num_rows, length, convolutions = MODELS[name]
     found = []
     processes = workers.connected(
-        args.num_stages, environment=worker_usage.GIVE_BACK, one_core=True
+        args.num_stages,
+        environment=worker_usage.KERNELS[args.kernels],
+        one_core=True,
     )
     names = [x.device for x in processes]
     model = make()
@@ -145,7 +153,7 @@ def _measured(args, name):
         plan = Chooser(known, times, machine).ranked(fixed, 1)[0].plan
         keras.backend.clear_session(free_memory=False)
         pipeline = models.pipelined(make(), **plan.arguments)
-        x, y = _data(pipeline, num_rows, length)
+        x, y = data(pipeline, num_rows, length)
         pipeline.compile(
             "adam", keras.tree.map_structure(lambda _: mean_square, y)
         )
@@ -205,7 +213,7 @@ def _slots(pipeline, stage):
     return [x for v, x in zip(weights, found, strict=True) if id(v) in own]
 
 
-def _data(pipeline, num_rows, length):
+def data(pipeline, num_rows, length):
     """Returns random inputs, and a number a row for each output."""
     x, y = models.random_data(pipeline, num_rows, length=length)
     with tf.device("CPU:0"):

@@ -1,5 +1,7 @@
 """What a backward pass needs only while it runs."""
 
+import math
+
 import keras
 import tensorflow as tf
 from absl.testing import parameterized
@@ -67,9 +69,23 @@ class PlannedTest(tf.test.TestCase, parameterized.TestCase):
         ("normalization", L.BatchNormalization, 4),
     )
     def test_layers(self, make, expected):
-        found = _activations(lambda x: make()(make()(x)))
-        # What the second one takes, and the inputs.
+        found = _activations(lambda x: _small(make()(make()(x))))
+        # What the second one takes.
         self.assertAllClose(found, expected + 1, atol=0.2)
+
+    @parameterized.named_parameters(
+        # Beside what the last layer takes: outputs, their gradient, and what
+        # the loss makes for that.
+        ("of_the_loss", lambda x: L.Dense(8)(x), 3),
+        # Or the one before it takes; and the gradient of the outputs.
+        (
+            "after_the_loss",
+            lambda x: L.Dense(8)(L.BatchNormalization()(x)),
+            1 + 4 + 1,
+        ),
+    )
+    def test_gradient_of_the_outputs(self, call, expected):
+        self.assertAllClose(_activations(call), expected, atol=0.1)
 
     def test_gradient_of_a_skip_waits(self):
         def convolution(x):
@@ -86,14 +102,21 @@ class PlannedTest(tf.test.TestCase, parameterized.TestCase):
 
         # The sum is no more than its operands.
         self.assertAllClose(
-            _activations(skip), _activations(chain) + 1, atol=0.01
+            _activations(lambda x: _small(skip(x))),
+            _activations(lambda x: _small(chain(x))) + 1,
+            atol=0.01,
         )
+
+
+def _small(x):
+    """Returns outputs of which the loss needs little."""
+    return L.GlobalAveragePooling2D()(x)
 
 
 def _activations(call):
     """Returns the activations that a stage is planned to need at its peak.
 
-    In those of a micro-batch, without the model's inputs.
+    In those of a micro-batch, without the model's inputs and the targets.
     """
     inputs = keras.Input((16, 16, 8))
     outputs = call(inputs)
@@ -104,4 +127,6 @@ def _activations(call):
         num_micro_batches=2,
         remat="never",
     )
-    return plan.stages[0].activation_bytes / _UNIT - 2
+    # A number for each place of the outputs.
+    targets = 8 * 4 * math.prod(outputs.shape[1:-1])
+    return (plan.stages[0].activation_bytes - targets) / _UNIT - 2

@@ -120,7 +120,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(second.sends, {})
         self.assertEqual(found.devices, [0, 1])
         self.assertEqual(found.device_bytes, [first.bytes, second.bytes])
-        self.assertEqual(first.bytes, first.parameter_bytes + 760)
+        self.assertEqual(first.bytes, first.parameter_bytes + 768)
         self.assertTrue(found.fits)
         self.assertEmpty(found.advice)
 
@@ -136,20 +136,21 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_activations_by_hand(self, remat, schedule, kept):
         found = self.plan(remat=remat, schedule=schedule)
-        # Beside it the inputs of three micro-batches, and the gradients of what
-        # `b` makes, takes and weighs it with.
+        # Beside it the inputs of three micro-batches, the gradient of what the
+        # stage returns, and those of what `a` makes, takes and weighs it with.
         self.assertEqual(
             found.stages[0].activation_bytes,
-            128 * kept + 3 * 64 + 4 * (24 + 32 + 48 + 6),
+            128 * kept + 3 * 64 + 4 * (24 + 32 + 16 + 32 + 8),
         )
 
     def test_activations_of_last_stage_by_hand(self):
         found = self.plan(remat="always", schedule="gpipe")
-        # The inputs of three micro-batches; for one, the gradients of what `c`
-        # makes, takes and weighs it with. It keeps nothing but its inputs.
+        # The inputs of three micro-batches, and their targets, a number each
+        # row; for one, the gradients of what `c` makes, takes and weighs it
+        # with. It keeps nothing but its inputs.
         self.assertEqual(
             found.stages[1].activation_bytes,
-            3 * 96 + 4 * (8 + 24 + 12 + 2),
+            3 * (96 + 16) + 4 * (8 + 24 + 12 + 2),
         )
 
     @parameterized.product(
