@@ -350,12 +350,19 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             try:
                 x = layer(x)
             except NotImplementedError as e:
+                # Of what `call` has raised, Keras's own error says nothing.
+                cause: Any = e
+                while isinstance(cause, NotImplementedError):
+                    cause = cause.__context__
+                kind = type(cause).__name__
+                reason = f" That raised {kind}: {cause}" if cause else ""
                 raise NotImplementedError(
                     f"Layer '{layer.name}' (of type {type(layer).__name__}) "
                     "does not tell the shape and dtype of what it returns, "
                     "which a pipeline must know. Implement its "
                     "`compute_output_spec` or `compute_output_shape`; of a "
                     "layer that has neither, Keras infers them from `call`."
+                    f"{reason}"
                 ) from e
 
     def _name_layer(self, error: Exception, x: Any) -> None:

@@ -71,7 +71,9 @@ class TapedCall:
         self._gradient: Any = None
         self._by_variable: list = []
         self.kept: list[tf.Tensor] = []
-        if remat and tf.executing_eagerly():
+        # A Jacobian traces the backward pass of what ran eagerly.
+        self._runs_again = remat and tf.executing_eagerly()
+        if self._runs_again:
             self.result = stage.function(inputs, carried)
         else:
             self.result, self._gradient = stage.function.differentiable(
@@ -80,7 +82,7 @@ class TapedCall:
 
     def recompute(self) -> list[tf.Tensor]:
         """Runs the stage again where the gradient does not do so itself."""
-        if tf.executing_eagerly():
+        if self._runs_again:
             function = self._stage.function
             with function.on_device():
                 _, self._gradient = function.differentiable(
