@@ -190,6 +190,32 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain, pipelined)
 
+    @parameterized.parameters("1f1b", "zero_bubble")
+    def test_values_that_are_not_reduced(self, schedule):
+        """Keras shows their mean, and differentiates their sum."""
+
+        def make():
+            return [
+                keras.Input((5,), dtype="int32"),
+                L.Embedding(9, 8, mask_zero=True),
+                L.Dense(6, "tanh"),
+                L.Dense(3),
+            ]
+
+        def optimizer():
+            return keras.optimizers.SGD(0.01)
+
+        data = tokens([7, 2])
+        loss = SOFTMAX(from_logits=True, reduction=None)
+        plain, pipelined = (
+            comparison.train(make, data, loss=loss, optimizer=optimizer, **x)
+            for x in (
+                {},
+                dict(num_stages=2, num_micro_batches=3, schedule=schedule),
+            )
+        )
+        comparison.assert_same(self, plain, pipelined)
+
     @pairwise.product(
         case=("masked", "unmasked", "ignore_class"),
         reduction=("sum_over_batch_size", "mean_with_sample_weight"),

@@ -442,6 +442,13 @@ class InLayerTest(ErrorTest):
             model.compile("sgd", "mse")
             model.fit(x, y, verbose=0)
 
+    def test_why_an_output_is_not_told(self):
+        divide = keras.layers.Lambda(lambda x: 1 // 0, name="divide")
+        with self.assert_raises(
+            NotImplementedError, "divide", "ZeroDivisionError", "by zero"
+        ):
+            pipelined([*make_layers(2), divide])
+
     @parameterized.parameters(True, False)
     def test_output_that_does_not_fit_the_next_stage(self, with_input):
         misfit = keras.layers.Dense(3, name="misfit")
@@ -626,6 +633,18 @@ class LossTest(ErrorTest):
             m.fit(x, y, epochs=2, verbose=0)
         for a, b in zip(plain.get_weights(), model.get_weights(), strict=True):
             self.assertAllClose(a, b, rtol=1e-4, atol=1e-5)
+
+    def test_one_of_several_losses_not_reduced(self):
+        inputs = keras.Input((4,))
+        hidden = keras.layers.Dense(3)(inputs)
+        outputs = [keras.layers.Dense(1)(hidden) for _ in range(2)]
+        model = tf_gpipe.PipelinedModel(
+            inputs, outputs, num_stages=2, devices=["CPU:0", "CPU:1"]
+        )
+        none = keras.losses.MeanSquaredError(reduction=None)
+        model.compile("sgd", [none, "mse"])
+        with self.assert_raises(ValueError, "reduction=None", "'gpipe'"):
+            model.train_on_batch(np.ones((8, 4)), [np.ones((8, 1))] * 2)
 
     def test_own_call_with_1f1b(self):
         class Own(keras.losses.Loss):

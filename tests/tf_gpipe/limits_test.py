@@ -93,6 +93,37 @@ class LimitsTest(tf.test.TestCase, parameterized.TestCase):
                 value = tf.reduce_sum(model(X, training=training))
             self.assertEqual(tape.gradient(value, raw.raw) is not None, found)
 
+    def test_no_forward_mode_in_training_mode(self):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((4,)), L.Dense(3), L.Dense(1)], **TWO
+        )
+        x = tf.constant(X)
+        with self.assertRaisesRegex(NotImplementedError, "training=False"):
+            with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)):
+                model(x, training=True)
+
+    def test_no_vectorized_jacobian_within_a_function(self):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((4,)), L.Dense(3, "tanh"), L.Dense(1)], **TWO
+        )
+
+        @tf.function
+        def jacobian(vectorized):
+            with tf.GradientTape() as tape:
+                outputs = model(X, training=True)
+            return tape.jacobian(
+                outputs,
+                model.layers[0].kernel.value,
+                experimental_use_pfor=vectorized,
+            )
+
+        with self.assertRaisesRegex(ValueError, "experimental_use_pfor"):
+            jacobian(True)
+        with tf.GradientTape() as tape:
+            outputs = model(X, training=False)
+        expected = tape.jacobian(outputs, model.layers[0].kernel.value)
+        self.assertAllClose(expected, jacobian(False))
+
     def test_own_gradient_of_a_layer_of_several_stages(self):
         shared = OwnGradient()
         inputs = keras.Input((4,))

@@ -47,12 +47,19 @@ def check_specs(layers: Sequence[keras.Operation]) -> None:
         try:
             x = layer(x)
         except NotImplementedError as e:
+            # Keras's own error does not tell what `call` has raised.
+            cause: BaseException | None = e
+            while isinstance(cause, NotImplementedError):
+                cause = cause.__context__
+            reason = ""
+            if cause is not None:
+                reason = f" That raised {type(cause).__name__}: {cause}"
             raise NotImplementedError(
                 f"Layer '{layer.name}' (of type {type(layer).__name__}) does "
                 "not tell the shape and dtype of what it returns, which a "
                 "pipeline must know. Implement its `compute_output_spec` or "
                 "`compute_output_shape`; of a layer that has neither, Keras "
-                "infers them from `call`."
+                f"infers them from `call`.{reason}"
             ) from e
 
 

@@ -71,7 +71,9 @@ class TapedCall:
         self._gradient: Any = None
         self._by_variable: list = []
         self.kept: list[tf.Tensor] = []
-        if remat and tf.executing_eagerly():
+        # A Jacobian traces the backward pass of what ran eagerly.
+        self._runs_again = remat and tf.executing_eagerly()
+        if self._runs_again:
             self.result = stage.function(inputs, carried)
         else:
             self.result, self._gradient = stage.function.differentiable(
@@ -79,11 +81,11 @@ class TapedCall:
             )
 
     def recompute(self) -> list[tf.Tensor]:
-        """Runs the stage again, unless `tf.recompute_grad` does so.
+        """Runs the stage again, unless the gradient does so itself.
 
         Returns an empty list, as there are no tensors to wait for.
         """
-        if tf.executing_eagerly():
+        if self._runs_again:
             function = self._stage.function
             with function.on_device():
                 _, self._gradient = function.differentiable(

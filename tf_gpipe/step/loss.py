@@ -69,6 +69,7 @@ class MicroBatchLoss:
         self._needed: dict[int, bool] = {}
         self._counts: dict[int, tf.Tensor | None] = {}
         used: set[int] = set()
+        reduced: list[bool] = []
 
         def probe(i, loss, y_true, y_pred, weight):
             scope = _LossScope()
@@ -77,12 +78,20 @@ class MicroBatchLoss:
             )
             used.update(scope.read)
             self._needed[i] = needed
+            reduced.append(not _is_unreduced(loss))
             self._counts[i] = pruned(
                 lambda: _count(loss, needed, y_true, y_pred, weight)
             )
             return tf.zeros(())
 
         _in_place_of_each(compile_loss, probe, y, outputs, sample_weight)
+        if len(reduced) > 1 and not all(reduced):
+            # Keras adds their arrays, as NumPy does whatever their shapes are.
+            raise ValueError(
+                "One of several losses has reduction=None, which leaves a "
+                "value a sample to be added to the other losses. Give each a "
+                "`reduction`, or use schedule='gpipe'."
+            )
         self.weights = [v for v in trainable if id(v) in used]
 
     def __call__(
@@ -119,10 +128,15 @@ class MicroBatchLoss:
                 portion = tf.math.divide_no_nan(count, self._counts[i])
             pairs = zip(self.weights, weights, strict=True)
             with _LossScope(pairs) as scope:
-                value = tf.reduce_sum(loss(y_true, y_pred, weight))
+                values = loss(y_true, y_pred, weight)
             if scope.assigned:
                 raise _whole(loss, "changes variables, such as random seeds")
+            value = tf.reduce_sum(values)
             value *= tf.cast(portion, value.dtype)
+            if _is_unreduced(loss):
+                mean = tf.reduce_mean(values)
+                mean *= tf.cast(share_of_rows, mean.dtype)
+                value = _told_as(mean, value)
             of_each.append(value)
             return value
 
@@ -254,6 +268,8 @@ def _needs_values(
         raise _whole(loss, "compares samples with one another")
     if any(follows):
         raise _whole(loss, "leaves out values by a mask of the outputs")
+    if rows is None and _is_unreduced(loss):
+        raise _whole(loss, "has reduction=None and a number of values unknown")
     _check_weight(loss, shape, weight)
     return rows is None or mask is not None
 
@@ -278,6 +294,20 @@ def _check_weight(
             f"loss '{loss.name}', such as shape (batch_size, 1). Received: "
             f"sample_weight of shape {tuple(shape)}"
         )
+
+
+def _is_unreduced(loss: keras.Loss) -> bool:
+    """Returns whether a loss is one value a sample or position.
+
+    Of which Keras shows the mean, and differentiates the sum.
+    """
+    return loss.reduction in ("none", None)
+
+
+@tf.custom_gradient
+def _told_as(shown: tf.Tensor, differentiated: tf.Tensor) -> tuple:
+    """Returns a number, with the gradient of another one."""
+    return tf.identity(shown), lambda by_value: (None, by_value)
 
 
 def _count(

@@ -457,6 +457,22 @@ class TapeTest(LayerModeTest):
             expected = run(lambda x: one_by_one(model.layers, x))
             self.assert_same_numbers(expected, found)
 
+    @parameterized.parameters("1f1b", "gpipe")
+    def test_backward_in_a_function_of_a_call_that_ran(self, schedule):
+        """As for a Jacobian, whose backward pass TensorFlow vectorizes."""
+        model = pipelined(make_layers(), schedule=schedule)
+        x = tf.constant(make_data(4, 4))
+
+        def run(function):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                outputs = function(x)
+            return tape.batch_jacobian(outputs, x)
+
+        found = run(lambda x: model(x, training=True))
+        expected = run(lambda x: one_by_one(model.layers, x))
+        self.assert_same_numbers(expected, found)
+
     @parameterized.product(schedule=SCHEDULES, compiled=("step", "call", None))
     def test_persistent_tape(self, schedule, compiled):
         model = pipelined(make_layers(), schedule=schedule)
