@@ -42,7 +42,7 @@ def each(**axes):
         }
 
     count = max(map(len, axes.values()))
-    return parameterized.parameters(*map(cell, range(count)))
+    return parameterized.parameters([cell(i) for i in range(count)])
 
 
 def some(values, count):

@@ -11,7 +11,7 @@ from tools.wrong_uses import outcome
 
 # Those of another seed, and more of them, are drawn by these variables.
 SEED = int(os.environ.get("TF_GPIPE_WRONG_USES_SEED", "0"))
-NUM = int(os.environ.get("TF_GPIPE_WRONG_USES", "500"))
+NUM = int(os.environ.get("TF_GPIPE_WRONG_USES", "250"))
 NUM_FAST = 30
 
 

@@ -63,6 +63,8 @@ def state(workdir, num_epochs=2):
 
 @pytest.mark.slow
 class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
+    wholes: dict = {}
+
     def make_directory(self):
         return pathlib.Path(tempfile.mkdtemp(dir=self.get_temp_dir()))
 
@@ -76,9 +78,16 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(process.returncode, 0, errors)
         return output
 
+    def whole(self, num_epochs=2):
+        """Returns the state after a run that goes through, made once."""
+        if num_epochs not in self.wholes:
+            directory = self.make_directory()
+            self.finish(trainer(directory, f"--num_epochs={num_epochs}"))
+            self.wholes[num_epochs] = state(directory, num_epochs)
+        return self.wholes[num_epochs]
+
     def test_killed_at_any_step_it_resumes_exactly(self):
-        whole, parts = self.make_directory(), self.make_directory()
-        self.finish(trainer(whole))
+        parts = self.make_directory()
         steps = random.Random(0)
         # An epoch has 11 steps: in the first one, in the second one, and in
         # the second one again.
@@ -88,11 +97,10 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             process.kill()
             process.communicate()
         self.finish(trainer(parts))
-        self.assert_same_state(state(whole), state(parts), rtol=0, atol=0)
+        self.assert_same_state(self.whole(), state(parts), rtol=0, atol=0)
 
     def test_stopped_by_ctrl_c_it_resumes_exactly(self):
-        whole, parts = self.make_directory(), self.make_directory()
-        self.finish(trainer(whole))
+        parts = self.make_directory()
         process = trainer(parts)
         wait_for_step(process, 5)
         process.send_signal(signal.SIGINT)
@@ -103,7 +111,7 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertRegex(path.name, r"^epoch_00000_step_\d{6}$")
         self.assertIn(f"newest checkpoint is {path}", output)
         self.finish(trainer(parts))
-        self.assert_same_state(state(whole), state(parts), rtol=0, atol=0)
+        self.assert_same_state(self.whole(), state(parts), rtol=0, atol=0)
 
     def test_stopped_by_ctrl_c_twice(self):
         process = trainer(self.make_directory())
@@ -148,10 +156,8 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             processes[1].wait_until_ready()
             output = self.finish(trainer(workdir, *flags))
             self.assertRegex(output, "Resuming: [12] epochs of 3 are done.")
-        uninterrupted = self.make_directory()
-        self.finish(trainer(uninterrupted, "--num_epochs=3"))
         self.assert_same_state(
-            state(uninterrupted, 3), state(workdir, 3), rtol=1e-3, atol=1e-3
+            self.whole(3), state(workdir, 3), rtol=1e-3, atol=1e-3
         )
 
     def test_elastic(self):
@@ -178,10 +184,8 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             r"Training 2 stages on (\S*/task:0\S*), \1, schedule",
         )
         self.assertIn("Resuming: 1 epochs", output)
-        uninterrupted = self.make_directory()
-        self.finish(trainer(uninterrupted))
         self.assert_same_state(
-            state(uninterrupted), state(workdir), rtol=1e-3, atol=1e-3
+            self.whole(), state(workdir), rtol=1e-3, atol=1e-3
         )
 
     @parameterized.parameters(signal.SIGKILL, signal.SIGSTOP)

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 from keras import layers as L
 
 import tf_gpipe
+from tests import pairwise
 
 CLASSES = 3
 ROWS = 10
@@ -205,7 +206,7 @@ ACTIONS = [
 
 
 class RandomLivesTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(*range(8))
+    @parameterized.parameters(pairwise.some(range(8), 4))
     @pytest.mark.slow
     def test_live_alike(self, seed):
         draw = random.Random(seed)
