@@ -105,7 +105,7 @@ def arguments(thing):
     return [x for x in found if x not in ("self", "cls")]
 
 
-def keras_words(cls, name):
+def keras_docstrings(cls, name):
     """Returns what Keras says of a method, if it says anything."""
     for base in cls.__mro__:
         words = getattr(vars(base).get(name), "__doc__", None)
@@ -172,7 +172,7 @@ class PublicNamesTest(parameterized.TestCase, tf.test.TestCase):
         mine = vars(owner)[name]
         words = inspect.getdoc(getattr(mine, "__func__", mine))
         self.assertTrue(words, name)
-        theirs = keras_words(cls, name)
+        theirs = keras_docstrings(cls, name)
         if name in OWN_WORDS:
             return
         if theirs is not None:

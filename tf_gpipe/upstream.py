@@ -86,7 +86,7 @@ _NOTES = {
 }
 
 
-def what_a_call_sees(x: Any) -> dict[str, Any]:
+def attributes_used_by_call(x: Any) -> dict[str, Any]:
     """Returns the attributes of a layer that its call may depend on.
 
     Without its name, and without bookkeeping about its creation and calls.
@@ -211,7 +211,7 @@ def set_tensorflow_variable(
     variable._value = value
 
 
-def identity(variable: keras.Variable) -> str:
+def variable_id(variable: keras.Variable) -> str:
     """Returns the id of a TensorFlow variable, unique in the process."""
     return variable.value._unique_id
 
@@ -325,7 +325,7 @@ def graph_of(model: keras.Model) -> Any:
     return model._functional if isinstance(model, keras.Sequential) else model
 
 
-def only_checks(owner: type, name: str) -> bool:
+def forwards_to_keras(owner: type, name: str) -> bool:
     """Returns whether a class's method only checks, then calls Keras's own.
 
     KerasHub's tasks look for strings in their inputs.
@@ -355,7 +355,7 @@ def runs_its_graph(layer: Any) -> bool:
     )
 
     def method(cls: type, name: str) -> Any:
-        owners = (x for x in cls.__mro__ if not only_checks(x, name))
+        owners = (x for x in cls.__mro__ if not forwards_to_keras(x, name))
         return next((vars(x)[name] for x in owners if name in vars(x)), None)
 
     base: Any = keras.Sequential
@@ -440,7 +440,9 @@ def arguments_of_call(
     return keras.tree.flatten(inputs), masks, training
 
 
-def taken(model: keras.Model, place: int, x: Any, mask: Any) -> Any:
+def convert_nested_input(
+    model: keras.Model, place: int, x: Any, mask: Any
+) -> Any:
     """Returns an input of a model as the model's call passes it to its layers.
 
     Cast to the input's dtype, with an axis of size 1 added or removed, and with
@@ -602,7 +604,7 @@ _SEEDS_AS_INPUTS = {
 }
 
 
-def pass_by(epochs: Any, first: Callable[[Any], Iterator]) -> None:
+def replace_next_epoch(epochs: Any, first: Callable[[Any], Iterator]) -> None:
     """Replaces the batches of an iterator's next epoch.
 
     Args:
@@ -666,7 +668,7 @@ def call_with_each(
     return call(stand_in)
 
 
-def counted(weight: Any, mask: Any, dtype: str) -> Any:
+def value_weights(weight: Any, mask: Any, dtype: str) -> Any:
     """Returns the weight of each value in a loss, given weights and a mask."""
     # For reduction "sum": for a mean Keras would rescale them by the mask.
     return keras_loss.apply_mask(weight, mask, dtype, "sum")
@@ -697,7 +699,7 @@ def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     return getattr(optimizer, "_trainable_variables", [])
 
 
-def lists_of(optimizer: keras.optimizers.Optimizer) -> list[list]:
+def slot_lists(optimizer: keras.optimizers.Optimizer) -> list[list]:
     """Returns the lists among an optimizer's attributes: slots, for example."""
     return [
         x
@@ -720,7 +722,7 @@ def sum_gradients_by(
     optimizer._all_reduce_sum_gradients = function
 
 
-def find_weights_again(optimizer: keras.optimizers.Optimizer) -> None:
+def rekey_weights(optimizer: keras.optimizers.Optimizer) -> None:
     """Updates a built optimizer after TensorFlow variables were replaced.
 
     An optimizer identifies a weight by the TensorFlow variable in it, to find
@@ -875,7 +877,7 @@ def _call_config(optimized: bool) -> bytes:
     return config.SerializeToString(deterministic=True)
 
 
-def search_no_callees(operation: tf.Operation) -> None:
+def skip_reference_search(operation: tf.Operation) -> None:
     """Keeps TensorFlow from searching functions called after an operation.
 
     Before it runs a graph, TensorFlow searches the function body of each call,
@@ -949,7 +951,7 @@ def gpu_memory() -> int | None:
     return None
 
 
-def placed_on(devices: Sequence[str]) -> Any:
+def colocation_target(devices: Sequence[str]) -> Any:
     """Returns an object to colocate variables with: a device per replica."""
     return types.SimpleNamespace(_devices=devices)
 

@@ -34,7 +34,7 @@ from tools.random_models.drawing import Kinds  # noqa: E402
 # Between them they have each kind of `drawing.Kinds`.
 _SEEDS = range(12)
 _SCHEDULES = schedules.NAMES
-_SHARING = (*schedules.ANY_NUMBER, *schedules.TWO_EACH)
+_SHARING = (*schedules.ANY_STAGES_A_DEVICE, *schedules.TWO_STAGES_A_DEVICE)
 _REMAT = ("always", "except_last", "never")
 _NUM_STAGES = 4
 _NUM_STEPS = 3

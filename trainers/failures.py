@@ -32,7 +32,7 @@ def newest(workdir):
 
 
 @contextlib.contextmanager
-def told_in_one_line(workdir):
+def as_user_errors(workdir):
     """A scope that converts errors that the user can repair to `UserError`s.
 
     Args:

@@ -19,9 +19,9 @@ from tf_gpipe.schedule import schedules
 from trainers import devices
 from trainers.command_line import UserError
 from trainers.failures import NotANumber
+from trainers.failures import as_user_errors
 from trainers.failures import checkpoints
 from trainers.failures import newest
-from trainers.failures import told_in_one_line
 from trainers.interruption import StopOnSignal
 from trainers.interruption import Stopped
 from trainers.job_config import PipelineConfig
@@ -95,9 +95,9 @@ class Job:
                 "--tune keeps a pipeline for all of --workers, and --elastic "
                 "goes on without some. Received: --tune --elastic"
             )
-        with told_in_one_line(self.workdir):
+        with as_user_errors(self.workdir):
             try:
-                num_devices = schedules.spread(
+                num_devices = schedules.num_devices_of(
                     config.schedule, config.num_stages
                 )
                 self.hardware = devices.start(num_devices, config)
@@ -201,7 +201,7 @@ class Job:
         """
         self._check_trained()
         path = self.workdir / "export"
-        with told_in_one_line(self.workdir), averaged(model):
+        with as_user_errors(self.workdir), averaged(model):
             model.to_keras().export(path, verbose=False)
         return path
 
@@ -222,7 +222,7 @@ class Job:
         self._check_trained()
         with (
             progress.doing("predicting"),
-            told_in_one_line(self.workdir),
+            as_user_errors(self.workdir),
             averaged(model),
         ):
             return model.predict(batches, verbose=0)
@@ -246,7 +246,7 @@ class Job:
         try:
             with (
                 _dtype_policy(self.config.dtype_policy),
-                told_in_one_line(self.workdir),
+                as_user_errors(self.workdir),
                 self.hardware.strategy.scope(),
             ):
                 model = make()
@@ -346,7 +346,7 @@ class Job:
             stop,
             *self._records(steps_per_epoch),
         ]
-        with told_in_one_line(self.workdir), self._locked(), stop:
+        with as_user_errors(self.workdir), self._locked(), stop:
             if self.workdir and self.hardware.is_chief:
                 if config.flags:
                     (self.workdir / "flags.txt").write_text(config.flags)
@@ -388,7 +388,7 @@ class Job:
         """Returns the loss and metrics of `model.evaluate`, as a dictionary."""
         with (
             progress.doing("testing"),
-            told_in_one_line(self.workdir),
+            as_user_errors(self.workdir),
             averaged(model),
         ):
             return model.evaluate(batches, verbose=0, return_dict=True)

@@ -131,10 +131,10 @@ class PlanTest(parameterized.TestCase):
         (costs,) = stage_costs.of_graph(graph, [2], recomputed=[parts])
         # The second part takes what the first one makes.
         self.assertEqual(costs.sizes.kept, 4 * 32)
-        self.assertEqual(costs.sizes.again, 4 * 32)
+        self.assertEqual(costs.sizes.adds_at_a_time, 4 * 32)
 
     def test_peak_of_what_is_kept_and_recomputed(self):
-        sizes = {0: Sizes(inputs=1, stored=10, kept=4, again=2)}
+        sizes = {0: Sizes(inputs=1, stored=10, kept=4, adds_at_a_time=2)}
         schedule = schedules.gpipe(2, 3)
         self.assertEqual(peak_activations(schedule, "auto", sizes), 3 * 5 + 2)
 

@@ -133,13 +133,13 @@ class VariablesTest(tf.test.TestCase):
     def test_another_variable_within(self):
         """Weights move to their stages, and functions are traced again."""
         variable = keras.Variable([1.0, 2.0])
-        before = upstream.identity(variable)
-        self.assertEqual(upstream.identity(variable), before)
+        before = upstream.variable_id(variable)
+        self.assertEqual(upstream.variable_id(variable), before)
         moved = tf.Variable([3.0, 4.0])
         upstream.set_tensorflow_variable(variable, moved)
         self.assertIs(upstream.tensorflow_variable(variable), moved)
         self.assertAllEqual(variable, [3, 4])
-        self.assertNotEqual(upstream.identity(variable), before)
+        self.assertNotEqual(upstream.variable_id(variable), before)
 
     def test_set_path(self):
         """A plan gives each weight the slots that a MultiOptimizer would."""
@@ -152,11 +152,13 @@ class VariablesTest(tf.test.TestCase):
         one, other = (L.Dense(3, name=name) for name in ("a", "b"))
         for layer in (one, other):
             layer.build((None, 2))
-        found = upstream.what_a_call_sees(one)
+        found = upstream.attributes_used_by_call(one)
         self.assertIn("units", found)
         self.assertIn("_trainable", found)
         self.assertNotIn("name", found)
-        self.assertEqual(set(found), set(upstream.what_a_call_sees(other)))
+        self.assertEqual(
+            set(found), set(upstream.attributes_used_by_call(other))
+        )
 
     def test_casts(self):
         """Layers whose weights are cast differently share no trace."""
@@ -267,10 +269,10 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
     def test_only_checks(self):
         """Tasks of KerasHub are pipelines."""
         task = type("Task", (keras.Model,), {"__call__": lambda self: None})
-        self.assertFalse(upstream.only_checks(task, "__call__"))
+        self.assertFalse(upstream.forwards_to_keras(task, "__call__"))
         task.__module__ = "keras_hub.src.models.task"
-        self.assertTrue(upstream.only_checks(task, "__call__"))
-        self.assertFalse(upstream.only_checks(task, "call"))
+        self.assertTrue(upstream.forwards_to_keras(task, "__call__"))
+        self.assertFalse(upstream.forwards_to_keras(task, "call"))
 
     def test_training_of_a_call_within(self):
         """The mode of a model's call is that of its layers."""
@@ -340,16 +342,16 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         upstream.set_mask(value, mask)
         (expected,) = upstream.graph_of(model)._standardize_inputs(value)
         for like in (value, {"x": value}):
-            found = upstream.taken(model, 0, like, None)
+            found = upstream.convert_nested_input(model, 0, like, None)
             self.assertAllEqual(found, expected)
             self.assertEqual(found.dtype, expected.dtype)
             self.assertIs(upstream.mask(found), mask)
         other = tf.zeros((1, 4), "bool")
-        found = upstream.taken(model, 0, value, other)
+        found = upstream.convert_nested_input(model, 0, value, other)
         self.assertIs(upstream.mask(found), other)
         self.assertIs(upstream.mask(value), mask)
         spec = keras.KerasTensor((None, *given), "float32")
-        found = upstream.taken(model, 0, spec, None)
+        found = upstream.convert_nested_input(model, 0, spec, None)
         self.assertEqual(found.shape, (None, *expected.shape[1:]))
         self.assertEqual(found.dtype, "bfloat16")
 
@@ -508,7 +510,7 @@ class DataTest(tf.test.TestCase):
                 if begin:
                     yield begin, end, number
 
-        upstream.pass_by(epochs, after_one)
+        upstream.replace_next_epoch(epochs, after_one)
         self.assertEqual(list(epochs), [(1, 1, 1), (2, 2, 2)])
         # Then it goes through all of them again.
         self.assertEqual(
@@ -600,7 +602,7 @@ class LossesTest(tf.test.TestCase):
 
     def test_counted(self):
         """Losses by masks and weights are those of the mini-batch."""
-        found = upstream.counted(
+        found = upstream.value_weights(
             tf.constant([1.0, 2.0]), tf.constant([True, False]), "float64"
         )
         self.assertAllEqual(found, [1.0, 0.0])
@@ -628,7 +630,7 @@ class OptimizersTest(tf.test.TestCase):
         self.assertEqual(upstream.weights_of(self.optimizer), self.weights)
         slots = [
             x
-            for x in upstream.lists_of(self.optimizer)
+            for x in upstream.slot_lists(self.optimizer)
             if len(x) == 2 and isinstance(x[0], keras.Variable)
         ]
         self.assertEqual([x[1].shape for x in slots], [(2,)] * len(slots))
@@ -680,7 +682,7 @@ class OptimizersTest(tf.test.TestCase):
             upstream.set_tensorflow_variable(
                 self.weights[0], tf.Variable([1.0])
             )
-            upstream.find_weights_again(x)
+            upstream.rekey_weights(x)
             x.apply([tf.ones(1)] + [tf.zeros(2)] * (x is inner[0]))
         self.assertNotAllClose(self.weights[0], [1.0])
         # Neither by a gradient, nor by decay.
@@ -855,7 +857,7 @@ class GraphsTest(tf.test.TestCase):
         @tf.function(autograph=False)
         def step(x):
             first = tf.sin(x)
-            upstream.search_no_callees(first.op)
+            upstream.skip_reference_search(first.op)
             with tf.name_scope("after"):
                 after = called(first)
             with tf.name_scope("beside"):
@@ -932,7 +934,9 @@ class DevicesTest(tf.test.TestCase):
         names = [x.name for x in tf.config.list_logical_devices(KIND)]
 
         def create(next_creator, **kwargs):
-            kwargs["colocate_with"] = upstream.placed_on([names[1], names[3]])
+            kwargs["colocate_with"] = upstream.colocation_target(
+                [names[1], names[3]]
+            )
             return next_creator(**kwargs)
 
         with strategy.scope(), tf.variable_creator_scope(create):

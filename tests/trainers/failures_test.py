@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from trainers.command_line import UserError
-from trainers.failures import told_in_one_line
+from trainers.failures import as_user_errors
 
 
 class FullDiskTest(tf.test.TestCase, parameterized.TestCase):
@@ -43,7 +43,7 @@ class FullDiskTest(tf.test.TestCase, parameterized.TestCase):
             f"^Cannot write to {self.workdir}: .*File too large. The newest "
             "checkpoint is none",
         ):
-            with told_in_one_line(self.workdir):
+            with as_user_errors(self.workdir):
                 getattr(self, name)()
 
     def test_no_space(self):
@@ -52,7 +52,7 @@ class FullDiskTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(
             UserError, "^Cannot write to .*: /dev/full; No space left on device"
         ):
-            with told_in_one_line(self.workdir):
+            with as_user_errors(self.workdir):
                 tf.io.write_file("/dev/full", "1" * 10**6)
 
     @parameterized.parameters(
@@ -61,7 +61,7 @@ class FullDiskTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_other_errors(self, kind, told, message):
         with self.assertRaisesRegex(told, message):
-            with told_in_one_line(self.workdir):
+            with as_user_errors(self.workdir):
                 raise kind(None, None, "It has ended")
 
 

@@ -204,9 +204,9 @@ class Checkpoint(keras.callbacks.Callback):
         upstream.start_at_epoch(self.model, start)
         if start >= self.params["epochs"]:
             return
-        data.pass_epochs(epochs, position.epochs - first)
+        data.skip_epochs(epochs, position.epochs - first)
         if position.steps:
-            data.pass_steps(epochs, position.steps, self._last_step)
+            data.skip_steps(epochs, position.steps, self._last_step)
 
     def _last_step(self, batches: Any) -> None:
         """Runs the last step before the checkpoint again, then restores all.

@@ -100,7 +100,7 @@ def set_random_states(states: list) -> None:
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
 
 
-def pass_epochs(epochs: Any, count: int) -> None:
+def skip_epochs(epochs: Any, count: int) -> None:
     """Draws and drops the batches of whole epochs, as `fit` would draw them.
 
     Args:
@@ -117,7 +117,7 @@ def pass_epochs(epochs: Any, count: int) -> None:
                 _draw(batches, epochs.steps_per_execution)
 
 
-def pass_steps(epochs: Any, count: int, last: Callable[[Any], None]) -> None:
+def skip_steps(epochs: Any, count: int, last: Callable[[Any], None]) -> None:
     """Makes the next epoch start after some steps, whose batches are dropped.
 
     Args:
@@ -140,7 +140,7 @@ def pass_steps(epochs: Any, count: int, last: Callable[[Any], None]) -> None:
             except (StopIteration, tf.errors.OutOfRangeError) as error:
                 raise ValueError(_ENDED) from error
 
-    upstream.pass_by(epochs, rest)
+    upstream.replace_next_epoch(epochs, rest)
 
 
 def _draw(batches: Iterator, count: int) -> None:

@@ -157,7 +157,7 @@ def parse(
 ) -> argparse.Namespace:
     """Parses a command line, and checks flags that depend on one another."""
     args = parser.parse_args(argv)
-    if args.num_devices and args.schedule not in schedules.ANY_NUMBER:
+    if args.num_devices and args.schedule not in schedules.ANY_STAGES_A_DEVICE:
         parser.error(
             "--num_devices is for --schedule=interleaved, "
             "interleaved_zero_bubble and auto only"

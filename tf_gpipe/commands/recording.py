@@ -26,7 +26,7 @@ def measured(args: argparse.Namespace) -> tuple[dict[str, Execution], float]:
         Tuple of a dict from titles to `Execution`s, and the time of a step with
         the recorder divided by that of a step without it.
     """
-    num_devices = schedules.spread(
+    num_devices = schedules.num_devices_of(
         args.schedule, args.num_stages, args.num_devices
     )
     if not args.workers:

@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tf_gpipe.commands import models
 
         devices.ensure(
-            schedules.spread(args.schedule, args.num_stages, args.num_devices)
+            schedules.num_devices_of(
+                args.schedule, args.num_stages, args.num_devices
+            )
         )
         keras.utils.set_random_seed(args.seed)
         model = models.pipelined(

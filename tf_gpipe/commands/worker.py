@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from tf_gpipe import upstream_server
 from tf_gpipe.commands import start
 from tf_gpipe.commands.parser import Parser
-from tf_gpipe.devices import clients
 from tf_gpipe.devices import fail_fast
 from tf_gpipe.devices import listening
+from tf_gpipe.devices import restart
 
 _LOOK_SECONDS = 1.0
 # A busy worker may read a trainer's question with such a delay.
@@ -90,7 +90,7 @@ def serve(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         if listening.AVAILABLE:
-            clients.start_anew_after(
+            restart.restart_when_unused(
                 forget_after, bind, port, [] if sockets else [f"--port={port}"]
             )
         server.join()

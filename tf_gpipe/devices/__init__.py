@@ -11,7 +11,7 @@ worker_lost errors that name the lost worker
 watcher     the client's record of dead and silent workers
 heartbeat   the process that asks workers, and ends calls that wait for one
 fail_fast   environment variables of TensorFlow's connections to workers
-clients     restarts a worker process once no program uses it
+restart     restarts a worker process once no program uses it
 listening   restricts a TensorFlow server to one IP address
 sockets     the sockets of this process, also those that TensorFlow opened
 errors      errors of a stage's operations, with the layer and stage

@@ -89,7 +89,7 @@ def paused(address: str, port: int) -> Iterator[list[int]]:
     Yields:
         List of integers, the descriptors of its listening sockets.
     """
-    numbers = [x.fileno() for x in sockets.looked_at() if _listens(x, port)]
+    numbers = [x.fileno() for x in sockets.borrowed() if _listens(x, port)]
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(socket.socket(fileno=os.dup(x)))

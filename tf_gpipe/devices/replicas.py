@@ -134,7 +134,7 @@ def variables_on(
     def create(next_creator, **kwargs):
         # A stand-in for the variable that strategies expect here: they read
         # only its devices.
-        kwargs["colocate_with"] = upstream.placed_on(devices)
+        kwargs["colocate_with"] = upstream.colocation_target(devices)
         return next_creator(**kwargs)
 
     return tf.variable_creator_scope(create)

@@ -22,7 +22,7 @@ def of_optimizer(
         # Empty for an optimizer in a MultiOptimizer that has no weights, so
         # that it has not been built.
         own = upstream.weights_of(x)
-        for attribute in upstream.lists_of(x):
+        for attribute in upstream.slot_lists(x):
             if len(attribute) == len(own):
                 for weight, slot in zip(own, attribute, strict=True):
                     if isinstance(slot, keras.Variable):
@@ -49,7 +49,7 @@ def find_again(optimizer: keras.optimizers.Optimizer) -> None:
     """Renews an optimizer's look-up of weights, which have moved."""
     for x in with_inner(optimizer):
         if x.built:
-            upstream.find_weights_again(x)
+            upstream.rekey_weights(x)
 
 
 def with_inner(

@@ -34,7 +34,7 @@ def copies() -> Iterator[list[socket.socket]]:
         yield found
 
 
-def looked_at() -> Iterator[socket.socket]:
+def borrowed() -> Iterator[socket.socket]:
     """Yields each socket of this process, without a duplicate, to read only.
 
     A duplicate would keep a connection open that a running server closes at
@@ -50,7 +50,7 @@ def looked_at() -> Iterator[socket.socket]:
                 each.detach()
 
 
-def hand_on(descriptors: Container[int]) -> None:
+def keep_over_exec(descriptors: Container[int]) -> None:
     """Makes `exec` keep these file descriptors and the standard ones only.
 
     Others, such as those of a GPU, would keep memory allocated.

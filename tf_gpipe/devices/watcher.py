@@ -97,7 +97,7 @@ class Watcher:
         """Sends `heartbeat` this process's sockets to workers, if changed."""
         there = {
             ends
-            for each in sockets.looked_at()
+            for each in sockets.borrowed()
             if (ends := sockets.ends(each)) and ends[1] in self._names
         }
         if there == self._told:

@@ -108,7 +108,7 @@ class PipelinedCalls(_Mixin):
         outputs: Any = None
         if (
             not training
-            and pipeline.graph.passed_on
+            and pipeline.graph.outputs_are_reused
             and upstream.tapes_record()
         ):
             return self._run_layers(pipeline, inputs, training)
@@ -208,7 +208,7 @@ class PipelinedCalls(_Mixin):
     ):
         # Synchronised batch normalisation needs an all-reduce over replicas,
         # which is not possible inside the function of a stage.
-        meets = replicas.several() and any(
+        needs_all_reduce = replicas.several() and any(
             x.synchronized
             for stage in pipeline.stages
             for x in state.batch_norms(stage.layers)
@@ -222,13 +222,13 @@ class PipelinedCalls(_Mixin):
         stages = StageMode.FUNCTIONS
         if getattr(self, "_stage_jit_compile", False):
             stages = StageMode.XLA_FUNCTIONS
-            if meets:
+            if needs_all_reduce:
                 raise ValueError(
                     "XLA cannot compile a stage with a BatchNormalization of "
                     "synchronized=True for several replicas. Received: "
                     "compile(jit_compile=True)"
                 )
-        if meets or within_xla or self.run_eagerly:
+        if needs_all_reduce or within_xla or self.run_eagerly:
             stages = StageMode.INLINE
         rows = self._most_rows(micro_batch.static_rows(inputs), training)
         return MiniBatch(

@@ -10,7 +10,7 @@ from tf_gpipe import upstream
 from tf_gpipe.models import depth
 from tf_gpipe.models import planned
 from tf_gpipe.models import user_class
-from tf_gpipe.models.keras_words import with_keras_words
+from tf_gpipe.models.keras_docstrings import with_keras_docstrings
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.partition import layer_costs
@@ -20,7 +20,7 @@ from tf_gpipe.stage import abstract
 from tf_gpipe.stage.opening import functional
 
 
-@with_keras_words
+@with_keras_docstrings
 @keras.saving.register_keras_serializable(package="tf_gpipe")
 class PipelinedModel(Pipelined, upstream.Functional):
     """A functional Keras model, trained as a pipeline over several devices.

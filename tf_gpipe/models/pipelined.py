@@ -14,8 +14,8 @@ from tf_gpipe.devices import worker_lost
 from tf_gpipe.models import refused
 from tf_gpipe.models.arguments import Arguments
 from tf_gpipe.models.deciding import decide
+from tf_gpipe.models.placing import form_stages
 from tf_gpipe.models.placing import put_on_devices
-from tf_gpipe.models.placing import stages_of
 from tf_gpipe.models.saving import Saving
 from tf_gpipe.models.step_functions import StepFunctions
 from tf_gpipe.models.step_functions import while_running
@@ -228,7 +228,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         optimizer = getattr(self, "optimizer", None)
         found = decide(self.name, graph, config, schedule, devices, optimizer)
         self._decided_for = type(optimizer)
-        stages = stages_of(graph, found.counts, found.devices)
+        stages = form_stages(graph, found.counts, found.devices)
         with self._strategy_scope():
             put_on_devices(stages)
             seeds.global_seed()
@@ -279,7 +279,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             self._config = config
         found = hash(
             tuple(
-                upstream.identity(v)
+                upstream.variable_id(v)
                 for stage in self._pipeline.stages
                 for v in stage.variables
             )

@@ -11,7 +11,7 @@ from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.stage import Stage
 
 
-def stages_of(
+def form_stages(
     graph: Graph, counts: Sequence[int], devices: Sequence[Sequence[str]]
 ) -> tuple[Stage, ...]:
     """Returns the stages of a graph. No variable is moved.
@@ -52,7 +52,7 @@ def put_on_devices(stages: Sequence[Stage]) -> None:
     places = [
         (variable, stage.devices, id(variable) in weights)
         for stage in stages
-        for weights in [stage.made_trainable()]
+        for weights in [stage.ids_of_weights()]
         for variable in (*stage.owned, *stage.waiting())
         if id(variable) not in loaded
     ]

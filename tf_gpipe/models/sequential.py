@@ -14,7 +14,7 @@ from tf_gpipe.models import depth
 from tf_gpipe.models import planned
 from tf_gpipe.models import refused
 from tf_gpipe.models import user_class
-from tf_gpipe.models.keras_words import with_keras_words
+from tf_gpipe.models.keras_docstrings import with_keras_docstrings
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.saving import not_a_config
 from tf_gpipe.partition import layer_costs
@@ -27,7 +27,7 @@ from tf_gpipe.stage.opening import num_calls
 from tf_gpipe.stage.stage import name_layer
 
 
-@with_keras_words
+@with_keras_docstrings
 @keras.saving.register_keras_serializable(package="tf_gpipe")
 class PipelinedSequential(Pipelined, keras.Sequential):
     """A linear stack of layers, trained as a pipeline over several devices.

@@ -66,7 +66,9 @@ def overrides(model: keras.Model, name: str) -> bool:
         return True
     for owner in type(model).__mro__:
         if name in vars(owner):
-            return not (_is_library(owner) or upstream.only_checks(owner, name))
+            return not (
+                _is_library(owner) or upstream.forwards_to_keras(owner, name)
+            )
     return False
 
 

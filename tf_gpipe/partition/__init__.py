@@ -4,7 +4,7 @@ balanced     the cut of a graph into stages that cost nearly the same
 contiguous   the best cut of a sequence of costs, by dynamic programming
 layer_costs  FLOPs and bytes of layer calls, from a trace without weights
 stage_costs  FLOPs and bytes of stages, summed over their layer calls
-passing      peak bytes of the intermediate tensors of a graph's operations
+peak_memory  peak bytes of the intermediate tensors of a graph's operations
 tensor_memory sizes of a graph's tensors, and which of them share memory
 flops        FLOPs, memory traffic and kernel counts of a graph's operations
 cudnn        shapes of the tensors that cuDNN's recurrent layers keep

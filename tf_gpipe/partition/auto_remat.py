@@ -15,7 +15,7 @@ from tf_gpipe.partition.contiguous import split
 from tf_gpipe.partition.layer_costs import LayerCosts
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
-from tf_gpipe.partition.recomputed import Choice
+from tf_gpipe.partition.recomputed import Recomputation
 from tf_gpipe.partition.recomputed import StageCalls
 from tf_gpipe.partition.stage_costs import StageCosts
 from tf_gpipe.partition.stage_costs import find
@@ -99,7 +99,7 @@ class Search:
             ]
         self._work = work
         # The choices of a stage, by its first call and the one after its last.
-        self._choices: dict[tuple[int, int], list[Choice]] = {}
+        self._choices: dict[tuple[int, int], list[Recomputation]] = {}
 
     def decided(
         self, balance: Any, counts: Callable[[], Sequence[int]]
@@ -199,20 +199,20 @@ class Search:
         """Returns the limit in bytes, which as a share depends on the cut."""
         if not self._limit.is_share:
             return self._limit.value
-        return self._limit.value * self._never(counts)
+        return self._limit.value * self._bytes_without_remat(counts)
 
-    def _never(self, counts: list[int]) -> float:
+    def _bytes_without_remat(self, counts: list[int]) -> float:
         """Returns the fullest device's activation bytes with `"never"`."""
         never = find(self._graph.parts(counts), self._traces, self._size)
         peaks = self._peaks(never, "never", [0] * len(counts))
         return max(peaks.values())
 
-    def _given(self, counts: list[int], limit: float) -> Any:
+    def _limit_for_cut(self, counts: list[int], limit: float) -> Any:
         """Returns the `memory_limit` that is `limit` bytes for this cut."""
         if not self._limit.is_share or limit == self._bytes(counts):
             return self._limit.given
         # Rounded up, so that the same choices fit.
-        return min(1.0, limit / self._never(counts) * (1 + 1e-12))
+        return min(1.0, limit / self._bytes_without_remat(counts) * (1 + 1e-12))
 
     def _peaks(self, costs, remat, fixed) -> dict:
         """Returns the peak bytes of each device."""
@@ -238,7 +238,7 @@ class Search:
         parts = self._graph.parts(counts)
         fixed = [sum(self._fixed[a:b]) for a, b in spans]
         plain = find(parts, self._traces, self._size)
-        chosen: list[Choice] = [None] * len(counts)  # type: ignore[list-item]
+        chosen: list[Recomputation] = [None] * len(counts)  # type: ignore[list-item]
         refused: list[TooLittleMemoryError] = []
         for device in dict.fromkeys(self._devices):
             own = [k for k, x in enumerate(self._devices) if x == device]
@@ -263,14 +263,14 @@ class Search:
             tuple(x.parts for x in chosen),
             costs,
             limit,
-            self._given(counts, limit),
+            self._limit_for_cut(counts, limit),
         )
 
     def _fitted_device(self, own, parts, spans, plain, fixed, limit):
         """Returns the choice of each stage of one device."""
         choices = {k: self._choices_of(parts[k], spans[k]) for k in own}
 
-        def peak(stages: dict[int, Choice]) -> float:
+        def peak(stages: dict[int, Recomputation]) -> float:
             return peak_activations(
                 self._schedule,
                 AUTO_REMAT,
@@ -282,7 +282,7 @@ class Search:
 
         alone = {k: [peak({k: x}) for x in choices[k]] for k in own}
 
-        def within(share: float) -> dict[int, Choice]:
+        def within(share: float) -> dict[int, Recomputation]:
             """Returns, for each stage, the choice of least work in its share.
 
             That is a share of the bytes of its first choice, with the least
@@ -307,7 +307,9 @@ class Search:
                 break
         return [found[k] for k in own]
 
-    def _choices_of(self, part: Graph, span: tuple[int, int]) -> list[Choice]:
+    def _choices_of(
+        self, part: Graph, span: tuple[int, int]
+    ) -> list[Recomputation]:
         """Returns the choices of the stage with the calls of `span`, cached."""
         if span not in self._choices:
             own = slice(*span)
@@ -319,12 +321,14 @@ class Search:
             ).choices()
         return self._choices[span]
 
-    def _sizes(self, costs: StageCosts, choice: Choice, fixed: float):
+    def _sizes(self, costs: StageCosts, choice: Recomputation, fixed: float):
         found = self._with_choice(costs, choice)
         sizes = found.of_micro_batches(self._schedule.num_micro_batches)
         return sizes._replace(fixed=sizes.fixed + fixed)
 
-    def _with_choice(self, costs: StageCosts, choice: Choice) -> StageCosts:
+    def _with_choice(
+        self, costs: StageCosts, choice: Recomputation
+    ) -> StageCosts:
         return costs.recomputing(choice, self._schedule.splits)
 
     def _times(self, found: AutoRemat | None, counts=None) -> list[float]:

@@ -73,7 +73,7 @@ class PipelineConfig:
             schedules.check_name(self.schedule)
             if self.num_stages is not None:
                 # Refuses numbers of stages that are wrong for any devices.
-                schedules.spread(self.schedule, self.num_stages)
+                schedules.num_devices_of(self.schedule, self.num_stages)
         if isinstance(self.balance, str) or not isinstance(
             self.balance, Iterable
         ):
@@ -165,7 +165,9 @@ class PipelineConfig:
                 f"balance={balance}, which sums to {sum(balance)}. "
                 "Without `balance` they are found for you."
             )
-        num_devices = schedules.spread(self.schedule, num_stages, num_devices)
+        num_devices = schedules.num_devices_of(
+            self.schedule, num_stages, num_devices
+        )
         number = schedules.num_with_rows(
             self.schedule,
             self.num_micro_batches or 4 * num_devices,
@@ -179,9 +181,9 @@ class PipelineConfig:
     def _default_stages(self, num_layers: int, num_devices: int) -> int:
         """Returns one stage a device, or two if the schedule interleaves."""
         num_devices = max(1, min(num_devices, num_layers))
-        if self.schedule in schedules.TWO_EACH:
+        if self.schedule in schedules.TWO_STAGES_A_DEVICE:
             return 2 * min(num_devices, max(1, num_layers // 2))
-        several = self.schedule in schedules.ANY_NUMBER
+        several = self.schedule in schedules.ANY_STAGES_A_DEVICE
         each = 2 if several and 2 * num_devices <= num_layers else 1
         return each * num_devices
 
@@ -203,8 +205,8 @@ class PipelineConfig:
         num_replicas = replicas.count(strategy)
         if self.num_stages is None or replicas.on_tpu(strategy):
             return devices
-        num_devices = schedules.spread(self.schedule, self.num_stages)
-        if self.schedule in schedules.ANY_NUMBER:
+        num_devices = schedules.num_devices_of(self.schedule, self.num_stages)
+        if self.schedule in schedules.ANY_STAGES_A_DEVICE:
             here = len(placement.accelerators()) // num_replicas
             num_devices = max(
                 d
@@ -249,7 +251,11 @@ class PipelineConfig:
         schedule = self.schedule_of(num_layers, num_devices, layers)
         # With no device for a replica, `placement.assign` below says how many
         # are missing.
-        if self.schedule in schedules.TWO_EACH and num_devices and not on_tpu:
+        if (
+            self.schedule in schedules.TWO_STAGES_A_DEVICE
+            and num_devices
+            and not on_tpu
+        ):
             self._check_two_each(schedule, num_devices)
         num_devices = len(schedule.tasks)
         if on_tpu:

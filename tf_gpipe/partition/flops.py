@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf_gpipe import upstream
 
 # Operations without arithmetic: they only move numbers, or generate them.
-_FREE = frozenset(
+_NO_ARITHMETIC = frozenset(
     """
     BatchToSpaceND BroadcastTo Cast ConcatV2 Const DepthToSpace DynamicStitch
     EnsureShape Enter ExpandDims Fill Gather GatherNd GatherV2 Identity
@@ -30,7 +30,7 @@ _FREE = frozenset(
 )
 # Operations without memory traffic, as their result is in the memory of an
 # operand, argument or variable.
-_STILL = frozenset(
+_NO_TRAFFIC = frozenset(
     """
     Const EnsureShape Enter ExpandDims Identity IdentityN NoOp Placeholder
     PlaceholderWithDefault PreventGradient ReadVariableOp Reshape Shape Squeeze
@@ -85,7 +85,7 @@ def traffic(operations: Iterable[tf.Operation]) -> Traffic:
             most = max(called)
             moved += times * most.moved
             started += times * most.operations
-        elif op.type not in _STILL:
+        elif op.type not in _NO_TRAFFIC:
             moved += sum(_bytes(x) for x in (*op.inputs, *op.outputs))
             started += 1
     return Traffic(moved, started)
@@ -98,7 +98,7 @@ def _bytes(x: tf.Tensor) -> int:
 
 def _count(op: tf.Operation) -> int:
     kind = op.type
-    if kind in _FREE:
+    if kind in _NO_ARITHMETIC:
         return 0
     if kind == "MatMul" or kind.startswith("BatchMatMul"):
         name = "transpose_a" if kind == "MatMul" else "adj_x"

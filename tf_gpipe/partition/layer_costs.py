@@ -19,13 +19,13 @@ from tf_gpipe import upstream
 from tf_gpipe.partition import cudnn
 from tf_gpipe.partition import flops
 from tf_gpipe.partition import uncounted
-from tf_gpipe.partition.passing import peak
-from tf_gpipe.partition.tensor_memory import holder
+from tf_gpipe.partition.peak_memory import peak
 from tf_gpipe.partition.tensor_memory import kept_bytes
+from tf_gpipe.partition.tensor_memory import memory_owner
 from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import NestedInput
 from tf_gpipe.stage.graph import Node
-from tf_gpipe.stage.graph import Taken
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.reached import reached
@@ -61,7 +61,7 @@ class LayerCosts:
     # Peak bytes of the tensors that live only during the backward pass: the
     # gradient of the outputs, intermediate tensors, and the gradients by
     # inputs and weights.
-    passing: int
+    temporary: int
     # Memory traffic and number of operations of the forward pass, of the
     # backward pass, and of the part of it for weights alone.
     forward: flops.Traffic = flops.Traffic()
@@ -254,13 +254,13 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             if op.type not in _SHAPES
             for x in op.inputs
             if x.op in early or x.op.type == "Placeholder"
-            for root in [holder(x)]
+            for root in [memory_owner(x)]
         }
         names = iter(x.name for x in graph.inputs)
         of_inputs = [
             {next(names) for _ in keras.tree.flatten(x)} for x in contents
         ]
-        of_outputs = {holder(x).name for x in keras.tree.flatten(outputs)}
+        of_outputs = {memory_owner(x).name for x in keras.tree.flatten(outputs)}
         elsewhere = of_outputs.union(names, *of_inputs)
         for_weights = late - _needed_by(by_inputs)
         found = LayerCosts(
@@ -275,7 +275,7 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             kept_inputs=tuple(not own.isdisjoint(kept) for own in of_inputs),
             keeps_outputs=not of_outputs.isdisjoint(kept),
             output_bytes=size_in_bytes(outputs),
-            passing=peak(late, graph.outputs),
+            temporary=peak(late, graph.outputs),
             forward=flops.traffic(early),
             backward=flops.traffic(late),
             by_weights=flops.traffic(for_weights),
@@ -325,7 +325,7 @@ def _key(node: Node, specs: Specs) -> str:
     )
     numbers = {value: i for i, value in enumerate(node.inputs)}
 
-    def described(x: Value | Taken) -> tuple:
+    def described(x: Value | NestedInput) -> tuple:
         return (
             *(f"input {numbers[value]}" for value in x.values),
             keras.tree.map_structure(

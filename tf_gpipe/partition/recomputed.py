@@ -30,7 +30,7 @@ _LONGEST = 32
 _KEPT, _PART = 0, 1
 
 
-class Choice(NamedTuple):
+class Recomputation(NamedTuple):
     """A choice of calls that a stage recomputes, with its memory and time.
 
     Attributes:
@@ -39,16 +39,16 @@ class Choice(NamedTuple):
         work: Float, the time that recomputing them takes.
         kept: Integer, bytes that a micro-batch keeps from its forward to its
             backward pass, without the stage's inputs.
-        again: Integer, bytes that recomputing adds to `kept` at a time: those
-            of the part that needs most.
-        all_again: Integer, bytes that all parts add together.
+        adds_at_a_time: Integer, bytes that recomputing adds to `kept` at a
+            time: those of the part that needs most.
+        adds_in_all: Integer, bytes that all parts add together.
     """
 
     parts: tuple[range, ...]
     work: float
     kept: int
-    again: int
-    all_again: int
+    adds_at_a_time: int
+    adds_in_all: int
 
     @property
     def before(self) -> bool:
@@ -117,8 +117,8 @@ class StageCalls:
                 if x not in given
             ]
 
-    def choice(self, parts: Sequence[range]) -> Choice:
-        """Returns the `Choice` to recompute the given ranges of calls."""
+    def choice(self, parts: Sequence[range]) -> Recomputation:
+        """Returns the `Recomputation` of the given ranges of calls."""
         count = len(self._work)
         part_of = [-1] * count
         for number, part in enumerate(parts):
@@ -140,7 +140,7 @@ class StageCalls:
             # makes is called as a whole.
             if own >= 0 and (x.needed or (x.used and not starts)):
                 again[own] += x.size
-        return Choice(
+        return Recomputation(
             tuple(parts),
             sum(x for x, k in zip(self._work, part_of, strict=True) if k >= 0),
             kept,
@@ -148,27 +148,29 @@ class StageCalls:
             sum(again),
         )
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[Recomputation]:
         """Returns the Pareto-optimal choices found, those of least work first.
 
-        No other choice found is at least as good in `work`, `kept`, `again`
-        and `all_again`.
+        No other choice found is at least as good in `work`, `kept`,
+        `adds_at_a_time` and `adds_in_all`.
         """
         count = len(self._work)
         whole = self.choice([range(count)])
         single = self.choice([range(i, i + 1) for i in range(count)])
         found = [self.choice([]), whole, single]
         for size in np.geomspace(
-            max(1, single.again), max(1, single.again, whole.again), _SIZES
+            max(1, single.adds_at_a_time),
+            max(1, single.adds_at_a_time, whole.adds_at_a_time),
+            _SIZES,
         ):
             for parts in self._cheapest(size * (1 + 1e-9)):
                 found.append(self.choice(parts))
-        best: list[Choice] = []
+        best: list[Recomputation] = []
         for x in sorted(found, key=lambda x: x[1:]):
             if not any(
                 y.kept <= x.kept
-                and y.again <= x.again
-                and y.all_again <= x.all_again
+                and y.adds_at_a_time <= x.adds_at_a_time
+                and y.adds_in_all <= x.adds_in_all
                 for y in best
             ):
                 best.append(x)

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tf_gpipe.partition import layer_costs
-from tf_gpipe.partition.recomputed import Choice
+from tf_gpipe.partition.recomputed import Recomputation
 from tf_gpipe.partition.recomputed import StageCalls
 from tf_gpipe.partition.uncounted import UncountedError
 from tf_gpipe.schedule import schedules
@@ -55,7 +55,7 @@ class StageCosts:
         """The FLOPs of the backward pass and of recomputation within it."""
         return self.backward_flops + self.within_flops
 
-    def recomputing(self, choice: Choice, splits: bool) -> "StageCosts":
+    def recomputing(self, choice: Recomputation, splits: bool) -> "StageCosts":
         """Returns the costs of the stage if it recomputes `choice`.
 
         If the schedule `splits` backward passes, recomputed activations live
@@ -69,7 +69,9 @@ class StageCosts:
             within_flops=0 if choice.before else work,
             sizes=self.sizes._replace(
                 kept=choice.kept,
-                again=choice.all_again if splits else choice.again,
+                adds_at_a_time=choice.adds_in_all
+                if splits
+                else choice.adds_at_a_time,
             ),
         )
 
@@ -113,8 +115,8 @@ def find(
                 sizes=Sizes(
                     inputs=received,
                     stored=_stored(part, own, size),
-                    passing=max(
-                        _passing(part, own, size, made_before),
+                    temporary=max(
+                        _temporary(part, own, size, made_before),
                         _of_loss(part, own, size) if k == last else 0,
                     ),
                     slices=sum(x.slices_bytes for x in own),
@@ -246,7 +248,7 @@ def resolved(
     return searched(costs, num_micro_batches, num_devices, remat, {})
 
 
-def _passing(
+def _temporary(
     part: Graph,
     traces: Sequence[layer_costs.LayerCosts],
     size: Callable[[Value], int],
@@ -268,7 +270,7 @@ def _passing(
     for i, (node, trace) in enumerate(zip(part.nodes, traces, strict=True)):
         waiting = {x for x in waiting if last.get(x, i) > i}
         arrived = sum(size(x) for x in part.outputs if made.get(x, 0) > i)
-        most = max(most, trace.passing + sum(map(size, waiting)) + arrived)
+        most = max(most, trace.temporary + sum(map(size, waiting)) + arrived)
         waiting.update(node.made)
     return most
 

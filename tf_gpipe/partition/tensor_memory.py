@@ -27,22 +27,24 @@ def size_in_bytes(tensors: Any) -> int:
     )
 
 
-def holder(x: tf.Tensor) -> tf.Tensor:
+def memory_owner(x: tf.Tensor) -> tf.Tensor:
     """Returns the tensor whose memory `x` shares, or `x` itself."""
     op = x.op
     if op.type in _ALIASES:
-        return holder(op.inputs[x.value_index if op.type == "IdentityN" else 0])
+        return memory_owner(
+            op.inputs[x.value_index if op.type == "IdentityN" else 0]
+        )
     # The outputs of a function include all that its gradient reads. Where that
     # is an argument, the caller's tensor holds it.
     if op.type.endswith(("PartitionedCall", "While")):
         (body,) = flops.called_by(op)
-        root = holder(body.outputs[x.value_index])
+        root = memory_owner(body.outputs[x.value_index])
         for i, given in enumerate(body.inputs):
             # A loop variable keeps its first value if no iteration changes it.
             if root is given and not (
                 op.type.endswith("While") and i != x.value_index
             ):
-                return holder(op.inputs[i])
+                return memory_owner(op.inputs[i])
     return x
 
 

@@ -175,6 +175,10 @@ def micro_batches(num_devices: int, rows: int) -> list[int]:
 
 def num_each(schedule: str, num_devices: int) -> int:
     """Returns how many stages each device has under a schedule."""
-    if schedule in schedules.TWO_EACH:
+    if schedule in schedules.TWO_STAGES_A_DEVICE:
         return 2
-    return 2 if schedule in schedules.ANY_NUMBER and num_devices > 1 else 1
+    return (
+        2
+        if schedule in schedules.ANY_STAGES_A_DEVICE and num_devices > 1
+        else 1
+    )

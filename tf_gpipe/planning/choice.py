@@ -19,7 +19,7 @@ from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 
 # One device is preferred unless several are faster by more than this factor.
-_HARDLY = 1.02
+_NEGLIGIBLE = 1.02
 # How many of the best choices are refined, by searching an order of tasks and
 # by recomputing only some layers.
 _NUM_SEARCHED = 3
@@ -85,7 +85,7 @@ class Chooser:
             limit = math.inf
             if len(best) >= count:
                 limit = sorted(x.seconds for x in best.values())[count - 1]
-            if draft.bound > _HARDLY * limit:
+            if draft.bound > _NEGLIGIBLE * limit:
                 break
             self._keep(best, draft.choice())
         if searched and machine.alike:
@@ -107,7 +107,7 @@ class Chooser:
             x
             for x in found
             if x.candidate.num_devices * x.candidate.num_replicas == 1
-            and x.seconds <= _HARDLY * found[0].seconds
+            and x.seconds <= _NEGLIGIBLE * found[0].seconds
         ]
         if one:
             found = [one[0], *(x for x in found if x is not one[0])]
@@ -173,7 +173,7 @@ class Chooser:
             candidate.num_stages,
             candidate.num_micro_batches,
             candidate.num_devices
-            if candidate.schedule in schedules.ANY_NUMBER
+            if candidate.schedule in schedules.ANY_STAGES_A_DEVICE
             else None,
         )
         found = []

@@ -31,7 +31,7 @@ from tf_gpipe.schedule.tasks import Schedule
 FITTING = 0.9
 # With more calls, a cut for memory takes too long: a candidate whose cut for
 # time does not fit is dropped.
-_MOST_CALLS = 600
+_MOST_CALLS_CUT_FOR_MEMORY = 600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +123,10 @@ class Draft:
         if self._fits():
             return True
         n = len(self._layers.names)
-        if n > _MOST_CALLS:
+        if n > _MOST_CALLS_CUT_FOR_MEMORY:
             return False
         costs, _ = self._layers.costs(self._micro_batch)
-        most = max(x.passing for x in costs)
+        most = max(x.temporary for x in costs)
         # First without room for tensors that live only during a backward pass,
         # as the peak of a device may come at another time; then with it.
         for spare in (0, most):

@@ -111,7 +111,7 @@ def plan(
     if config.num_stages is None:
         checks.positive_integer("num_stages", num_stages)
     if num_devices is not None and (
-        config.schedule not in schedules.ANY_NUMBER
+        config.schedule not in schedules.ANY_STAGES_A_DEVICE
         or checks.positive_integer("num_devices", num_devices)
         > (config.num_stages or 0)
     ):
@@ -251,8 +251,8 @@ class _Planner:
             again = {"remat": "always"}
             changes += [again, *({**x, **again} for x in changes)]
         cut_anew = named and not isinstance(config.balance, list)
-        if cut_anew and config.schedule not in schedules.ANY_NUMBER:
-            each = 2 if config.schedule in schedules.TWO_EACH else 1
+        if cut_anew and config.schedule not in schedules.ANY_STAGES_A_DEVICE:
+            each = 2 if config.schedule in schedules.TWO_STAGES_A_DEVICE else 1
             changes += [
                 {"num_stages": k, "remat": "always"}
                 for k in range(

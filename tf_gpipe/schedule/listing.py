@@ -98,7 +98,7 @@ class _Stage:
         # Whether backward follows forward at once, so that nothing is
         # recomputed.
         self.direct = self.last and problem.remat != "never"
-        self.again = [problem.recomputes(index, m) for m in range(count)]
+        self.recomputed = [problem.recomputes(index, m) for m in range(count)]
         self.forward = times.forward[index]
         self.weights = times.weights[index]
         self.inputs = times.backward[index] - self.weights
@@ -107,8 +107,8 @@ class _Stage:
         self.size = size
         # Memory that a forward pass leaves, at most, and that a backward pass
         # adds.
-        self.keeps = size.left(self.again[0])
-        self.adds = size.passing + (size.added if self.again[0] else 0)
+        self.keeps = size.left(self.recomputed[0])
+        self.adds = size.temporary + (size.added if self.recomputed[0] else 0)
         # Numbers of forward, backward and weights tasks that have run.
         self.done = [0, 0, 0]
         # By micro-batch: when the inputs of the task are ready.
@@ -213,7 +213,7 @@ class _Run:
             forward, backward, _ = stage.done
             if backward < forward:
                 ready = stage.can_backward[backward]
-                if stage.again[backward]:
+                if stage.recomputed[backward]:
                     ready -= stage.recompute
                 if ready > now:
                     coming = min(coming, ready)
@@ -258,7 +258,7 @@ class _Run:
     def _forward(self, now: float, device: int, stage: _Stage) -> None:
         m = stage.done[0]
         stage.done[0] += 1
-        self.held[device] += stage.size.left(stage.again[m])
+        self.held[device] += stage.size.left(stage.recomputed[m])
         end = self._ran(FORWARD, stage, m, device, now, stage.forward)
         if stage.last:
             stage.can_backward[m] = end
@@ -274,7 +274,7 @@ class _Run:
     def _backward(self, now: float, device: int, stage: _Stage) -> None:
         m = stage.done[1]
         stage.done[1] += 1
-        if stage.again[m]:
+        if stage.recomputed[m]:
             now = max(now + stage.recompute, stage.can_backward[m])
             self.held[device] += stage.size.added
         end = self._ran(BACKWARD, stage, m, device, now, stage.inputs)
@@ -291,9 +291,9 @@ class _Run:
     def _weights(self, now: float, device: int, stage: _Stage) -> None:
         m = stage.done[2]
         stage.done[2] += 1
-        again = stage.again[m]
-        self.held[device] -= stage.size.left(again)
-        self.held[device] -= stage.size.added if again else 0
+        recomputed = stage.recomputed[m]
+        self.held[device] -= stage.size.left(recomputed)
+        self.held[device] -= stage.size.added if recomputed else 0
         self.held[device] += stage.size.slices
         self._ran(WEIGHTS, stage, m, device, now, stage.weights)
 

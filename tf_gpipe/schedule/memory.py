@@ -21,11 +21,11 @@ class Sizes(NamedTuple):
         inputs: Activations received from other stages for one micro-batch.
         stored: Activations, beside `inputs`, that the backward pass of one
             micro-batch reads.
-        passing: Held only while a backward pass runs.
+        temporary: Held only while a backward pass runs.
         kept: The part of `stored` that is kept from the forward pass on if a
             micro-batch is recomputed.
-        again: The most that a recomputation adds to `kept` at a time; `None`
-            for the rest of `stored`, all at once.
+        adds_at_a_time: The most that a recomputation adds to `kept` at a time;
+            `None` for the rest of `stored`, all at once.
         slices: Sparse gradients that a backward pass leaves until the end of
             the step, when those of all micro-batches are concatenated.
 
@@ -38,23 +38,25 @@ class Sizes(NamedTuple):
     fixed: float = 0
     inputs: float = 1
     stored: float = 0
-    passing: float = 0
+    temporary: float = 0
     kept: float = 0
-    again: float | None = None
+    adds_at_a_time: float | None = None
     slices: float = 0
 
     @property
     def added(self) -> float:
         """Float, the most that a recomputation adds to `kept`."""
-        return self.stored - self.kept if self.again is None else self.again
+        if self.adds_at_a_time is None:
+            return self.stored - self.kept
+        return self.adds_at_a_time
 
-    def left(self, again: bool) -> float:
+    def left(self, recomputed: bool) -> float:
         """Returns the memory that a forward pass of one micro-batch leaves.
 
         Args:
-            again: Boolean, whether the micro-batch is recomputed.
+            recomputed: Boolean, whether the micro-batch is recomputed.
         """
-        return self.inputs + (self.kept if again else self.stored)
+        return self.inputs + (self.kept if recomputed else self.stored)
 
 
 def peak_activations(
@@ -66,7 +68,7 @@ def peak_activations(
     1 under `1f1b` with `remat="except_last"`, which recomputes 0 and not 1:
 
         task     F0        F1             B0                       B1
-        holds    inputs    + inputs,      + stored 0, passing;     passing;
+        holds    inputs    + inputs,      + stored 0, temporary;     temporary;
                            stored 1       then - 0                 then - 1
 
     Args:
@@ -142,16 +144,18 @@ def _peaks(
         if task.stage not in sizes:
             continue
         own, holder = sizes[task.stage], holders[task.stage]
-        again = schedule.recomputes(task._replace(kind=BACKWARD), remat)
-        passing = 0.0
+        recomputed = schedule.recomputes(task._replace(kind=BACKWARD), remat)
+        temporary = 0.0
         if task.kind == FORWARD:
-            held[holder] += own.left(again)
+            held[holder] += own.left(recomputed)
         elif task.kind == BACKWARD:
-            held[holder] += own.added if again else 0
-            passing = own.passing
-        most[holder] = max(most[holder], held[holder] + passing)
+            held[holder] += own.added if recomputed else 0
+            temporary = own.temporary
+        most[holder] = max(most[holder], held[holder] + temporary)
         if task.kind == last:
-            held[holder] -= own.left(again) + (own.added if again else 0)
+            held[holder] -= own.left(recomputed) + (
+                own.added if recomputed else 0
+            )
             held[holder] += own.slices
     if number == 1:
         return most

@@ -211,12 +211,12 @@ _BY_DEVICES = {
 # The order is searched for, given the costs of the stages; see `search`.
 AUTO = "auto"
 # Schedules with any number of stages per device, and those with two.
-ANY_NUMBER = (AUTO, *_BY_DEVICES)
-TWO_EACH = ("v_half", "v_min", "zb_v")
+ANY_STAGES_A_DEVICE = (AUTO, *_BY_DEVICES)
+TWO_STAGES_A_DEVICE = ("v_half", "v_min", "zb_v")
 NAMES = tuple(sorted([AUTO, *_BY_NAME, *_BY_DEVICES]))
 
 
-def spread(
+def num_devices_of(
     schedule: str | Schedule, num_stages: int, num_devices: int | None = None
 ) -> int:
     """Returns the number of devices of a schedule.
@@ -234,11 +234,11 @@ def spread(
     """
     if isinstance(schedule, Schedule):
         return len(schedule.tasks)
-    if schedule in ANY_NUMBER:
+    if schedule in ANY_STAGES_A_DEVICE:
         count = min(num_devices or num_stages, num_stages)
         _check_multiple(schedule, num_stages, count)
         return count
-    if schedule not in TWO_EACH:
+    if schedule not in TWO_STAGES_A_DEVICE:
         return num_stages
     if num_stages % 2:
         raise ValueError(
@@ -312,10 +312,10 @@ def get(
         raise ValueError(
             "The order of schedule 'auto' depends on the costs of the stages."
         )
-    count = spread(schedule, num_stages, num_devices)
+    count = num_devices_of(schedule, num_stages, num_devices)
     if schedule in _BY_DEVICES:
         return _BY_DEVICES[schedule](num_stages, num_micro_batches, count)
-    if schedule in TWO_EACH and num_devices not in (None, count):
+    if schedule in TWO_STAGES_A_DEVICE and num_devices not in (None, count):
         raise ValueError(
             f"Schedule '{schedule}' has two stages on each device: "
             "`num_stages` must be twice the number of devices. Received: "

@@ -72,7 +72,9 @@ def search(
     "that of 'zb_v', than which none shorter was found"
     """
     num_stages = len(times.forward)
-    num_devices = schedules.spread(schedules.AUTO, num_stages, num_devices)
+    num_devices = schedules.num_devices_of(
+        schedules.AUTO, num_stages, num_devices
+    )
     sizes = [Sizes()] * num_stages if sizes is None else list(sizes)
     blocks = _blocks(num_stages, num_micro_batches, num_devices)
     if memory is None:
@@ -145,13 +147,13 @@ def _named(
     names = [x for x in schedules.NAMES if x != schedules.AUTO]
     if num_stages == num_devices:
         # Interleaved schedules are 1F1B and zero-bubble then.
-        names = [x for x in names if x not in schedules.ANY_NUMBER]
+        names = [x for x in names if x not in schedules.ANY_STAGES_A_DEVICE]
     if num_stages % 2:
-        names = [x for x in names if x not in schedules.TWO_EACH]
+        names = [x for x in names if x not in schedules.TWO_STAGES_A_DEVICE]
     return [
         schedules.get(x, num_stages, num_micro_batches, num_devices)
         for x in names
-        if schedules.spread(x, num_stages, num_devices) == num_devices
+        if schedules.num_devices_of(x, num_stages, num_devices) == num_devices
     ]
 
 

@@ -17,7 +17,7 @@ from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import AddedLoss
-from tf_gpipe.stage.stage import Instead
+from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import adder
 from tf_gpipe.stage.stage import in_line
@@ -103,7 +103,7 @@ class StageFunction:
         return tf.device(self.stage.device)
 
     def __call__(
-        self, inputs: Activations, carried: list, instead: Instead = in_line
+        self, inputs: Activations, carried: list, instead: LayerRunner = in_line
     ) -> Result:
         given = inputs.with_parts(
             tf.stop_gradient(x) if stop else x
@@ -193,7 +193,7 @@ class StageFunction:
         carried: list,
         remat: bool = False,
         repeatable: bool = False,
-        instead: Instead = in_line,
+        instead: LayerRunner = in_line,
     ) -> tuple[Result, Callable[[list], tuple[list, list]]]:
         """Runs the stage under a tape, which keeps its activations.
 
@@ -203,7 +203,7 @@ class StageFunction:
             remat: Whether the gradient runs the stage once more, instead of
                 keeping activations.
             repeatable: Whether the gradient may be asked for more than once.
-            instead: `Instead` that runs layers in place of their calls; not
+            instead: `LayerRunner` that runs layers in place of their calls; not
                 used with `remat`.
 
         Returns:

@@ -34,18 +34,18 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Taken:
+class NestedInput:
     """A value as input of a nested model, converted as that model does it.
 
     Attributes:
-        value: The `Value`; or a `Taken` of the model around this one.
+        value: The `Value`; or a `NestedInput` of the model around this one.
         mask: Likewise, the mask that the call was given; `None` without one.
         model: The nested Keras model.
         place: Index of the model's input.
     """
 
-    value: "Value | Taken"
-    mask: "Value | Taken | None"
+    value: "Value | NestedInput"
+    mask: "Value | NestedInput | None"
     model: keras.Model
     place: int
 
@@ -63,7 +63,7 @@ class Taken:
         """
         mask = None if self.mask is None else self.mask.content(contents)
         x = self.value.content(contents)
-        return upstream.taken(self.model, self.place, x, mask)
+        return upstream.convert_nested_input(self.model, self.place, x, mask)
 
     @property
     def spec(self) -> keras.KerasTensor:
@@ -91,7 +91,7 @@ class Node:
     Attributes:
         layer: Keras layer, or another Keras operation.
         args: Tuple of its arguments, nested structures with a `Value` or
-            `Taken` in place of each tensor.
+            `NestedInput` in place of each tensor.
         kwargs: Dictionary of its keyword arguments, likewise.
         outputs: One `Value` for all tensors that it returns; or a list with a
             `Value` for each of them, up to the last one that is used.
@@ -106,7 +106,9 @@ class Node:
     def inputs(self) -> list[Value]:
         """The values that the call takes, each once."""
         leaves = keras.tree.flatten((self.args, self.kwargs))
-        found = [x.values for x in leaves if isinstance(x, (Value, Taken))]
+        found = [
+            x.values for x in leaves if isinstance(x, (Value, NestedInput))
+        ]
         return list(dict.fromkeys(itertools.chain(*found)))
 
     @property
@@ -121,7 +123,7 @@ class Node:
     def filled(self, function: Callable) -> tuple[tuple, dict]:
         """Returns `args` and `kwargs`, `function` applied to each value."""
         return keras.tree.map_structure(
-            lambda x: function(x) if isinstance(x, (Value, Taken)) else x,
+            lambda x: function(x) if isinstance(x, (Value, NestedInput)) else x,
             (self.args, self.kwargs),
         )
 
@@ -187,7 +189,7 @@ class Graph:
         found = []
         for node in self.nodes:
             for x in keras.tree.flatten((node.args, node.kwargs)):
-                while isinstance(x, Taken):
+                while isinstance(x, NestedInput):
                     found.append(x.model)
                     x = x.value
         return list({id(x): x for x in found}.values())
@@ -202,7 +204,7 @@ class Graph:
         return last | dict.fromkeys(self.returned, len(self.nodes))
 
     @functools.cached_property
-    def passed_on(self) -> bool:
+    def outputs_are_reused(self) -> bool:
         """Whether a layer takes a value that the model also returns."""
         taken = {value for node in self.nodes for value in node.inputs}
         return not taken.isdisjoint(self.returned)

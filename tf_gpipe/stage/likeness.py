@@ -131,7 +131,7 @@ class _Walk:
         if isinstance(x, keras.Initializer):
             return type(x), self.form(x.get_config())
         if isinstance(x, _OBJECTS) and _is_plain(type(x)):
-            return type(x), self._items(upstream.what_a_call_sees(x))
+            return type(x), self._items(upstream.attributes_used_by_call(x))
         raise _UnknownKindError
 
     def _items(self, x: Mapping) -> Hashable:

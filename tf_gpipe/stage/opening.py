@@ -3,9 +3,9 @@
 When a model calls a functional model or a `Sequential` as a layer, Keras runs
 the nested model's graph. So its layer calls can be nodes of the outer model's
 graph, which may be cut between them: the nested model is opened. The other
-effects of the nested call are kept: `Taken` converts its inputs as the nested
-model does, and `training=` is passed on to the layers. In all else (name,
-files, summary) the nested model is unchanged.
+effects of the nested call are kept: `NestedInput` converts its inputs as the
+nested model does, and `training=` is passed on to the layers. In all else
+(name, files, summary) the nested model is unchanged.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ import keras
 
 from tf_gpipe import upstream
 from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import NestedInput
 from tf_gpipe.stage.graph import Node
-from tf_gpipe.stage.graph import Taken
 from tf_gpipe.stage.graph import Value
 
 
@@ -116,7 +116,7 @@ def _within(layer: keras.Layer, given: Any) -> tuple[list[Node], Any] | None:
     if graph is None:
         return _in_a_row(layer.layers, given) if layer.layers else None
     # One value may hold the tensors of several inputs of the nested model. Then
-    # the `Taken` of each input picks its own tensor.
+    # the `NestedInput` of each input picks its own tensor.
     one = isinstance(given, Value)
     if one and given.spec is None:
         if len(graph.inputs) > 1:
@@ -146,8 +146,8 @@ def _read(
     Args:
         model: Functional model, or a `Sequential`.
         values: Dict from the id of each `KerasTensor` of the model's graph to
-            its `Value` or `Taken`. It has the model's inputs; the results of
-            its layer calls are added.
+            its `Value` or `NestedInput`. It has the model's inputs; the results
+            of its layer calls are added.
         training: The `training` argument that the model is called with, which
             overrides that of its layers; `None` if it is not given.
     """
@@ -196,13 +196,13 @@ def _of_call(layer: Any, args: tuple, kwargs: dict) -> tuple | None:
 
 def _opened(
     model: Any, given: list, masks: list, training: bool | None
-) -> tuple[list[Node], list[Value | Taken]] | None:
+) -> tuple[list[Node], list[Value | NestedInput]] | None:
     """Opens a nested model: returns its nodes, and its outputs.
 
     Args:
         model: Functional model, or a built `Sequential`.
         given: The call's argument for each input of the model: a `Value` or
-            `Taken`, or `None` for an optional input.
+            `NestedInput`, or `None` for an optional input.
         masks: Likewise the masks; inputs beyond its end have no mask.
         training: As in `_read`.
 
@@ -214,11 +214,12 @@ def _opened(
     graph = upstream.graph_of(model)
     masks = [*masks, *([None] * len(given))]
     if not all(
-        x is None or isinstance(x, (Value, Taken)) for x in (*given, *masks)
+        x is None or isinstance(x, (Value, NestedInput))
+        for x in (*given, *masks)
     ):
         return None
     values: dict[int, Any] = {
-        id(x): None if y is None else Taken(y, mask, model, i)
+        id(x): None if y is None else NestedInput(y, mask, model, i)
         for i, (x, y, mask) in enumerate(
             zip(graph.inputs, given, masks, strict=False)
         )
@@ -230,6 +231,6 @@ def _opened(
     return nodes, made
 
 
-def _value(x: Value | Taken) -> Value | None:
-    """Returns the `Value` of a `Value` or `Taken`; `None` if converted."""
-    return x.unchanged if isinstance(x, Taken) else x
+def _value(x: Value | NestedInput) -> Value | None:
+    """Returns the `Value` of a model's input; `None` if it is converted."""
+    return x.unchanged if isinstance(x, NestedInput) else x

@@ -14,7 +14,7 @@ from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.stage import Activations
-from tf_gpipe.stage.stage import Instead
+from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.stage import in_line
 from tf_gpipe.stage.traced_phases import Phases
 from tf_gpipe.stage.traced_phases import Trace
@@ -47,7 +47,7 @@ class StagePhases:
         recomputed: Ranges of indices in `Stage.nodes`: the calls that are
             recomputed. Calls of one range are recomputed together.
         jit_compile: Whether XLA compiles the phases.
-        instead: Function that returns the `Instead` for layers that share
+        instead: Function that returns the `LayerRunner` for layers that share
             phases; see `run_stage`. It is called when the stage is traced.
         differentiated: Whether the phases may be differentiated.
     """
@@ -58,7 +58,7 @@ class StagePhases:
         splits: bool,
         recomputed: Sequence[range],
         jit_compile: bool,
-        instead: Callable[[], Instead] = lambda: in_line,
+        instead: Callable[[], LayerRunner] = lambda: in_line,
         differentiated: bool = True,
     ):
         self.function = function

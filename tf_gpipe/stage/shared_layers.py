@@ -81,7 +81,7 @@ class SharedLayers:
         """Runs a layer call by shared phases, if its block has some.
 
         At the first call of a block the whole block is run. This is an
-        `Instead`.
+        `LayerRunner`.
 
         Args:
             node: The layer call.
@@ -131,8 +131,8 @@ class _Shared:
         )
         known = {id(v) for v in [*seeds, *self._variables]}
         self._weights = stage.trainable(self._variables)
-        self._serves: dict[Phases, bool] = {}
-        self._never = any(id(v) not in known for v in stage.used())
+        self._can_share: dict[Phases, bool] = {}
+        self._sharing_disabled = any(id(v) not in known for v in stage.used())
 
     def run(
         self,
@@ -150,7 +150,9 @@ class _Shared:
 
         # A weight with a value in the scope belongs to another stage. It has no
         # handle here to call the phases with.
-        if self._never or any(value(v) is not None for v in self._weights):
+        if self._sharing_disabled or any(
+            value(v) is not None for v in self._weights
+        ):
             return False
         given = tuple(values[x] for x in block.inputs)
         if not all(isinstance(x, tf.Tensor) for x in flatten(given)):
@@ -177,12 +179,12 @@ class _Shared:
             phases = self._phases.traced(inputs, carried)
         except Exception:
             # The layer raises it again when it is called in line.
-            self._never = True
+            self._sharing_disabled = True
             return None
-        if phases not in self._serves:
+        if phases not in self._can_share:
             after = likeness_of(self._block)
             weights = set(map(id, self._weights))
-            self._serves[phases] = (
+            self._can_share[phases] = (
                 phases.is_pure([id(_handle(v)) for v in self._variables])
                 and len(phases.traced.operations) >= _MIN_OPERATIONS
                 and not self._function.added
@@ -191,7 +193,7 @@ class _Shared:
                 and after is not None
                 and after.form == self._form
             )
-        return phases if self._serves[phases] else None
+        return phases if self._can_share[phases] else None
 
     def _called(
         self,

@@ -105,7 +105,7 @@ class Stage:
         found = [v for layer in self.layers for v in layer.metrics_variables]
         return [v for v in _unique(found) if not upstream.has_value(v)]
 
-    def made_trainable(self) -> set[int]:
+    def ids_of_weights(self) -> set[int]:
         """Returns the ids of the layers' own weights, frozen ones included."""
         return {
             id(v)
@@ -251,11 +251,11 @@ class AddedLoss(NamedTuple):
 # A function that may run a layer in place of its call. It takes the call, a
 # dict from values to tensors, to which it adds the layer's results, and the
 # scope that has the layer's state. It returns whether it has run the layer.
-Instead = Callable[[Node, dict[Value, Any], keras.StatelessScope], bool]
+LayerRunner = Callable[[Node, dict[Value, Any], keras.StatelessScope], bool]
 
 
 def in_line(node: Node, values: dict, scope: keras.StatelessScope) -> bool:
-    """The `Instead` that runs nothing, so that each layer is called."""
+    """The `LayerRunner` that runs nothing, so that each layer is called."""
     del node, values, scope
     return False
 

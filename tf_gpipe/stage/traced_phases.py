@@ -137,7 +137,7 @@ class Phases:
         if graph not in self._packs:
             self._packs[graph] = self._packed(x for x, _ in self._reads)
             for x in self._packs[graph]:
-                upstream.search_no_callees(x.op)
+                upstream.skip_reference_search(x.op)
         return self._packs[graph]
 
     def read_weights_again(self) -> None:

@@ -327,7 +327,7 @@ def _count(
         mask = own if mask is None else mask & own
     if loss.reduction != "mean_with_sample_weight":
         weight = None
-    counted = upstream.counted(weight, mask, "float64")
+    counted = upstream.value_weights(weight, mask, "float64")
     if counted is not None:
         return tf.reduce_sum(tf.cast(counted, tf.float64))
     return None if made is None else tf.cast(tf.shape(made)[0], tf.float64)

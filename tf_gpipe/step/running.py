@@ -22,7 +22,7 @@ from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.seeds import global_seed
 from tf_gpipe.stage.shared_layers import SharedLayers
-from tf_gpipe.stage.stage import Instead
+from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.stage import in_line
 from tf_gpipe.stage.tape import TapedStage
 from tf_gpipe.stage.tensorflow_state import TensorFlowState
@@ -95,8 +95,8 @@ class RunningStages:
         pipeline.seeds.update((id(v), v) for v in self._seed)
 
     @functools.cached_property
-    def _instead(self) -> Instead:
-        """The `Instead` by which blocks that are alike share phases."""
+    def _instead(self) -> LayerRunner:
+        """The `LayerRunner` by which blocks that are alike share phases."""
         if (
             self._how is not StageMode.FUNCTIONS
             or self._gradients is Gradients.OF_LAYER

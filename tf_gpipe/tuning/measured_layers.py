@@ -29,7 +29,7 @@ def measured(
         Dictionary from the indices of calls to the `Line`s of their forward and
         backward pass, without the calls that could not be measured.
     """
-    nothing = _nothing(device)
+    nothing = _call_overhead(device)
 
     def visit(node, specs) -> tuple[Any, Any]:
         found = None
@@ -59,7 +59,7 @@ def measured(
     return lines
 
 
-def _nothing(device: str) -> float:
+def _call_overhead(device: str) -> float:
     """Returns the overhead in seconds: a `tf.function` that does nothing."""
     with tf.device(device):
         x = tf.zeros(())

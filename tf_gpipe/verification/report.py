@@ -167,7 +167,7 @@ class Comparison:
         )
         self.found.setdefault(kind, []).extend(found)
 
-    def excuse(
+    def compare_again(
         self,
         kind: str,
         expected: Mapping[str, np.ndarray],

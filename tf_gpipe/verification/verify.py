@@ -272,7 +272,7 @@ class _Verification:
                 expected = plain_step(gradients=received.gradients)
             for kind in ("variable", "slot", "statistic"):
                 of_kind = variables.named(kind, prefix)
-                comparison.excuse(
+                comparison.compare_again(
                     kind,
                     of_kind(expected.variables),
                     of_kind(received.variables),

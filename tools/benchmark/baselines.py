@@ -22,7 +22,7 @@ import tf_gpipe
 from tf_gpipe.commands import workers
 from tf_gpipe.devices import listening
 from tf_gpipe.schedule.schedules import NAMES
-from tf_gpipe.schedule.schedules import TWO_EACH
+from tf_gpipe.schedule.schedules import TWO_STAGES_A_DEVICE
 from tf_gpipe.schedule.tasks import REMAT_MODES
 from tools import child_process
 from tools import command_line
@@ -87,7 +87,7 @@ def main(args):
 
         pipelines = {
             f"pipeline, M={m}": run(
-                num_stages * (2 if args.schedule in TWO_EACH else 1),
+                num_stages * (2 if args.schedule in TWO_STAGES_A_DEVICE else 1),
                 m,
                 args.remat,
                 args.schedule,

@@ -48,7 +48,7 @@ def main(args):
     task or after the last one, is update.
     """
     make = workloads.WORKLOADS[args.workload]
-    num_devices = schedules.spread(args.schedule, args.num_stages)
+    num_devices = schedules.num_devices_of(args.schedule, args.num_stages)
     devices, _, note = pipeline.devices(args.on, num_devices)
     x, y = workloads.data(make(), args.batch_size)
     model = tf_gpipe.PipelinedSequential(

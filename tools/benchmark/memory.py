@@ -66,7 +66,9 @@ def main(args):
     activations = [size / sum(by_layer) * whole for size in by_layer]
     rows = []
     processes = workers.connected(
-        max(schedules.spread(x, args.num_stages) for x in args.schedule),
+        max(
+            schedules.num_devices_of(x, args.num_stages) for x in args.schedule
+        ),
         environment=worker_usage.GIVE_BACK,
         one_core=True,
     )
@@ -123,7 +125,7 @@ def _measured(args, schedule, mode, x, y, processes, activations):
     if mode == AUTO_REMAT:
         options["memory_limit"] = args.memory_limit
     plan = tf_gpipe.plan(make(), x.shape, optimizer="sgd", **options)
-    processes = processes[: schedules.spread(schedule, args.num_stages)]
+    processes = processes[: schedules.num_devices_of(schedule, args.num_stages)]
     model = tf_gpipe.PipelinedSequential(
         make(), devices=[p.device for p in processes], **options
     )

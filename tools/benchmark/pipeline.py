@@ -121,7 +121,7 @@ def main(args):
         )
     )
     most = max(
-        schedules.spread(schedule, num_stages, args.num_devices)
+        schedules.num_devices_of(schedule, num_stages, args.num_devices)
         for num_stages, _, schedule, *_ in grid
     )
     names, processes, note = devices(args.on, most)
@@ -136,7 +136,7 @@ def main(args):
     x, y = workloads.data(layers(1), args.batch_size)
 
     def run(num_stages, num_micro_batches, schedule, remat, steps):
-        count = schedules.spread(schedule, num_stages, args.num_devices)
+        count = schedules.num_devices_of(schedule, num_stages, args.num_devices)
         model = tf_gpipe.PipelinedSequential(
             layers(num_stages),
             num_stages=num_stages,

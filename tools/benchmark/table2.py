@@ -36,7 +36,7 @@ def add_arguments(parser):
         choices=[
             name
             for name in schedules.NAMES
-            if name not in (schedules.AUTO, *schedules.TWO_EACH)
+            if name not in (schedules.AUTO, *schedules.TWO_STAGES_A_DEVICE)
         ],
         default="gpipe",
         help="the paper's, or another one",

@@ -80,7 +80,7 @@ def main(args):
 
 def _first_step(args):
     """Returns the seconds of a model's first step in this process."""
-    num_devices = schedules.spread(args.schedule, args.num_stages)
+    num_devices = schedules.num_devices_of(args.schedule, args.num_stages)
     devices, _ = local_devices.find(num_devices)
     make = _WORKLOADS[args.workload]
     layers = make() if args.workload == "resnet50" else make(args.num_blocks)

@@ -188,7 +188,7 @@ def _measured(args, where, count, model, share):
 
 
 def _named(names, options):
-    count = schedules.spread(options["schedule"], options["num_stages"])
+    count = schedules.num_devices_of(options["schedule"], options["num_stages"])
     if options["schedule"] == "interleaved":
         count = len(names)
     return names[: min(count, len(names))]

@@ -300,7 +300,7 @@ class Drawing:
         if self._drawn["shared_devices"] and num_calls > 1:
             num_devices = more.randint(1, min(2, num_calls // 2))
             arguments["schedule"] = more.choice(
-                [*schedules.ANY_NUMBER, *schedules.TWO_EACH]
+                [*schedules.ANY_STAGES_A_DEVICE, *schedules.TWO_STAGES_A_DEVICE]
             )
             arguments["devices"] = devices.first(num_devices)
             arguments["num_stages"] = 2 * len(arguments["devices"])

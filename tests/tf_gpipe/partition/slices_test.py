@@ -58,7 +58,7 @@ class SlicesTest(parameterized.TestCase):
         (20, 2 * 3 * 20),
     )
     def test_peak_by_hand(self, slices, peak):
-        sizes = {0: Sizes(inputs=1, stored=10, passing=3, slices=slices)}
+        sizes = {0: Sizes(inputs=1, stored=10, temporary=3, slices=slices)}
         self.assertEqual(
             peak_activations(schedules.gpipe(2, 3), "never", sizes), peak
         )

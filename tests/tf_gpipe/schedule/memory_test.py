@@ -29,9 +29,9 @@ def by_hand(schedule, remat, sizes):
             there["input", k, m] = own.inputs
             there["stored", k, m] = own.kept if again else own.stored
         if kind == "R":
-            there["again", k, m] = own.again
-        passing = own.passing if kind == "B" else 0
-        most = max(most, sum(there.values()) + passing)
+            there["again", k, m] = own.adds_at_a_time
+        temporary = own.temporary if kind == "B" else 0
+        most = max(most, sum(there.values()) + temporary)
         if kind == ("W" if schedule.splits else "B"):
             for what in ("input", "stored", "again"):
                 there.pop((what, k, m), None)

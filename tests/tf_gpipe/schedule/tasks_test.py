@@ -191,7 +191,7 @@ class ScheduleTest(parameterized.TestCase):
         ("v_half", 6, 5, 3),
     )
     def test_spread(self, name, num_stages, num_devices, expected):
-        found = schedules.spread(name, num_stages, num_devices)
+        found = schedules.num_devices_of(name, num_stages, num_devices)
         self.assertEqual(found, expected)
 
     @parameterized.parameters(

@@ -104,9 +104,11 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
         devices=(["CPU:0", "CPU:1"], ["CPU:0"] * 4),
     )
     def test_order(self, schedule, devices):
-        if schedule in schedules.TWO_EACH:
+        if schedule in schedules.TWO_STAGES_A_DEVICE:
             devices = devices[:2]
-        elif schedule not in schedules.ANY_NUMBER and len(devices) == 2:
+        elif (
+            schedule not in schedules.ANY_STAGES_A_DEVICE and len(devices) == 2
+        ):
             devices = [*devices, "CPU:2", "CPU:3"]
         log = []
         model = tf_gpipe.PipelinedSequential(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_gpipe.partition import flops
-from tf_gpipe.partition.tensor_memory import holder
+from tf_gpipe.partition.tensor_memory import memory_owner
 from tf_gpipe.partition.tensor_memory import size_in_bytes
 
 # Operations that write their result into the memory of an operand that no later
@@ -40,13 +40,13 @@ def peak(
     if not own:
         return 0
     ordered = [x for x in next(iter(own)).graph.get_operations() if x in own]
-    uses = collections.Counter(x.name for x in map(holder, results))
+    uses = collections.Counter(x.name for x in map(memory_owner, results))
     for op in ordered:
-        uses.update({holder(x).name for x in op.inputs})
+        uses.update({memory_owner(x).name for x in op.inputs})
     held: dict[str, int] = {}
     most = 0
     for op in ordered:
-        taken = {x.name: x for x in map(holder, op.inputs)}
+        taken = {x.name: x for x in map(memory_owner, op.inputs)}
         inside = max(
             (
                 peak(graph.get_operations(), graph.outputs)
@@ -60,7 +60,7 @@ def peak(
             if op.type != "Placeholder"
             and x.dtype not in (tf.variant, tf.resource)
             and x.shape.rank is not None
-            and holder(x) is x
+            and memory_owner(x) is x
         }
         if op.type in _IN_PLACE:
             over = next(

@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 
-def with_keras_words(cls: type) -> type:
+def with_keras_docstrings(cls: type) -> type:
     """Class decorator: copies Keras's docstrings to overriding methods.
 
     Python inherits a docstring only where it can find the class that defines

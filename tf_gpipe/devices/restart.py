@@ -47,7 +47,7 @@ class Use(NamedTuple):
 def use_of(port: int) -> Use:
     """Returns the `Use` of a server of this process."""
     found = Use()
-    for each in sockets.looked_at():
+    for each in sockets.borrowed():
         ends = sockets.ends(each)
         if ends is None or ends[0][1] != port:
             continue
@@ -64,7 +64,7 @@ def use_of(port: int) -> Use:
     return found
 
 
-def start_anew_after(
+def restart_when_unused(
     seconds: float, bind: str, port: int, arguments: Sequence[str]
 ) -> None:
     """Waits until all client programs are gone, then restarts this process.
@@ -91,7 +91,7 @@ def start_anew_after(
             # A request that arrived just before the pause would be lost.
             if use_of(port).last > last:
                 continue
-            sockets.hand_on(descriptors)
+            sockets.keep_over_exec(descriptors)
             kept = ",".join(map(str, descriptors))
             before = [x for x in sys.orig_argv[1:] if _SOCKETS not in x]
             os.execv(

@@ -7,7 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
-from tf_gpipe.partition import passing
+from tf_gpipe.partition import peak_memory
 
 L = keras.layers
 # Bytes of an activation of the models below, for a micro-batch.
@@ -21,7 +21,7 @@ def _peak(run, *shapes):
         .get_concrete_function(*(tf.TensorSpec(x) for x in shapes))
         .graph
     )
-    return passing.peak(graph.get_operations(), graph.outputs) / 400
+    return peak_memory.peak(graph.get_operations(), graph.outputs) / 400
 
 
 class PassingTest(tf.test.TestCase):

@@ -11,9 +11,9 @@ import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from tf_gpipe.devices import clients
 from tf_gpipe.devices import heartbeat
 from tf_gpipe.devices import listening
+from tf_gpipe.devices import restart
 from tools import child_process
 
 # The header of the frame with which a server of HTTP/2 begins.
@@ -31,27 +31,27 @@ class UseTest(absltest.TestCase):
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = server.getsockname()
             port = address[1]
-            self.assertEqual(clients.use_of(port), clients.Use())
+            self.assertEqual(restart.use_of(port), restart.Use())
             with socket.create_connection(address) as client:
                 connection, _ = server.accept()
                 with connection:
                     size = heartbeat.QUESTION_BYTES
                     client.sendall(bytes(size))
                     arrived(connection, size)
-                    asked = clients.use_of(port)
+                    asked = restart.use_of(port)
                     self.assertGreater(asked.last, 0.0)
                     self.assertFalse(asked.served)
                     before = time.monotonic()
                     client.sendall(bytes(1))
                     arrived(connection, size + 1)
-                    use = clients.use_of(port)
+                    use = restart.use_of(port)
                     self.assertTrue(use.served)
                     # The system counts in ticks of up to 10 ms.
                     self.assertGreater(use.last, before - 0.1)
                     # Where the client is.
                     other = client.getsockname()[1]
-                    self.assertFalse(clients.use_of(other).served)
-            self.assertEqual(clients.use_of(port), clients.Use())
+                    self.assertFalse(restart.use_of(other).served)
+            self.assertEqual(restart.use_of(port), restart.Use())
 
     def test_a_question_that_is_kept(self):
         with socket.create_server(("127.0.0.1", 0)) as server:
