@@ -1,4 +1,4 @@
-"""Clients of a worker that end one after another, for `clients_test`.
+"""Clients of a worker that end one after another, for `restart_test`.
 
     python -m tests.tf_gpipe.devices.ended_clients COUNT
 
