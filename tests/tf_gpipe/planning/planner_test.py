@@ -579,7 +579,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
         ({"num_stages": 4}, "num_stages=4, 3 layers"),
         ({"num_stages": 0}, "num_stages"),
         ({"num_micro_batches": 0}, "num_micro_batches"),
-        ({"optimizer": "x"}, "optimizer identifier: x"),
+        ({"optimizer": "x"}, "be a Keras optimizer.*optimizer=.x."),
         ({"device_memory": -1}, "`device_memory`.*Received: device_memory=-1"),
         ({"device_memory": 0}, "`device_memory`.*Received: device_memory=0"),
         ({"device_memory": "16 apples"}, "'16GB'.*='16 apples'"),
