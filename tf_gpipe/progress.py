@@ -7,29 +7,25 @@ module imports no TensorFlow.
 
 import contextlib
 import contextvars
-import functools
 import sys
 import threading
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sized
 from typing import Any
-from typing import ParamSpec
 from typing import TypeVar
 
 import rich.console
 import rich.progress
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _BAR: contextvars.ContextVar[rich.progress.Progress | None] = (
     contextvars.ContextVar("bar", default=None)
 )
 # Whether a scope has decided on bars for what runs within it.
 _DECIDED = contextvars.ContextVar("decided", default=False)
-# Seconds that a function may take without a bar.
-_PATIENCE = 1.0
+# Seconds after which a public function shows bars: `@shown(after=PATIENCE)`.
+PATIENCE = 1.0
 
 
 @contextlib.contextmanager
@@ -91,17 +87,6 @@ def _bar_on(console: rich.console.Console, after: float) -> Iterator[None]:
             start.cancel()
             start.join()
         bar.stop()
-
-
-def shows(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates a public function that takes long, so that bars are shown."""
-
-    @functools.wraps(function)
-    def with_bars(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with shown(after=_PATIENCE):
-            return function(*args, **kwargs)
-
-    return with_bars
 
 
 def say(text: str) -> None:

@@ -212,7 +212,7 @@ class Job:
                 f"workdir={self.workdir}"
             )
 
-    @progress.shows
+    @progress.shown(after=progress.PATIENCE)
     def predict(self, model, batches):
         """Returns the trained model's predictions for `batches`, an array.
 
@@ -383,7 +383,7 @@ class Job:
             if self._place:
                 self._place.unlock()
 
-    @progress.shows
+    @progress.shown(after=progress.PATIENCE)
     def evaluate(self, model, batches):
         """Returns the loss and metrics of `model.evaluate`, as a dictionary."""
         with (

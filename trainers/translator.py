@@ -42,7 +42,7 @@ class Translator:
         self._beam_size = beam_size
         self._length_penalty = length_penalty
 
-    @progress.shows
+    @progress.shown(after=progress.PATIENCE)
     def translate(self, texts, languages):
         """Returns translations.
 

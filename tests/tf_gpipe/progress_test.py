@@ -16,7 +16,7 @@ package = types.ModuleType("tf_gpipe")
 package.__path__ = [{path!r}]
 sys.modules["tf_gpipe"] = package
 from tf_gpipe import progress
-@progress.shows
+@progress.shown(after=progress.PATIENCE)
 def count():
     for i in progress.track(range(3), "counting"):
         progress.say(str(i))

@@ -184,7 +184,9 @@ class DigitsTest(TestCase):
 
     def test_without_scikit_learn(self):
         with mock.patch.dict(sys.modules, {"sklearn": None}):
-            with self.assertRaisesRegex(ImportError, r"pip install .*trainers"):
+            with self.assertRaisesRegex(
+                ImportError, r"pip install scikit-learn"
+            ):
                 digits._load()
             with self.assertRaisesRegex(UserError, "pip install"):
                 images.load("digits", self.make_directory())

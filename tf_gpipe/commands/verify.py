@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             **flags.limit(args),
             devices=devices.first(args.num_devices),
         )
-        model.compile(args.optimizer, "mse")
+        model.compile(optimizers.get(args.optimizer), "mse")
         report = tf_gpipe.verify(
             model, *models.random_data(model, args.batch_size, args.seed)
         )

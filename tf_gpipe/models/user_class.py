@@ -47,6 +47,7 @@ _NOT_CARRIED = (
 # Attributes of pipelines, not copied to a plain model.
 OF_PIPELINES = (
     "_config",
+    "_decided_for",
     "_newest_checkpoint",
     "_pipeline",
     "_record_times",

@@ -25,7 +25,7 @@ from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 
 
-@progress.shows
+@progress.shown(after=progress.PATIENCE)
 def plan(
     layers: Sequence[keras.Layer] | keras.Model,
     input_spec: Any,

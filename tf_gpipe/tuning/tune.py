@@ -39,7 +39,7 @@ _NUM_RANKED = 6
 _NUM_RIVALS = 3
 
 
-@progress.shows
+@progress.shown(after=progress.PATIENCE)
 def tune(
     layers: Sequence[keras.Layer] | keras.Model,
     input_spec: Any,

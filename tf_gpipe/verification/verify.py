@@ -33,7 +33,7 @@ _SMALL = 1e-2
 _EVALUATE = "evaluate: "
 
 
-@progress.shows
+@progress.shown(after=progress.PATIENCE)
 @worker_lost.naming_failures
 def verify(
     model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None

@@ -191,7 +191,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         (["--balance=time"], "A plan measures nothing"),
         (["--balance=3,x"], "--balance: not a positive integer: 'x'"),
         (["--balance=3,4"], "`balance` must place every layer"),
-        (["--optimizer=x"], "Could not interpret optimizer identifier: x"),
+        (["--optimizer=x"], "be a Keras optimizer, or the name of one"),
         (["--dtype_policy=x"], "Cannot convert 'x'"),
         (["--device_memory=8XB"], "--device_memory: not a size"),
         (["--device_memory=0"], "--device_memory: not a size"),

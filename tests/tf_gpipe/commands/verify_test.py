@@ -78,7 +78,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         (["--model=x"], "or package.module:function. Received: 'x'"),
         (["--model_args=x=3"], "Unknown hyper-parameters of model"),
         (["--num_devices=2"], "--num_devices is for --schedule=interleaved"),
-        (["--optimizer=x", SMALL], "Could not interpret optimizer identifier"),
+        (["--optimizer=x", SMALL], "be a Keras optimizer, or the name of one"),
         (["--dtype_policy=x"], "Cannot convert 'x'"),
     )
     def test_refuses(self, args, message):
