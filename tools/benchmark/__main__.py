@@ -4,7 +4,7 @@ import argparse
 
 from tools import quiet
 
-# Before anything else imports it: it logs at its start what it has found.
+# Before another module imports TensorFlow with all its messages.
 quiet.import_tensorflow()
 
 from tf_gpipe import progress  # noqa: E402
