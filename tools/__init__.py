@@ -1,1 +1,1 @@
-"""Commands around the library: benchmarks, tests, set-up."""
+"""Commands of developers: benchmarks, checks, data sets and set-up."""

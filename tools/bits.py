@@ -1,9 +1,9 @@
-"""Compares the bits that training makes before and after a change of the code.
+"""Compares trained weights before and after a change of the code, bit by bit.
 
-For a change that shall leave all numbers as they are. Models that are drawn by
-chance take three steps under each schedule and each way to rematerialise; what
-is kept of each is a digest of its variables and optimizer slots. Digests of
-different processors or versions of TensorFlow cannot be compared.
+For changes that must not alter any number. Randomly drawn models train for
+three steps with each schedule and each `remat` mode; a digest of the variables
+and optimizer slots is recorded for each. Digests from different processors or
+TensorFlow versions cannot be compared.
 
 Examples:
 
@@ -31,7 +31,7 @@ from tf_gpipe.schedule import schedules  # noqa: E402
 from tools.random_models.drawing import Drawing  # noqa: E402
 from tools.random_models.drawing import Kinds  # noqa: E402
 
-# Between them they have each kind of `drawing.Kinds`.
+# Together these seeds draw every option of `drawing.Kinds`.
 _SEEDS = range(12)
 _SCHEDULES = schedules.NAMES
 _SHARING = (*schedules.ANY_STAGES_A_DEVICE, *schedules.TWO_STAGES_A_DEVICE)
@@ -41,7 +41,7 @@ _NUM_STEPS = 3
 
 
 class _Drawing(Drawing):
-    """A model that is drawn, cut and run as told."""
+    """A random model with a given schedule and `remat` mode."""
 
     def __init__(self, seed, schedule, remat):
         kinds = Kinds(shared_devices=False, memory_limit=False)
@@ -64,7 +64,7 @@ class _Drawing(Drawing):
 
 
 def digest(seed, schedule, remat):
-    """Returns the digest of what a model has after some steps."""
+    """Returns a digest of a model's variables and slots after training."""
     keras.backend.clear_session()
     drawing = _Drawing(seed, schedule, remat)
     (x, y, sample_weight), _ = drawing.data()

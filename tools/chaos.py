@@ -1,20 +1,21 @@
-"""Kills workers, or the trainer, of a run at random moments.
+"""Kills workers, or the trainer, of a training run at random moments.
 
     python -m tools.chaos --kills=20 --seed=0 --json
 
-trains a small ResNet on digits in two stages on worker processes, once without
-faults and once with SIGKILLs, by the same command:
+trains a small ResNet on digits, in two stages on worker processes, with the
+command below: once without faults, and once with SIGKILLs.
 
     python -m tf_gpipe workers --restart 2 \\
         python -m trainers.image_classification --restarts=N \\
         --checkpoint_every_steps=N --workdir=DIR
 
-and tells whether weights, optimizer and losses are the same, bit by bit, and
-what a kill costs. A third of the kills come while the run still recovers from
-the one before: such a series counts as one loss, divided by its kills. Of a
-single kill the parts are told: until the loss is noticed (detection), until
-the program trains again (start), until the first step is done (tracing), and
-until the step is reached at which it was (steps). It needs Linux.
+Prints whether weights, optimizer state and losses of both runs are equal, bit
+by bit, and how many seconds a kill costs. About a third of the kills come
+while the run is still recovering from the one before: the time lost to such a
+series is divided by the number of its kills. For single kills, the time is
+split into parts: until the loss is noticed (detection), until the program
+trains again (start), until its first step is done (tracing), and until it is
+back at the step at which it was killed (steps). Needs Linux.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from tools import child_process
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _LOOK_SECONDS = 0.02
-# Between a kill and the next one, or the run's recovery and the next kill.
+# Longest pause before a kill, after the previous kill or the run's recovery.
 _MOST_SECONDS = 10.0
 _SHARE_WHILE_RECOVERING = 1 / 3
 _EPOCHS_OF_A_KILL = 6
@@ -53,20 +54,20 @@ _VICTIMS = {
 
 
 class Run:
-    """A training run of two workers, which goes on by itself.
+    """A training run on two workers, which restarts itself after a fault.
 
     Args:
-        workdir: Path.
+        workdir: Path of the run's directory.
         num_epochs: Integer.
         every_steps: Integer, steps between two checkpoints.
-        restarts: Integer.
+        restarts: Integer, how often the trainer may be restarted.
     """
 
     def __init__(self, workdir, num_epochs, every_steps, restarts):
         self._losses = workdir / "losses.csv"
         self.lines = []
-        # Of a recovery: when training began, the steps that were last seen,
-        # and when the first one was done.
+        # The current recovery: when training began again, how many steps were
+        # done at the last look, and when its first step was done.
         self.at = None
         self.process = subprocess.Popen(
             [
@@ -77,7 +78,7 @@ class Run:
                 f"--checkpoint_every_steps={every_steps}",
                 f"--workdir={workdir}",
                 f"--restarts={restarts}",
-                # Kills come in evaluation, too.
+                # So that some kills come during evaluation.
                 *("--validate_every=2", "--verbose=0"),
             ],
             cwd=_ROOT,
@@ -94,12 +95,12 @@ class Run:
             self.lines.append((time.monotonic(), line))
 
     def time_of(self, text, after):
-        """Returns when a line with a text came first, or `None`."""
+        """Returns when `text` was first printed after a time, or `None`."""
         times = (t for t, line in list(self.lines) if text in line)
         return next((t for t in times if t > after), None)
 
     def steps(self):
-        """Returns how many steps are done."""
+        """Returns the number of steps in the file of losses."""
         try:
             return self._losses.read_text().count("\n") - 1
         except OSError:
@@ -109,7 +110,10 @@ class Run:
         return self.process.poll() is None
 
     def wait(self, until, seconds=600.0):
-        """Waits until a function returns something true, and returns it."""
+        """Waits until `until()` is true, and returns its value.
+
+        Returns `None` if the run ends first.
+        """
         end = time.monotonic() + seconds
         while self.is_running():
             found = until()
@@ -124,10 +128,10 @@ class Run:
         return "".join(line for _, line in self.lines)
 
     def victims(self, kind):
-        """Returns the processes that may be killed."""
+        """Returns the ids of the processes of a kind: worker or trainer."""
         found = _children(self.process.pid)
         if kind == "trainer":
-            # The one below the one that starts it again.
+            # The trainer is a child of the process that restarts it.
             found = [x for parent in found for x in _children(parent)]
         return [
             x for x in found if all(y in _command(x) for y in _VICTIMS[kind])
@@ -149,7 +153,10 @@ def _command(pid):
 
 
 def kill(run, kind, numbers):
-    """Kills one of the run's processes, and returns when."""
+    """Kills a random process of a kind, and returns the time.
+
+    Returns `None` if the run has ended.
+    """
     pids = run.wait(lambda: run.victims(kind))
     if not pids:
         return None
@@ -160,7 +167,13 @@ def kill(run, kind, numbers):
 
 
 def losses_of_kills(run, kinds, kills, numbers):
-    """Kills, and returns a dictionary for each series of kills."""
+    """Kills processes at random moments, and measures each recovery.
+
+    Returns:
+        List of dictionaries, one for each series of kills without a recovery
+        between them: its first kind, number of kills and lost seconds, and the
+        seconds of each part if it is a single kill.
+    """
     series = []
     left = kills
     while left and run.is_running():
@@ -193,7 +206,7 @@ def losses_of_kills(run, kinds, kills, numbers):
 
 
 def _recovered(run, last, before):
-    """Returns when each part of a recovery has ended, once all have."""
+    """Returns when each part of a recovery ended, or `None` before."""
     began = run.time_of("Training 2 stages", last)
     if began is None:
         return None
@@ -201,7 +214,8 @@ def _recovered(run, last, before):
     now = run.steps()
     if run.at is None or run.at[0] != began:
         run.at = [began, now, None]
-    # The lines of steps that are done again are dropped first.
+    # A restart first drops the losses of the steps after its checkpoint, so
+    # that the count falls before it grows.
     if run.at[2] is None and now > run.at[1]:
         run.at[2] = time.monotonic()
     run.at[1] = now
@@ -217,7 +231,7 @@ def _recovered(run, last, before):
 
 
 def bits(workdir):
-    """Returns all that training has made, as bytes by name."""
+    """Returns the bytes of a run's newest checkpoint and losses, by name."""
     saved = store.read(store.Store(workdir / "checkpoints").newest())
     found = {
         f"{array.kind} {array.number}": saved.value(i).tobytes()
@@ -232,7 +246,7 @@ def bits(workdir):
 
 
 def chaos(kinds, kills, seed, num_epochs, every_steps, directory):
-    """Runs without and with faults, and returns what came of it."""
+    """Trains without and with faults, and returns the comparison as a dict."""
     workdirs = [directory / "without", directory / "with"]
     for workdir in workdirs:
         workdir.mkdir()
@@ -272,7 +286,7 @@ def _median(values):
 
 
 def table(found):
-    """Returns lines of text that tell what a kill has cost."""
+    """Yields lines of text: whether runs are equal, and a kill's cost."""
     counts = collections.Counter(x["kind"] for x in found["series"])
     yield (
         f"{found['kills']} kills in {sum(counts.values())} series "

@@ -1,19 +1,19 @@
-"""Programs that end with the one that has started them, however that ends."""
+"""Child processes that are killed when their parent ends, however it ends."""
 
 import ctypes
 import signal
 import sys
 
-_SET_PARENT_DEATH_SIGNAL = 1  # Of Linux, <linux/prctl.h>.
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, <linux/prctl.h>.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_with_parent():
-    """Has the system end this process with the thread that has started it.
+    """Has the system kill this process when the thread that started it ends.
 
-    As `preexec_fn` of a `subprocess.Popen`, or called by the process, on
-    Linux; elsewhere it does nothing. `tf_gpipe worker --with_stdin` does so
-    everywhere.
+    For the `preexec_fn` of a `subprocess.Popen`, or called by the child. Works
+    on Linux only and does nothing elsewhere; `tf_gpipe worker --with_stdin`
+    ends with its parent on every system.
     """
     if _libc is not None:
         _libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Types of flags that several tools share."""
+"""Types of command-line flags that several tools share."""
 
 import argparse
 import math
@@ -7,7 +7,7 @@ from tf_gpipe.commands.flags import positive
 
 
 def positive_number(text):
-    """Returns a positive number, as the type of a flag."""
+    """Type of a flag: a positive, finite number."""
     try:
         value = float(text)
     except ValueError:
@@ -18,12 +18,12 @@ def positive_number(text):
 
 
 def positives(text):
-    """Returns positive integers, with commas between, as the type of a flag."""
+    """Type of a flag: positive integers, separated by commas."""
     return [positive(each) for each in text.split(",")]
 
 
 def choices(names):
-    """Returns the type of a flag of several names, with commas between."""
+    """Returns the type of a flag: some of `names`, separated by commas."""
 
     def type_(text):
         found = text.split(",")

@@ -1,7 +1,6 @@
-"""Shows the examples in docstrings as code, in the documentation.
+"""MkDocs extension: shows the examples of docstrings as code blocks.
 
-To Markdown, a line of Python's prompt (`>>>`) would be a quotation in a
-quotation.
+Markdown would take Python's prompt (`>>>`) for nested quotations.
 """
 
 import re

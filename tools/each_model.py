@@ -1,7 +1,7 @@
-"""A command that tries models, a process a model, one after another.
+"""A command that tries models one after another, each in a process of its own.
 
-What is found is kept in a file, and not sought again: a command that was
-stopped goes on where it was.
+Results are kept in a file, and models in it are not tried again: a command that
+was stopped continues.
 """
 
 import argparse
@@ -18,17 +18,17 @@ BUILD = pathlib.Path(__file__).parents[1] / "build"
 
 
 def command(doc, models, trial, path, markdown):
-    """Returns the `main` of a command.
+    """Returns the `main` function of a command.
 
     Args:
-        doc: String, its description.
-        models: Function that returns a list of tuples of names, or `None`, by
-            which the module is asked; the first is that by which models are
-            chosen.
-        trial: Name of a module that prints what it finds as JSON, in the last
-            line.
-        path: `pathlib.Path` of the file.
-        markdown: Function from a list of what was found to the table.
+        doc: String, the command's description.
+        models: Function that returns a list of tuples of names, or `None`: the
+            arguments of the trial of each model. `--models` chooses by the
+            first.
+        trial: Name of a module that tries a model, and prints its result as
+            JSON on the last line.
+        path: `pathlib.Path`, the default file of results.
+        markdown: Function from the list of results to a Markdown table.
     """
 
     def main(argv=None):
@@ -69,7 +69,7 @@ def command(doc, models, trial, path, markdown):
 
 
 def found_in(path):
-    """Returns what the file has, by names."""
+    """Returns the results in a file, a dict from tuples of names."""
     if not path.exists():
         return {}
     rows = [json.loads(x) for x in path.read_text().splitlines()]
@@ -77,7 +77,10 @@ def found_in(path):
 
 
 def tried(trial, names, timeout):
-    """Returns what a process finds of a model."""
+    """Tries a model in a process of its own, and returns its result, a dict.
+
+    If the process fails or takes too long, that is its only entry.
+    """
     command = [sys.executable, "-m", trial, *(x for x in names if x)]
     try:
         done = subprocess.run(

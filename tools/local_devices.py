@@ -1,6 +1,6 @@
-"""Devices of this process: GPUs, parts of one GPU, or of the CPU.
+"""Devices of this process: GPUs, or parts of one GPU or of the CPU.
 
-TensorFlow must not have started.
+To be called before TensorFlow initialises its devices.
 """
 
 import subprocess
@@ -9,19 +9,20 @@ import tensorflow as tf
 
 from tf_gpipe.commands import devices
 
-# What is left to the driver of a GPU.
+# Memory of a GPU that is left to its driver.
 _RESERVED_MIB = 1024
 
 
 def find(count):
-    """Returns devices for a pipeline, and what to know of its figures.
+    """Returns devices for a pipeline: GPUs, or parts of one GPU or the CPU.
 
     Args:
-        count: Integer, how many.
+        count: Integer, number of devices.
 
     Returns:
-        List of names, and a string; the GPUs if there are enough, equal parts
-        of the only one, or of the CPU if there is none.
+        List of device names: the GPUs if there are enough, equal parts of the
+        only GPU, or of the CPU if there is no GPU; and a string that says what
+        they are and whether speed-ups mean anything.
 
     Raises:
         ValueError: If there are GPUs, but too few.
@@ -50,9 +51,10 @@ def split_gpu(gpu, count=None, mib=None):
 
     Args:
         gpu: The physical device.
-        count: Integer, how many; or `None` for as many as there is memory for.
-        mib: Integer, the memory of each; or `None` for equal parts. With
-            `count` it is the most: equal parts may be smaller.
+        count: Integer, number of virtual devices; or `None` for as many as
+            there is memory for.
+        mib: Integer, memory of each in MiB; or `None` for equal parts. With
+            `count` it is an upper limit: equal parts may be smaller.
     """
     command = (
         "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"

@@ -3,8 +3,8 @@
 python -m tools.pictures              # all
 python -m tools.pictures readme schedules
 
-Those that are simulated are the same each time; `readme` and `measured` are
-measured anew, on this machine.
+`readme` and `measured` are measured on this machine, at each call; the others
+are simulated, and always the same.
 """
 
 import argparse
@@ -24,7 +24,7 @@ FOLDER = ROOT / "docs" / "pictures"
 
 
 def draw_readme(path):
-    """Runs README's example, and draws a step of it."""
+    """Runs the example of README, and draws one of its steps."""
     text = (ROOT / "README.md").read_text()
     code = re.search(r"^```python\n(.*?)^```$", text, re.DOTALL | re.M)[1]
     code = code.replace("chart=True", f"picture={os.fspath(path)!r}")
@@ -33,7 +33,7 @@ def draw_readme(path):
 
 
 def draw_measured(path):
-    """Runs two stages on two worker processes."""
+    """A measured step of two stages, on two worker processes."""
     _timeline("--model=resnet_small --batch_size=512 --workers", 2, path)
 
 
@@ -48,7 +48,7 @@ def _timeline(flags, num_stages, path):
 
 
 def draw_schedules(path):
-    """The schedules of one stage a device, of equal tasks."""
+    """Schedules with one stage per device and equal stages."""
     named = ("gpipe", "1f1b", "eager_1f1b", "zero_bubble")
     timeline.picture(
         {
@@ -60,7 +60,7 @@ def draw_schedules(path):
 
 
 def draw_several(path):
-    """The schedules of two stages a device; each takes half the time."""
+    """Schedules with two stages per device, each half as long."""
     named = ("interleaved", "zb_v", "v_half", "v_min")
     timeline.picture(
         {
@@ -77,7 +77,7 @@ def draw_several(path):
 
 
 def draw_recompute(path):
-    """What is computed again, in the bubble and out of it."""
+    """GPipe with and without recomputation, part of which is in the bubble."""
     steps = {}
     for remat in ("never", "always"):
         schedule = schedules.get("gpipe", 4, 4)

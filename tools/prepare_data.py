@@ -1,25 +1,25 @@
-"""Prepares datasets, and a vocabulary for those of translation.
+"""Prepares datasets, and a vocabulary for translation datasets.
 
     python -m tools.prepare_data django_messages
     python -m tools.prepare_data home_assistant --data_dir=/tmp/data
     python -m tools.prepare_data wmt14_translate/de-en wmt14_translate/fr-en \\
         --vocabulary_size=32000
 
-Three datasets are read from a package, which is downloaded, checked, and not
+Three datasets are read from a package, which is downloaded and checked, but not
 installed:
 
     django_messages  messages in 97 languages, from PyPI (8 MB)
     home_assistant   messages in 57 languages, from PyPI (35 MB)
     fashion_mnist    70,000 images, from Debian (31 MB)
 
-What the package was is in the file metadata.json beside the data. Any other
-name is one of TFDS, whose own code gets the data. A dataset that is there
-already is left as it is.
+The package is described in the file metadata.json beside the data. Any other
+name is that of a TFDS dataset, which TFDS downloads and prepares. A dataset
+that has been prepared before is kept.
 
-Datasets of translation have features `language`, `source` and `target`, or are
-of the kind `tfds.features.Translation`. All that are named share a vocabulary
-of word pieces, made of the texts in their split `train` (at most a million
-pairs). It is saved as `vocabularies/NAME+NAME_SIZE.model` in the data
+A translation dataset has the features `language`, `source` and `target`, or a
+`tfds.features.Translation`. The translation datasets of one command share a
+vocabulary of word pieces, made from the texts of their split `train` (at most a
+million pairs). It is saved as `vocabularies/NAME+NAME_SIZE.model` in the data
 directory.
 """
 
@@ -49,10 +49,10 @@ from trainers.datasets import message_pairs  # noqa: E402
 from trainers.vocabulary import Vocabulary  # noqa: E402
 from trainers.vocabulary import vocabulary_path  # noqa: E402
 
-# Of all datasets together, for a vocabulary. More take longer and change
-# little.
+# Examples that a vocabulary is made from, over all datasets. More take longer
+# and change it little.
 _MAX_EXAMPLES = 1_000_000
-# Where Debian's package is installed.
+# Where Debian's package dataset-fashion-mnist is installed.
 _INSTALLED = pathlib.Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -107,7 +107,7 @@ def main(argv=None):
 
 
 def prepare(names, data_dir=None, package=None, vocabulary_size=8000):
-    """Prepares datasets, and a vocabulary for those of translation.
+    """Prepares datasets, and a vocabulary for translation datasets.
 
     Args:
         names: List of strings, names of datasets in TFDS.
@@ -148,7 +148,7 @@ def prepare(names, data_dir=None, package=None, vocabulary_size=8000):
 
 
 def _prepared(name, data_dir, package):
-    """Returns the builder of a dataset, which is prepared if need be."""
+    """Prepares a dataset unless it has been before, and returns its builder."""
     get_package = None
     try:
         if name in _EMBEDDED:
@@ -163,7 +163,7 @@ def _prepared(name, data_dir, package):
         raise
     except tfds.core.DatasetNotFoundError as error:
         raise UserError(f"TFDS has no dataset {name!r}.") from error
-    # Whatever the dataset's own code, the network or the disk may raise.
+    # The dataset's own code, the network and the disk may raise anything.
     except Exception as error:
         raise UserError(f"Cannot prepare dataset {name!r}: {error}") from error
     if not builder.info.splits:
@@ -185,17 +185,17 @@ def _prepare(builder, get_package, package, directory):
         return
     directory = pathlib.Path(directory)
     manual_dir = get_package(builder.PACKAGE, package, directory)
-    # TFDS would tell less of a directory that is missing or empty.
+    # TFDS's errors for a missing or empty directory say less.
     builder.PACKAGE.check(manual_dir)
     builder.download_and_prepare(
-        # What is kept there for other datasets is not needed again.
+        # Not TFDS's own: once prepared, the downloads are not needed again.
         download_dir=directory / "downloads",
         download_config=tfds.download.DownloadConfig(manual_dir=manual_dir),
     )
 
 
 def _wheel(package, path, directory):
-    """Returns the directory that a package of PyPI is in."""
+    """Returns the directory of a PyPI wheel: of `path`, or downloaded."""
     (name,) = package.sha256
     if path is not None:
         path = pathlib.Path(path)
@@ -210,7 +210,10 @@ def _wheel(package, path, directory):
 
 
 def _debian_package(package, path, directory):
-    """Returns the directory that the files of a package of Debian are in."""
+    """Returns a directory with the data files of a Debian package.
+
+    From `path`, or the installed package, or a download.
+    """
     if path is None and _INSTALLED.is_dir():
         return _INSTALLED
     if path is None:
@@ -241,7 +244,7 @@ _EMBEDDED = {
 def _download(package, directory):
     command = shlex.split(package.download)
     if command[0] == "pip":
-        # Of this Python, whether or not its environment is active.
+        # This Python's pip, even if its environment is not active.
         command[:1] = [sys.executable, "-m", "pip"]
     _run(
         command,
@@ -257,11 +260,11 @@ def _download(package, directory):
 
 
 def _run(command, directory, failure, repair):
-    """Returns what a program prints, as bytes.
+    """Runs a program, and returns its output as bytes.
 
     Raises:
-        UserError: If there is no such program, or it fails; begins with
-            `failure`, tells the reason, and ends with `repair`.
+        UserError: If there is no such program, or it fails. The message begins
+            with `failure`, names the reason, and ends with `repair`.
     """
     try:
         result = subprocess.run(command, cwd=directory, capture_output=True)
@@ -279,7 +282,7 @@ def _run(command, directory, failure, repair):
 
 
 def _languages(info):
-    """Returns the languages of a dataset of translation, `None` of others."""
+    """Returns the languages of a translation dataset, `None` for others."""
     if isinstance(info.features, tfds.features.Translation):
         return set(info.features.languages)
     if {"language", "source", "target"} <= set(info.features or ()):
@@ -289,7 +292,7 @@ def _languages(info):
 
 
 def _sentences(builder, max_examples):
-    """Yields the texts that a vocabulary is made of."""
+    """Yields the training texts of a dataset, for a vocabulary."""
     features, splits = builder.info.features, builder.info.splits
     if "train" not in splits:
         raise UserError(
@@ -298,9 +301,10 @@ def _sentences(builder, max_examples):
         )
     keys = ["source", "target"]
     if isinstance(features, tfds.features.Translation):
-        # English first, which decides about the split.
+        # English first: it decides in which split a pair is.
         keys = sorted(features.languages, key=lambda x: (x != "en", x))
-    # Without another split, trainers take a part of this one to test with.
+    # Without other splits, trainers take their test examples from this one:
+    # they must not be in the vocabulary.
     is_whole = {"test", "validation"}.isdisjoint(splits)
     # Prepared datasets are in random order, always the same.
     data = builder.as_dataset(split="train").take(max_examples).batch(1024)

@@ -1,14 +1,14 @@
-"""Starts a program without what TensorFlow logs at its start."""
+"""Imports TensorFlow without the messages that it logs at its start."""
 
 import importlib.util
 import pathlib
 
 
 def import_tensorflow():
-    """Imports TensorFlow as the commands of tf_gpipe do.
+    """Imports TensorFlow quietly, as the commands of tf_gpipe do.
 
-    To be called before tf_gpipe is imported, which imports TensorFlow: the
-    module that leaves out the lines is loaded by its path.
+    To be called before tf_gpipe is imported, because that imports TensorFlow.
+    Hence the module that hides the messages is loaded by its path.
     """
     path = pathlib.Path(__file__).parents[1] / "tf_gpipe/commands/start.py"
     spec = importlib.util.spec_from_file_location("start", path)

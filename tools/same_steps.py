@@ -1,4 +1,4 @@
-"""Steps of a model and of a pipeline of it, compared gradient by gradient."""
+"""Compares training steps of a model and its pipeline, gradient by gradient."""
 
 import math
 from operator import itemgetter
@@ -9,14 +9,15 @@ import tensorflow as tf
 
 import tf_gpipe
 
-# Of gradients that are zero but for rounding, as of the bias of keys.
+# Gradients below this share of the largest are compared as if they were that
+# large: some are zero but for rounding, such as that of the bias of keys.
 _NOISE = 1e-3
 
 
 def step_of(model, parts=1):
-    """Returns a function that takes a step, and returns loss and gradients.
+    """Returns a function that trains one step and returns loss and gradients.
 
-    Those of a plain model may be means over so many equal `parts` of a batch.
+    For a plain model these are means over `parts` equal parts of the batch.
     """
 
     def loss_and_gradients(x, y):
@@ -25,7 +26,7 @@ def step_of(model, parts=1):
             loss = model.compute_loss(x, y, made, training=True)
         return loss, tape.gradient(loss, model.trainable_variables)
 
-    # As in Keras's `fit`, where conditions in Python are not rewritten.
+    # As in Keras's `fit`: AutoGraph does not rewrite conditions in Python.
     @tf.function(autograph=False)
     def step(x, y):
         if isinstance(model, tf_gpipe.models.pipelined.Pipelined):
@@ -58,7 +59,7 @@ def step_of(model, parts=1):
 
 
 def train(model, x, y, steps, parts=1):
-    """Returns the losses and gradients of a few steps, as of `step_of`."""
+    """Trains some steps, and returns the loss and gradients of each."""
     step = step_of(model, parts)
     return [
         keras.tree.map_structure(np.asarray, step(x, y)) for _ in range(steps)
@@ -72,7 +73,7 @@ def _mean(tensors):
 
 
 def difference(expected, received):
-    """Returns the largest one of a variable's gradients, relative to it."""
+    """Returns the largest relative difference of a loss or a gradient."""
     worst = 0.0
     for (loss, ours), (other, theirs) in zip(expected, received, strict=True):
         worst = max(worst, abs(loss - other) / max(abs(loss), 1e-30))

@@ -27,9 +27,9 @@ case "${1:-}" in
     exit 2
     ;;
 esac
-# What is installed follows from these two files, and from the arguments.
+# These two files and the arguments decide what is installed.
 stamp="$venv/stamp-$(cat setup.cfg pyproject.toml | cksum | tr -d ' ')$kind"
-# What has CUDA has all else.
+# An environment with the CUDA libraries has all else, too.
 if [ -e "$stamp" ] || [ -e "$stamp-gpu" ]; then
   echo "$venv"
   exit 0
@@ -52,14 +52,14 @@ echo "Setting up $venv (once; some minutes)" >&2
 pip=("$venv/bin/python" -m pip)
 "${pip[@]}" install --quiet --editable ".[$extras]" >&2
 for other in "${others[@]}"; do
-  # Nightly builds have names of their own, and the same files.
+  # Nightly packages have other names but install the same files.
   case "$other" in
     tf-nightly* | tf_nightly*) "${pip[@]}" uninstall --yes tensorflow >&2 ;;
     keras-nightly*) "${pip[@]}" uninstall --yes keras >&2 ;;
   esac
 done
 if [ "${#others[@]}" -gt 0 ]; then
-  # Also those that setup.cfg does not allow: pip says so, and goes on.
+  # Versions that setup.cfg does not allow, too: pip only warns of them.
   "${pip[@]}" install --quiet --upgrade "${others[@]}" >&2
 fi
 rm -f "$venv"/stamp-*

@@ -1,21 +1,23 @@
-"""Experiments with translation models, after the GPipe paper's section 5.
+"""Experiments with translation models, after section 5 of the GPipe paper.
 
     python -m tools.translation_experiments languages --data_dir=/tmp/data
     python -m tools.translation_experiments depth --data_dir=/tmp/data
     python -m tools.translation_experiments batch --data_dir=/tmp/data
 
-`languages` compares, for the five languages that have the fewest training
-pairs, of those with at least 500, a model for each with one of all of them and
-their relatives: does it help to be trained with others? `depth` compares a
-deep model with a wide one of as many parameters, each with and without the two
-measures that keep deep models stable: the scaled initial values of
-feed-forward layers, and the clipped logits. `batch` compares three sizes of
-batches in tokens, and all see the same number of tokens.
+`languages` takes the five languages with the fewest training pairs (among
+those with at least 500), and compares one bilingual model per language with a
+single model that is trained on them and related languages together: do small
+languages gain from others? `depth` compares a deep model with a wide one of as
+many parameters, each with and without the two measures that keep deep models
+stable: scaled initial values of feed-forward layers, and clipped logits.
+`batch` compares three batch sizes, in tokens, over the same number of tokens
+in all.
 
 A run is trainers.translation with a recipe of trainers/recipes and the flags
-that are printed. It has a directory of its own below --workdir: the same
-command goes on where it was stopped, and only prints the table once all runs
-are done. Further arguments are flags of trainers.translation for all runs.
+that are printed. Each run has its own directory below --workdir: repeating the
+command continues a run that was stopped, and only prints the table once all
+runs are done. Further arguments are passed to trainers.translation in every
+run.
 """
 
 import argparse
@@ -36,20 +38,21 @@ from trainers.sentence_pairs import SentencePairs
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _DATASET = "django_messages"
-# What counts as few training pairs, and how many such languages are taken.
+# Fewest training pairs of a language that is taken, and how many are taken.
 _MIN_PAIRS = 500
 _NUM_LANGUAGES = 5
-# Of an epoch, in the experiment with batches.
+# Tokens per epoch in the experiment `batch`.
 _EPOCH_TOKENS = 2**19
 _SCORES = ("loss", "bleu", "chrf", "copy_chrf")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of a table: the scores of a run.
+    """A run, and the row of the table that shows its scores.
 
     Attributes:
-        kind: String, what is compared: there is a mean over rows of a kind.
+        kind: String, the model that is compared. Kinds with several rows
+            get a row of their mean, too.
         run: String, the name of the run's directory.
         recipe: String, a file in trainers/recipes.
         flags: List of strings, flags of the run that differ from the recipe.
@@ -119,7 +122,7 @@ def _means(scores):
 
 
 def _languages(data_dir):
-    """Returns rows of each language by itself and among others."""
+    """Returns rows of bilingual models, and of the multilingual one."""
     counts = collections.Counter()
     for direction, sources, _ in SentencePairs([_DATASET], data_dir).texts(
         "train"
@@ -132,7 +135,7 @@ def _languages(data_dir):
         "Training pairs: "
         + ", ".join(f"{language} {counts[language]:,}" for language in fewest)
     )
-    # So many batches as of all of them would be too many of so few pairs.
+    # The recipe's epochs, for all languages, are too many for so few pairs.
     epochs = "--num_epochs=2"
     bilingual = [
         Row(
@@ -152,7 +155,7 @@ def _languages(data_dir):
 
 
 def _depth(data_dir):
-    """Returns rows of deep and wide models, with the measures and without."""
+    """Returns rows of deep and wide models, stabilised or not."""
     return [
         Row(
             f"{shape}{name}",
@@ -174,7 +177,7 @@ def _depth(data_dir):
 
 
 def _batch(data_dir):
-    """Returns rows of three sizes of batches, of as many tokens in all."""
+    """Returns rows of three batch sizes, with the same total of tokens."""
     return [
         Row(
             f"{batch_tokens} tokens",
@@ -183,7 +186,7 @@ def _batch(data_dir):
             [
                 f"--batch_tokens={batch_tokens}",
                 f"--steps_per_epoch={_EPOCH_TOKENS // batch_tokens}",
-                # By the square root of the size, as is usual with Adam.
+                # Grows with the square root of the size, as is usual with Adam.
                 f"--learning_rate={0.002 * (batch_tokens / 512) ** 0.5:.4f}",
                 f"--warmup_steps={_EPOCH_TOKENS // batch_tokens // 4}",
             ],
@@ -193,7 +196,7 @@ def _batch(data_dir):
 
 
 def _scores(row, flags, workdir):
-    """Returns the scores of a run by language. It is made if need be."""
+    """Returns the scores of a run by language, training it if not done yet."""
     path = workdir / "scores.json"
     command = [
         sys.executable,

@@ -1,18 +1,19 @@
-"""What worker processes use of this host: CPU time and memory."""
+"""CPU time and memory of worker processes, read from /proc."""
 
 import os
 
-# The environment of workers whose memory is measured. Without it, memory that
-# TensorFlow has given back would be kept: by the allocator of oneDNN all of it,
-# by that of the C library small pieces.
+# Environment for workers whose memory is measured. Without it, allocators keep
+# memory that TensorFlow has freed: oneDNN's keeps all of it, the C library's
+# keeps small pieces.
 GIVE_BACK = {
     "TF_ENABLE_ONEDNN_OPTS": "0",
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
 }
-# The same with the kernels of oneDNN, TensorFlow's default on x86. Others
-# unfold images for the gradients of convolutions, to as much as the last cache
-# holds. Not always: so TensorFlow 2.21 crashes in AmoebaNet-D.
+# The same with oneDNN's kernels, TensorFlow's default on x86: other kernels
+# unfold images for the gradients of convolutions, into up to as many bytes as
+# the last-level cache holds. Not for all models: TensorFlow 2.21 crashes with
+# it in AmoebaNet-D.
 ONEDNN_GIVES_BACK = {
     **GIVE_BACK,
     "TF_ENABLE_ONEDNN_OPTS": "1",
@@ -30,23 +31,23 @@ def cpu_seconds(worker):
 
 
 def peak_memory(workers, step):
-    """Returns what a step needs of each worker's memory, above that between.
+    """Returns each worker's peak memory in a step, above its memory before it.
 
     Args:
-        workers: List of `Worker`s, with `GIVE_BACK` in their environment.
+        workers: List of `Worker`s with `GIVE_BACK` in their environment.
         step: Function without arguments, which runs a step.
 
     Returns:
         List of bytes.
     """
-    # What the first steps leave is not the activations'.
+    # Memory that the first steps allocate for good is no part of a step's peak.
     for _ in range(2):
         step()
     return added([worker.process.pid for worker in workers], step)
 
 
 def added(pids, step):
-    """Returns what a step needs of processes' memory, above that before.
+    """Returns the peak memory of processes in a step, above that before it.
 
     Args:
         pids: List of the ids of processes.
@@ -68,7 +69,7 @@ def added(pids, step):
 
 
 def memory(pid, field):
-    """Returns a figure of a process's memory in bytes, of `/proc`."""
+    """Returns a field of `/proc/PID/status`, such as `VmRSS`, in bytes."""
     with open(f"/proc/{pid}/status") as f:
         for line in f:
             if line.startswith(field + ":"):

@@ -82,6 +82,17 @@ def devices_here(num_workers, **kwargs):
 
 
 class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters((["--help"],), (["one_device", "--help"],))
+    def test_help(self, args):
+        with (
+            mock.patch.object(sys, "argv", ["benchmark", *args]),
+            contextlib.redirect_stdout(io.StringIO()) as stdout,
+            self.assertRaises(SystemExit) as ended,
+        ):
+            command.main()
+        self.assertEqual(ended.exception.code, 0)
+        self.assertIn("largest batch, image or", stdout.getvalue())
+
     @parameterized.parameters(
         ("transformer", "sequential"), ("dense", "functional")
     )

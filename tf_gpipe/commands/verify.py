@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import tf_gpipe
 from tf_gpipe.commands import flags
+from tf_gpipe.planning import optimizers
 from tf_gpipe.schedule import schedules
 
 

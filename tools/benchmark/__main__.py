@@ -4,7 +4,7 @@ import argparse
 
 from tools import quiet
 
-# Before anything else imports it: it logs at its start what it has found.
+# Before another module imports TensorFlow with all its messages.
 quiet.import_tensorflow()
 
 from tf_gpipe import progress  # noqa: E402
@@ -50,7 +50,8 @@ def main():
         name = module.__name__.rpartition(".")[-1]
         command = commands.add_parser(
             name,
-            help=module.main.__doc__,
+            # argparse replaces what follows a per cent sign.
+            help=module.main.__doc__.splitlines()[0].replace("%", "%%"),
             description=module.main.__doc__,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )

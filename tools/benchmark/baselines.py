@@ -1,6 +1,6 @@
-"""`baselines`: the pipeline, and what else one does with K workers.
+"""`baselines`: pipelines beside model and data parallelism on K workers.
 
-Run as a module, this file is a process of the data-parallel baseline.
+Run as a module, this file is one process of the data-parallel baseline.
 """
 
 import argparse
@@ -57,13 +57,13 @@ def add_arguments(parser):
 
 
 def main(args):
-    """One device, naive model parallel, data parallel, and the pipeline.
+    """One device, naive model parallelism, data parallelism and pipelines.
 
-    Each on worker processes of one core each. Naive model parallel is K
-    stages with M=1 and without remat: one works at a time. Data parallel has
-    no tf_gpipe in it: K processes, each with the whole model and a part of
-    the batch, train by Keras's train_step under MultiWorkerMirroredStrategy.
-    Bounds leave out all communication.
+    All run on worker processes with one core each. Naive model parallelism is
+    K stages with M=1 and no remat: one stage works at a time. Data parallelism
+    does not use tf_gpipe: K processes, each with the whole model and a part of
+    the batch, run Keras's train_step under MultiWorkerMirroredStrategy. The
+    bounds of the speed-up leave out all communication.
     """
     num_stages = args.num_stages
     _check(args)
@@ -145,7 +145,7 @@ def _check(args):
     if args.num_stages < 2:
         raise argparse.ArgumentError(None, "--num_stages must be at least 2")
     for parts in (args.num_stages, *args.num_micro_batches):
-        # Bounds are those of equal parts.
+        # The bounds assume equal parts.
         if args.batch_size % parts:
             raise argparse.ArgumentError(
                 None,
@@ -155,7 +155,7 @@ def _check(args):
 
 
 class _DataParallel:
-    """Processes that train one model together; timed as a `pipeline.Run`."""
+    """The data-parallel processes; called and timed as a `pipeline.Run`."""
 
     def __init__(self, processes, num_steps):
         self.processes = processes
@@ -168,7 +168,7 @@ class _DataParallel:
             print(self.num_steps, file=process.stdin, flush=True)
         answers = []
         waiting = [process.stdout for process in self.processes]
-        # Whichever comes first: when one fails, others may wait for it.
+        # Whichever answers first: if one fails, the others may wait for it.
         while waiting:
             for output in multiprocessing.connection.wait(waiting):
                 line = output.readline()
@@ -176,7 +176,7 @@ class _DataParallel:
                     raise RuntimeError("A data-parallel process has failed.")
                 answers.append(json.loads(line))
                 waiting.remove(output)
-        # They wait for one another in every step.
+        # The slowest: they wait for one another in every step.
         total = max(answer["seconds"] for answer in answers)
         self.cores.append(sum(answer["cpu"] for answer in answers) / total)
         self.client.append((time.process_time() - start) / total)
@@ -185,9 +185,9 @@ class _DataParallel:
 
 @contextlib.contextmanager
 def _data_parallel(args):
-    """Starts the processes, on the cores of the workers, and ends them."""
+    """Starts the data-parallel processes, one on each core, and ends them."""
     with contextlib.ExitStack() as stack:
-        # All open at once, so that all ports differ.
+        # All are open at once, so that their ports differ.
         sockets = [
             stack.enter_context(socket.socket()) for _ in range(args.num_stages)
         ]
@@ -217,7 +217,7 @@ def _data_parallel(args):
                     env={
                         **os.environ,
                         "TF_CONFIG": json.dumps(config),
-                        # As in workers of one core.
+                        # As in the workers with one core.
                         "TF_NUM_INTEROP_THREADS": "2",
                     },
                     preexec_fn=functools.partial(_confine, cores[index]),
@@ -236,15 +236,15 @@ def _confine(core):
 
 
 def _replica(workload, batch_size):
-    """Trains as many steps as each line of the input says.
+    """Trains one replica; each line of standard input is a number of steps.
 
-    Prints how long they took, a JSON object for each line.
+    Prints a line of JSON for each, with the wall and CPU seconds of its steps.
     """
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     resolver = strategy.cluster_resolver
     index = resolver.task_id
     address = resolver.cluster_spec().task_address("worker", index)
-    # TensorFlow's server listens to all addresses of the host.
+    # TensorFlow's server would listen on all addresses of the host.
     listening.accept_only(_HOST, int(address.rpartition(":")[2]))
     make = _WORKLOADS[workload]
     x, y = workloads.data(make(), batch_size)

@@ -1,4 +1,4 @@
-"""`breakdown`: what the time of a step is spent on."""
+"""`breakdown`: the parts of a step's time: compute, bubble, transfer, ..."""
 
 import statistics
 import time
@@ -37,15 +37,15 @@ def add_arguments(parser):
 
 
 def main(args):
-    """Shares of a step's time, as in the GPipe paper's section on overhead.
+    """Parts of a step's time, as in the GPipe paper's section on overhead.
 
-    From the times that the Timeline callback records, medians over the steps.
-    Compute and recompute are means over the devices; what the busiest stage
-    works more than the mean is imbalance. The bubble is what that one waits
-    in the schedule, simulated with the time that each stage takes; what it
-    waits beyond that, for transfers and for TensorFlow to start tasks, is
-    transfer. The update of the weights, and whatever else is before the first
-    task or after the last one, is update.
+    Computed from the times that the Timeline callback records; medians over
+    the steps. Compute and recompute are means over the devices. Imbalance is
+    the work of the busiest device beyond that mean. The bubble is that device's
+    waiting time in the schedule, simulated with the time that each stage takes.
+    Transfer is its waiting time beyond that: for transfers, and for TensorFlow
+    to start tasks. Update is the time before the first and after the last task,
+    mostly the update of the weights.
     """
     make = workloads.WORKLOADS[args.workload]
     num_devices = schedules.num_devices_of(args.schedule, args.num_stages)
@@ -82,10 +82,11 @@ def main(args):
 
 
 class _Recorder(tf_gpipe.callbacks.Timeline):
-    """Keeps what each recorded step was spent on.
+    """Records the parts of each step's time.
 
     Attributes:
-        parts: List of dicts from a part to seconds, which sum to the step's.
+        parts: List of dicts, one a step, from the name of a part to seconds.
+            They sum to the step's time.
     """
 
     def __init__(self):
@@ -97,7 +98,7 @@ class _Recorder(tf_gpipe.callbacks.Timeline):
 
     def on_train_batch_end(self, batch, logs=None):
         super().on_train_batch_end(batch, logs)
-        # The times of the tasks have been read, so that all is done.
+        # The tasks' times have been read, so the step has ended on all devices.
         seconds = time.perf_counter() - self._start
         if self.spans:
             self.parts.append(self._parts(seconds))

@@ -1,4 +1,4 @@
-"""`checkpoint`: what the steps of a run cost more whose state is written."""
+"""`checkpoint`: what writing checkpoints adds to the time of a step."""
 
 import pathlib
 import statistics
@@ -27,7 +27,7 @@ def add_arguments(parser):
 
 
 def main(args):
-    """Steps of `fit` with and without `callbacks.Checkpoint`."""
+    """Step time of `fit` with and without `callbacks.Checkpoint`."""
     devices.ensure(_NUM_STAGES)
     keras.utils.set_random_seed(0)
     model = tf_gpipe.PipelinedSequential(
@@ -106,7 +106,7 @@ def _median(clocks, name):
 
 
 class _Clock(keras.callbacks.Callback):
-    """Wall and CPU seconds of steps, from the first one's begin."""
+    """Wall and CPU seconds from the epoch's begin, and the longest step."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self._start = self._last = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Training steps of a model on one device, and what one needs of memory."""
+"""The memory and time of a training step of a model on one device."""
 
 import contextlib
 import ctypes
@@ -28,8 +28,9 @@ def _images(name, size, step, **kwargs):
     )
 
 
-# A function from the side of images, or the length of sequences, to a model;
-# the size in mini-batches; and the step in which the size is searched.
+# For each model: a function that makes it from the side of its images or the
+# length of its sequences; that size where the batch is searched; and the
+# multiple of which sizes are tried where the size is searched.
 MODELS = {
     "transformer_lm": (
         lambda n: _PLANNED_MODELS["transformer_lm"][0](num_layers=8, length=n),
@@ -54,13 +55,13 @@ MODELS = {
     "unet": _images("unet", 64, 32),
     "amoebanet_d": _images("amoebanet_d", 128, 32),
 }
-# What is made as large as the memory allows.
+# What a search makes as large as memory allows: the batch, or a single sample.
 BATCH, SINGLE = "batch", "single"
 CASES = {
     f"{model}_{x}": (model, x) for x in (BATCH, SINGLE) for model in MODELS
 }
-# Whether Keras's layers are recomputed, and whether its optimizer adds up the
-# gradients of several steps.
+# Ways to train with Keras: whether layers are recomputed, and whether the
+# optimizer accumulates gradients over several steps.
 KERAS = {
     "plain": (False, False),
     "remat": (True, False),
@@ -69,12 +70,18 @@ KERAS = {
 }
 GPIPE = "tf_gpipe"
 WAYS = (*KERAS, GPIPE)
-# Beyond the limit, and what tracing takes: a trial ends there.
+# Bytes beyond the limit, more than tracing takes, at which a trial is ended.
 _ENOUGH = 2**30
 
 
 def needs(args, case, way, size):
-    """Returns what a step of a model in this process needs."""
+    """Measures a training step in this process.
+
+    Returns:
+        Dict of a step's peak `bytes` with weights and slots, the `fixed` bytes
+        of those, and the `seconds` and CPU seconds (`cpu`) per row. All are
+        `None` if it needs far more memory than the limit.
+    """
     size, rows, count = sizes(args, case, size)
     found = {"bytes": None, "fixed": None, "seconds": None, "cpu": None}
     with _ended_beyond(found, args.limit * 2**20):
@@ -86,15 +93,15 @@ def needs(args, case, way, size):
 
 
 def _measured(model, size, way, rows, count):
-    """Returns what the second step of a model needs."""
+    """Measures the second step of a model, and returns what `needs` does."""
     repeats = count if way in KERAS and KERAS[way][1] else 1
 
     def step():
-        # Made here: what a device is given counts.
+        # Made in the step, because its inputs count as memory, too.
         for _ in range(repeats):
             model.train_on_batch(*_data(model, size, rows // repeats))
 
-    # Traced, and with what the first step leaves.
+    # The first step traces, and allocates memory that stays.
     step()
     give_back()
     start, used = time.perf_counter(), time.process_time()
@@ -109,7 +116,7 @@ def _measured(model, size, way, rows, count):
 
 
 def _model(args, name, size, way, rows, count):
-    """Returns a model that is compiled."""
+    """Returns a compiled model."""
     make = MODELS[name][0]
     recomputed, accumulated = KERAS.get(way, (False, False))
     scope = contextlib.nullcontext()
@@ -131,7 +138,7 @@ def _model(args, name, size, way, rows, count):
     )
     losses = keras.tree.map_structure(lambda _: mean_square, _ends(model)[1])
     model.compile(optimizer, losses)
-    # Keras would trace a step that makes them twice.
+    # Otherwise Keras traces the step twice: the first trace makes the slots.
     optimizer.build(model.trainable_variables)
     return model
 
@@ -139,8 +146,8 @@ def _model(args, name, size, way, rows, count):
 def _names(model):
     """Returns the names of the layers that Keras can recompute.
 
-    TensorFlow's gradient of a function takes no arguments by name in a graph,
-    as Keras gives `training`.
+    Not those with an argument `training`: Keras passes it by name, and in a
+    graph TensorFlow's recomputed gradients take no keyword arguments.
     """
     if not isinstance(model, keras.Model):
         model = keras.Sequential(model)
@@ -159,9 +166,9 @@ def _ends(model):
 
 
 def _data(model, size, rows):
-    """Returns a mini-batch, whose values hardly matter.
+    """Returns a mini-batch of ones.
 
-    Axes of a size that the model leaves open are of `size`.
+    Axes whose size the model leaves open get `size` entries.
     """
 
     def ones(x, last=()):
@@ -176,13 +183,16 @@ def _data(model, size, rows):
 
 
 def give_back():
-    """Gives the system what tracing has left, which steps would use unseen."""
+    """Returns memory that tracing has freed to the system.
+
+    Otherwise a step would reuse it, and its use would not be seen.
+    """
     ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
 def _ended_beyond(found, limit):
-    """Ends this process, with what was found, if it needs far more memory."""
+    """Prints `found` and ends this process if it exceeds the limit by far."""
     most = worker_usage.memory(os.getpid(), "VmRSS") + limit + _ENOUGH
     done = threading.Event()
 
@@ -202,7 +212,7 @@ def _ended_beyond(found, limit):
 def options(args, count, share):
     """Returns the arguments of a pipeline on one device.
 
-    `share` is what it may plan of the memory.
+    `share` is the share of the memory limit that it may plan with.
     """
     return {
         "num_stages": 1,
@@ -213,7 +223,7 @@ def options(args, count, share):
 
 
 def sizes(args, case, size):
-    """Returns a model's size, and the rows and micro-batches of a step."""
+    """Returns a model's input size, a step's rows and its micro-batches."""
     model, what = CASES[case]
     if what == BATCH:
         return MODELS[model][1], size, args.num_micro_batches

@@ -1,4 +1,4 @@
-"""Measures in a process of its own, which nothing has run in before."""
+"""Runs each measurement in a fresh process, and keeps results in a file."""
 
 import json
 import os
@@ -10,15 +10,15 @@ from tools import command_line
 
 
 def measure(args, environment=None, **options):
-    """Runs a command of the benchmark again, with more options.
+    """Runs the benchmark's command again in a new process, with more options.
 
     Args:
-        args: What the command was called with.
-        environment: Dictionary of what is added to the process's environment.
-        **options: What else it is called with.
+        args: The parsed arguments of the command.
+        environment: Dictionary of variables to add to the environment.
+        **options: Flags to add or replace.
 
     Returns:
-        What that process printed on its last line, read as JSON.
+        The last line that the process has printed, parsed as JSON.
     """
     options = {**vars(args), **options}
     flags = [
@@ -38,12 +38,12 @@ def measure(args, environment=None, **options):
 
 
 def add_arguments(parser, cases, results):
-    """Adds the flags of a command that measures each case once.
+    """Adds the flags of a command that measures each of its cases once.
 
     Args:
         parser: `ArgumentParser`.
         cases: Dictionary or list of the names of the cases.
-        results: Path of a file for what has been found.
+        results: Path, the default file of results.
     """
     parser.add_argument(
         "--case",
@@ -65,17 +65,17 @@ def add_arguments(parser, cases, results):
 
 
 def each_once(args):
-    """Measures the cases that are not done yet, a process each.
+    """Measures the cases that are not done yet, each in its own process.
 
     Args:
-        args: What the command was called with.
+        args: The parsed arguments of the command.
 
     Returns:
-        Dictionary from the cases to what their processes have printed.
+        Dictionary from the names of the cases to their results.
     """
     kept = Kept(args.results)
     return {
-        # TensorFlow's devices are fixed once it has started.
+        # A process each: TensorFlow's devices are fixed once it has started.
         name: kept.once(
             name, lambda name=name: measure(args, only=name, case=name)
         )
@@ -84,21 +84,21 @@ def each_once(args):
 
 
 class Kept:
-    """What has been found, in a file, so that it is not sought again.
+    """Results of measurements in a JSON file, so that none is repeated.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
     """
 
     def __init__(self, path):
         self._path = path
 
     def once(self, name, find):
-        """Returns what was found by a name, or what `find` returns now."""
+        """Returns the result of a name, or calls `find` and keeps it."""
         found = self._all()
         if name not in found:
             new = find()
-            # With what other processes have found meanwhile.
+            # Read again: other processes may have added results meanwhile.
             found = {**self._all(), name: new}
             os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
             with open(self._path, "w") as file:

@@ -1,4 +1,4 @@
-"""`generate`: what a token costs through stages, and on one device."""
+"""`generate`: the time per generated token, in stages and on one device."""
 
 import statistics
 import tempfile
@@ -37,10 +37,10 @@ def add_arguments(parser):
 
 
 def main(args):
-    """`generate` of a GPT-2 of KerasHub: plain, a pipeline, and loaded again.
+    """`generate` of KerasHub's GPT-2: plain, as pipelines, and loaded again.
 
-    Loaded again is the preset that the pipeline of most stages has saved, as a
-    plain task on one device.
+    "Loaded again" is a plain task on one device, loaded from the preset that
+    the pipeline with the most stages has saved.
     """
     if args.on == "workers":
         found = workers.connected(max(args.num_stages))
@@ -58,7 +58,7 @@ def main(args):
 
 
 def _measured(args, places):
-    """Returns what a report has as rows, of pipelines on these devices."""
+    """Returns the rows of the report; `places` are the stages' devices."""
     rng = np.random.default_rng(0)
     shape = args.batch_size, args.length
     prompt = {
@@ -103,7 +103,7 @@ def _measured(args, places):
 
 def _task(args):
     """Returns a new task, with the same weights every time."""
-    # Here, so that the other benchmarks need no KerasHub.
+    # Imported here, so that other benchmarks do not need KerasHub.
     from keras_hub import models
 
     keras.utils.set_random_seed(0)
@@ -120,7 +120,7 @@ def _task(args):
 
 
 def _measured_once(task, prompt):
-    """Returns the seconds, and CPU seconds here, of a call, and the tokens."""
+    """Returns wall and own CPU seconds of a call, and its tokens."""
     start, start_cpu = time.perf_counter(), time.process_time()
     said = task.generate(prompt, stop_token_ids=None)["token_ids"]
     return time.perf_counter() - start, time.process_time() - start_cpu, said

@@ -1,4 +1,4 @@
-"""`memory`: what a step needs, beside the plan and the paper's formula."""
+"""`memory`: a step's peak memory beside the plan and the paper's formula."""
 
 import itertools
 
@@ -45,22 +45,23 @@ def add_arguments(parser):
 
 
 def main(args):
-    """Peak memory of each device in a step: planned, and in its worker.
+    """Peak memory of each device in a step: by formula, planned and measured.
 
-    Measured is the peak of the resident memory of the device's process above
-    that between steps: activations, gradients and what operations need while
-    they run. The plan leaves out the latter; on a CPU a convolution's is
-    about the size of the last cache.
+    Measured is the peak of the resident memory of the device's process, above
+    that between steps: activations, gradients, and the workspace of operations
+    while they run. The plan leaves out the workspace; on a CPU that of a
+    convolution is about as large as the last-level cache.
 
-    The formula is the GPipe paper's N + (L / K) (N / M): what a stage takes
-    in from the mini-batch, and the activations of its layers, each by its own
-    size, for a micro-batch; with 1F1B of as many micro-batches as a stage
-    keeps, but of all that the model is given. It is of activations alone, so
-    that the sums of the gradients of weights are left out of its share.
+    The formula is the GPipe paper's N + (L / K) (N / M): the inputs of a stage
+    for the whole mini-batch, and the activations of its layers, each by its
+    own size, for one micro-batch. With 1F1B the inputs are those of as many
+    micro-batches as the stage keeps, but the model's own inputs are always
+    counted whole. The formula is about activations alone, so the accumulated
+    gradients of weights are subtracted before a measurement is divided by it.
     """
     make = workloads.WORKLOADS[args.workload]
     x, y = workloads.data(make(), args.batch_size)
-    # Which layer has how much of the activations of all for all rows.
+    # The bytes that all layers keep, split in proportion to each layer's own.
     (whole,) = _activations(make(), x.shape, 1)
     by_layer = _activations(make(), x.shape, len(make()) - 1)
     activations = [size / sum(by_layer) * whole for size in by_layer]
@@ -101,7 +102,7 @@ def main(args):
 
 
 def _activations(layers, shape, num_stages):
-    """Returns the bytes that stages of a whole mini-batch keep."""
+    """Returns the bytes that each stage keeps of a whole mini-batch."""
     plan = tf_gpipe.plan(
         layers,
         shape,
@@ -113,7 +114,7 @@ def _activations(layers, shape, num_stages):
 
 
 def _measured(args, schedule, mode, x, y, processes, activations):
-    """Returns a row for each device of a pipeline."""
+    """Measures a pipeline, and returns a row for each of its devices."""
     make = workloads.WORKLOADS[args.workload]
     options = {
         "num_stages": args.num_stages,
@@ -143,7 +144,7 @@ def _measured(args, schedule, mode, x, y, processes, activations):
                 "remat": mode,
                 "stages": [x.index for x in stages],
                 "formula": sum(formula[x.index] for x in stages),
-                # All that it will hold, without what it holds between steps.
+                # Its peak in a step, without its memory between steps.
                 "planned": expected
                 - sum(size_in_bytes(x.variables) for x in stages),
                 "measured": measured[device],
@@ -156,7 +157,7 @@ def _measured(args, schedule, mode, x, y, processes, activations):
 
 
 def _formula(model, num_rows, activations):
-    """Returns the bytes that the paper's formula gives each stage."""
+    """Returns the bytes of each stage by the paper's formula."""
     schedule = model._pipeline.schedule
     num_micro_batches = schedule.num_micro_batches
     rest = iter(activations)

@@ -73,10 +73,10 @@ def main(args):
 
     By plain Keras; with `keras.RematScope` around its layers; with
     `gradient_accumulation_steps`; with both; and as a pipeline of one stage
-    whose micro-batches are as many, with remat="auto" and a `memory_limit` of
-    90 % of the memory, or of less where operations need more. A plan tells how
-    much that is; by the others it is searched, to 10 %. Each try is a process
-    of its own.
+    with as many micro-batches, remat="auto" and a `memory_limit` of nine
+    tenths of the memory, or less where operations need more. For the pipeline
+    a plan tells the largest size; for the others it is searched, to a tenth.
+    Each try is a process of its own.
 
     Measured is what a step adds at its peak to the resident memory of the
     process, and to that the weights and slots between steps. The batch is

@@ -85,10 +85,10 @@ def main(args):
     """What tune chooses, and up to twelve fixed pipelines, all measured.
 
     Fixed are one device, and over all devices some schedules, numbers of
-    micro-batches and remat modes, cut by operations. Those that a plan says do
-    not fit the memory of a case with 10 % to spare are not measured. All train
-    the same batch, by turns. A ratio is the time of a step of what tune has
-    chosen over that of the best of the others.
+    micro-batches and remat modes, cut by operations. Pipelines that by their
+    plan do not fit a case's memory, with a tenth to spare, are not measured.
+    All train the same batch, by turns. A ratio is the time of a step of what
+    tune has chosen over that of the best of the others.
     """
     if args.only:
         print(json.dumps(_measured(args, *CASES[args.only])))
