@@ -9,8 +9,8 @@ TESTS = pathlib.Path(__file__).parent
 
 
 class MarksTest(absltest.TestCase):
-    def test_below_what_makes_several_tests_of_one(self):
-        """Which would lose a mark above it."""
+    def test_marks_are_below_parameters(self):
+        """absl drops a mark above `parameterized`."""
         for path in TESTS.rglob("*_test.py"):
             lost = re.findall(
                 r"@pytest\.mark\..*\n\s*@(?:parameterized|pairwise)\.",

@@ -1,8 +1,9 @@
-"""Cells of a grid that stand for all of them, each of which traces a model.
+"""Covering samples of the grids that tests are parameterised by.
 
-Of three axes and more the whole grid finds little beyond what it finds that
-holds each pair of values (Kuhn et al., 2004, "Software fault interactions").
-With `TF_GPIPE_TEST_ALL=1` in the environment all cells are tried.
+Each cell of a grid traces a model. Of a grid with three or more axes, cells in
+which all pairs of values meet find nearly as many faults as all cells do (Kuhn
+et al., 2004, "Software fault interactions"). With `TF_GPIPE_TEST_ALL=1` in the
+environment the tests try all cells.
 """
 
 import collections
@@ -15,9 +16,9 @@ ALL = os.environ.get("TF_GPIPE_TEST_ALL", "") == "1"
 
 
 def product(**axes):
-    """Returns a decorator like that of `parameterized.product`, of few cells.
+    """As `parameterized.product`, with few cells.
 
-    Each two values of two axes meet.
+    Any two values of two axes meet in one of them.
     """
     if ALL:
         return parameterized.product(**axes)
@@ -26,16 +27,17 @@ def product(**axes):
 
 
 def each(**axes):
-    """As `product`, of the fewest cells: each value is in one of them.
+    """As `product`, with as many cells as the longest axis has values.
 
-    For what does not depend on how the values of two axes meet.
+    Each value is in one of them. For tests in which the values of one axis do
+    not interact with those of another.
     """
     if ALL:
         return parameterized.product(**axes)
 
     def cell(i):
-        # Each axis begins elsewhere when it begins again, so that two of the
-        # same length do not go along.
+        # An axis that starts over starts at another value, so that two axes of
+        # the same length do not always have the same index.
         return {
             name: values[(i + j * (i // len(values))) % len(values)]
             for j, (name, values) in enumerate(axes.items())

@@ -280,21 +280,21 @@ def _of_loss(
     traces: Sequence[layer_costs.LayerCosts],
     size: Callable[[Value], int],
 ) -> int:
-    """Returns what the loss needs beside what the last stage stores.
+    """Estimates the bytes that the loss adds to what the last stage stores.
 
-    Nobody knows which it will be. A loss takes outputs, returns their
-    gradients, and as a rule makes for these something of the same size, such
-    as differences or probabilities.
+    The loss is not known here. It takes the outputs, returns their gradients,
+    and usually computes a tensor of the same size for these, such as
+    differences or probabilities.
     """
     kept = _kept(part, traces)
     return sum(size(x) * (2 if x in kept else 3) for x in part.outputs)
 
 
 def _targets(part: Graph, size: Callable[[Value], int]) -> int:
-    """Returns the bytes of what the last stage's outputs are compared with.
+    """Estimates the bytes of the targets of the last stage's outputs.
 
-    Nobody knows them: taken for a number where the outputs have several, along
-    their last axis, such as the scores of classes.
+    Targets are not known here. They are assumed to have one number for all
+    numbers along the last axis of an output, such as the scores of classes.
     """
     found = 0
     for x in part.outputs:
