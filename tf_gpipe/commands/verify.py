@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import tf_gpipe
 from tf_gpipe.commands import flags
-from tf_gpipe.planning import optimizers
 from tf_gpipe.schedule import schedules
 
 
@@ -45,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from tf_gpipe.commands import devices
         from tf_gpipe.commands import models
+        from tf_gpipe.planning import optimizers
 
         devices.ensure(
             schedules.num_devices_of(
