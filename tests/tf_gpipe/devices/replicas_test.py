@@ -268,7 +268,6 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             first, second = components(variable)
             self.assertAllEqual(first, second)
 
-    @pytest.mark.slow
     def test_batch_normalization_is_keras_s_with_one_micro_batch(self):
         plain, plain_logs = train(normalized, 2)
         model, logs = train(normalized, 2, num_stages=2, num_micro_batches=1)
@@ -284,7 +283,6 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters(1, 4)
-    @pytest.mark.slow_after(1)
     def test_synchronized_batch_normalization(self, num_micro_batches):
         def make():
             layers = normalized()
