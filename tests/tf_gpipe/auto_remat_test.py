@@ -3,6 +3,7 @@
 import collections
 import os
 import re
+from unittest import mock
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ from tf_gpipe.partition import stage_costs
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.memory import peak_activations
+from tf_gpipe.stage.recomputed_parts import RecomputedParts
 
 _LOSS = keras.losses.MeanSquaredError
 _RUN = {
@@ -369,8 +371,8 @@ class Logged(L.Layer):
 
             def gradients(upstream):
                 by_input = noted("by inputs", upstream * tf.tanh(y))
-                # As slow as those of large kernels.
-                by_kernel = noted("by weights", upstream * tf.exp(y), 30)
+                # As slow as those of large kernels, until they read the result.
+                by_kernel = noted("by weights", upstream, 30) * tf.exp(y)
                 return by_input, tf.reduce_sum(by_kernel)
 
             return y, gradients
@@ -397,7 +399,15 @@ class OrderTest(tf.test.TestCase):
         model.compile("sgd", "mse")
         x = np.ones((8, 6), "float32")
         log = Logged.log = []
-        model.train_on_batch(x, x)
+        found = []
+        waits = RecomputedParts.waits
+
+        def seen(parts, *args):
+            found.append(waits(parts, *args))
+            return found[-1]
+
+        with mock.patch.object(RecomputedParts, "waits", seen):
+            model.train_on_batch(x, x)
 
         def last(event):
             return len(log) - 1 - log[::-1].index(event)
@@ -406,7 +416,13 @@ class OrderTest(tf.test.TestCase):
         self.assertEqual(log.count("forward d"), 2)
         # Also what takes nothing that is recomputed waits for its gradient.
         self.assertGreater(last("forward b"), last("by inputs d"))
-        # Nothing of the part before is left then.
+        # Nothing of the part before is left then. Without a wait for gradients
+        # of weights that would be so by chance.
+        reads = [
+            {x.op.type for op in awaited for x in op.inputs}
+            for awaited in found[0].values()
+        ]
+        self.assertTrue(any("Exp" in types for types in reads), reads)
         for name in "de":
             self.assertGreater(last("forward b"), last(f"by weights {name}"))
 
