@@ -103,6 +103,7 @@ def find(
         own = traces[first : first + len(part.nodes)]
         first += len(part.nodes)
         received = sum(size(x) for x in part.inputs if x in made_before)
+        kept = _kept(part, own)
         found.append(
             StageCosts(
                 before_flops=sum(x.forward_flops for x in own),
@@ -114,10 +115,11 @@ def find(
                 + (_targets(part, size) if k == last else 0),
                 sizes=Sizes(
                     inputs=received,
-                    stored=_stored(part, own, size),
+                    stored=sum(x.stored_bytes for x in own)
+                    + sum(map(size, kept.difference(part.inputs))),
                     temporary=max(
                         _temporary(part, own, size, made_before),
-                        _of_loss(part, own, size) if k == last else 0,
+                        _of_loss(part, kept, size) if k == last else 0,
                     ),
                     slices=sum(x.slices_bytes for x in own),
                 ),
@@ -276,9 +278,7 @@ def _temporary(
 
 
 def _of_loss(
-    part: Graph,
-    traces: Sequence[layer_costs.LayerCosts],
-    size: Callable[[Value], int],
+    part: Graph, kept: Collection[Value], size: Callable[[Value], int]
 ) -> int:
     """Estimates the bytes that the loss adds to what the last stage stores.
 
@@ -286,7 +286,6 @@ def _of_loss(
     and usually computes a tensor of the same size for these, such as
     differences or probabilities.
     """
-    kept = _kept(part, traces)
     return sum(size(x) * (2 if x in kept else 3) for x in part.outputs)
 
 
@@ -307,7 +306,7 @@ def _targets(part: Graph, size: Callable[[Value], int]) -> int:
 
 
 def _kept(part: Graph, traces: Sequence[layer_costs.LayerCosts]) -> set[Value]:
-    """Returns the values that the backward pass of a stage needs."""
+    """Returns the values that the backward pass of a stage needs, each once."""
     kept: set[Value] = set()
     for node, trace in zip(part.nodes, traces, strict=True):
         pairs = zip(node.inputs, trace.kept_inputs, strict=True)
@@ -315,16 +314,3 @@ def _kept(part: Graph, traces: Sequence[layer_costs.LayerCosts]) -> set[Value]:
         if trace.keeps_outputs:
             kept.update(node.made)
     return kept
-
-
-def _stored(
-    part: Graph,
-    traces: Sequence[layer_costs.LayerCosts],
-    size: Callable[[Value], int],
-) -> int:
-    """Returns the bytes that a stage keeps for backward, without its inputs.
-
-    A value that several calls keep is counted once.
-    """
-    own = _kept(part, traces).difference(part.inputs)
-    return sum(x.stored_bytes for x in traces) + sum(map(size, own))

@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage.straight_through import straight_through
 
 
 class AssignmentScope(keras.StatelessScope):
@@ -38,7 +39,8 @@ class AssignmentScope(keras.StatelessScope):
             if before is None:
                 # Not `variable.value`, which is cast under mixed precision.
                 before = upstream.tensorflow_variable(variable)
-            value = _assigned(tf.convert_to_tensor(before), value)
+            # As of a variable: the gradient by it is that by its last value.
+            value = straight_through(value, tf.convert_to_tensor(before))
         super().add_update((variable, value))
 
     def get_current_value(self, variable):
@@ -56,18 +58,3 @@ class AssignmentScope(keras.StatelessScope):
             # variables are read: so these must be read, not a tensor.
             return None
         return super().get_current_value(variable)
-
-
-def _assigned(before: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """Returns `value`, whose gradient is passed on unchanged to `before`.
-
-    So it is with an assigned variable: its gradient is the gradient of the
-    value that it holds last.
-    """
-
-    @tf.custom_gradient
-    def assign(before):
-        del before
-        return tf.stop_gradient(value), lambda upstream: upstream
-
-    return assign(before)

@@ -23,6 +23,7 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.straight_through import straight_through
 from tf_gpipe.stage.traced_function import pruned
 
 # Number of rows in a trace: a prime, which is hardly the size of another axis.
@@ -136,7 +137,7 @@ class MicroBatchLoss:
             if _is_unreduced(loss):
                 mean = tf.reduce_mean(values)
                 mean *= tf.cast(share_of_rows, mean.dtype)
-                value = _told_as(mean, value)
+                value = straight_through(mean, value)
             of_each.append(value)
             return value
 
@@ -302,12 +303,6 @@ def _is_unreduced(loss: keras.Loss) -> bool:
     Of which Keras shows the mean, and differentiates the sum.
     """
     return loss.reduction in ("none", None)
-
-
-@tf.custom_gradient
-def _told_as(shown: tf.Tensor, differentiated: tf.Tensor) -> tuple:
-    """Returns a number, with the gradient of another one."""
-    return tf.identity(shown), lambda by_value: (None, by_value)
 
 
 def _count(
