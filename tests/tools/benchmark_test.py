@@ -55,12 +55,22 @@ def benchmark(*args):
 
 def benchmark_here(*args):
     """As `benchmark`, in this process: importing TensorFlow takes seconds."""
+    return _found(printed_here(*args, "--json"))
+
+
+def printed_here(*args):
+    """Returns what the command prints to stdout."""
     with (
-        mock.patch.object(sys, "argv", ["benchmark", *args, "--json"]),
+        mock.patch.object(sys, "argv", ["benchmark", *args]),
         contextlib.redirect_stdout(io.StringIO()) as stdout,
     ):
         command.main()
-    return _found(stdout.getvalue())
+    return stdout.getvalue()
+
+
+def only_here(*args):
+    """Returns what a case that runs in a process of its own prints."""
+    return json.loads(printed_here(*args).splitlines()[-1])
 
 
 def _found(stdout):
@@ -282,10 +292,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             "--num_repeats=1",
             f"--results={results}",
         )
-        with contextlib.redirect_stdout(io.StringIO()) as stdout:
-            with mock.patch.object(sys, "argv", ["", *flags, "--only=small"]):
-                command.main()
-        found = json.loads(stdout.getvalue().splitlines()[-1])
+        found = only_here(*flags, "--only=small")
         self.assertEqual([x["remat"] for x in found], ["always", "never"])
         for row in found:
             for name in ("planned_bytes", "measured_bytes"):
@@ -314,10 +321,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             "--num_micro_batches=2",
             f"--results={results}",
         )
-        with contextlib.redirect_stdout(io.StringIO()) as stdout:
-            with mock.patch.object(sys, "argv", ["", *flags, "--only=small"]):
-                command.main()
-        found = json.loads(stdout.getvalue().splitlines()[-1])
+        found = only_here(*flags, "--only=small")
         self.assertLen(found, 3)
         for row in found:
             self.assertLessEqual(row["planned"], row["limit"])
@@ -345,17 +349,14 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         if way == "accumulate":
             del sizes["single"]  # Of which there is one.
         for what, size in sizes.items():
-            with contextlib.redirect_stdout(io.StringIO()) as stdout:
-                flags = (
-                    f"--case=small_{what}",
-                    f"--only=small_{what}",
-                    f"--way={way}",
-                    f"--size={size}",
-                    "--num_micro_batches=2",
-                )
-                with mock.patch.object(sys, "argv", ["", "one_device", *flags]):
-                    command.main()
-            found = json.loads(stdout.getvalue().splitlines()[-1])
+            flags = (
+                f"--case=small_{what}",
+                f"--only=small_{what}",
+                f"--way={way}",
+                f"--size={size}",
+                "--num_micro_batches=2",
+            )
+            found = only_here("one_device", *flags)
             self.assertGreater(found["fixed"], 0)
             self.assertGreater(found["bytes"], 0)
             self.assertGreater(found["cpu"], 0)
