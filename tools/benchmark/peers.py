@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import sys
 
 from tools import child_process
 from tools import command_line
+from tools.benchmark import fresh
 from tools.benchmark import pipeline
 from tools.benchmark import timing
 from tools.benchmark.report import Report
@@ -20,6 +22,7 @@ from tools.peers import program
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _REMATS = ("never", "always")
+_US = "tf_gpipe"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,7 @@ class _Peer:
 
 
 _PEERS = {
-    "tf_gpipe": _Peer(
+    _US: _Peer(
         "pipelined", "tensorflow", ("1f1b", "eager_1f1b", "zero_bubble")
     ),
     "Keras fit": _Peer("keras_fit", "tensorflow"),
@@ -53,6 +56,19 @@ _PEERS = {
 
 
 def add_arguments(parser):
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="both workloads, M=8 and 16, both remat modes: one row each, the "
+        "best schedule of this library beside the best other pipeline",
+    )
+    parser.add_argument(
+        "--results",
+        metavar="PATH",
+        default="build/peers.json",
+        help="with --all: a file of rows that are done, which are not measured "
+        "again",
+    )
     parser.add_argument(
         "--workload", choices=program.WORKLOADS, default="transformer"
     )
@@ -67,13 +83,15 @@ def add_arguments(parser):
         "--torch",
         default=sys.executable,
         metavar="PYTHON",
-        help="interpreter of an environment with torch and torchgpipe",
+        help="interpreter of an environment with PyTorch: python3.11 -m venv "
+        "torch && torch/bin/pip install torch==2.13.0 torchgpipe==0.0.7 numpy",
     )
     parser.add_argument(
         "--lingvo",
         default=sys.executable,
         metavar="PYTHON",
-        help="interpreter of an environment with lingvo and tensorflow",
+        help="interpreter of an environment with Lingvo: python3.11 -m venv "
+        "lingvo && lingvo/bin/pip install lingvo==0.14.2 tensorflow==2.21.0",
     )
 
 
@@ -88,6 +106,62 @@ def main(args):
     """
     if len(os.sched_getaffinity(0)) < 2:
         raise argparse.ArgumentError(None, "two CPU cores are needed")
+    return _each_cell(args) if args.all else _one_cell(args)
+
+
+def _each_cell(args):
+    """Measures all workloads, numbers of micro-batches and remat modes."""
+    kept = fresh.Kept(args.results)
+    cells = []
+    for workload, remat, num_micro_batches in itertools.product(
+        program.WORKLOADS, _REMATS, (8, 16)
+    ):
+        cell = {
+            "workload": workload,
+            "remat": remat,
+            "num_micro_batches": num_micro_batches,
+        }
+        # A process each: a program that has trained is slower than a new one.
+        found = kept.once(
+            f"{workload} {remat} {num_micro_batches}",
+            lambda cell=cell: fresh.measure(
+                args, all=None, results=None, **cell
+            ),
+        )
+        cells.append({**cell, **found})
+    rows = [
+        {
+            name: cell[name]
+            for name in ("workload", "remat", "num_micro_batches")
+        }
+        | cell["best"]
+        for cell in cells
+    ]
+    return Report(
+        f"K=2, batches of {args.batch_size}: the best schedule of tf_gpipe, "
+        "and the best pipeline of another library",
+        [
+            {
+                "": row["workload"],
+                "remat": row["remat"],
+                "M": str(row["num_micro_batches"]),
+                "schedule": row["schedule"],
+                "other": row["other"] or "",
+                "samples/s": row["samples_per_second"],
+                "other's": row["other_samples_per_second"] or "",
+                "ratio": row["ratio"] or "",
+                "of the ideal": row["fraction"],
+                "other's share": row["other_fraction"] or "",
+            }
+            for row in rows
+        ],
+        {"rows": rows, "cells": cells},
+        "samples/s",
+    )
+
+
+def _one_cell(args):
+    """Measures a workload, a number of micro-batches and a remat mode."""
     programs, missing = _programs(args)
     with contextlib.ExitStack() as stack:
         # One after another: they would slow each other's set-up.
@@ -119,6 +193,7 @@ def main(args):
                 "versions": each.ready["versions"],
             }
         )
+    seconds = {key: each.seconds for key, each in running.items()}
     return Report(
         f"{args.workload}: K=2, M={num_micro_batches}, remat {args.remat}, "
         f"batch of {args.batch_size}; of an ideal speed-up {ideal:.2f}",
@@ -133,10 +208,65 @@ def main(args):
             }
             for row in rows
         ],
-        {"ideal": ideal, "rows": rows, "missing": missing},
+        {
+            "ideal": ideal,
+            "rows": rows,
+            "best": _best(rows, seconds),
+            "missing": missing,
+        },
         "samples/s",
         [f"Not measured: {name}, {why}" for name, why in missing.items()],
     )
+
+
+def _best(rows, seconds):
+    """Returns this library's fastest pipeline beside the others' best.
+
+    Args:
+        rows: List of dicts, a row of the table each.
+        seconds: Dict from library and schedule to the seconds of a step, a
+            number a turn.
+
+    Returns:
+        Dict. `"ratio"` is the median over the turns of how many samples a
+        second this library trains to those of the fastest other pipeline,
+        `"fraction_ratio"` the ratio of the shares of the ideal, where the other
+        is the pipeline of the largest share; both are `None` where there is no
+        other.
+    """
+    ours, others = [], []
+    for row in rows:
+        if row["fraction"] is not None:
+            (ours if row["library"] == _US else others).append(row)
+
+    def best(of, measure):
+        return max(of, key=lambda row: row[measure], default=None)
+
+    mine = best(ours, "samples_per_second")
+    found = {
+        "schedule": mine["schedule"],
+        "samples_per_second": mine["samples_per_second"],
+        "fraction": max(row["fraction"] for row in ours),
+        "other": None,
+        "other_samples_per_second": None,
+        "other_fraction": None,
+        "ratio": None,
+        "fraction_ratio": None,
+    }
+    fastest = best(others, "samples_per_second")
+    if fastest:
+        fraction = best(others, "fraction")["fraction"]
+        found |= {
+            "other": f"{fastest['library']}, {fastest['schedule']}",
+            "other_samples_per_second": fastest["samples_per_second"],
+            "other_fraction": fraction,
+            "ratio": timing.median_ratio(
+                seconds[fastest["library"], fastest["schedule"]],
+                seconds[_US, mine["schedule"]],
+            ),
+            "fraction_ratio": found["fraction"] / fraction,
+        }
+    return found
 
 
 def _programs(args):
