@@ -27,7 +27,11 @@ def measure(args, environment=None, **options):
         if name not in ("command", "main", "json", "plot") and value is not None
     ]
     output = subprocess.run(
-        [sys.executable, "-m", "tools.benchmark", args.command, *flags],
+        [
+            sys.executable,
+            *("-m", "tools.benchmark", args.command, "--json"),
+            *flags,
+        ],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
