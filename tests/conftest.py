@@ -12,9 +12,9 @@ from tests.devices import KIND
 
 @contextlib.contextmanager
 def _without_logs():
-    """TensorFlow logs at its start what it has not found, such as GPUs.
+    """Hides what TensorFlow logs at its start, such as missing GPUs.
 
-    pytest would show that below its own last line, the summary.
+    pytest would show it below the summary, its own last line.
     """
     stderr = os.dup(2)
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -27,10 +27,10 @@ def _without_logs():
         os.close(nothing)
 
 
-# For the processes that tests start.
+# Processes that tests start log less.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 if KIND == "CPU":
-    # What the tests see does not depend on whether there is a GPU.
+    # Tests see the same devices whether there is a GPU or not.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 with _without_logs():
     import keras
@@ -39,7 +39,7 @@ with _without_logs():
     from tools import local_devices
 
 NUM_DEVICES = 8
-# Of a GPU's memory for each, which leaves some to processes that tests start.
+# GPU memory of each device. The rest is left to processes that tests start.
 GPU_MIB = 4096
 
 
@@ -57,10 +57,10 @@ def pytest_configure():
                 "none. Install with `bash tools/setup_venv.sh --gpu`."
             )
         local_devices.split_gpu(gpus[0], NUM_DEVICES, GPU_MIB)
-    # From here on a trainer under test cannot choose another number.
+    # From here on no test can change the number of devices.
     tf.config.list_logical_devices()
-    # Python would go through all that TensorFlow and Keras have made as they
-    # were imported, again and again: a tenth of the time of tracing.
+    # Each garbage collection would visit all objects that the imports of
+    # TensorFlow and Keras made: a tenth of the time of tracing.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -77,7 +77,7 @@ def _fresh_keras():
 
 
 def _mark_cells_slow(items):
-    """Marks as slow what `slow_after(n)` says, of each test that has it."""
+    """Marks as slow all but the first n cases of tests with `slow_after(n)`."""
     counts = collections.Counter()
     for item in items:
         mark = item.get_closest_marker("slow_after")
@@ -89,13 +89,13 @@ def _mark_cells_slow(items):
             counts[test] += 1
 
 
-# Before pytest leaves out what is slow.
+# Before pytest deselects slow tests.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     # A helper of `tf.test.TestCase` that looks like a test.
     items[:] = [x for x in items if x.originalname != "test_session"]
     _mark_cells_slow(items)
-    # What is fast first, so that a mistake shows early.
+    # Fast tests first, so that a mistake shows early.
     items.sort(key=lambda x: x.get_closest_marker("slow") is not None)
     if KIND != "GPU":
         skip = pytest.mark.skip(reason="needs TF_GPIPE_TEST_DEVICE=GPU")

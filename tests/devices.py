@@ -2,5 +2,5 @@
 
 import os
 
-# `"GPU"`, where one is to be split into the devices of the tests.
+# `"GPU"` if a GPU is to be split into the devices of the tests.
 KIND = os.environ.get("TF_GPIPE_TEST_DEVICE", "CPU")

@@ -35,7 +35,7 @@ NAMES = {
 
 
 def modules():
-    """Returns the names of all modules of the packages."""
+    """Returns the names of all modules of tf_gpipe and model_zoo."""
     return [
         x.name
         for package in (tf_gpipe, model_zoo)
@@ -44,7 +44,7 @@ def modules():
 
 
 def examples():
-    """Returns the docstrings with examples: a `DocTest` each, by name."""
+    """Returns a dict from names of objects to the `DocTest`s of examples."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     found = {}
     for name in modules():
@@ -57,7 +57,7 @@ def examples():
 
 
 def blocks():
-    """Returns the pages' blocks of Python that can be run, by their place."""
+    """Returns a dict from `page:line` to the blocks of Python that can run."""
     found = {}
     for page in PAGES:
         text = page.read_text()
@@ -72,8 +72,8 @@ def blocks():
 
 
 def run_alone(code):
-    """Runs a block in a process that logs all that TensorFlow has to say."""
-    # TensorFlow reads the source of what it traces.
+    """Runs a block in a new process, with all of TensorFlow's logs."""
+    # AutoGraph reads source code from files.
     pathlib.Path("block.py").write_text(code)
     return subprocess.run(
         [sys.executable, "block.py"],
@@ -115,13 +115,13 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
         place, code = next(iter(BLOCKS.items()))
         self.assertStartsWith(place, "README.md")
         self.assertIn("split_cpu(2)", code)
-        # Not read off the chart, in which tasks that are short beside a pause
-        # of the machine have no column.
+        # The spans, since the chart has no column for a task that is short
+        # beside a pause of the machine.
         code += "\nprint(*((s.device, s.task.kind) for s in timeline.spans))\n"
         done = run_alone(code)
         self.assertEqual(done.returncode, 0, done.stderr)
         printed = done.stdout
-        # TensorFlow tells of what it fails to do with the graph.
+        # TensorFlow logs failed optimisations of the graph.
         self.assertNotIn("OP_REQUIRES", done.stderr)
         for device in (0, 1):
             self.assertIn(f"\nCPU:{device}  ", printed)
@@ -132,7 +132,7 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*BLOCKS)
     @pytest.mark.slow
     def test_block_in_a_process_of_its_own(self, place):
-        """Where there is one device, as on the laptop of most readers."""
+        """A block runs where there is one device, as on most laptops."""
         if "import keras_hub" in BLOCKS[place]:
             pytest.importorskip("keras_hub", exc_type=ImportError)
         done = run_alone(BLOCKS[place])
@@ -149,7 +149,7 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
         )
 
     def test_tolerances(self):
-        """The public table has those that `verify` takes."""
+        """The public table has the tolerances of `verify`."""
         page = (ROOT / "docs" / "numerical_contract.md").read_text()
         table = dict(
             re.findall(r"\| [^|]* in (\w+\d+) \|[^|]*\| (\S+) \|", page)

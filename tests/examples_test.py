@@ -14,7 +14,7 @@ from absl.testing import parameterized
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-# The last line that each prints.
+# A pattern in the output of each script.
 SHOWS = {
     "causal_lm_lora.py": r"before: cdefgh[\s\S]*after: cdcdc",
     "contrastive.py": r"nearest neighbour is the same digit: 0\.9",
@@ -36,8 +36,8 @@ QUICK = ("contrastive.py", "custom_train_step.py")
 def cells(path):
     """Returns a notebook's cells of code, as one program.
 
-    It is run without a kernel: in a process, as cells run one after another.
-    What is installed by a magic command stands in text.
+    The program runs in a process, without a kernel: commands that install
+    something are in text cells.
     """
     notebook = json.loads(path.read_text())
     return "\n".join(
@@ -72,7 +72,7 @@ class ExamplesTest(parameterized.TestCase, tf.test.TestCase):
         if "import keras_hub" in code:
             pytest.importorskip("keras_hub", exc_type=ImportError)
         folder = self.enterContext(tempfile.TemporaryDirectory())
-        # TensorFlow reads the source of what it traces.
+        # AutoGraph reads source code from files.
         program = pathlib.Path(folder) / "program.py"
         program.write_text(code)
         done = subprocess.run(

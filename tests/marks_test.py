@@ -1,4 +1,4 @@
-"""Marks of tests are where pytest sees them."""
+"""Tests have their marks where pytest sees them."""
 
 import pathlib
 import re

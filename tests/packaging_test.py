@@ -27,7 +27,7 @@ def make():
 
 @pytest.mark.slow
 class WheelTest(tf.test.TestCase):
-    """What users run is in the wheel, alone and away from the checkout."""
+    """The wheel alone is enough for users, away from the checkout."""
 
     @classmethod
     def setUpClass(cls):
@@ -50,8 +50,8 @@ class WheelTest(tf.test.TestCase):
         shutil.rmtree(source)
         (wheel,) = wheels.glob("*.whl")
         run([cls.bin / "pip", "install", "--quiet", "--no-deps", wheel])
-        # TensorFlow and the others as they are here, but for this project,
-        # which may be installed there from a checkout.
+        # Links the packages of this environment, except for this project,
+        # which may be installed here from a checkout.
         site = sysconfig.get_paths()["purelib"]
         (theirs,) = environment.glob("lib/python*/site-packages")
         for path in pathlib.Path(site).iterdir():
@@ -100,7 +100,7 @@ class WheelTest(tf.test.TestCase):
 
 
 def run(command, **kwargs):
-    """Returns what a command has printed."""
+    """Returns the standard output of a command."""
     return subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, **kwargs
     ).stdout
@@ -128,7 +128,8 @@ class InstallTest(tf.test.TestCase):
             }
             self.assertEqual(installed, {"tf_gpipe", "model_zoo", "bin"})
             self.assertTrue((target / "tf_gpipe" / "py.typed").exists())
-            # A module in the working directory, which knows what it runs with.
+            # A module in the working directory, which prints where it found
+            # tf_gpipe.
             pathlib.Path(folder, "my_models.py").write_text(MY_MODELS)
             output = subprocess.run(
                 [target / "bin" / "tf-gpipe", "plan", "--model=my_models:make"],

@@ -16,9 +16,9 @@ ALL = os.environ.get("TF_GPIPE_TEST_ALL", "") == "1"
 
 
 def product(**axes):
-    """As `parameterized.product`, with few cells.
+    """Like `parameterized.product`, with fewer cells.
 
-    Any two values of two axes meet in one of them.
+    Any two values of two axes meet in some cell.
     """
     if ALL:
         return parameterized.product(**axes)
@@ -27,10 +27,9 @@ def product(**axes):
 
 
 def each(**axes):
-    """As `product`, with as many cells as the longest axis has values.
+    """Like `product`, with as many cells as the longest axis has values.
 
-    Each value is in one of them. For tests in which the values of one axis do
-    not interact with those of another.
+    Each value is in some cell. For tests whose axes do not interact.
     """
     if ALL:
         return parameterized.product(**axes)
@@ -48,5 +47,5 @@ def each(**axes):
 
 
 def some(values, count):
-    """Returns the first `count` of a sequence of values drawn by chance."""
+    """Returns the first `count` of random values, or all if `ALL`."""
     return values if ALL else values[:count]

@@ -1,4 +1,4 @@
-"""What users can reach is documented: arguments, results, an example."""
+"""Public names are documented: arguments, results, an example."""
 
 import doctest
 import inspect
@@ -29,7 +29,7 @@ CALLBACKS = (
     tf_gpipe.callbacks.Rebalance,
     tf_gpipe.callbacks.Checkpoint,
 )
-# What results are made of, and what takes them.
+# Classes of which results consist, and functions that take or make them.
 PARTS = (
     Rival,
     Stage,
@@ -48,9 +48,9 @@ PARTS = (
     timeline.picture,
     timeline.text_chart,
 )
-# Their examples are those of what they are parts of.
+# The examples of the results that contain them show them.
 WITHOUT_EXAMPLE = (Rival, report.Difference, simulate.Span)
-# They do more, less or other than of a plain model, and say so.
+# Methods that differ from the plain model's, with docstrings of their own.
 OWN_WORDS = (
     "call",
     "compute_output_spec",
@@ -67,7 +67,7 @@ NAMES += [*CALLBACKS, *PARTS, model_zoo.get, model_zoo.names]
 
 
 def own_members(cls):
-    """Returns the public members of a class that Keras has none of."""
+    """Returns a class's public members that no class of Keras defines."""
     found = {}
     for name in dir(cls):
         owners = [c for c in cls.__mro__ if name in vars(c)]
@@ -94,9 +94,9 @@ MEMBERS = {
 
 
 def arguments(thing):
-    """Returns the names of the arguments that it takes."""
+    """Returns the names of the arguments that users give."""
     thing = getattr(thing, "__func__", thing)
-    # Which the library makes.
+    # Only the library makes a `Stage`.
     if isinstance(thing, property) or thing is Stage:
         return []
     if inspect.isclass(thing) and "__init__" in vars(thing):
@@ -106,7 +106,7 @@ def arguments(thing):
 
 
 def keras_docstrings(cls, name):
-    """Returns what Keras says of a method, if it says anything."""
+    """Returns Keras's docstring of a method, or `None`."""
     for base in cls.__mro__:
         words = getattr(vars(base).get(name), "__doc__", None)
         if not base.__module__.startswith("tf_gpipe") and words:
@@ -140,7 +140,7 @@ class PublicNamesTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertRegex(words, "Returns:|Returns ", key)
 
     def check_arguments(self, thing, words):
-        """Each argument is there by its name, after `Args:`."""
+        """Checks that each argument is listed after `Args:`."""
         self.assertTrue(words)
         self.assertNotRegex(words, r"As of `|As for `PipelinedS")
         _, *documented = re.split(r"(?m)^(?:Args|Attributes):$", words)
@@ -163,7 +163,7 @@ class PublicNamesTest(parameterized.TestCase, tf.test.TestCase):
         ),
     )
     def test_overrides_have_keras_words(self, cls, name):
-        """`help(model.fit)` is not empty."""
+        """`help(model.fit)` shows Keras's docstring."""
         if not hasattr(cls, name):
             return
         owner = next(c for c in cls.__mro__ if name in vars(c))
@@ -209,7 +209,7 @@ class PublicNamesTest(parameterized.TestCase, tf.test.TestCase):
         )
 
     def test_reference(self):
-        """docs/api.md has all of them."""
+        """docs/api.md lists all public names."""
         page = (ROOT / "docs" / "api.md").read_text()
         listed = re.findall(r"(?m)^::: (\S+)$", page)
         for thing in NAMES:
@@ -220,7 +220,7 @@ class PublicNamesTest(parameterized.TestCase, tf.test.TestCase):
             )
 
     def test_examples_are_run(self):
-        """By documentation_test, where they are no sketches."""
+        """documentation_test runs all examples but sketches."""
         finder = doctest.DocTestFinder(exclude_empty=True)
         sketches = [
             thing.__name__
@@ -229,7 +229,7 @@ class PublicNamesTest(parameterized.TestCase, tf.test.TestCase):
             and "Example:" in inspect.getdoc(thing)
         ]
         self.assertTrue(finder.find(tf_gpipe.split_cpu))
-        # Workers of other hosts.
+        # It needs workers on other hosts.
         self.assertEqual(sketches, ["connect"])
 
 

@@ -1,4 +1,4 @@
-"""`remat="auto"`: layers are recomputed as far as a memory limit asks."""
+"""`remat="auto"`: layers are recomputed as far as a memory limit requires."""
 
 import collections
 import os
@@ -165,7 +165,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         )
         named = planned(num_stages=2, remat="auto", memory_limit=0.5)
         self.assertEqual(plan, named)
-        # Which is another than by operations alone.
+        # This cut is not the one by operations alone.
         alone = tf_gpipe.plan(residual(), (256, 8), num_stages=2)
         self.assertNotEqual(
             plan.arguments["balance"], alone.arguments["balance"]
@@ -256,7 +256,7 @@ class TrainTest(tf.test.TestCase, parameterized.TestCase):
         (never, logs), (auto, others) = runs
         self.assertTrue(any(auto._pipeline.recomputed(k) for k in range(2)))
         self.assertAllClose(logs, others, rtol=1e-6)
-        # Not the same bits where TensorFlow fuses other operations.
+        # Not the same bits: TensorFlow may fuse other operations.
         for a, b in zip(never.weights, auto.weights, strict=True):
             self.assertAllClose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -320,7 +320,7 @@ class TrainTest(tf.test.TestCase, parameterized.TestCase):
                 # Stateless, so graph optimisation may merge two of them.
                 y = tf.numpy_function(count, [x], tf.float32, stateful=False)
                 y = tf.ensure_shape(y, x.shape)
-                # Its gradient needs what it makes.
+                # The gradient needs the output.
                 return y, lambda upstream: upstream * tf.sign(tf.abs(y) + 1)
 
             return L.Lambda(run)
@@ -345,7 +345,7 @@ class TrainTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class Logged(L.Layer):
-    """Notes when it runs, and when its gradients do; they take its result."""
+    """Logs when it runs, and when its gradients do, which need its output."""
 
     log = []
 
@@ -371,7 +371,7 @@ class Logged(L.Layer):
 
             def gradients(upstream):
                 by_input = noted("by inputs", upstream * tf.tanh(y))
-                # As slow as those of large kernels, until they read the result.
+                # As slow as for a large kernel, until it reads the output.
                 by_kernel = noted("by weights", upstream, 30) * tf.exp(y)
                 return by_input, tf.reduce_sum(by_kernel)
 
@@ -392,7 +392,7 @@ class OrderTest(tf.test.TestCase):
             num_micro_batches=1,
             devices=["CPU:0"],
         )
-        # The second part takes what the first one makes, so that this is kept.
+        # The second part takes the output of the first, which is thus kept.
         choice = ((range(0, 2), range(3, 6)),)
         object.__setattr__(model._pipeline, "chosen", choice)
         object.__setattr__(model._pipeline, "remat", "auto")
@@ -414,10 +414,11 @@ class OrderTest(tf.test.TestCase):
 
         self.assertEqual(log.count("forward b"), 2)
         self.assertEqual(log.count("forward d"), 2)
-        # Also what takes nothing that is recomputed waits for its gradient.
+        # The first part, though it needs nothing recomputed, waits for its
+        # gradient.
         self.assertGreater(last("forward b"), last("by inputs d"))
-        # Nothing of the part before is left then. Without a wait for gradients
-        # of weights that would be so by chance.
+        # It also waits for gradients of weights, so that no tensor of the
+        # second part is left. The log alone could show this by chance.
         reads = [
             {x.op.type for op in awaited for x in op.inputs}
             for awaited in found[0].values()

@@ -57,7 +57,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertLessEqual(a.end, b.start)
         recomputed = sum(s.task.kind == "R" for s in recorder.spans)
         expected = {"always": 4, "except_last": 3, "never": 0}[remat]
-        # With 1F1B the last stage does not need to.
+        # Under 1F1B the last stage recomputes nothing.
         stages = {"gpipe": 2, "1f1b": 1}[schedule]
         self.assertEqual(recomputed, expected * stages)
         (bubble,) = history.history["bubble"]
@@ -88,7 +88,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
             )
             self.assertContainsSubset(names, model.history.history)
             idle = [model.history.history[x][-1] for x in sorted(names)]
-            # A stage a device: the bubble is the mean.
+            # One stage per device: the bubble is the mean idle share.
             self.assertAllClose(idle[0], np.mean(idle[1:]))
         self.assertEqual(seen, [names] * 3)
         self.assertContainsSubset(
@@ -96,7 +96,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     def tags(self, run):
-        """Returns the names of what TensorBoard has been told."""
+        """Returns the tags that a run has written for TensorBoard."""
         return {
             value.tag
             for path in pathlib.Path(self.get_temp_dir(), run).glob("events*")
@@ -127,7 +127,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(lengths, 6)
         shown = Execution(timeline.spans).makespan
         self.assertEqual(shown, statistics.median_low(lengths))
-        # Simulated is that step.
+        # The simulation is of the same step.
         self.assertLen(timeline.simulated().spans, len(timeline.spans))
 
     def test_images_for_tensorboard(self):
@@ -162,7 +162,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
             recorder.name_tasks(log_dir)
         with tf.profiler.experimental.Profile(log_dir):
             model.fit(*data, batch_size=8, verbose=0, callbacks=[recorder])
-        # Steps 1 to 4, of two stages and four micro-batches.
+        # Steps 1 to 4, two stages, four micro-batches, three kinds of tasks.
         self.assertEqual(recorder.name_tasks(log_dir), 4 * 2 * 4 * 3)
         newest = max(
             pathlib.Path(log_dir).rglob("*.xplane.pb"),
@@ -189,7 +189,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
             self.assertIn(f"W{stage}.1", names)
             starts = [event.offset_ps for event in line.events]
             self.assertEqual(starts, sorted(starts))
-            # Among the operations of the profile.
+            # The tasks lie within the time of the profile's operations.
             self.assertBetween(starts[0], 0, until)
 
     def test_same_numbers(self):

@@ -1,10 +1,11 @@
-"""A program that trains on workers and may be killed, for `workers_test`.
+"""A program that trains on workers, for `checkpoint_test`.
 
     python -m tests.tf_gpipe.checkpoint_client WORKDIR WHAT --workers=...
 
-WHAT is the number of the step in which a worker is killed, `size` to measure
-what a checkpoint takes in this process, or `whole` for a run without faults.
-It prints a digest of the weights, or a line of JSON.
+WHAT is the number of the step after which a worker is killed; `whole` for a run
+without faults; or `size` to measure the memory that a checkpoint takes in this
+process. The program prints a digest of the weights, or for `size` a line of
+JSON.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ X = np.random.default_rng(0).normal(size=(40, 8)).astype("float32")
 
 
 class Killing(keras.callbacks.Callback):
-    """Kills a worker in a step, once in the life of a directory."""
+    """Kills a worker after a step, only once for each directory."""
 
     def __init__(self, workdir, step):
         super().__init__()
@@ -96,7 +97,7 @@ def main(workdir, what, workers):
         before = peak_mib()
         model.fit(X, X, callbacks=callbacks, **how)
         of_stage = max(
-            # The momentum, too.
+            # Weights and momentum.
             2 * 4 * stage.count_params() / 2**20
             for stage in model.stages
         )

@@ -1,4 +1,4 @@
-"""Disks that are full, and programs that train in the same directory."""
+"""Checkpoints on a full disk, and two programs in the same directory."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ from tf_gpipe.checkpoints import store
 
 
 class LimitingFiles(keras.callbacks.Callback):
-    """After a step, files may not be larger: as of a disk that is full."""
+    """Limits the size of files after a step, as a full disk does."""
 
     def __init__(self, step, size, checkpoint):
         super().__init__()
@@ -30,7 +30,7 @@ class LimitingFiles(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.step -= 1
-        # What is being written before ends, and after it, too.
+        # Waits until no checkpoint is being written.
         self.checkpoint.newest()
         if not self.step:
             limit_files(self.size)
@@ -47,7 +47,10 @@ class FullDiskTest(checkpoint_test.TestCase):
         self.addCleanup(limit_files, resource.RLIM_INFINITY)
 
     def fit_limited(self, step, size, *callbacks, epochs=EPOCHS, **how):
-        """Trains until files may be of a size, and tells what there is then."""
+        """Trains, with files of at most `size` bytes after a number of steps.
+
+        Sets `names` to the names of the checkpoints, which must all be whole.
+        """
         checkpoint = Checkpoint(self.workdir, **how)
         limiting = LimitingFiles(step, size, checkpoint)
         try:
@@ -64,7 +67,7 @@ class FullDiskTest(checkpoint_test.TestCase):
                 store.read(self.workdir / name)
 
     def test_each_file(self):
-        """At the first byte of a file, and near the end of each."""
+        """The disk is full at the first byte, or near the end of a file."""
         self.fit(make(), DATA["arrays"], epochs=1, keep=1)
         files = (self.workdir / "epoch_00001").iterdir()
         sizes = sorted(x.stat().st_size * 9 // 10 for x in files)
@@ -83,7 +86,7 @@ class FullDiskTest(checkpoint_test.TestCase):
             )
 
     def test_is_told_of_at_once(self):
-        """Not when the next checkpoint is due, which may be much later."""
+        """The next checkpoint may be due much later."""
         with self.assertRaisesRegex(OSError, "There is none before it"):
             self.fit_limited(1, 0, Dying(STEPS + 2))
         self.assertEmpty(self.names)
@@ -129,7 +132,7 @@ class TwoTrainersTest(checkpoint_test.TestCase):
             rf"^Process {os.getpid()} on \S+ trains in {self.workdir} already",
         )
         self.assert_same(whole, model)
-        # And one after another is not.
+        # A run that begins after another has ended is not refused.
         self.assertNotIn(".lock", os.listdir(self.workdir))
         self.fit(model, DATA["arrays"], epochs=2)
 

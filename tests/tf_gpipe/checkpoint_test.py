@@ -1,4 +1,4 @@
-"""A run that died goes on to the bits of one that did not."""
+"""A run that died goes on to the same bits as one that did not."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from tools import child_process
 
 X = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
 EPOCHS = 3
-# Of an epoch.
+# Steps of an epoch.
 STEPS = 5
 
 
@@ -135,7 +135,7 @@ DATA = {
 }
 
 
-# Each step is later than that.
+# A checkpoint is due after each step: all take longer.
 EACH_STEP = {"every_steps": None, "every_seconds": 1e-9}
 
 
@@ -185,7 +185,7 @@ class ResumptionTest(TestCase):
     @pytest.mark.slow_after(1)
     def test_data(self, name):
         data = DATA[name]
-        # In the first epoch, at an epoch's end, in the second one twice.
+        # Twice in the first epoch, then twice in the second.
         before, after = self.compare(make, data, (4, 2, 5, 1))
         self.assertNotEmpty(after.history)
 
@@ -245,7 +245,7 @@ class ResumptionTest(TestCase):
             self.compare(several, DATA["tf.data without end"], (2, 3), **how)
         for name in ("arrays", "PyDataset", "tf.data"):
             self.workdir = pathlib.Path(tempfile.mkdtemp(dir=self.workdir))
-            # The last step of an epoch is alone.
+            # The last step of an epoch is an execution of its own.
             self.compare(several, DATA[name], (2, 4), **EACH_STEP)
         with self.assertRaises(Died):
             self.fit(make(), DATA["tf.data"], Dying(4), every_steps=3, epochs=9)
@@ -253,7 +253,7 @@ class ResumptionTest(TestCase):
             self.fit(several(), DATA["tf.data"], epochs=9)
 
     def test_without_a_seed(self):
-        """What Python shuffles by goes on where it was, too."""
+        """Python's random state, by which batches are shuffled, is restored."""
 
         class Batches(keras.utils.PyDataset):
             drawn = []
@@ -270,7 +270,7 @@ class ResumptionTest(TestCase):
             random.seed()
             return {"x": Batches(), "shuffle": True}
 
-        # In the last step, when a thread has drawn them all.
+        # It dies in the last step, when a thread has drawn all batches.
         with self.assertRaises(Died):
             self.fit(make(), order, Dying(STEPS))
         first = Batches.drawn[-STEPS:]
@@ -319,7 +319,7 @@ class ResumptionTest(TestCase):
         self.addCleanup(lambda: globals().update(EPOCHS=before_epochs))
         before, after = self.compare(make, data, (7, 5, 6), callbacks, epochs=9)
         self.assertLess(len(before.history["loss"]), 9)
-        # The run has been ended.
+        # A callback had ended the run.
         model, again = self.with_deaths(make, data, (), callbacks, epochs=9)
         self.assertEmpty(again.history)
 
@@ -336,7 +336,7 @@ class ResumptionTest(TestCase):
         self.assert_same(whole, parts)
 
     def test_initial_epoch(self):
-        """Data that begins with the epoch that `fit` is told."""
+        """The data begins with the `initial_epoch` of `fit`."""
         whole = make()
         whole.fit(**DATA["arrays in order"](), epochs=3, verbose=0)
         with self.assertRaises(Died):
@@ -352,7 +352,7 @@ class ResumptionTest(TestCase):
             parts, lambda: {**DATA["arrays in order"](), "initial_epoch": 2}
         )
         self.assert_same(whole, parts)
-        # And trained further in the same process.
+        # Training goes on in the same process.
         self.fit(parts, DATA["arrays in order"], epochs=4)
         whole.fit(
             **DATA["arrays in order"](), initial_epoch=3, epochs=4, verbose=0
@@ -409,7 +409,7 @@ class WritingTest(TestCase):
             for part in parts
             for array, pieces in state.values(part)
         }
-        # As in the checkpoint: stage by stage.
+        # One part a stage, as in the checkpoint.
         self.assertLen(parts, 2)
         i = 0
         for kind, variables in state.variables_of(model).items():
@@ -542,7 +542,7 @@ class WorkersTest(TestCase):
         return result.stdout.splitlines()[-1]
 
     def test_killed_worker(self):
-        """With nothing but a callback, a supervisor and workers' --restart."""
+        """A callback, a supervisor and workers' --restart are enough."""
         supervised = "tf_gpipe", "supervise", sys.executable, "-m"
         self.assertEqual(
             self.run_client("whole"), self.run_client("8", *supervised)
@@ -551,7 +551,7 @@ class WorkersTest(TestCase):
     def test_memory_of_the_client(self):
         told = json.loads(self.run_client("size"))
         self.assertGreater(told["of_stage"], 60)
-        # Of four stages, written and restored.
+        # Though all four stages are written and restored.
         self.assertLess(told["more"], 2 * told["of_stage"])
 
 

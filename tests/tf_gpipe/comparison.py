@@ -1,4 +1,4 @@
-"""Trains a pipeline and the plain model alike, and compares everything."""
+"""Trains a pipeline and the plain model alike, and compares them."""
 
 import collections
 import pickle
@@ -20,21 +20,21 @@ def train(
     epochs=2,
     **kwargs,
 ):
-    """Builds and trains a model; with `num_stages`, a pipeline.
+    """Builds and trains a model; with `kwargs`, a pipeline.
 
     Args:
         make: Function that returns a list of new layers, or a new functional
             model.
         data: List of batches for `train_on_batch`, each a tuple.
-        loss: What `compile` takes.
-        loss_weights: What `compile` takes.
-        optimizer: Function that makes an optimizer.
-        metrics: List of metrics.
+        loss: Argument of `compile`.
+        loss_weights: Argument of `compile`.
+        optimizer: Function that makes an optimizer; by default Adam.
+        metrics: List of weighted metrics.
         epochs: Integer, how often to go through `data`.
         **kwargs: Arguments of `PipelinedSequential`, or `PipelinedModel`.
 
     Returns:
-        Tuple of the model and the list of logs, one a step.
+        Tuple of the model and the list of the logs of each step.
     """
     keras.utils.set_random_seed(1)
     model = make()
@@ -53,7 +53,7 @@ def train(
         weighted_metrics=list(metrics),
     )
     if not kwargs:
-        # Keras traces a step that makes an optimizer's variables twice.
+        # Else the first step makes these variables, and Keras traces it twice.
         model.optimizer.build(model.trainable_variables)
     logs = []
     for _ in range(epochs):
@@ -62,25 +62,28 @@ def train(
     return model, logs
 
 
-# The newest plain models, with what they were trained with.
+# The newest results of `plain`, with their arguments.
 _PLAIN: collections.OrderedDict = collections.OrderedDict()
 _NUM_PLAIN = 8
 
 
 def plain(make, data, **kwargs):
-    """Returns `train` of the plain model, once for all cells of a grid.
+    """Trains the plain model, once for all cells of a grid.
 
     It is for tests that leave the model as it is.
 
     Args:
-        make: As of `train`.
-        data: As of `train`.
-        **kwargs: As of `train`, but for those of pipelines.
+        make: As in `train`.
+        data: As in `train`.
+        **kwargs: As in `train`, without arguments of pipelines.
+
+    Returns:
+        What `train` returns.
     """
     arrays = pickle.dumps(data)
     key = (make, arrays, tuple((k, id(v)) for k, v in sorted(kwargs.items())))
     if key not in _PLAIN:
-        # With the arguments, whose ids no others get then.
+        # Holds the arguments, so that no other objects get their ids.
         _PLAIN[key] = (train(make, data, **kwargs), kwargs)
         if len(_PLAIN) > _NUM_PLAIN:
             _PLAIN.popitem(last=False)

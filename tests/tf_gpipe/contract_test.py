@@ -1,4 +1,4 @@
-"""The numerical contract: what the plain model computes, per variable."""
+"""The numerical contract: a pipeline computes what the plain model does."""
 
 import collections
 import functools
@@ -500,7 +500,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         ("1f1b", "always", 0, 8),
         ("1f1b", "except_last", 0, 7),
         ("1f1b", "never", 0, 4),
-        # Where the backward pass follows at once.
+        # The backward pass follows at once, so that nothing is recomputed.
         ("1f1b", "always", 1, 4),
         ("eager_1f1b", "always", 0, 8),
         ("eager_1f1b", "always", 1, 4),
@@ -548,7 +548,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
             schedule=schedule,
             remat=remat,
         )
-        # Both the weights and the inputs before it use what it makes.
+        # One backward call serves the gradients by weights and by inputs.
         self.assertEqual(calls, {"forward": runs, "backward": 4})
 
 

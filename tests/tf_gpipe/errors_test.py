@@ -1,4 +1,4 @@
-"""What a pipeline says when it is used wrongly."""
+"""Errors that a pipeline raises when it is used wrongly."""
 
 import re
 
@@ -31,7 +31,7 @@ def make_data(rows=6):
 
 
 class Refusal(Exception):
-    """Of a type that neither Keras nor TensorFlow knows."""
+    """An error of a type that neither Keras nor TensorFlow knows."""
 
 
 class Refuses(keras.layers.Layer):
@@ -47,7 +47,7 @@ class Refuses(keras.layers.Layer):
 
 
 class Untold(keras.layers.Layer):
-    """Does not tell what it returns."""
+    """Cannot tell the shape of its output."""
 
     def call(self, x):
         return x + 1.0
@@ -476,7 +476,7 @@ class DataTest(ErrorTest):
 
     @parameterized.parameters(True, False)
     def test_sparse(self, with_input):
-        # Keras makes it dense before a layer that cannot take it sees it.
+        # Keras makes it dense before a layer that takes no sparse tensors.
         x = np.eye(4, dtype="float32")
         layers = make_layers()
         model = pipelined(layers if with_input else layers[1:])

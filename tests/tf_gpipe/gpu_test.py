@@ -61,7 +61,8 @@ class GpuTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(peaks["always"][0], peaks["never"][0])
 
     def test_timeline_waits_for_kernels(self):
-        # So many that the fastest GPU takes longer than to queue them.
+        # So many that even the fastest GPU takes longer to run than to queue
+        # them.
         num_products, size, most_flops = 40, 8192, 5e15
 
         def products(x):

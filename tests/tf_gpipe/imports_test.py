@@ -1,4 +1,4 @@
-"""Imports point down: a package takes from those below it alone."""
+"""Imports point down: a package imports only packages below it."""
 
 import ast
 import pathlib
@@ -10,7 +10,7 @@ from absl.testing import parameterized
 import tf_gpipe
 
 PACKAGE = pathlib.Path(tf_gpipe.__file__).parent
-# From the top. Those of a row do not import one another.
+# From top to bottom. The packages of a row do not import one another.
 FLOORS = (
     ("__init__", "__main__", "commands", "worker"),
     ("public",),
@@ -23,12 +23,12 @@ FLOORS = (
     ("schedule", "table", "upstream", "upstream_server"),
     ("checks", "progress", "_version"),
 )
-# Commands of the package are its users. A worker is one, by another name.
+# Commands use the package as users do; `worker` is one of them.
 USERS = ("commands", "worker", "__main__")
 
 
 def package_of(path):
-    """Returns the package, or the module, directly in tf_gpipe."""
+    """Returns the name of a file's package or module directly in tf_gpipe."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 

@@ -25,7 +25,7 @@ class Noise(L.Layer):
 
 
 class OwnGradient(L.Layer):
-    """Uses a weight within a gradient of its own."""
+    """Uses a weight within a custom gradient."""
 
     def build(self, shape):
         self.w = self.add_weight(shape=(), initializer="ones")
@@ -171,7 +171,7 @@ class LimitsTest(tf.test.TestCase, parameterized.TestCase):
         for scales, rows, same in (
             (np.arange(8.0), 1, True),
             (np.arange(8.0), 2, False),
-            # One for the whole batch, as of Stable Diffusion's guidance.
+            # One for the whole batch, like Stable Diffusion's guidance scale.
             (np.full(8, 3.0), 2, True),
         ):
             model = tf_gpipe.PipelinedModel.from_model(
@@ -185,7 +185,7 @@ class LimitsTest(tf.test.TestCase, parameterized.TestCase):
             check(received, expected)
 
     def test_batch_normalisation_used_twice(self):
-        """The moving mean is right, the moving variance nearly."""
+        """Its moving variance is an approximation."""
         found = []
         for pipelined in (False, True):
             keras.utils.set_random_seed(0)
@@ -204,7 +204,7 @@ class LimitsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(*found, rtol=0.2)
 
     def test_embeddings_where_xla_compiles_all(self):
-        """Recomputed, they have dense gradients, and others have zeros."""
+        """In recomputed stages their gradients are dense."""
         tokens = np.random.default_rng(0).integers(0, 7, (8, 3))
         inputs = keras.Input((3,), dtype="int32")
         table = L.Embedding(7, 4)

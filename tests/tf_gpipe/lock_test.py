@@ -1,4 +1,4 @@
-"""One process at a time trains in a directory, and others are told which."""
+"""One process at a time trains in a directory; errors of others name it."""
 
 import fcntl
 import json
@@ -20,7 +20,7 @@ from tools import child_process
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Some processes ask for the lock at the same moment, round after round. The
-# one that got it dies with it, so that the file tells of a dead process.
+# one that gets it dies with it, so that the file then names a dead process.
 RACE = """
 import json
 import os
@@ -87,7 +87,7 @@ class LockTest(parameterized.TestCase):
                 self.assertNotIn("\n", message)
 
     def held(self, text):
-        """Has another open file hold the lock, which says something."""
+        """Writes a text to the lock file, and locks it by another open file."""
         self.file.write_bytes(text)
         file = self.enterContext(self.file.open("r+b", buffering=0))
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -98,7 +98,7 @@ class LockTest(parameterized.TestCase):
         (b"\0\xff\n\n", "\0\ufffd"),
         (b"Process 7 on another.host\n", "Process 7 on another.host"),
         (b"x" * 10**6, "x" * 300),
-        # It is no longer, but the lock is: perhaps of another container.
+        # No such process runs, but the file is locked: by another container?
         (b"Process 99999999 on %s\n", f"Process 99999999 on {'%s'}"),
     )
     def test_held(self, text, told):
@@ -111,7 +111,7 @@ class LockTest(parameterized.TestCase):
 
     @parameterized.parameters(b"", b"Process 99999999 on %s\n")
     def test_who_says_so_late(self, text):
-        """Between the moment that it has the lock and that it says so."""
+        """A process has the lock a moment before it writes its name."""
         file = self.held(text.replace(b"%s", socket.gethostname().encode()))
         told = []
 
@@ -136,7 +136,7 @@ class LockTest(parameterized.TestCase):
         lock.release()
         self.assertFalse(lock.holds())
         self.assertEmpty(os.listdir(self.path))
-        # Another one's is left alone.
+        # Another lock is left alone.
         other = Lock(self.path)
         lock.release()
         self.assertTrue(other.holds())

@@ -1,4 +1,4 @@
-"""A pipeline on one device trains as plain Keras, in less memory."""
+"""A pipeline on one device trains as plain Keras does, in less memory."""
 
 import functools
 
@@ -88,7 +88,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
         where=(ONE_STAGE, STAGES),
         remat=("always", "never", 0.6, "bytes"),
         schedule=("1f1b", "gpipe"),
-        # Of which M divides none, one alone, and fewer than M.
+        # M divides neither, and the second is smaller than M.
         rows=(ROWS, 3),
     )
     def test_trains_as_plain(self, make, where, remat, schedule, rows):
@@ -112,7 +112,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
         comparison.assert_same(self, plain(make, rows), pipeline)
 
     def test_one_row(self):
-        # Nothing is split: of what is kept some is recomputed, by parts.
+        # Nothing is split. Some of the layers are recomputed, part by part.
         pipeline = trained(
             attention,
             1,

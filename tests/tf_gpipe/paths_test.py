@@ -1,4 +1,4 @@
-"""A path is a string or an `os.PathLike` of one, wherever one is taken."""
+"""All arguments that are paths take a string or an `os.PathLike` of one."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Bars are shown on a terminal alone, and leave standard output as it is."""
+"""Progress bars show on a terminal only, and leave standard output alone."""
 
 import os
 import pty
@@ -52,7 +52,7 @@ class ProgressTest(parameterized.TestCase):
             while part := os.read(ours, 4096):
                 text += part
         except OSError:
-            pass  # So the end is told on Linux.
+            pass  # The end of the output, on Linux.
         os.close(ours)
         self.assertEqual(process.wait(), 0)
         self.assertEqual(b"counting" in text, expected)

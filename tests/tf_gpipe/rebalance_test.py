@@ -1,4 +1,4 @@
-"""The Rebalance callback cuts a model anew where that pays for itself."""
+"""The Rebalance callback cuts a model anew where that pays off."""
 
 from unittest import mock
 
@@ -40,7 +40,7 @@ class HeavyWait(Wait):
 
 
 def heavy():
-    """As `waiting`, with a stage of two layers for as much memory."""
+    """Like `waiting`, with similar memory in both halves."""
     wide = [L.Dense(400), L.Dense(6)]
     return [HeavyWait(0.003), HeavyWait(0.003), *wide]
 
@@ -157,7 +157,7 @@ class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
         asked = []
 
         def stop(epoch, logs):
-            # After an epoch that begins with the cut that there was.
+            # After another epoch, which begins with the old cut.
             model.stop_training = bool(asked)
             calls = [call.args[1] for call in rebalance_.call_args_list]
             if [1, 3] in calls:

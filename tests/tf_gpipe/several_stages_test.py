@@ -1,4 +1,4 @@
-"""Schedules that put several stages on a device, beside plain Keras."""
+"""Schedules with several stages a device, compared with plain Keras."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def dense():
 
 
 def skips():
-    """A connection from each stage to one on another device."""
+    """A model with skip connections between stages on different devices."""
     x = inputs = keras.Input((6,))
     x = first = L.Dense(6, "tanh")(x)
     x = second = L.Dense(6, "tanh")(x)
@@ -166,7 +166,7 @@ class AutoTest(tf.test.TestCase):
     def test_costs_that_cannot_be_found(self):
         class Odd(L.Layer):
             def call(self, x):
-                # How often this runs, nobody knows.
+                # The number of iterations is not known.
                 n = tf.cast(tf.reduce_sum(x), "int32")
                 return tf.while_loop(
                     lambda i, _: i < n, lambda i, x: (i + 1, x), (0, x)
@@ -188,7 +188,7 @@ class AutoTest(tf.test.TestCase):
         )
 
     def test_follows_the_costs(self):
-        """A plan with slow connections is made for them."""
+        """The search takes slow connections into account."""
         layers = [L.Dense(32 * (1 + i % 3)) for i in range(8)]
 
         def planned(**kwargs):

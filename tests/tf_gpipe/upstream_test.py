@@ -1,7 +1,7 @@
-"""What the library takes from inside TensorFlow and Keras is there.
+"""The internals of TensorFlow and Keras that the library uses are there.
 
-Where a test here fails on a new release, its name says what has changed, and
-its docstring which promise of the library hangs on it.
+If a test fails on a new release, its name says what has changed, and its
+docstring which promise of the library depends on it.
 """
 
 import inspect
@@ -124,7 +124,7 @@ class VariablesTest(tf.test.TestCase):
         upstream.give_value(waiting[0])
         self.assertTrue(upstream.has_value(waiting[0]))
         self.assertAllEqual(waiting[0], [1, 1])
-        # Else Keras would give it a value where it next makes one.
+        # Else Keras would give it a value when it next makes a variable.
         upstream.forget_waiting(waiting)
         keras.Variable("ones", (2,))
         L.Dense(2).build((None, 2))
@@ -181,7 +181,7 @@ class StateOfKerasTest(tf.test.TestCase):
         self.assertNotAllEqual(generator.state, before)
 
     def test_without_autocast(self):
-        """Layers of several dtypes read weights as each of them would."""
+        """A layer whose dtype policy is not the model's keeps its dtype."""
         variable, seen = keras.Variable([1.0]), []
 
         class Layer(L.Layer):
@@ -238,7 +238,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIsInstance(upstream.graph_of(model), upstream.Functional)
 
     def test_runs_its_graph(self):
-        """Models within a model are opened if nothing is lost by it."""
+        """Models within a model are opened if that changes nothing."""
 
         class Own(keras.Model):
             def call(self, x):
@@ -267,7 +267,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertFalse(upstream.runs_its_graph(model))
 
     def test_only_checks(self):
-        """Tasks of KerasHub are pipelines."""
+        """Tasks of KerasHub can become pipelines."""
         task = type("Task", (keras.Model,), {"__call__": lambda self: None})
         self.assertFalse(upstream.forwards_to_keras(task, "__call__"))
         task.__module__ = "keras_hub.src.models.task"
@@ -275,7 +275,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertFalse(upstream.forwards_to_keras(task, "call"))
 
     def test_training_of_a_call_within(self):
-        """The mode of a model's call is that of its layers."""
+        """Layers of a model within a model run in the mode of its call."""
         x = keras.Input((2,))
         inner = keras.Model(x, L.Dropout(0.5)(x, training=True))
         (node,) = upstream.calls(keras.Model(x, inner(x, training=False)))
@@ -290,7 +290,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
             found = upstream.with_training(node.operation, kwargs, mode)
             self.assertIs(found["training"], expected)
         self.assertEqual(upstream.with_training(keras.ops, {}, True), {})
-        # As Keras has it.
+        # As in Keras.
         self.assertAllEqual(
             inner(np.ones((2, 2)), training=False), np.ones((2, 2))
         )
@@ -395,7 +395,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     def test_tracked(self):
-        """A pipeline of a user's model has what that has beside its layers."""
+        """A pipeline keeps what a user's model has besides its layers."""
         model = self.make()
         metric = keras.metrics.Mean()
         with upstream.untracked():
@@ -420,7 +420,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         (upstream.Functional, "_standardize_inputs"),
     )
     def test_methods(self, cls, name):
-        """Pipelines override them, or call them of themselves."""
+        """Pipelines override these private methods, or call them."""
         self.assertTrue(callable(getattr(cls, name)))
 
     def test_overridden_methods_are_called(self):
@@ -449,7 +449,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(set(called), 4)
 
     def test_losses_of_a_step(self):
-        """The whole mini-batch's loss takes what stages have added."""
+        """The loss of the whole mini-batch includes the losses of layers."""
         model = self.make()
         model.compile("sgd", "mse")
         self.assertEqual(model._losses_override, [])
@@ -460,7 +460,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
 
 class DataTest(tf.test.TestCase):
     def epochs(self, *args, **kwargs):
-        """Returns what `fit` goes through, as it begins."""
+        """Returns the iterator over epochs that `fit` makes."""
         found = []
 
         class Model(keras.Sequential):
@@ -473,7 +473,7 @@ class DataTest(tf.test.TestCase):
         return found[0]
 
     def test_kinds(self):
-        """A checkpoint refuses data of which no place can be found again."""
+        """A checkpoint refuses data in which it cannot find its place again."""
         x = np.zeros((6, 1))
         dataset = tf.data.Dataset.from_tensor_slices((x, x)).batch(2)
 
@@ -499,7 +499,7 @@ class DataTest(tf.test.TestCase):
         self.assertIsNone(upstream.kind_of_data(generator))
 
     def test_pass_by(self):
-        """Training goes on within an epoch, by the numbers of its steps."""
+        """Training goes on within an epoch, at the right step."""
         epochs = self.epochs(
             tf.data.Dataset.range(3), shuffle=False, steps_per_epoch=None
         )
@@ -520,7 +520,7 @@ class DataTest(tf.test.TestCase):
         self.assertEqual(epochs.steps_per_execution, 1)
 
     def test_seeds(self):
-        """Data whose order nothing tells again is refused."""
+        """Data whose order cannot be repeated is refused."""
         tf.random.set_seed(3)
         self.assertEqual(upstream.global_seed(), 3)
         tf.compat.v1.set_random_seed(None)
@@ -567,7 +567,7 @@ class DataTest(tf.test.TestCase):
         self.assertEqual(model.history.epoch, [0])
 
     def test_monitors(self):
-        """What they remember is a part of a checkpoint."""
+        """Checkpoints hold the state of callbacks that monitor a metric."""
         stop = keras.callbacks.EarlyStopping()
         callbacks = [keras.callbacks.TerminateOnNaN(), stop]
         self.assertEqual(upstream.monitors(callbacks), [stop])
@@ -579,7 +579,7 @@ class DataTest(tf.test.TestCase):
 
 class LossesTest(tf.test.TestCase):
     def test_call_with_each(self):
-        """Each loss is divided by what the mini-batch holds."""
+        """Each loss is divided by its divisor for the mini-batch."""
         x = keras.Input((2,))
         model = keras.Model(x, [L.Dense(1)(x), L.Dense(1)(x)])
         model.compile(loss=["mse", "mae"])
@@ -601,7 +601,7 @@ class LossesTest(tf.test.TestCase):
         self.assertAllEqual(compile_loss(y, y), 0.0)
 
     def test_counted(self):
-        """Losses by masks and weights are those of the mini-batch."""
+        """Masked and weighted losses are those of the mini-batch."""
         found = upstream.value_weights(
             tf.constant([1.0, 2.0]), tf.constant([True, False]), "float64"
         )
@@ -674,7 +674,7 @@ class OptimizersTest(tf.test.TestCase):
         self.assertEqual(set(called), {1})
 
     def test_find_weights_again(self):
-        """Training goes on after `rebalance`, with the slots of before."""
+        """Training goes on after `rebalance`, with the same slots."""
         inner = [self.optimizer]
         inner.append(keras.optimizers.SGD(0.1, momentum=0.5))
         inner[1].build(self.weights[:1])
@@ -718,7 +718,7 @@ class TapesTest(tf.test.TestCase):
         self.assertAllEqual(tape.gradient(y, x), 6.0)
 
     def test_watch_as_read(self):
-        """`keras.remat` in a layer finds weights that it reads later."""
+        """A layer's own remat may read weights only in its gradient."""
         x = tf.Variable(3.0)
         with tf.GradientTape() as tape:
             upstream.watch_as_read(x)
@@ -766,7 +766,7 @@ class GraphsTest(tf.test.TestCase):
         self.assertIsNotNone(upstream.function_of(other, name))
 
     def test_rendezvous(self):
-        """Errors of stages are told as they are, not as cancellations."""
+        """Errors of stages reach users as they are, not as cancellations."""
         function = tf.function(lambda: tf.constant(1.0), autograph=False)
         self.assertFalse(upstream.shares_rendezvous(function))
         upstream.share_rendezvous(function, True)
@@ -775,7 +775,7 @@ class GraphsTest(tf.test.TestCase):
         self.assertTrue(graph.attr["shared_rendezvous"].b)
 
     def test_call_operation(self):
-        """Stages overlap, and a call is cheap to trace."""
+        """Stages overlap, and their calls are cheap to trace."""
         weight = tf.Variable(2.0)
         inner = tf.function(
             lambda x: [x * weight, tf.print(x)][:1], autograph=False
@@ -810,7 +810,7 @@ class GraphsTest(tf.test.TestCase):
             self.assertEmpty(call.control_inputs)
 
     def test_options_of_calls(self):
-        """The graphs of tasks are optimised as the user has said."""
+        """The graphs of tasks are optimised by the user's options."""
         inner = tf.function(
             lambda x: x + 1.0, autograph=False
         ).get_concrete_function(tf.constant(1.0))
@@ -896,7 +896,7 @@ class GraphsTest(tf.test.TestCase):
         self.assertIsNone(upstream.read_only_places(other))
 
     def test_anonymous_name(self):
-        """Steps that run at once add their gradients apart."""
+        """Steps that run at the same time have their own sums of gradients."""
 
         @tf.function(autograph=False)
         def made():
@@ -928,7 +928,7 @@ class DevicesTest(tf.test.TestCase):
         self.assertEqual(upstream.gpu_memory() is None, KIND != "GPU")
 
     def test_placed_on(self):
-        """A variable has one component on the stage's device a replica."""
+        """Each replica has a variable's component on its stage's device."""
         devices = [f"{KIND}:{i}" for i in range(4)]
         strategy = tf.distribute.MirroredStrategy(devices[::2])
         names = [x.name for x in tf.config.list_logical_devices(KIND)]
@@ -947,7 +947,7 @@ class DevicesTest(tf.test.TestCase):
         )
 
     def test_sums_over_replicas(self):
-        """The user's way of summing gradients is kept."""
+        """Gradients are summed over replicas in the user's way."""
         way = tf.distribute.ReductionToOneDevice()
         strategy = tf.distribute.MirroredStrategy(
             [f"{KIND}:0", f"{KIND}:1"], way
@@ -983,7 +983,7 @@ tf.constant(1) + 1
 
 class ServerTest(tf.test.TestCase):
     def check(self, prepared, whole):
-        """Tells whether TensorFlow is imported as a whole."""
+        """Checks whether `server` imports TensorFlow as a whole."""
         done = subprocess.run(
             [sys.executable, "-c", SERVER % prepared],
             capture_output=True,
@@ -992,13 +992,13 @@ class ServerTest(tf.test.TestCase):
         self.assertEqual(done.stdout.split(), [str(whole), "True"], done.stderr)
 
     def test_server(self):
-        """A worker is there in half a second, and so is one that restarts."""
+        """A worker starts, and restarts, in half a second."""
         self.assertIs(upstream_server.server(), tf.distribute.Server)
         self.check("", whole=False)
 
     @pytest.mark.slow
     def test_another_release(self):
-        """What is nowhere by this name is imported as a user does."""
+        """Without that private module, TensorFlow is imported as a whole."""
         self.check(
             """
 class Finder:

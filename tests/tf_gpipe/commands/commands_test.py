@@ -20,7 +20,7 @@ from tf_gpipe import __main__ as program
 from tf_gpipe import commands
 from tf_gpipe.commands import flags
 
-# The others are what commands share.
+# The other files hold what commands share.
 NAMES = [
     path.stem
     for path in sorted(pathlib.Path(commands.__path__[0]).glob("*.py"))
@@ -85,7 +85,7 @@ class CommandsTest(parameterized.TestCase):
         (["plan", "--xyz"], "unrecognized arguments: --xyz"),
     )
     def test_near_miss(self, argv, message):
-        """In one line."""
+        """The error is one line."""
         status, out, err = run(*argv)
         self.assertEqual(status, 2)
         self.assertEmpty(out)
@@ -97,7 +97,7 @@ class CommandsTest(parameterized.TestCase):
 
     @parameterized.parameters([[]], *([[x]] for x in NAMES))
     def test_help_imports_no_tensorflow(self, argv):
-        """Which takes seconds. `-X importtime` tells what is imported."""
+        """That would take seconds. `-X importtime` prints all imports."""
         result = subprocess.run(
             [sys.executable, "-X", "importtime", "-m", "tf_gpipe"]
             + [*argv, "--help"],
@@ -131,7 +131,7 @@ class CommandsTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_classes_are_found_where_it_is_no_command(self):
-        """Whichever is imported first."""
+        """`import tf_gpipe` alone lets Keras find its classes."""
         folder = self.enterContext(tempfile.TemporaryDirectory())
         path = os.path.join(folder, "a.keras")
         tf_gpipe.PipelinedSequential(

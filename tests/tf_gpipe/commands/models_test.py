@@ -1,4 +1,4 @@
-"""Commands take a model of the user's, or say why they do not."""
+"""Commands take a user's model, or say why they cannot."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""The command prints what the planner finds, and searches with it."""
+"""The command `plan` prints the planner's plan, and finds the largest model."""
 
 import contextlib
 import io
@@ -49,7 +49,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             with open(picture, "rb") as f:
                 self.assertEqual(f.read(4), b"\x89PNG")
         self.assertEqual([x["name"] for x in points[:2]], ["never", "always"])
-        # At most the time of never where all of its memory is there.
+        # With all of the memory of "never", the time is also that of "never".
         self.assertEqual(points[-1]["time"], 1.0)
         for x in points[2:]:
             share = float(x["name"].split()[1].rstrip("%")) / 100
@@ -215,7 +215,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn(message, stderr.getvalue().splitlines()[-1])
 
     def test_a_search_ends_where_nothing_grows(self):
-        # The momentum costs nothing, whatever it is.
+        # Any momentum takes the same memory.
         self.enterContext(mock.patch.object(command, "_LIMIT", 8))
         with contextlib.redirect_stderr(io.StringIO()) as stderr:
             with self.assertRaises(SystemExit):

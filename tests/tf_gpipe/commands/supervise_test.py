@@ -1,4 +1,4 @@
-"""A program that dies starts again, and a worker at the address it had."""
+"""A program that dies starts again; so does a worker, at its old address."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from absl.testing import parameterized
 from tf_gpipe.commands import supervise
 from tools import child_process
 
-# Ends each time in the next way that is given, and tells how often it ran.
+# Ends each time in the next of the given ways, and counts its starts in a file.
 PROGRAM = """
 import os, pathlib, signal, sys
 path = pathlib.Path(sys.argv[1])
@@ -27,7 +27,7 @@ if how.startswith("SIG"):
 sys.exit(int(how))
 """
 
-# Kills its worker, and waits until it is there again.
+# Kills its worker, and waits until it answers again; twice.
 KILLING = """
 import os, signal, subprocess, sys, time
 from tf_gpipe.devices import heartbeat
@@ -62,8 +62,8 @@ def started(*args):
 
 class SuperviseTest(parameterized.TestCase):
     @parameterized.parameters(
-        # How it ends, how often it may start again, whether after an error;
-        # its end, how often it ran.
+        # How each run ends, how many restarts are allowed, and whether after
+        # errors; the exit status, and the number of runs.
         ("SIGKILL,1,0", 5, True, 0, 3),
         ("SIGKILL,1,0", 5, False, 1, 2),
         ("75,75,75,75", 2, False, 75, 3),
@@ -102,7 +102,7 @@ class SuperviseTest(parameterized.TestCase):
         )
         self.assertEqual(process.stdout.readline(), "ready\n")
         process.kill()
-        # Which both have: it ends with the last of them.
+        # Both processes hold its output, which ends with the last of them.
         process.communicate()
 
     @parameterized.parameters(

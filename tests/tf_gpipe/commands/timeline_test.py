@@ -1,4 +1,4 @@
-"""The command shows what the library draws."""
+"""The command `timeline` shows what the library draws."""
 
 import contextlib
 import io
@@ -25,9 +25,9 @@ def timeline(*args):
 
 
 def found_here(*args):
-    """Returns what it prints as JSON in this process.
+    """Returns the JSON that the command prints, run in this process.
 
-    Another one would need seconds to import TensorFlow.
+    Another process would need seconds to import TensorFlow.
     """
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         command.main([*args, "--json"])
@@ -72,8 +72,8 @@ class TimelineTest(parameterized.TestCase):
         )
         with open(trace) as f:
             events = json.load(f)["traceEvents"]
-        # Names of the process and the threads, and the order of these; each
-        # device has two of each kind.
+        # The process's name; each thread's name and place; two tasks of each of
+        # three kinds a device.
         self.assertLen(events, 1 + 2 * 2 + 2 * 3 * 2)
         with open(picture, "rb") as f:
             self.assertEqual(f.read(4), b"\x89PNG")

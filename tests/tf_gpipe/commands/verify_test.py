@@ -1,4 +1,4 @@
-"""The command tells what `verify` finds, and by its status."""
+"""The command prints what `verify` finds; its exit status says it, too."""
 
 import contextlib
 import io
@@ -62,7 +62,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(status, 0, text)
 
     def test_fewer_devices_than_there_are(self):
-        # Over four devices, which there are, two micro-batches are too few.
+        # On four of the devices, two micro-batches would be too few.
         status, text = run(
             "--num_stages=4",
             "--num_devices=2",

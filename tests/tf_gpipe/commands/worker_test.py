@@ -42,7 +42,7 @@ class WorkerTest(parameterized.TestCase):
         self.assertIn("from 0 to 65535", result.stderr)
 
     def test_modules_that_are_left_out(self):
-        """In a scope alone: the process may go on as something else."""
+        """Only within the scope: the process may run other code later."""
         sys.modules.pop("this", None)
         with start.left_out("this", "json"):
             with self.assertRaises(ImportError):

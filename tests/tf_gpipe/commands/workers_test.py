@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from tf_gpipe.devices import worker_lost
 from tools import child_process
 
-# Told to stop, it ends with 5 if its worker is there for a second more.
+# When told to stop, it exits with 5 if its worker lives for another second.
 STOPPABLE = """
 import signal, socket, sys
 
@@ -32,7 +32,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
 print("ready", flush=True)
 """
 
-# Starts workers, says so, and ends as it is told.
+# Starts workers, prints "ready", and ends as its arguments say.
 STARTING = """
 import os, signal, sys
 
@@ -60,7 +60,7 @@ def started(*command):
         [sys.executable, *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        # Which all have that it starts: it ends with the last of them.
+        # Inherited by all that the program starts: it ends with the last one.
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=child_process.end_with_parent,
@@ -90,7 +90,7 @@ class WorkersTest(parameterized.TestCase):
     def test_all_end_with_the_command_of_theirs(self, *flags):
         process = started(
             *("-m", "tf_gpipe", "workers", *flags, "1", sys.executable, "-c"),
-            # It does not look whether its worker is there.
+            # The program does not notice when its worker ends.
             STOPPABLE + "while True: signal.pause()",
         )
         process.kill()
@@ -144,7 +144,7 @@ class WorkersTest(parameterized.TestCase):
         )
         self.assertEqual(process.stdout.readline(), "ready\n")
         if number == signal.SIGINT:
-            # As a terminal does: to all that it has started.
+            # To the whole process group, as a terminal does.
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)

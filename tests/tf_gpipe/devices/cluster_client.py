@@ -1,7 +1,7 @@
-"""Programs that train over worker processes, for `cluster_test`.
+"""Programs that train over workers, for `cluster_test` and `errors_test`.
 
-Run as `python -m tests.tf_gpipe.devices.cluster_client PROGRAM ADDRESS ...`;
-without addresses a program starts its own.
+Run as `python -m tests.tf_gpipe.devices.cluster_client PROGRAM ADDRESS ...`.
+The program `sums` takes no addresses: it starts its own worker.
 """
 
 import functools
@@ -26,7 +26,7 @@ from tools import worker_usage
 
 
 def equal(devices):
-    """Numbers and places over workers are those of the plain model."""
+    """Numbers are the plain model's, and variables are on their workers."""
     generator = np.random.default_rng(0)
     data = [
         (
@@ -98,7 +98,7 @@ def skips(devices):
 
 
 def masks(devices):
-    """A loss counts what is not masked, by inputs or by what layers make."""
+    """Losses leave out steps that inputs, or outputs of layers, mask."""
     generator = np.random.default_rng(0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -139,7 +139,7 @@ def masks(devices):
 
 
 def boundary(devices):
-    """What goes from stage to stage does not go by way of this process."""
+    """Tensors between stages do not pass through this process."""
     width, rows, steps = 1024, 512, 10
     model = tf_gpipe.PipelinedSequential(
         [keras.Input((1,)), L.Dense(width), L.Dense(1)],
@@ -160,7 +160,7 @@ def boundary(devices):
 
 
 def failing(devices):
-    """Errors of a stage are told, and a Python function does not wait."""
+    """Errors of a stage reach this process; a Python function does not hang."""
     from tests.tf_gpipe.devices import errors_test as errors
 
     for kind in (errors.not_finite, errors.assertion):
@@ -173,7 +173,7 @@ def failing(devices):
                 assert "layer 'bad'" in note, note
                 assert "/job:worker" in note, note
 
-    # It runs in this process, for a stage that does not.
+    # The function runs in this process, though its stage does not.
     def double(x):
         y = tf.numpy_function(lambda a: a * 2, [x], x.dtype)
         y.set_shape(x.shape)
@@ -186,7 +186,7 @@ def failing(devices):
 
 
 def listening(devices):
-    """Tells where this process listens, until it is killed."""
+    """Prints this process's port and its heartbeat's id, and waits."""
     del devices
     jobs = context.get_server_def().cluster.job
     (address,) = [x.tasks[0] for x in jobs if x.name == "localhost"]
@@ -197,7 +197,7 @@ def listening(devices):
 
 
 def endless(devices):
-    """Trains until something happens to it."""
+    """Trains until it is killed or loses a worker."""
     model = tf_gpipe.PipelinedSequential(
         [keras.Input((8,)), *(L.Dense(64) for _ in range(4))],
         num_stages=len(devices),
@@ -222,7 +222,7 @@ def endless(devices):
 
 
 def sums():
-    """A worker has one sum of gradients, and no copies of it."""
+    """A worker holds one sum of gradients, and no copies of it."""
 
     def make():
         return [
@@ -252,7 +252,7 @@ def sums():
 
 
 def _bytes_moved():
-    """Returns what this process has sent and received over TCP."""
+    """Returns how many bytes this process has sent and received over TCP."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:

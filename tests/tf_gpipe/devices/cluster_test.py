@@ -1,4 +1,4 @@
-"""Pipelines over worker processes, which fail at times."""
+"""Pipelines over worker processes, some of which fail."""
 
 import os
 import select
@@ -23,7 +23,7 @@ from tools import child_process
 
 
 def client(program, addresses, **kwargs):
-    """Starts one of the programs in `cluster_client`."""
+    """Starts a program of `cluster_client`."""
     return subprocess.Popen(
         [
             sys.executable,
@@ -163,7 +163,7 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         heartbeat = os.pidfd_open(pid)
         process.kill()
         process.wait()
-        # It can be read once the process has ended.
+        # A pidfd is readable once its process has ended.
         self.assertNotEmpty(select.select([heartbeat], [], [], 30)[0])
         os.close(heartbeat)
 
@@ -175,7 +175,7 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
                 self.skipTest("This host has no IPv6.")
             server.listen()
             port = server.getsockname()[1]
-            # What a sender of ::1 has where IPv4 has the destination.
+            # A packet from ::1 has these bytes where IPv4 has the destination.
             accept_only("0.0.0.0", port)
             with self.assertRaises(TimeoutError):
                 socket.create_connection(("::1", port), timeout=0.5)

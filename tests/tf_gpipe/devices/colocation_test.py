@@ -1,4 +1,4 @@
-"""Optimizer steps and metrics run where what they work on is."""
+"""Optimizer updates and metrics run on the device of their tensors."""
 
 import keras
 import pytest
@@ -44,7 +44,7 @@ def make_model(optimizer, num_layers=2, num_micro_batches=2):
 
 
 def graphs_of(function):
-    """Yields a function's graph, and those of the branches in it."""
+    """Yields a function's graph, and the graphs of its branches."""
     graphs = [function.graph]
     for graph in graphs:
         yield graph
@@ -57,7 +57,7 @@ def graphs_of(function):
 
 
 def home(x):
-    """Returns where a matrix is, or an empty string."""
+    """Returns the device of a matrix; an empty string for other tensors."""
     if x.shape.rank != 2:
         return ""
     if not x.device and x.op.type == "ReadVariableOp":
@@ -69,7 +69,7 @@ def home(x):
 
 
 def messages(model, x):
-    """Returns the tensors that go from device to device in a step."""
+    """Returns the names of a step's sends from device to device."""
     step = executed_graph(model.train_on_batch, x, x)
     return [node.name for node in step if node.op in ("_Send", "_HostSend")]
 
@@ -77,7 +77,7 @@ def messages(model, x):
 def moved(function):
     """Returns the operations that take a matrix from another device.
 
-    Those of the tasks of the pipeline do so on purpose.
+    Without calls of the pipeline's tasks, which do so on purpose.
     """
     found = []
     for graph in graphs_of(function):
@@ -128,9 +128,9 @@ class ColocationTest(parameterized.TestCase, tf.test.TestCase):
             )
             for num_layers, m in ((2, 2), (2, 4), (6, 2))
         }
-        # One there and one back for each micro-batch.
+        # An activation and a gradient for each micro-batch.
         self.assertEqual(sent[2, 4], sent[2, 2] + 2 * 2, sent)
-        # Whatever there is to update.
+        # However many weights there are to update.
         self.assertEqual(sent[6, 2], sent[2, 2], sent)
 
     @pytest.mark.slow

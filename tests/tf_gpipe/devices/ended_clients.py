@@ -2,11 +2,11 @@
 
     python -m tests.tf_gpipe.devices.ended_clients COUNT
 
-starts a worker, and that many clients, of which each second one is killed,
-while another one lives, and is idle. It prints what the worker has of memory
-and threads before, at most, and once it has started anew; and the statuses of
-the client that has lived and of one more, which connects as the worker starts
-anew.
+starts a worker and COUNT clients, one after another; every second one is
+killed. Another client stays connected meanwhile, idle. The program prints the
+worker's memory and threads at the start, at most, and after the worker has
+restarted; and the exit statuses of the idle client and of one more, which
+connects while the worker restarts.
 """
 
 import json
@@ -23,7 +23,7 @@ import numpy as np
 import tf_gpipe
 from tools import child_process
 
-# A layer has 16 MB, and twice as much of slots.
+# The second layer has 16 MB of weights, and twice as much of slots.
 WIDTH = 2000
 X = np.ones((8, 8), "float32")
 Y = np.ones((8, WIDTH), "float32")
@@ -41,7 +41,7 @@ def main(count):
     )
     address = worker.stdout.readline().split()[-1]
     start = usage(worker)
-    # It ends after the others.
+    # This client ends after the others.
     reading, writing = os.pipe()
     lives = fork(lambda: client(address, until=reading))
     most = [usage(worker)]
@@ -102,7 +102,7 @@ def client(address, end="exit", until=None):
 def fork(function):
     """Runs a function in a copy of this process.
 
-    TensorFlow is imported there, and has not started: it would not go on.
+    TensorFlow is imported but must not have started: a fork would break it.
     """
     pid = os.fork()
     if not pid:
@@ -122,7 +122,7 @@ def usage(worker):
     found = {"memory": "VmRSS", "threads": "Threads"}
     with open(f"/proc/{worker.pid}/status") as file:
         lines = dict(line.split(":", 1) for line in file)
-    # A process that starts anew has no memory for a moment.
+    # A process that restarts has no memory for a moment.
     return {
         x: int(lines.get(name, "0").split()[0]) for x, name in found.items()
     }

@@ -1,4 +1,4 @@
-"""Errors that operations of a stage raise while a step runs."""
+"""Errors that a stage's operations raise while a step runs."""
 
 import keras
 import numpy as np
@@ -55,7 +55,7 @@ def make(kind, num_stages, place=2, **kwargs):
 
 
 def failures(model, steps, times=5):
-    """Yields the error of each of several runs of each step."""
+    """Runs each step several times; yields its name and error each time."""
     x = np.random.default_rng(0).standard_normal((16, 6), dtype="float32")
     runs = {
         "fit": lambda: model.fit(x, x, verbose=0),
@@ -114,7 +114,7 @@ class StageErrorsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("gpipe", 2), ("1f1b", 4), ("zero_bubble", 2))
     @pytest.mark.slow_after(1)
     def test_in_a_backward_pass(self, schedule, num_stages):
-        # Of the first stage and of the last.
+        # In the first stage and in the last.
         for place in (2, 5):
             model = make(backward, num_stages, place, schedule=schedule)
             self.check(model, ("fit",), by="an operation")

@@ -1,4 +1,4 @@
-"""A call ends when its worker does: `faults_test` kills workers."""
+"""Settings that end calls of dead workers; `faults_test` kills workers."""
 
 import os
 from unittest import mock

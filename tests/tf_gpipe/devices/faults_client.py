@@ -1,8 +1,8 @@
 """Programs whose worker is hurt at a certain moment, for `faults_test`.
 
 Run as `python -m tests.tf_gpipe.devices.faults_client MOMENT HOW HEARTBEAT`.
-A program starts two workers, and hurts that of stage 1 by a signal, `KILL` or
-`STOP`. It prints what came of that, a line of JSON.
+A program starts two workers, and sends the worker of stage 1 a signal, `KILL`
+or `STOP`. It prints the outcome as a line of JSON.
 """
 
 import functools
@@ -25,7 +25,7 @@ X = np.ones((8, 4), "float32")
 
 
 class Hurting(L.Layer):
-    """A layer that hurts the worker at a moment of its life, once it may."""
+    """A layer that hurts the worker once, at a given moment, when armed."""
 
     def __init__(self, moment, hurt):
         super().__init__()
@@ -69,7 +69,7 @@ def fit(model, **kwargs):
 
 
 def whose_worker_is_hurt(moment, devices, hurt, directory):
-    """Returns a model, or `None`, and a function in which the fault is seen."""
+    """Returns a model, or `None`, and a function that meets the fault."""
     layer = Hurting(moment, hurt)
     if moment == "before_model":
         hurt()
@@ -158,7 +158,7 @@ def busy(devices):
 
 def interrupted(devices, hurt):
     """Trains until Ctrl-C, after a worker has gone silent."""
-    # Which a shell ignores in what it runs in the background.
+    # Shells let programs in the background ignore the signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     model = make(devices)
     fit(model)
@@ -205,7 +205,7 @@ def main(moment, how, heartbeat):
                 outcome(model.get_weights),
                 outcome(lambda: model.save(f"{directory}/model.keras")),
             ]
-        # Where no worker is lost TensorFlow does not go on either.
+        # TensorFlow does not go on with the workers that are left either.
         told["other"] = outcome(lambda: fit(make(devices[:1] * 2)))
         print(json.dumps(told), flush=True)
 

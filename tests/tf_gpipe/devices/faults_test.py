@@ -1,4 +1,4 @@
-"""Nothing waits for ever: a worker is killed or stopped at any moment."""
+"""Nothing waits for ever if a worker is killed or stopped at any moment."""
 
 import json
 import signal
@@ -36,7 +36,7 @@ MOMENTS = (
     "in_verify",
     "in_optimizer",
 )
-# Those in which a checkpoint has been written before.
+# The moments before which a checkpoint is written.
 WITH_CHECKPOINT = ("between_epochs", *MOMENTS[MOMENTS.index("in_fit") :])
 CLIENT = (sys.executable, "-m", "tests.tf_gpipe.devices.faults_client")
 HEARTBEAT = 4
@@ -45,7 +45,7 @@ LIMITS = {"KILL": 15, "STOP": 15 + HEARTBEAT}
 
 
 def run(*args):
-    """Runs `faults_client`, and returns what it tells."""
+    """Runs `faults_client`, and returns the JSON that it prints."""
     result = subprocess.run(
         [*CLIENT, *args],
         capture_output=True,
@@ -65,7 +65,7 @@ class FaultsTest(parameterized.TestCase):
             self.assertTrue(each["unavailable"], each["message"])
             self.assertLess(each["seconds"], LIMITS[how])
         if moment == "in_optimizer":
-            # Of a variable it is not known which model it is of.
+            # The error of a variable names no worker: its model is not known.
             outcomes = outcomes[1:]
         outcomes.append(told["other"])
         what = "no longer answers" if how == "KILL" else "has not answered for"
@@ -76,7 +76,7 @@ class FaultsTest(parameterized.TestCase):
                 rf"{what}",
             )
             if moment == "in_save_weights_again":
-                # It is no longer whole.
+                # The fault has left this file incomplete.
                 self.assertNotIn(told["checkpoint"], each["message"])
             elif moment in WITH_CHECKPOINT and each is not told["other"]:
                 self.assertIn(

@@ -1,4 +1,4 @@
-"""Servers that are no workers: told of in one sentence, within the timeout."""
+"""`connect` tells of servers that are no workers, within its timeout."""
 
 import contextlib
 import select
@@ -22,7 +22,7 @@ PREFACE_BYTES, HEADER_BYTES = 24, 9
 
 @contextlib.contextmanager
 def server(behave):
-    """A server that behaves so with each connection, and its address."""
+    """Yields the address of a server that calls `behave` with connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve(connection):
@@ -46,7 +46,7 @@ def says(words):
 
 
 def says_and_listens(words):
-    """Says something, and then nothing any more."""
+    """Says something, and then nothing more."""
 
     def behave(connection):
         connection.sendall(words)
@@ -93,9 +93,9 @@ def expects_tls(connection):
 
 
 OTHER, SILENT = "what listens there is no worker", "there is no answer"
-# Who hangs up at once may be taken for one that is gone, or may answer yet.
+# A server that hangs up at once may be taken for one that is gone or silent.
 GONE = f"{OTHER}|nothing listens there|{SILENT}"
-# Seconds in which a machine with other work, too, can hear an answer.
+# Seconds in which even a busy machine hears an answer.
 TIMEOUT = {OTHER: 4.0}
 SERVERS = {
     "http_1": (says(b"HTTP/1.1 400 Bad Request\r\n\r\n"), OTHER),
@@ -150,7 +150,7 @@ class OtherServersTest(tf.test.TestCase, parameterized.TestCase):
                     cluster.connect([silent, other], timeout=TIMEOUT[OTHER])
 
     def test_any_number_of_seconds(self):
-        # As a worker says that it is there.
+        # The server begins as a worker does.
         with server(says(SETTINGS)) as address:
             host, _, port = address.rpartition(":")
             watched = watcher.Watcher({address: (host, int(port))}, 1e300)

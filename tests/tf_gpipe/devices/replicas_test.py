@@ -49,8 +49,8 @@ def normalized():
     ]
 
 
-# TensorFlow takes the sums of a second strategy on the same devices for those
-# of the first.
+# One strategy for all tests: TensorFlow confuses the sums of two strategies on
+# the same devices.
 @functools.cache
 def mirrored(num_replicas):
     return tf.distribute.MirroredStrategy(
@@ -68,7 +68,7 @@ class _Losses(keras.callbacks.Callback):
 
 
 def train(make, num_replicas=1, batch_size=16, optimizer=None, **kwargs):
-    """Fits a model for three steps; with `num_stages`, a pipeline."""
+    """Fits a model for one epoch; with `kwargs`, a pipeline."""
     keras.utils.set_random_seed(1)
     strategy = tf.distribute.get_strategy()
     if num_replicas > 1:
@@ -122,7 +122,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_masks(self):
-        # As many in both halves: Keras takes the mean of both means.
+        # Both halves have the same mask: Keras takes the mean of both means.
         x = np.tile(np.arange(20).reshape((4, 5)) % 7, (2, 1))
         y = np.tile(np.arange(20).reshape((4, 5)) % 3, (2, 1))
 
@@ -274,7 +274,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         for variable, keras_s in zip(
             model.variables, plain.variables, strict=True
         ):
-            # Keras lets moving statistics drift apart. Ours are their mean.
+            # Keras's moving statistics drift apart. Ours are their mean.
             expected = np.mean(components(keras_s), axis=0)
             for x in components(variable):
                 self.assertAllClose(x, expected, msg=variable.path)
@@ -388,7 +388,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             )
         x, y, _ = data()
         model.fit(x, y, batch_size=16, verbose=0)
-        # Which drops the generator that the first step has read.
+        # Drops Keras's generator, which the first step has read.
         keras.utils.set_random_seed(5)
         gc.collect()
         batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)

@@ -1,4 +1,4 @@
-"""A worker starts anew once its clients are gone, and not before."""
+"""A worker restarts once its clients are gone, and not before."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
 def arrived(connection, size):
-    """Waits until as many bytes have arrived, and leaves them there."""
+    """Waits until `size` bytes have arrived, and leaves them unread."""
     while len(connection.recv(size, socket.MSG_PEEK)) < size:
         pass
 
@@ -48,7 +48,7 @@ class UseTest(absltest.TestCase):
                     self.assertTrue(use.served)
                     # The system counts in ticks of up to 10 ms.
                     self.assertGreater(use.last, before - 0.1)
-                    # Where the client is.
+                    # The client's own port serves nobody.
                     other = client.getsockname()[1]
                     self.assertFalse(restart.use_of(other).served)
             self.assertEqual(restart.use_of(port), restart.Use())
@@ -83,7 +83,7 @@ class UseTest(absltest.TestCase):
 class PausedTest(parameterized.TestCase):
     @parameterized.parameters("127.0.0.1", listening.EVERY_ADDRESS)
     def test_no_connection_is_made_and_none_refused(self, bind):
-        # As TensorFlow's server does.
+        # TensorFlow's server listens at every address, too.
         with socket.create_server((listening.EVERY_ADDRESS, 0)) as server:
             address = ("127.0.0.1", server.getsockname()[1])
             if bind != listening.EVERY_ADDRESS:
@@ -93,7 +93,7 @@ class PausedTest(parameterized.TestCase):
                 with connection, listening.paused(bind, address[1]) as found:
                     with self.assertRaises(TimeoutError):
                         socket.create_connection(address, timeout=0.1)
-                    # What there is goes on.
+                    # Open connections go on.
                     before.sendall(b"x")
                     self.assertEqual(connection.recv(1), b"x")
                     self.assertLen(found, 1)

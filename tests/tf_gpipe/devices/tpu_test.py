@@ -1,4 +1,4 @@
-"""What can be tested of TPUs without one: XLA, and where things are put."""
+"""TPU support, as far as it can be tested without one: XLA and placement."""
 
 import contextlib
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Costs that `balance` names or computes, and what `rebalance` keeps."""
+"""Costs that `balance` names or computes, and the state `rebalance` keeps."""
 
 import os
 
@@ -17,7 +17,7 @@ LAYERS = keras.layers
 
 
 def make_images():
-    """Convolutions with few weights and much work, dense layers the reverse."""
+    """Convolutions: few weights and much work. Dense layers: the reverse."""
     return [
         keras.Input((16, 16, 3)),
         LAYERS.Conv2D(8, 3, padding="same"),
@@ -53,13 +53,13 @@ class Doubled(LAYERS.Layer):
 
     def call(self, x, training=None):
         if training:
-            # Of Keras's own seed generator.
+            # Drawn by Keras's own seed generator.
             x += keras.random.normal(keras.ops.shape(x), stddev=0.1)
         return x + self.outer(self.inner(x))
 
 
 class Handed(LAYERS.Layer):
-    """Returns a weight, as what `read` makes of it."""
+    """Returns its weight in the form that `read` returns."""
 
     def __init__(self, read):
         super().__init__()
@@ -93,10 +93,10 @@ def counts(model):
 
 class BalanceTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        # Nearly all weights are those of the first dense layer, and none those
-        # of the layer in front of it.
+        # Nearly all weights are in the first dense layer. The layer in front of
+        # it has none.
         ("parameters", [5, 3]),
-        # Nearly all work is that of the second convolution.
+        # Nearly all work is in the second convolution.
         ("flops", [2, 6]),
         ([1, 7], [1, 7]),
         ((7, 1), [7, 1]),
@@ -122,8 +122,8 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.filterwarnings("ignore:Stage 1 of model")
     def test_time(self):
-        # The third one takes many times as long as all others together, so
-        # that it is alone, whatever they take.
+        # The third layer takes many times as long as all others together, so
+        # that it is alone in its stage.
         widths = [8, 2000, 2000, 8, 8, 8]
         layers = [keras.Input((8,)), *(LAYERS.Dense(n) for n in widths)]
         model = pipelined(layers, "time", num_stages=3, remat="never")
@@ -205,7 +205,7 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
         layers = [keras.Input((4,)), *(LAYERS.Dense(4) for _ in range(8))]
         for balance in ("flops", "parameters"):
             model = pipelined(layers, balance, schedule=schedule, remat=remat)
-            # Parameters take no time: they are shared out evenly.
+            # Recomputation does not change the number of parameters.
             counted = expected if balance == "flops" else [4, 4]
             self.assertEqual(counts(model), counted)
 
@@ -246,7 +246,7 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(found[layer.name], weight)
 
     def test_a_function_needs_no_operation_counts(self):
-        # That is what the error of an uncountable layer recommends.
+        # The error about an uncountable layer recommends a function.
         layers = [keras.Input((4,)), LAYERS.Dense(4), Endless()]
         model = pipelined(layers, lambda layer, shape: 1)
         self.assertEqual(counts(model), [1, 1])
@@ -298,7 +298,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
         model = pipelined(layers)
         with self.assertRaisesRegex(ValueError, "cannot be found"):
             model.rebalance("flops")
-        # Or the model could be saved, but not loaded.
+        # Else the model could be saved, but not loaded.
         self.assertEqual(model.get_config()["balance"], "parameters")
 
 

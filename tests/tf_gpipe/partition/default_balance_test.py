@@ -1,4 +1,4 @@
-"""What stages have in equal parts where `balance` is left out."""
+"""The default of `balance`: which costs it makes equal."""
 
 import os
 
@@ -15,7 +15,7 @@ from tf_gpipe.stage import opening
 
 
 class Fails(L.Layer):
-    """Which cannot be traced in training mode without its data."""
+    """Cannot be traced in training mode: it needs values."""
 
     def call(self, x, training=False):
         if training:
@@ -24,7 +24,7 @@ class Fails(L.Layer):
 
 
 def images():
-    """The work is at one end, the parameters at the other."""
+    """Layers with the work at one end, and the parameters at the other."""
     return [
         keras.Input((16, 16, 3)),
         *(L.Conv2D(8, 3, padding="same") for _ in range(4)),
@@ -85,7 +85,7 @@ class DefaultBalanceTest(tf.test.TestCase, parameterized.TestCase):
         loaded = keras.saving.load_model(path)
         self.assertEqual(loaded.balance, model.balance)
         self.assertEqual(loaded.get_config()["balance"], model.balance)
-        # As files say that were saved when this was the default.
+        # Like files saved when "parameters" was the default.
         config = {**model.get_config(), "balance": "parameters"}
         older = tf_gpipe.PipelinedSequential.from_config(config)
         self.assertEqual(
@@ -112,7 +112,7 @@ class DefaultBalanceTest(tf.test.TestCase, parameterized.TestCase):
         graph = opening.functional(model)
         del calls[:]
         first = layer_costs.trace(graph)[0]
-        # One layer for all that are alike.
+        # One layer is traced for all that are alike.
         self.assertLen(set(calls), 1)
         del calls[:]
         self.assertEqual(layer_costs.trace(graph)[0], first)
@@ -135,7 +135,7 @@ class DefaultBalanceTest(tf.test.TestCase, parameterized.TestCase):
             pipelined(layers, 4, name="model")
 
     def test_weights_do_not_seem_to_be_all_of_the_memory(self):
-        """Where the model does not tell how many rows there are."""
+        """No warning, though the model's batch size is not known."""
         layers = [
             keras.Input((16, 16, 3)),
             *(L.Conv2D(16, 3, padding="same") for _ in range(3)),

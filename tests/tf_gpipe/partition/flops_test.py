@@ -1,7 +1,7 @@
 """Costs of traced layers, compared with counts by hand.
 
-A multiplication and an addition are two operations, an elementwise operation
-is one for each element.
+A multiplication and an addition are two operations; an elementwise operation is
+one operation for each element.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from tf_gpipe.partition import layer_costs
 from tf_gpipe.stage.opening import chain
 
 LAYERS = keras.layers
-# By whose `_is_gpu_available` Keras chooses between loops and cuDNN.
+# Keras chooses between loops and cuDNN by this module's `_is_gpu_available`.
 RNN = importlib.import_module("keras.src.backend.tensorflow.rnn")
 
 
@@ -163,7 +163,7 @@ class FlopsTest(CountsTestCase):
     def test_products(self, make, shape, products, bias):
         graph = trace(make, shape)
         self.assert_count(graph.forward_flops, products + bias)
-        # The gradient by the inputs, and that by the weights.
+        # The gradients by the inputs and by the weights.
         self.assert_count(graph.backward_flops, 2 * products + bias)
         self.assertEqual(graph.output_bytes, 4 * bias)
 
@@ -178,8 +178,8 @@ class FlopsTest(CountsTestCase):
         self.assert_count(
             graph.forward_flops, projections + products + biases + 6 * scores
         )
-        # Softmax: product, sum, difference, product. Of the gradients by the
-        # inputs three are added, those by the weights are one a row first.
+        # Softmax: product, sum, difference, product. Three gradients by the
+        # inputs are added; those by the weights are sums over rows.
         self.assert_count(
             graph.backward_flops,
             2 * (projections + products)

@@ -1,4 +1,4 @@
-"""Costs of layers whose inputs have sizes that are not known."""
+"""Costs of layers whose inputs have axes of unknown size."""
 
 import keras
 import numpy as np
@@ -15,7 +15,7 @@ COSTS = ("flops", "memory", "time")
 
 
 class Attention(L.Layer):
-    """Whose work grows with the square of the length."""
+    """A layer whose work grows with the square of the length."""
 
     def call(self, x):
         scores = keras.ops.matmul(x, keras.ops.swapaxes(x, -1, -2))
@@ -26,7 +26,7 @@ class Attention(L.Layer):
 
 
 class Positions(L.Layer):
-    """Adds a table of so many positions."""
+    """Adds a table of at most `most` positions."""
 
     def __init__(self, most, **kwargs):
         super().__init__(**kwargs)
@@ -93,7 +93,7 @@ class LengthsTest(tf.test.TestCase, parameterized.TestCase):
         model = pipelined(layers, functional, **kwargs)
         self.assertEqual(counts(model), expected)
         self.assertEqual(model.nominal_length, length or 128)
-        # As of an input of that length, of which it is not asked.
+        # The same as for inputs of that length, where it does not count.
         layers = [keras.Input((length or 128, 8)), *model.layers[-4:]]
         kwargs["nominal_length"] = 5
         self.assertEqual(
@@ -101,7 +101,7 @@ class LengthsTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     def test_of_a_searched_order(self):
-        """An order of tasks is searched for the costs at that length."""
+        """The order of tasks is searched with the costs at that length."""
 
         def tasks(length, **kwargs):
             layers = [Attention() if i % 3 else L.Dense(8) for i in range(8)]
@@ -142,7 +142,7 @@ class LengthsTest(tf.test.TestCase, parameterized.TestCase):
         with keras.saving.custom_object_scope({"Attention": Attention}):
             made = type(model).from_config(config)
             self.assertEqual(made.nominal_length, 20)
-            # As of a file that was saved when there was none.
+            # Like a file saved before the argument existed.
             del config["nominal_length"]
             made = type(model).from_config(config)
             self.assertEqual(made.nominal_length, 128)
@@ -249,7 +249,7 @@ class PreprocessingTest(tf.test.TestCase, parameterized.TestCase):
     def test_layers_behind(self, name, balance):
         layers = [*PREPROCESSING[name](), L.Dense(8), L.Dense(8)]
         plain = keras.Sequential(layers)
-        # Without a length it is padded to that of the longest row at hand.
+        # Without a length, rows are padded to the longest of a micro-batch.
         rows = 1 if name.endswith("any length") else 2
         model = pipelined(layers, balance=balance, num_micro_batches=rows)
         spec = layers[0]

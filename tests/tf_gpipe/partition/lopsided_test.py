@@ -1,4 +1,4 @@
-"""Stages with more than their share, and layers that are not cut, are told."""
+"""Warnings about uneven stages, and errors about layers that are not cut."""
 
 import re
 import warnings
@@ -30,7 +30,7 @@ class Block(L.Layer):
 
 
 class Own(keras.Model):
-    """With a `call` of its own."""
+    """A model with a `call` of its own."""
 
     def call(self, x):
         return super().call(x)
@@ -89,10 +89,10 @@ class LopsidedTest(tf.test.TestCase, parameterized.TestCase):
         dict(units=(300, 300, 16, 300, 450)),
         # Tiny.
         dict(units=(2, 2, 50, 2)),
-        # Of two stages none can have more than twice its share.
+        # One of two stages cannot have more than twice its share.
         dict(units=(1000, 200, 16), num_stages=2),
         dict(units=(2000, 16), num_stages=1),
-        # As it was asked for.
+        # The user gave the cut.
         dict(units=(2000, 16, 16, 16), balance=[1, 1, 1, 1]),
     )
     def test_is_not_told(self, units, **kwargs):
@@ -105,7 +105,7 @@ class LopsidedTest(tf.test.TestCase, parameterized.TestCase):
             pipelined(L.Dense(16), Block(3000), num_stages=2)
 
     def test_what_it_advises(self):
-        """As many stages as the layer is a share of the whole."""
+        """`num_stages` is the whole cost, divided by the layer's."""
         layers = [Block(n) for n in (1000, 1000, 3000, 16, 16, 16, 16, 16)]
         with self.assertWarnsRegex(UserWarning, "num_stages=1,"):
             pipelined(*layers, num_stages=8)

@@ -1,4 +1,4 @@
-"""The contiguous split, compared with trying every split."""
+"""The contiguous split, compared with a search of every split."""
 
 import itertools
 import time
@@ -11,7 +11,7 @@ from tf_gpipe.partition import contiguous
 
 
 def brute_force(costs, num_parts, factors=None):
-    """Returns the smallest (largest part, sum of squares) of all splits."""
+    """Returns the least `(largest part, sum of squares)` of all splits."""
     best = None
     factors = factors or [1] * num_parts
     for cuts in itertools.combinations(range(1, len(costs)), num_parts - 1):

@@ -1,4 +1,4 @@
-"""What a backward pass needs only while it runs."""
+"""The memory that a backward pass needs only while it runs."""
 
 import math
 
@@ -10,7 +10,7 @@ import tf_gpipe
 from tf_gpipe.partition import peak_memory
 
 L = keras.layers
-# Bytes of an activation of the models below, for a micro-batch.
+# Bytes of one activation of the models below, for a micro-batch.
 _UNIT = 4 * 8 * 16 * 16 * 4
 
 
@@ -26,7 +26,7 @@ def _peak(run, *shapes):
 
 class PassingTest(tf.test.TestCase):
     def test_in_place(self):
-        # The result of each operation is written over that of the one before.
+        # Each operation overwrites the result of the one before.
         self.assertEqual(_peak(lambda x: tf.tanh(tf.exp(x)), [100]), 1)
 
     def test_needed_later(self):
@@ -65,19 +65,20 @@ class PlannedTest(tf.test.TestCase, parameterized.TestCase):
         ("dense", lambda: L.Dense(8, use_bias=False), 2),
         ("convolution", lambda: L.Conv2D(8, 3, padding="same"), 2),
         ("depthwise", lambda: L.DepthwiseConv2D(3, padding="same"), 2),
-        # Those by the mean and the variance beside it.
+        # Also the gradients through the mean and the variance.
         ("normalization", L.BatchNormalization, 4),
     )
     def test_layers(self, make, expected):
         found = _activations(lambda x: _small(make()(make()(x))))
-        # What the second one takes.
+        # Also the input of the second layer.
         self.assertAllClose(found, expected + 1, atol=0.2)
 
     @parameterized.named_parameters(
-        # Beside what the last layer takes: outputs, their gradient, and what
-        # the loss makes for that.
+        # Beside the input of the last layer: outputs, their gradient, and what
+        # the loss needs for it.
         ("of_the_loss", lambda x: L.Dense(8)(x), 3),
-        # Or the one before it takes; and the gradient of the outputs.
+        # Or in the layer before: the input of the last layer, the four tensors
+        # of above, and the gradient of the outputs.
         (
             "after_the_loss",
             lambda x: L.Dense(8)(L.BatchNormalization()(x)),
@@ -100,7 +101,7 @@ class PlannedTest(tf.test.TestCase, parameterized.TestCase):
             x = convolution(x)
             return L.Add()([x, convolution(convolution(x))])
 
-        # The sum is no more than its operands.
+        # The sum of both gradients is as large as one of them.
         self.assertAllClose(
             _activations(lambda x: _small(skip(x))),
             _activations(lambda x: _small(chain(x))) + 1,
@@ -109,14 +110,14 @@ class PlannedTest(tf.test.TestCase, parameterized.TestCase):
 
 
 def _small(x):
-    """Returns outputs of which the loss needs little."""
+    """Returns outputs for which the loss needs little memory."""
     return L.GlobalAveragePooling2D()(x)
 
 
 def _activations(call):
-    """Returns the activations that a stage is planned to need at its peak.
+    """Returns how many activations of a micro-batch a stage needs at its peak.
 
-    In those of a micro-batch, without the model's inputs and the targets.
+    By its plan, and without the model's inputs and the targets.
     """
     inputs = keras.Input((16, 16, 8))
     outputs = call(inputs)
@@ -127,6 +128,6 @@ def _activations(call):
         num_micro_batches=2,
         remat="never",
     )
-    # A number for each place of the outputs.
+    # One target for each position of the outputs.
     targets = 8 * 4 * math.prod(outputs.shape[1:-1])
     return (plan.stages[0].activation_bytes - targets) / _UNIT - 2

@@ -1,4 +1,4 @@
-"""Gradients of rows of embeddings are there for each micro-batch."""
+"""Sparse gradients of embeddings are kept for each micro-batch."""
 
 import keras
 from absl.testing import parameterized
@@ -43,7 +43,7 @@ class SlicesTest(parameterized.TestCase):
     def test_there_for_each_micro_batch(self):
         for tokens in (True, False):
             one, eight = (self.activations(tokens, m) for m in (1, 8))
-            # Of all tokens of the mini-batch: values, and what they are of.
+            # Values and indices of all tokens of the mini-batch.
             slices = 64 * 10 * (8 * 4 + 4)
             if tokens:
                 self.assertGreaterEqual(eight, slices + 64 * 10 * 4)
@@ -52,9 +52,9 @@ class SlicesTest(parameterized.TestCase):
                 self.assertLess(eight, slices)
 
     @parameterized.parameters(
-        # Three micro-batches are there, and one goes backward.
+        # The activations of three micro-batches, and one backward pass.
         (4, 3 * 11 + 3),
-        # At the end of the step, the slices and all of them once more.
+        # At the end of the step, all slices and their concatenation.
         (20, 2 * 3 * 20),
     )
     def test_peak_by_hand(self, slices, peak):

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 
 class Endless(keras.layers.Layer):
-    """Of which nobody knows how often its loop runs."""
+    """Runs a loop whose number of iterations is not known."""
 
     def call(self, x):
         return tf.while_loop(

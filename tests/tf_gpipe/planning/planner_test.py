@@ -1,4 +1,4 @@
-"""Plans, compared with counts by hand and with models that exist."""
+"""Plans, compared with counts by hand and with models that are built."""
 
 import ast
 import random
@@ -34,7 +34,7 @@ def make_blocks(num_blocks, num_heads, inner_dim):
 
 
 def make_mixed():
-    """Weights of all kinds: factored and not, trainable and not, seeds."""
+    """Variables of all kinds: factored or not, trainable or not, seeds."""
     return [
         LAYERS.Dense(160),
         LAYERS.BatchNormalization(),
@@ -74,7 +74,7 @@ def accumulating():
 
 
 def built(layers, spec, optimizer, num_stages=2, **kwargs):
-    """Returns a pipeline that exists, with its optimizer."""
+    """Returns a pipeline and its optimizer, both built."""
     model = tf_gpipe.PipelinedSequential(
         [keras.Input(spec[1:]), *layers], num_stages=num_stages, **kwargs
     )
@@ -84,7 +84,7 @@ def built(layers, spec, optimizer, num_stages=2, **kwargs):
 
 
 def changes(advice):
-    """Returns the arguments that an advice names."""
+    """Returns the arguments that a plan's advice names."""
     call = advice.removeprefix("It would fit with ").removesuffix(".")
     keywords = ast.parse(f"_({call})", mode="eval").body.keywords
     return {x.arg: ast.literal_eval(x.value) for x in keywords}
@@ -125,9 +125,9 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEmpty(found.advice)
 
     @parameterized.parameters(
-        # Of how many micro-batches what `a` keeps is there at a time.
+        # Last: of how many micro-batches `a` keeps its activations at once.
         ("always", "1f1b", 1),
-        # Micro-batch 1 is recomputed while 2 is there, kept.
+        # Micro-batch 1 is recomputed while 2 is kept.
         ("except_last", "1f1b", 2),
         ("never", "1f1b", 2),
         ("always", "gpipe", 1),
@@ -136,8 +136,8 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_activations_by_hand(self, remat, schedule, kept):
         found = self.plan(remat=remat, schedule=schedule)
-        # Beside it the inputs of three micro-batches, the gradient of what the
-        # stage returns, and those of what `a` makes, takes and weighs it with.
+        # Also the inputs of three micro-batches, the gradient by the stage's
+        # outputs, and those by the outputs, inputs and weights of `a`.
         self.assertEqual(
             found.stages[0].activation_bytes,
             128 * kept + 3 * 64 + 4 * (24 + 32 + 16 + 32 + 8),
@@ -145,9 +145,9 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_activations_of_last_stage_by_hand(self):
         found = self.plan(remat="always", schedule="gpipe")
-        # The inputs of three micro-batches, and their targets, a number each
-        # row; for one, the gradients of what `c` makes, takes and weighs it
-        # with. It keeps nothing but its inputs.
+        # The inputs of three micro-batches, and their targets, one number a
+        # row; for one micro-batch, the gradients by the outputs, inputs and
+        # weights of `c`. It keeps nothing but its inputs.
         self.assertEqual(
             found.stages[1].activation_bytes,
             3 * (96 + 16) + 4 * (8 + 24 + 12 + 2),
@@ -229,7 +229,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         slow = tf_gpipe.plan(
             layers, (8, 64), bandwidth=1e4, latency=0.01, **options
         )
-        # There and back.
+        # An activation there and a gradient back.
         cost = 2 * (0.01 + 8 * 64 * 4 / 1e4)
         self.assertAllClose(slow.step_seconds, alone.step_seconds + cost)
         self.assertAllClose(slow.transfer_share, cost / slow.step_seconds)
@@ -327,7 +327,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
 
 class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
     def assert_as_built(self, make, spec, optimizer, **kwargs):
-        """Compares a plan with a model that exists."""
+        """Compares a plan with a model that is built."""
         planned = plan(
             make(), spec, num_stages=2, optimizer=optimizer(), **kwargs
         )
@@ -340,8 +340,8 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
                 weights, slots.of_optimizer(optimizer, weights), strict=True
             )
         }
-        # Each variable of the optimizer is some weight's, but for the steps,
-        # the learning rate and what is known of the loss scale.
+        # Each variable of the optimizer is a slot of some weight, but for the
+        # steps, the learning rate and the state of the loss scale.
         found = {id(x) for own in slots_of.values() for x in own}
         others = [x for x in optimizer.variables if id(x) not in found]
         self.assertLessEqual(len(others), 6)
@@ -400,7 +400,7 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
         planned = self.assert_as_built(
             make_mixed, (8, 144), keras.optimizers.Adam
         )
-        # Weights stay in float32; what travels does not.
+        # Weights stay in float32, but not activations between stages.
         self.assertEqual(planned.stages[0].boundary_bytes % 2, 0)
 
     def test_dtype_policy(self):
@@ -480,7 +480,7 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
 
 class FitsTest(tf.test.TestCase, parameterized.TestCase):
     def advised(self, device_memory, **options):
-        """Returns what the advice says, once it has been followed."""
+        """Follows the advice of a plan that does not fit, and returns it."""
         layers = [LAYERS.Dense(32, activation="relu") for _ in range(8)]
         options = {
             "num_stages": 2,

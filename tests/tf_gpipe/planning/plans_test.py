@@ -1,4 +1,4 @@
-"""Plans as people read them: the verdict first, and no more than a page."""
+"""Plans as text: the verdict first, in at most 80 columns, and short."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -61,7 +61,7 @@ class PlansTest(parameterized.TestCase):
         self.assertEqual(few.count("8,515,000,000"), 4)
 
     def test_stages_that_differ_in_activations_alone_are_one_row(self):
-        # As under 1F1B, where stage k keeps K - k micro-batches.
+        # As with 1F1B, where stage k keeps K - k micro-batches.
         text = str(plan([stage(k, activations=128 - k) for k in range(128)]))
         self.assertEqual(
             cells(text, 1, 6), [["0 to 127", "1.0 to"], ["", "128.0"]]

@@ -1,4 +1,4 @@
-"""The choice of a pipeline, against all others in the simulator."""
+"""The pipeline that `tune` chooses, compared with all simulated candidates."""
 
 import json
 import os
@@ -94,7 +94,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
             tuned(device_memory=1000)
 
     def test_one_device_is_enough(self):
-        # The start of a task takes longer than all arithmetic.
+        # Starting a task takes longer than all arithmetic.
         found = tuned(spec=(2, 64), device_flops=1e13)
         self.assertLen(found.stages, 1)
         self.assertEqual(found.num_replicas, 1)
@@ -102,7 +102,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn("next best", str(found))
 
     def test_data_parallelism(self):
-        # Few weights, whose gradients are summed at once, and much work.
+        # Much work, and few weights, whose gradients are summed quickly.
         layers = [keras.layers.Conv2D(8, 3, padding="same") for _ in range(4)]
         found = tuned(layers, (32, 16, 16, 8))
         self.assertEqual((len(found.stages), found.num_replicas), (1, 4))
@@ -198,7 +198,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(str(tuned()), str(tuned()))
 
     def test_cut_within_memory(self):
-        # Of two layers a stage the first would hold 2 * 2 + 1.
+        # With two layers, the first stage would hold 2 * 2 + 1 bytes.
         rooms = [cuts.Room(4, 1, 1), cuts.Room(100, 1, 1)]
         found = cuts.within([[1] * 4] * 2, [2] * 4, [0] * 4, [1] * 4, rooms)
         self.assertEqual(found, [1, 3])
