@@ -1,4 +1,4 @@
-"""Checkpoints of other kinds, with other stages when they are read."""
+"""Checkpoints of several kinds, loaded into a model with other stages."""
 
 import pathlib
 
@@ -15,8 +15,9 @@ from tests.devices import KIND
 DEVICES = [f"{KIND}:{i}" for i in range(4)]
 X = np.random.default_rng(0).standard_normal((12, 4), dtype="float32")
 Y = X[:, :2]
-# The numbers of stages when it is written and when it is read, 0 of the plain
-# Keras model, 4 of two on each of two devices; and whether it is functional.
+# The number of stages at saving and at loading, and whether the model is
+# functional. With 0 it is a plain Keras model, with 4 each of two devices has
+# two stages.
 CASES = (
     ((4, 2), True),
     ((2, 4), False),
@@ -29,8 +30,8 @@ CASES = (
 def made(num_stages, functional=True, seed=0):
     """Returns a compiled model.
 
-    Its stages have BatchNormalization, slots and means of weights, by which
-    `fit` replaces the weights at its end.
+    It has BatchNormalization, optimizer slots and averages of the weights,
+    with which `fit` replaces the weights at its end.
     """
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(seed)
@@ -73,7 +74,7 @@ def fit(model, epochs, callbacks=(), **kwargs):
 
 
 class Stop(keras.callbacks.Callback):
-    """As if the program were ended after the first epoch."""
+    """Interrupts `fit` after the first epoch."""
 
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == 1:
@@ -137,11 +138,11 @@ class CheckpointsTest(tf.test.TestCase, parameterized.TestCase):
         new.load_weights(str(folder))
         self.assertAllClose(saved, new.get_weights())
         if not functional:
-            return  # Of a `Sequential` Keras loads no weights so.
+            return  # Keras loads no weights of a `Sequential` this way.
         loaded = keras.models.load_model(str(folder))
         self.assertIs(type(loaded), type(old))
         self.assertAllClose(saved, loaded.get_weights())
-        # As `fit` did at its end.
+        # `fit` did the same at its end.
         loaded.optimizer.finalize_variable_values(loaded.trainable_variables)
         self.assert_same(old, loaded)
 

@@ -1,4 +1,4 @@
-"""What callbacks change while a model runs, and the model's arguments."""
+"""Callbacks that change a model while it runs; the model's arguments."""
 
 import functools
 import tempfile
@@ -170,7 +170,7 @@ class DuringFitTest(parameterized.TestCase):
     @parameterized.parameters(*_TRAIN_HOOKS[::3])
     @pytest.mark.slow_after(1)
     def test_compile_takes_effect_at_the_next_step(self, hook):
-        # Keras calls `None` at the next step of the plain model.
+        # The plain model fails here: Keras calls `None` at the next step.
         model = _make()
         _compile(model)
         _fit(model, [_At(hook, lambda m: _compile(m, 0.0))])
@@ -202,7 +202,7 @@ class DuringFitTest(parameterized.TestCase):
 
     @parameterized.parameters(False, True)
     def test_trainable(self, compiled):
-        """As in the plain model, it takes a compile, but for the first step."""
+        """It takes effect at the next `compile`, as in the plain model."""
 
         def freeze(m):
             m.layers[1].trainable = False

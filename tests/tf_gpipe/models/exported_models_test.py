@@ -18,7 +18,7 @@ from tests.devices import KIND
 from tests.tf_gpipe import comparison
 
 DEVICES = [f"{KIND}:{i}" for i in range(3)]
-# Each reads a file and answers, in a process of its own.
+# Each loads an exported model and answers, in a process of its own.
 SERVERS = {
     "tf_saved_model": """
 import tensorflow as tf
@@ -137,7 +137,7 @@ class ExportTest(parameterized.TestCase, tf.test.TestCase):
             model.export(path, format=kind, verbose=False)
             np.savez(f"{path}.x.npz", **(x if isinstance(x, dict) else {"": x}))
             expected[path] = model.predict(x, verbose=0)
-        # Elsewhere: where tf_gpipe cannot be imported from.
+        # In a folder from which tf_gpipe cannot be imported.
         subprocess.run(
             [
                 *(sys.executable, "-c", ASK.format(server=SERVERS[kind])),
@@ -166,7 +166,7 @@ class ExportTest(parameterized.TestCase, tf.test.TestCase):
 
         def make():
             x = keras.Input((4,))
-            # On another device than the one that it is loaded on.
+            # Its stage is on another device than the layer was loaded on.
             y = L.TFSMLayer(path, call_endpoint="serve")(L.Dense(4)(x))
             return keras.Model(x, L.Dense(2)(y))
 
@@ -245,7 +245,7 @@ class PlotTest(parameterized.TestCase, tf.test.TestCase):
         model, _ = trained(make)
         plot = keras.utils.model_to_dot(model, show_shapes=True)
         plain = keras.utils.model_to_dot(model.to_keras(), show_shapes=True)
-        # But for the identities of Python's objects.
+        # The names of nodes differ: they are the ids of Python objects.
         for each in (plot, plain):
             self.assertLen(each.get_nodes(), len(plain.get_nodes()))
             self.assertLen(each.get_edges(), len(plain.get_edges()))
@@ -255,7 +255,7 @@ class PlotTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(two_inputs, sequential)
     @pytest.mark.slow_after(1)
     def test_graph_of_tensorboard(self, make):
-        """Keras writes that of plain models alone, such as `to_keras()`."""
+        """Keras writes the graph only of plain models, such as `to_keras()`."""
         model, _ = trained(make)
         path = tempfile.mkdtemp(dir=self.get_temp_dir())
         keras.callbacks.TensorBoard(path).set_model(model)
@@ -266,7 +266,7 @@ class PlotTest(parameterized.TestCase, tf.test.TestCase):
             self.assertIn(f'"{layer.name}"', graph)
 
     def _graphs(self, path):
-        gc.collect()  # Keras's callback closes its files so.
+        gc.collect()  # Makes Keras's callback close its files.
         return [
             tf.make_ndarray(value.tensor).item().decode()
             for file in tf.io.gfile.glob(f"{path}/train/events*")

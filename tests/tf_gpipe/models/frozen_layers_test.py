@@ -1,4 +1,4 @@
-"""Layers and weights that are trained within layers that are frozen."""
+"""Frozen layers in which some layers or weights are trained."""
 
 import keras
 import numpy as np
@@ -68,7 +68,7 @@ def single_weight(layers):
 
 
 def low_rank(layers):
-    """As `Backbone.enable_lora` of KerasHub leaves it."""
+    """Freezes layers as KerasHub's `Backbone.enable_lora` does."""
     for layer in layers:
         layer.trainable = False
         layer.block.a.trainable = True
@@ -83,7 +83,7 @@ CHANGES = (sublayer, two_levels, single_weight, low_rank, frozen_weight)
 
 
 def make(kind="functional"):
-    """Returns a model and its `Outer` layers, of which one may come twice."""
+    """Returns a model and its `Outer` layers; "shared" calls one twice."""
     keras.utils.set_random_seed(1)
     layers = [Outer(name="first"), Outer(name="second")]
     if kind == "sequential":
@@ -172,7 +172,7 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("functional", "sequential")
     def test_model_that_is_frozen_itself(self, kind):
-        """Keras trains nothing of it, whatever is in it."""
+        """Keras trains no weight of a frozen model, whatever is in it."""
         for change in ("before", "after"):
             model, layers = make(kind)
             plain, others = make(kind)
@@ -219,7 +219,7 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(a, b, rtol=2e-5, atol=2e-6)
 
     def test_weight_that_tapes_do_not_follow(self):
-        """One that was not made to be trained has no gradient in Keras."""
+        """Keras has no gradient of a weight created as not trainable."""
         x, y = numbers(6, 4), numbers(6, 2, seed=1)
         found = []
         for plain in (True, False):
@@ -287,7 +287,7 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
         (single_weight, True),
     )
     def test_planned(self, change, built):
-        """The planner counts what training needs of what is trained."""
+        """The planner counts gradients of trained weights only."""
         model, layers = make()
         change(layers)
         trained = sum(int(np.prod(v.shape)) for v in model.trainable_variables)

@@ -105,7 +105,7 @@ def long_skip():
 
 
 class Block(L.Layer):
-    """Without a `training` argument of its own."""
+    """A layer whose `call` has no `training` argument."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -288,7 +288,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("gpipe", "1f1b")
     def test_outputs_of_all_kinds(self, schedule):
-        """From the first stage, an input, and one of them twice."""
+        """Outputs of the first and the last stage, an input, and one twice."""
 
         def make():
             inputs = keras.Input((4,), name="inputs")
@@ -310,7 +310,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("gpipe", "1f1b")
     def test_output_without_a_loss(self, schedule):
-        """Its weights have no gradient, so that they do not decay either."""
+        """Its weights have no gradient, so they do not decay either."""
 
         def make():
             inputs = keras.Input((4,))
@@ -357,7 +357,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("gpipe", "1f1b")
     def test_several_losses_of_one_output(self, schedule):
-        """Keras takes the first one, and has a metric of each."""
+        """Keras trains by the first one, and has a metric for each."""
 
         def logs(**kwargs):
             keras.utils.set_random_seed(1)
@@ -677,7 +677,7 @@ class LifeTest(tf.test.TestCase, parameterized.TestCase):
         )
         lines = []
         model.summary(120, print_fn=lambda text, **_: lines.append(text))
-        # A row of six float32 numbers.
+        # A row of six float32 numbers has 0.0234 KiB.
         self.assertIn("1 (0.0234), 3 (0.0234)", "\n".join(lines))
 
 
@@ -689,7 +689,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         size = 4 * 4 * 6
         self.assertEqual(found.stages[0].sends, {1: size, 3: size})
         self.assertIn("skips from stage 0 to 3 (0.0 MiB)", str(found))
-        # They are held where they are used.
+        # The stage that uses a skip holds it.
         chain = tf_gpipe.plan(
             [L.Dense(6) for _ in range(5)] + [L.Dense(2)],
             (8, 6),
@@ -750,7 +750,8 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(shapes, [[(1, 8), (1, 8), (1, 4)]])
 
     def test_equal_cuts_send_little(self):
-        # All parameters are in the outer layers: the cut is free.
+        # All parameters are in the first and the last layer: any cut between
+        # them is equal.
         inputs = keras.Input((8, 8, 2))
         x = L.Conv2D(4, 1)(inputs)
         x = L.UpSampling2D(2)(x)

@@ -1,4 +1,4 @@
-"""Tasks of KerasHub: their backbones are cut, with the plain task's numbers."""
+"""KerasHub's tasks: backbones are cut, and numbers equal the plain task's."""
 
 import keras
 import numpy as np
@@ -100,7 +100,7 @@ class KerasHubTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(expected, received, rtol=1e-5, atol=1e-5)
         for a, b in zip(plain.variables, model.variables, strict=True):
             self.assertEqual(a.path, b.path)
-            # Keys have no gradient by their bias, but for rounding.
+            # The bias of attention keys has no gradient, but for rounding.
             largest = max(np.abs(a).max(), 1e-3)
             self.assertAllClose(a, b, rtol=0, atol=1e-5 * largest)
         sizes = [stage.count_params() for stage in model.stages]
@@ -110,7 +110,7 @@ class KerasHubTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_texts(self):
-        """Of a task with a preprocessor, as people use it."""
+        """A task with a preprocessor takes texts, as people use it."""
         found = []
         for pipelined in (False, True):
             keras.backend.clear_session(free_memory=False)
@@ -145,7 +145,7 @@ class KerasHubTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_lora(self):
-        """Enabled before or after the pipeline is made."""
+        """LoRA may be enabled before or after the pipeline is made."""
         x = {"token_ids": TOKENS, "padding_mask": PADDING}
         found = []
         for when in ("plain", "before", "after"):

@@ -1,4 +1,4 @@
-"""The life of a Keras model, lived by a pipeline and by a plain model."""
+"""All that is done with a Keras model, with a pipeline and a plain model."""
 
 import itertools
 import os
@@ -90,7 +90,7 @@ class Counted(keras.layers.Dense):
 
 
 class OnHost(keras.layers.Layer):
-    """Does what XLA cannot compile."""
+    """Calls NumPy on the host, which XLA cannot compile."""
 
     def call(self, x):
         y = tf.stop_gradient(x)
@@ -123,7 +123,7 @@ class LifeTest(tf.test.TestCase, parameterized.TestCase):
             self.assert_same_numbers(x.numpy(), y.numpy())
 
     def assert_fit_same(self, plain, model, fit, **kwargs):
-        """Compiles both, has `fit(model)` train them, and compares."""
+        """Compiles both models, trains each with `fit`, and compares them."""
         kwargs.setdefault("loss", "mse")
         make = kwargs.pop("optimizer", lambda: keras.optimizers.Adam(0.02))
         before = [w.numpy() for w in plain.weights]
@@ -829,7 +829,7 @@ class SavingTest(LifeTest):
             before.save_weights(path)
         after = self._make(other)
         if other == "plain":
-            # Keras reads the state of an optimizer that is built.
+            # Keras loads the state of an optimizer only if it is built.
             after.optimizer.build(after.trainable_variables)
         after.load_weights(path)
         self.assert_same_state(before, after)
@@ -983,7 +983,7 @@ class TracingTest(LifeTest):
         self.assertGreater(once, 0)
         model.train_on_batch(x, y)
         self.assertEqual(layer.calls, start + once)
-        # Of another size, for which Keras traces batches of any size.
+        # At another batch size Keras traces the step for batches of any size.
         model.train_on_batch(x[:7], y[:7])
         self.assertLessEqual(layer.calls, start + 2 * once)
         calls = layer.calls
@@ -1123,7 +1123,8 @@ class PenaltyMixin:
         self, x=None, y=None, y_pred=None, sample_weight=None, training=True
     ):
         loss = super().compute_loss(x, y, y_pred, sample_weight, training)
-        # Of the whole mini-batch: not the mean of the micro-batches'.
+        # Depends on the whole mini-batch: it is not the mean over
+        # micro-batches.
         return loss + keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_pred)))
 
 

@@ -1,4 +1,4 @@
-"""Models of many layers: in a row, deeper than Python recurses, and abreast."""
+"""Models of many layers: in a row, or side by side."""
 
 import sys
 
@@ -11,7 +11,7 @@ from absl.testing import parameterized
 import tf_gpipe
 from tests.devices import KIND
 
-# More than Python's recursion limit has calls.
+# With its two other layers, the model is deeper than Python recurses.
 DEEP = 1000
 WIDE = 1000
 ROWS = 4

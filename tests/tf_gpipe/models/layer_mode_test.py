@@ -46,7 +46,7 @@ def pipelined(layers, num_stages=3, **kwargs):
 
 
 def one_by_one(layers, x, training=True):
-    """What a pipeline of `layers` computes."""
+    """Calls the layers one after another."""
     for layer in layers:
         if layer._call_has_training_arg:
             x = layer(x, training=training)
@@ -61,7 +61,7 @@ def make_data(*shape):
 
 
 def total(outputs):
-    """A number that depends on every row of every float output otherwise."""
+    """Returns a sum that weights each row of each float output differently."""
     result = tf.zeros(())
     for i, x in enumerate(keras.tree.flatten(outputs)):
         if x.dtype.is_floating:
@@ -72,7 +72,7 @@ def total(outputs):
 
 
 class Fork(keras.layers.Layer):
-    """A tensor to a tuple with a dict in it."""
+    """Maps a tensor to a tuple with a dict in it."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -88,7 +88,7 @@ class Fork(keras.layers.Layer):
 
 
 class Cross(keras.layers.Layer):
-    """A tuple with a dict in it to a dict."""
+    """Maps a tuple with a dict in it to a dict."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -106,14 +106,14 @@ class Cross(keras.layers.Layer):
 
 
 class Tell(keras.layers.Layer):
-    """A float tensor to itself and the integer places of its maxima."""
+    """Returns its float input, and the integer positions of its maxima."""
 
     def call(self, x):
         return x, keras.ops.argmax(x, axis=-1)
 
 
 class LookUp(keras.layers.Layer):
-    """Uses floats and integers, and hands on both."""
+    """Uses floats and integers, and returns both."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -128,7 +128,7 @@ class LookUp(keras.layers.Layer):
 
 
 class Rematerialized(keras.layers.Layer):
-    """Runs its weights' part once more for the gradient, as Keras offers."""
+    """Recomputes its `Dense` layer for the gradient, by `keras.remat`."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -163,20 +163,20 @@ def around(body):
 
 
 class LayerModeTest(tf.test.TestCase, parameterized.TestCase):
-    """Compares a pipeline's call to that of its layers."""
+    """Compares the call of a pipeline with calls of its layers."""
 
     def assert_same_numbers(self, a, b):
         self.assertAllClose(a, b, rtol=1e-4, atol=1e-5)
 
     def assert_same_gradients(self, model, x, compiled, training=True):
-        """Compares outputs and gradients by weights and inputs.
+        """Compares outputs, and gradients by weights and by inputs.
 
         Args:
             model: The pipeline.
             x: Its inputs.
             compiled: What `tf.function` compiles: `"step"`, `"call"`, or
                 `None` for nothing.
-            training: Boolean, of the call.
+            training: Boolean, the argument of the call.
         """
         floats = [
             t for t in keras.tree.flatten(x) if tf.as_dtype(t.dtype).is_floating
@@ -323,8 +323,8 @@ class ModelTest(LayerModeTest):
         for m in (plain, model):
             m.compile("sgd", "mse")
             m.train_on_batch(x, y)
-            # Which drops the generator that the first step has read. The
-            # second one is traced again.
+            # Drops the generator that the first step has read. The second step
+            # is traced again.
             keras.utils.set_random_seed(5)
             m.train_on_batch(x[:6], y[:6])
             drawn.append(keras.random.normal((3,)))
@@ -459,7 +459,7 @@ class TapeTest(LayerModeTest):
 
     @parameterized.parameters("1f1b", "gpipe")
     def test_backward_in_a_function_of_a_call_that_ran(self, schedule):
-        """As for a Jacobian, whose backward pass TensorFlow vectorizes."""
+        """A Jacobian's backward pass, which TensorFlow vectorizes."""
         model = pipelined(make_layers(), schedule=schedule)
         x = tf.constant(make_data(4, 4))
 
@@ -533,7 +533,7 @@ class TapeTest(LayerModeTest):
                 outer.watch(x)
                 with tf.GradientTape() as inner:
                     inner.watch(x)
-                    # As of a gradient penalty.
+                    # As in a gradient penalty.
                     outputs = tf.reduce_sum(call(x))
                 gradient = inner.gradient(outputs, x)
                 loss = tf.reduce_sum(gradient**2)
@@ -687,7 +687,7 @@ class StructureTest(LayerModeTest):
 
 
 class Join(keras.layers.Layer):
-    """Any nested structure to one tensor."""
+    """Maps any nested structure to one tensor."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)

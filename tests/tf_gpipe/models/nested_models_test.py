@@ -1,4 +1,4 @@
-"""Models within a model: opened, cut, and with the plain model's numbers."""
+"""Nested models are cut into stages, and numbers equal the plain model's."""
 
 import functools
 import pathlib
@@ -47,7 +47,7 @@ def sequential():
 
 
 def sequential_alone():
-    """Nothing around it."""
+    """A nested `Sequential` with no layer around it."""
     inputs = keras.Input((4,))
     return keras.Model(inputs, stack()(inputs))
 
@@ -74,7 +74,7 @@ def siamese():
 
 
 def siamese_of_one_input():
-    """Also with more layers after one of the calls."""
+    """One tower is called three times, twice in a row with a layer between."""
     tower = block()
     inputs = keras.Input((4,))
     a, b = tower(inputs), tower(L.Dense(4)(tower(-inputs)))
@@ -99,7 +99,7 @@ def dictionaries():
 
 
 def dictionary_for_a_list():
-    """By the names of the inputs."""
+    """The nested model's inputs are not in the order of their names."""
     a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
     inner = keras.Model([b, a], L.Dense(4)(a) + 2.0 * L.Dense(4)(b))
     x, y = keras.Input((4,), name="x"), keras.Input((4,), name="y")
@@ -114,7 +114,7 @@ def lists_of_one():
 
 
 def passes_on():
-    """It returns an input, too, and one tensor twice."""
+    """The nested model returns an input, too, and one tensor twice."""
     a = keras.Input((4,))
     h = L.Dense(4)(a)
     inner = keras.Model(a, [a, h, h])
@@ -142,7 +142,7 @@ def normalized(**call):
 
 
 def frozen():
-    """Keras's recipe of transfer learning."""
+    """Keras's recipe for transfer learning."""
     x = inputs = keras.Input((4,))
     base = stack(L.Dense(4), L.BatchNormalization(momentum=0.5), block())
     base.trainable = False
@@ -171,7 +171,7 @@ def losses_within():
 
 
 def regularized_itself():
-    """Keras has that of a `Sequential` alone."""
+    """Keras supports such a regularizer only on a nested `Sequential`."""
     inner = stack()
     inner.activity_regularizer = keras.regularizers.L2(0.1)
     inputs = keras.Input((4,))
@@ -179,13 +179,13 @@ def regularized_itself():
 
 
 def wide_to_narrow():
-    """Of float64 for one of float32."""
+    """A float64 tensor is the input of a float32 model."""
     x = keras.Input((4,), dtype="float64")
     return keras.Model(x, L.Dense(2)(block()(x)))
 
 
 def flat_to_column():
-    """The last axis is added."""
+    """Keras adds the last axis of the nested model's input."""
     a = keras.Input((4, 1))
     inner = keras.Model(a, L.Rescaling(2.0)(L.Activation("tanh")(a)))
     x = keras.Input((4,))
@@ -204,7 +204,7 @@ def own_call():
 
 
 def own_class():
-    """Without a `call` of its own."""
+    """The nested model is of a subclass without its own `call`."""
 
     class Named(keras.Model):
         def __init__(self):
@@ -223,7 +223,7 @@ def wrapped():
 
 
 def given_a_constant():
-    """What is no tensor of the graph: the model stays one layer."""
+    """A constant is no tensor of the graph: the model stays one layer."""
     a, b = keras.Input((4,)), keras.Input((4,))
     inner = keras.Model([a, b], L.Dense(4)(L.Add()([a, b])))
     x = keras.Input((4,))
@@ -242,7 +242,7 @@ def optional_input():
 
 
 def tied():
-    """A weight of a layer within, used outside, too."""
+    """A weight of the nested model is used outside of it, too."""
     a = keras.Input((4,))
     table = L.Dense(5)
     inner = keras.Model(a, L.Dense(5, activation="tanh")(table(a)))
@@ -252,7 +252,7 @@ def tied():
 
 
 def of_tensors_in_between():
-    """A model made of tensors of another one."""
+    """The nested model is made from tensors within another model."""
     a = keras.Input((4,))
     h = L.Dense(4, activation="relu")(a)
     z = L.Dense(4)(L.Dense(4)(h))
@@ -262,7 +262,7 @@ def of_tensors_in_between():
 
 
 def part_that_is_not_used():
-    """It is computed, and adds its losses, as in Keras."""
+    """Keras computes an unused output, too, and adds its losses."""
     a = keras.Input((4,))
     h = L.Dense(4)(a)
     other = L.Dense(3, activity_regularizer="l2")(h)
@@ -272,7 +272,7 @@ def part_that_is_not_used():
 
 
 def handed_on_as_told():
-    """The nested model makes of its input what the spec of that tells."""
+    """An input that the nested model returns has the dtype of its spec."""
 
     class Wide(L.Layer):
         def call(self, x):
@@ -352,7 +352,7 @@ def named_alike(make):
 
 class Case(tf.test.TestCase, parameterized.TestCase):
     def assertNoModels(self, model):
-        """Checks that all models within a model have been opened."""
+        """Checks that no stage has a nested model as a layer."""
         for stage in model.stages:
             for layer in stage.layers:
                 self.assertNotIsInstance(layer, keras.Model)
@@ -384,7 +384,7 @@ class NumbersTest(Case):
     @parameterized.parameters(*MODELS.items())
     @pytest.mark.slow_after(1)
     def test_every_call_a_stage(self, make, num_calls):
-        """As far as there are devices."""
+        """Each call is a stage, as far as there are devices."""
         model = self.compare(make, min(num_calls, 8))
         self.assertEqual(
             sum(len(stage.nodes) for stage in model.stages), num_calls
@@ -424,7 +424,7 @@ def mask_made_within():
 
 
 def explicit_mask():
-    """In place of the one that the tensor has, and where it has none."""
+    """A mask replaces the one that a tensor has, or is its first one."""
     x, h = mask_from_outside()
     plain = L.Embedding(7, 4)(x)
     a = keras.Input((5, 4))
@@ -439,7 +439,7 @@ def explicit_mask():
 
 
 def mask_of_the_output():
-    """A loss is divided by what is not masked."""
+    """A loss is a mean over the steps that are not masked."""
     x, h = mask_from_outside()
     h = stack(L.Dense(4), L.LSTM(4, return_sequences=True))(h)
     return keras.Model(x, stack(L.Dense(2), L.Activation("tanh"))(h))
@@ -483,7 +483,7 @@ class MasksTest(Case):
         self.assertNotAllClose(model(x), model(others))
 
     def test_of_a_call(self):
-        """A mask that only the call of the pipeline gives."""
+        """A mask that is given to the call of the pipeline."""
 
         def make():
             x = keras.Input((5, 4))
@@ -521,7 +521,7 @@ def drops(inner_training=None, **call):
 
 
 class TrainingTest(Case):
-    """Of `training=` counts what Keras has it count."""
+    """`training=` has the effect that it has in Keras."""
 
     @parameterized.product(
         inner_training=(None, False, True),
@@ -549,7 +549,7 @@ class TrainingTest(Case):
         self.assertAllClose(*found)
 
     def test_draws_of_a_tower_that_is_called_twice(self):
-        """In the order of Keras, also where one call is the deeper one."""
+        """Draws come in Keras's order, even if one call is nested deeper."""
 
         def make():
             tower = stack(L.Dense(4), L.Dropout(0.5), L.BatchNormalization())
@@ -622,7 +622,7 @@ class TrainingTest(Case):
         (normalized, {}), (normalized, {"training": False}), (frozen, {})
     )
     def test_batch_normalisation(self, make, call):
-        """Moved once a mini-batch, unless it is frozen."""
+        """Statistics move once a mini-batch, unless the layer is frozen."""
 
         def made():
             return make(**call)
@@ -631,7 +631,7 @@ class TrainingTest(Case):
         self.assertNoModels(model)
 
     def test_other_arguments_of_a_context(self):
-        """They reach the layers in a way that a model alone can go."""
+        """Only a model can pass them on to its layers: it stays one layer."""
 
         class Scaled(L.Layer):
             def __init__(self, **kwargs):
@@ -682,7 +682,7 @@ class TrainingTest(Case):
 class DtypesTest(Case):
     @parameterized.parameters("mixed_bfloat16", "float64")
     def test_policies(self, policy):
-        """The model's inputs keep their dtypes, and the layers theirs."""
+        """The nested model's inputs and layers keep their dtypes."""
 
         def make():
             keras.config.set_dtype_policy(policy)
@@ -708,7 +708,7 @@ class DtypesTest(Case):
 
     @parameterized.parameters(True, False)
     def test_input_of_a_lower_precision(self, sequential):
-        """What the layers get is rounded."""
+        """The layers get a rounded input."""
 
         def make():
             a = keras.Input((4,), dtype="bfloat16")
@@ -730,7 +730,7 @@ class DtypesTest(Case):
 
 
 class SequentialTest(tf.test.TestCase, parameterized.TestCase):
-    """Models in the list of a `PipelinedSequential`."""
+    """Models among the layers of a `PipelinedSequential`."""
 
     def make_layers(self, built):
         inner = [L.Dense(4, "tanh"), keras.Sequential([L.Dense(4)]), block()]
@@ -778,7 +778,7 @@ class SequentialTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(model.layers, 3)
 
     def test_error_of_the_build(self):
-        """It names the layer, and the stage if that is known."""
+        """The error names the layer, and its stage if that is known."""
         layers = [*self.make_layers(True), L.Reshape((3,), name="odd")]
         for balance, where in (
             ([3, 2, 3], "stage 2 on"),
@@ -796,7 +796,7 @@ class SequentialTest(tf.test.TestCase, parameterized.TestCase):
             tf_gpipe.PipelinedSequential(self.make_layers(True), num_stages=8)
 
     def test_inputs_in_a_structure(self):
-        """Its layers are called one after another, without a graph."""
+        """The layers are called one after another, without a graph."""
         a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
         h = L.Dense(4)(L.Add()([L.Dense(4)(a), b]))
         layers = [
@@ -864,7 +864,7 @@ class SequentialTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class FilesTest(Case):
-    """They are those of the plain model, both ways."""
+    """Pipelines and plain models load each other's files."""
 
     def make(self, pipelined, seed):
         keras.backend.clear_session(free_memory=False)

@@ -1,4 +1,4 @@
-"""Inputs and outputs that Keras takes, although they are not as declared."""
+"""Inputs and outputs that Keras accepts although they are not as declared."""
 
 import warnings
 
@@ -38,7 +38,7 @@ def tokens():
 
 
 class More(L.Layer):
-    """Returns a tensor more than its spec tells."""
+    """Returns one tensor more than its spec says."""
 
     def build(self, shape):
         self.w = self.add_weight(shape=(4, 4), initializer="glorot_uniform")
@@ -51,7 +51,7 @@ class More(L.Layer):
 
 
 class Fewer(L.Layer):
-    """Returns a tensor less than its spec tells."""
+    """Returns one tensor less than its spec says."""
 
     def call(self, x):
         return (2.0 * x,)
@@ -205,7 +205,7 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(True, False)
     def test_sparse_tensors(self, sequential):
-        """Dense inputs take them as Keras does; sparse ones are refused."""
+        """Dense inputs take them, as in Keras; sparse inputs are refused."""
         x = tf.sparse.from_dense(np.maximum(numbers(6, 4), 0))
         self.compare(lambda: one_input(sequential), x)
         _, model = self.pair(lambda: one_input(sequential, sparse=True))

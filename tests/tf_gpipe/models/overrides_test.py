@@ -1,4 +1,4 @@
-"""Pipelines of models whose classes, or which themselves, override Keras."""
+"""Pipelines of models that override Keras's methods, by class or instance."""
 
 import pathlib
 import pickle
@@ -61,7 +61,7 @@ class Step:
 
 
 class Own:
-    """All that may be overridden beside steps, with attributes of its own."""
+    """Overrides all that may be overridden but steps, and has attributes."""
 
     def prepare(self):
         self.power = 2.0
@@ -111,7 +111,7 @@ class Penalty:
 
 
 class WithHead:
-    """A layer that the loss alone uses."""
+    """Has a layer that only the loss uses."""
 
     def prepare(self):
         self.head = L.Dense(1)
@@ -140,7 +140,7 @@ def classes(mixin):
 
 @keras.saving.register_keras_serializable("overrides_test")
 class Configured(keras.Model):
-    """With a constructor and a configuration of its own."""
+    """A model with its own constructor and config."""
 
     def __init__(self, width, **kwargs):
         inputs = keras.Input((3,), name="x")
@@ -178,7 +178,7 @@ class Stack(Own, keras.Sequential):
 
 class OverridesTest(tf.test.TestCase, parameterized.TestCase):
     def fit(self, model, **kwargs):
-        # Keras wants a step to use metrics that it is given.
+        # Keras expects a step to use the metrics that `compile` gets.
         own = isinstance(model, Step) or "train_step" in vars(model)
         metrics = None if own else ["mae"]
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=metrics)
@@ -257,7 +257,7 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
             self.fit(model)
 
     def test_attributes_set_before_the_graph(self):
-        """As KerasHub's tasks do: the order of weights is the plain one's."""
+        """As in KerasHub's tasks: weights keep the plain model's order."""
 
         class Task(keras.Model):
             def __init__(self, inputs, outputs):
@@ -273,7 +273,7 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("functional", "sequential")
     def test_methods_of_one_model(self, kind):
-        """Set on a model of Keras's own class."""
+        """Methods that are set on an instance of Keras's own class."""
 
         def make():
             model = keras.Model(*graph())
@@ -415,7 +415,7 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertEqual(copy.name, model.name)
                 self.assertLen(copy.stages, 2)
                 self.assertEqual(copy._pipeline.schedule.name, "gpipe")
-                # A `Sequential` that is loaded leaves its own name out.
+                # A loaded `Sequential` leaves its own name out of paths.
                 for ours, theirs in zip(
                     copy.weights, model.weights, strict=True
                 ):

@@ -1,4 +1,4 @@
-"""What users do with a model, one thing after another, drawn by chance."""
+"""Random sequences of what users do with a model."""
 
 import os
 import random
@@ -20,12 +20,12 @@ INPUTS = {"vector": (5,), "sequence": (4, 3)}
 
 
 class Life:
-    """A model and what happens to it: the same twice, plain and pipelined.
+    """A model and what happens to it: alike for plain and pipelined models.
 
     Args:
-        seed: Integer, for all that is drawn.
+        seed: Integer, from which all random choices follow.
         kwargs: Arguments of a pipeline, or `None` for a plain model.
-        directory: Where to save it.
+        directory: Where to save the model.
     """
 
     def __init__(self, seed, kwargs, directory):
@@ -98,7 +98,7 @@ class Life:
         return keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=1.0)
 
     def adam(self):
-        # Gradients of nearly zero count for nothing.
+        # The large epsilon makes gradients of nearly zero count for nothing.
         return keras.optimizers.Adam(0.01, epsilon=0.1, use_ema=True)
 
     def scaled(self):
@@ -220,7 +220,7 @@ class RandomLivesTest(tf.test.TestCase, parameterized.TestCase):
         plain, pipelined = (
             Life(seed, x, self.get_temp_dir()) for x in (None, kwargs)
         )
-        # The first one builds it.
+        # The first action builds the model.
         done = [draw.choice(["fits_arrays", "fits_a_dataset", "predicts"])]
         done += [draw.choice(ACTIONS) for _ in range(5)]
         for i, action in enumerate(done):

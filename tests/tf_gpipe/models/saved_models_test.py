@@ -1,4 +1,4 @@
-"""Saved models open anywhere; `to_keras` is the plain model."""
+"""Saved models load anywhere; `to_keras` returns the plain model."""
 
 import os
 import pathlib
@@ -20,7 +20,8 @@ from tf_gpipe.devices import sharing
 from tf_gpipe.models.saving import _plain_model
 
 DEVICES = [f"{KIND}:{i}" for i in range(8)]
-# Saves its answer for a file, with as many devices as it is told.
+# Loads a model where there is the given number of devices, trains it, and saves
+# what it finds.
 ELSEWHERE = """
 import sys, warnings
 import keras, numpy as np, tensorflow as tf
@@ -108,7 +109,7 @@ class ElsewhereTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class SharingTest(tf.test.TestCase, parameterized.TestCase):
-    """Which devices there are, of the eight that the tests have."""
+    """Which devices a loaded model gets, of the eight that the tests have."""
 
     @parameterized.parameters(
         (None, 8, 1),
@@ -241,7 +242,7 @@ class ToKerasTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(
             made.scaled(numbers(6, 4)), 3.0 * model(numbers(6, 4))
         )
-        # It has nothing of a pipeline.
+        # It has no attribute of a pipeline.
         self.assertContainsSubset(vars(made).keys(), vars(own).keys())
 
     def test_of_a_subclass(self):
@@ -279,7 +280,7 @@ class Hdf5Test(tf.test.TestCase, parameterized.TestCase):
     )
     @pytest.mark.slow_after(1)
     def test_loads_again(self, functional, kwargs):
-        """Compiled anew: Keras builds the optimizer of no model rightly."""
+        """Compiled anew: Keras restores no optimizer from HDF5 rightly."""
         kwargs = {"devices": DEVICES[:2], **kwargs}
         model = pipelined(functional, num_stages=2, **kwargs)
         x, y = numbers(6, 4), numbers(6, 2)

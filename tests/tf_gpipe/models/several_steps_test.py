@@ -36,7 +36,7 @@ def _make(cls=tf_gpipe.PipelinedSequential, **kwargs):
 
 
 def _trained(model, optimizer, steps, metrics=("mae",)):
-    """Returns all that a model holds after two epochs, and its history."""
+    """Returns all variables after two epochs of training, and the history."""
     model.compile(
         optimizer(), "mse", metrics=metrics, steps_per_execution=steps
     )
@@ -66,8 +66,8 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
     )
     @pytest.mark.slow_after(1)
     def test_bits_of_single_steps(self, options, schedule, remat, steps):
-        # Eight steps of which the last has two rows: no number of steps in
-        # a graph divides them but 2, 4 and 8.
+        # There are eight steps, and the last one has two rows. Of the numbers
+        # of steps in a graph, only 2, 4 and 8 divide eight.
         def optimizer():
             return keras.optimizers.Adam(0.05, **options)
 
@@ -92,9 +92,9 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(steps=(2, 3, 6), known=(False, True))
     def test_losses_of_outputs(self, steps, known):
-        """Keras weighs them by rows where a dataset tells how many.
+        """Keras weights them by rows where a dataset tells how many.
 
-        Of eight steps, which 3 and 6 do not divide.
+        There are eight steps, which 3 and 6 do not divide.
         """
 
         def history(pipelined):
@@ -148,7 +148,7 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
             on_train_batch_end=lambda batch, logs: seen.append(batch)
         )
         model.fit(_X[:48], _Y[:48], 8, verbose=0, callbacks=[callback])
-        # As Keras counts them.
+        # Keras counts batches like this.
         self.assertEqual(seen, [3, 7])
 
     @parameterized.parameters(
@@ -189,7 +189,7 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
             op for op in before if op.type == "Sum" and "CPU:1" in op.device
         ]
         self.assertEqual(bool(norms), waits)
-        # A device is done with a step before it begins the next one.
+        # A device finishes a step before it begins the next one.
         self.assertTrue(any("B0.1/" in op.name for op in before))
 
 

@@ -1,4 +1,4 @@
-"""Several Python threads at once: a model each, and one for all."""
+"""Several Python threads at once, with a model each, or one for all."""
 
 import itertools
 import random
@@ -22,9 +22,9 @@ _Y = _rng.normal(size=(16, 3)).astype("float32")
 
 
 def _at_once(*functions):
-    """Calls functions, each in a thread, and raises what one of them does.
+    """Calls each function in a thread, and raises what one of them raises.
 
-    Python goes from thread to thread as often as it can.
+    Python switches threads as often as it can.
     """
     start = threading.Barrier(len(functions))
     errors = []
@@ -84,7 +84,7 @@ def _piped(model, **kwargs):
 
 
 def _life(model, weights, eager=False):
-    """Trains and asks a model. Returns all that comes of it."""
+    """Trains and evaluates a model. Returns its variables and outputs."""
     model.set_weights(weights)
     model.compile(
         keras.optimizers.Adam(0.05), "mse", metrics=["mae"], run_eagerly=eager
@@ -141,7 +141,7 @@ class ThreadsTest(parameterized.TestCase):
         _assert_lives(4, kinds)
 
     def test_variables_have_their_own_values(self):
-        """What TensorFlow mixes up on a device that is not the first."""
+        """TensorFlow alone mixes them up on devices other than the first."""
         shapes = [(3,), (8, 8), (6, 8), (8,), (16, 3)]
 
         def make():
@@ -164,7 +164,7 @@ class ThreadsTest(parameterized.TestCase):
         _at_once(*[make] * 4)
 
     def test_layers_that_run_eagerly(self):
-        """As `Reshape` and `Flatten`, by a shape that a thread hands over."""
+        """`Reshape` and `Flatten`, to which each thread gives its own shape."""
         x = np.arange(64.0, dtype="float32").reshape(8, 8)
         weights: list = []
 
@@ -211,7 +211,7 @@ class ThreadsTest(parameterized.TestCase):
     @parameterized.parameters("gpipe", "1f1b")
     def test_one_model(self, schedule):
         model = _piped(_chain(), schedule=schedule)
-        # At a learning rate of 0, what all of them find is known.
+        # With a learning rate of 0, the results of all threads are known.
         model.compile(keras.optimizers.SGD(0.0), "mse")
         expected = np.asarray(model(_X))
         loss = np.mean((expected - _Y) ** 2)

@@ -1,4 +1,4 @@
-"""Layers that do what few do, as in the plain model, or refused."""
+"""Unusual layers work as in the plain model, or are refused."""
 
 import functools
 import gc
@@ -78,21 +78,21 @@ class AssignedInBuild(L.Layer):
 
 
 class Shaken(L.Layer):
-    """Adds what `keras.random` draws without a generator of the layer."""
+    """Adds noise from `keras.random` without a `SeedGenerator`."""
 
     def call(self, x):
         return x + keras.random.normal(keras.ops.shape(x))
 
 
 class Doubled(L.Layer):
-    """As layers are mostly written: Keras calls it to learn its outputs."""
+    """Has no spec, like most layers: Keras calls it to infer its outputs."""
 
     def call(self, x):
         return 2 * x
 
 
 class Raw(L.Layer):
-    """Has a variable of TensorFlow, of which Keras does not know."""
+    """Has a `tf.Variable`, which Keras does not know of."""
 
     def build(self, input_shape):
         with tf.init_scope():
@@ -103,7 +103,7 @@ class Raw(L.Layer):
 
 
 class Gathered(L.Layer):
-    """Takes all of its rows, by their numbers."""
+    """Takes all of its rows, by their indices."""
 
     def call(self, x):
         return keras.ops.take(x, keras.ops.arange(keras.ops.shape(x)[0]), 0)
@@ -113,7 +113,7 @@ class Gathered(L.Layer):
 
 
 class Flattened(L.Layer):
-    """Makes a row of each step."""
+    """Makes each time step a row."""
 
     def call(self, x):
         return keras.ops.reshape(x, (-1, x.shape[-1]))
@@ -123,7 +123,7 @@ class Flattened(L.Layer):
 
 
 class Rematerialized(L.Layer):
-    """Runs its weights' part once more for the gradient, as Keras offers."""
+    """Recomputes its `Dense` layers for the gradient, by `keras.remat`."""
 
     def __init__(self, remat):
         super().__init__()
@@ -149,7 +149,7 @@ class ToComplex(L.Layer):
 
 
 class Sparsely(L.Layer):
-    """Returns what is no dense tensor, as its spec does not tell."""
+    """Returns a tensor that is not dense, unlike its spec."""
 
     def __init__(self, kind):
         super().__init__()
@@ -164,7 +164,7 @@ class Sparsely(L.Layer):
 
 @keras.saving.register_keras_serializable(package="unusual_layers_test")
 class Valued(L.Layer):
-    """Makes a variable of a value, not of an initializer."""
+    """Makes a variable from a value, not from an initializer."""
 
     def __init__(self, early, **kwargs):
         super().__init__(**kwargs)
@@ -241,7 +241,8 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         x, y = tf.constant(numbers(8, 5, 4)), tf.constant(numbers(8, 2))
         step = tf.function(lambda x, y: model.loss_and_gradients(x, y))
         step = step.get_concrete_function(x, y)
-        # The trace that stages are cut from, whose loops are functions.
+        # Collects the trace that stages are cut from, whose loops are
+        # functions.
         gc.collect()
         loss, _, outputs = step(x, y)
         self.assertAllClose(loss, tf.reduce_mean((outputs - y) ** 2))
@@ -266,8 +267,8 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
                 make, data, loss="mse", optimizer=SGD, **kwargs
             )
 
-        # Not the plain model's own: TensorFlow lets the optimizer change
-        # weights, now and then, before the recomputation has read them.
+        # The plain model has no `keras.remat`: TensorFlow now and then lets the
+        # optimizer change weights before the recomputation has read them.
         comparison.assert_same(
             self,
             train(False),
@@ -364,7 +365,8 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             return gradients[0], outputs
 
         gradient, outputs = step(tf.ones((2, 6)))
-        # A row a micro-batch. The mean over 6 features, the sum over rows.
+        # Each micro-batch is one row. The gradient is a mean over 6 features
+        # and a sum over rows.
         self.assertAllClose(gradient, np.sum(outputs, axis=0) / 6)
         self.assertNotAllClose(outputs[0], step(tf.ones((2, 6)))[1][0])
 
@@ -520,7 +522,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         self, schedule, num_micro_batches, weights
     ):
         def batches():
-            # As of a generator, sizes are not known when a step is traced.
+            # As with any generator, sizes are not known when a step is traced.
             x, y = numbers(8, 6), numbers(8 if weights else 1, 3, seed=1)
             while True:
                 yield (x, y, np.ones(1, "float32")) if weights else (x, y)
@@ -626,7 +628,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         model.compile("sgd", CROSS_ENTROPY(from_logits=True))
         x, y = tokens(9, 8, 5), tokens(3, 8, 5)
         nodes = executed_graph(lambda: model.train_on_batch(x, y))
-        # But for functions, such as those of the stages.
+        # Nodes within functions, such as those of the stages, do not count.
         self.assertNotIn("LoopCond", [node.op for node in nodes])
 
     @parameterized.parameters(("gpipe", 2, 7), ("1f1b", 2, 7), ("1f1b", 3, 6))
@@ -667,7 +669,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         )
         x = numbers(8, 6)
         for training in (False, True):
-            # This changes the state of a layer, which models have in common.
+            # Training changes the state of a layer, which both models share.
             before = [w.numpy() for w in plain.weights]
             expected = plain(x, training=training)
             after = [w.numpy() for w in plain.weights]
