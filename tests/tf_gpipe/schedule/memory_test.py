@@ -18,7 +18,7 @@ def make_sizes(num_stages):
 
 
 def by_hand(schedule, remat, sizes):
-    """The most that these stages hold, from what is there at each task."""
+    """Returns the peak of these stages, from what is held at each task."""
     most, there = 0, {("fixed", k): x.fixed for k, x in sizes.items()}
     for kind, k, m in schedule.steps(remat):
         if k not in sizes:
@@ -72,7 +72,7 @@ class MemoryTest(parameterized.TestCase):
                 for device in range(len(schedule.tasks))
             ],
         )
-        # Held together by what is no device of the schedule.
+        # All stages together, as if one device held them.
         self.assertEqual(
             peak_activations(schedule, remat, stages),
             by_hand(schedule, remat, stages),

@@ -1,4 +1,4 @@
-"""The page of a step: one file, with all that it shows."""
+"""The page of a step is one file with all that it shows."""
 
 import os
 import re
@@ -40,7 +40,7 @@ class PageTest(absltest.TestCase):
         for word in ("simulated: makespan", "measured: makespan", "CPU:2"):
             self.assertIn(word, own)
         for kind in ("forward", "recompute", "backward", "weights"):
-            # Once in the legend, though it has bars in both charts.
+            # It has bars in both charts.
             self.assertEqual(own.count(f'"name":"{kind}","orient'), 2)
             self.assertIn(f'"{kind}"', own)
         self.assertIn("of stage 2", own)

@@ -1,4 +1,4 @@
-"""Orders that are searched, beside those that have names."""
+"""Searched schedules, compared with those that have names."""
 
 import random
 import statistics
@@ -45,14 +45,14 @@ def named(num_stages, num_micro_batches, num_devices):
 
 
 def memory_of_1f1b(num_stages, num_micro_batches, num_devices):
-    """Of stages that keep one each, several of them on a device."""
+    """Returns 1F1B's peak on a device, if each stage keeps 1 a micro-batch."""
     each = num_stages // num_devices
     return each * min(num_devices, num_micro_batches)
 
 
 class SearchTest(parameterized.TestCase):
     def relative(self, times, num_micro_batches, num_devices, remat="never"):
-        """Returns the time of what is found, of the best named one's."""
+        """Returns the found schedule's time, relative to the best named one."""
         numbers = len(times.forward), num_micro_batches, num_devices
         memory = memory_of_1f1b(*numbers)
 
@@ -63,7 +63,7 @@ class SearchTest(parameterized.TestCase):
         self.assertLessEqual(kept(found), memory)
         self.assertEqual(found.name, "auto")
         self.assertLen(found.tasks, num_devices)
-        # Each device has as many stages.
+        # All devices have equally many stages.
         self.assertLen({found.devices.count(i) for i in range(num_devices)}, 1)
         others = [
             step_seconds(x, times, remat)
@@ -96,7 +96,7 @@ class SearchTest(parameterized.TestCase):
     @parameterized.parameters((4, 8, 0.0), (4, 16, 0.1))
     @pytest.mark.slow
     def test_over_many(self, num_devices, num_micro_batches, transfer):
-        """Sets of times, of which docs/how_it_works.md tells 200."""
+        """Random sets of times, as the 200 sets in docs/how_it_works.md."""
         draw = random.Random(1)
         found = [
             self.relative(
@@ -134,7 +134,7 @@ class SearchTest(parameterized.TestCase):
             found = search(times, 8, 3, remat, sizes, memory)
             self.assertLessEqual(max(device_peaks(found, remat, sizes)), memory)
             within.append(step_seconds(found, times, remat))
-        # More memory allows more, but for chance.
+        # More memory makes a step no slower, but for chance.
         self.assertGreater(within[0], 0.98 * within[-1])
         with self.assertRaisesRegex(ValueError, "no order .*memory=3, where"):
             search(times, 8, 3, remat, sizes, memory=3)

@@ -1,4 +1,4 @@
-"""Simulated schedules, compared with formulas and with work on paper."""
+"""Simulated schedules, compared with formulas and results by hand."""
 
 import subprocess
 import sys
@@ -55,7 +55,8 @@ class SimulateTest(parameterized.TestCase):
             schedules.gpipe(num_stages, num_micro_batches), recompute=1.0
         )
         slots = num_micro_batches + num_stages - 1
-        # All stages but the last one do the first of it while they wait.
+        # All stages but the last one do their first recomputation while they
+        # wait.
         self.assertEqual(result.makespan, 4 * slots - (num_stages - 1))
 
     @parameterized.product(num_stages=(2, 3, 4, 8), more=(0, 1, 4, 24))
@@ -65,7 +66,8 @@ class SimulateTest(parameterized.TestCase):
             simulate(schedules.get(name, num_stages, num_micro_batches))
             for name in ("zero_bubble", "1f1b")
         )
-        # Forward, inputs and weights take as long as one another.
+        # Forward passes, gradients by inputs and gradients by weights take
+        # equally long.
         self.assertAlmostEqual(
             result.bubble * result.makespan,
             unsplit.bubble * unsplit.makespan / 3,
@@ -106,8 +108,8 @@ class SimulateTest(parameterized.TestCase):
             )
             for name in ("eager_1f1b", "1f1b", "gpipe")
         )
-        # Transfers take time only on the way of the first micro-batch to the
-        # last stage, and on that of the last one back.
+        # Transfers add time only while the first micro-batch goes to the last
+        # stage, and while the last one comes back.
         self.assertAlmostEqual(eager.makespan, gpipe.makespan)
         exposed = min(num_stages, num_micro_batches) > 1
         self.assertEqual(eager.makespan < usual.makespan - 1e-9, exposed)
@@ -170,7 +172,7 @@ class SimulateTest(parameterized.TestCase):
         split = schedules.interleaved_zero_bubble(
             chunks * num_devices, num_micro_batches, num_devices
         )
-        # A third of the time, where all tasks take equally long.
+        # Bubbles shrink to a third, as all tasks take equally long.
         self.assertEqual(
             simulate(split).makespan, result.makespan - 2 * (num_devices - 1)
         )
@@ -236,7 +238,7 @@ class SimulateTest(parameterized.TestCase):
         ("gpipe", "always", "R1.2 R1.1 R0.2 R1.0 R0.1 R0.0", [12, 12]),
         ("gpipe", "except_last", "R1.1 R1.0 R0.1 R0.0", [11, 11]),
         ("gpipe", "never", "", [9, 9]),
-        # The last stage goes backward while all that it needs is there.
+        # The last stage goes backward at once, and still holds its activations.
         ("1f1b", "always", "R0.0 R0.1 R0.2", [12, 9]),
         ("1f1b", "except_last", "R0.0 R0.1", [11, 9]),
         ("1f1b", "never", "", [9, 9]),
@@ -270,8 +272,9 @@ class SimulateTest(parameterized.TestCase):
                 list(plan.tasks[device]),
             )
         self.assertEqual(result.makespan, max(s.end for s in result.spans))
-        # 4 forward and backward passes and 3 recomputations a stage, but for
-        # the last one where it goes backward at once.
+        # 4 forward and backward passes of all stages. Recomputations take 1 + 2
+        # for the first three stages, and 1 for the last one, which recomputes
+        # nothing where it goes backward at once.
         recomputed = 4 if name == "gpipe" else 3
         self.assertEqual(sum(result.busy), 4 * (10 + 10) + 3 * recomputed)
 
@@ -304,7 +307,7 @@ class SimulateTest(parameterized.TestCase):
         "partition.contiguous",
     )
     def test_imports_no_tensorflow(self, module):
-        # The package itself imports TensorFlow, hence the one without code.
+        # An empty package replaces tf_gpipe's own, which imports TensorFlow.
         code = (
             "import importlib, sys, types\n"
             "package = types.ModuleType('tf_gpipe')\n"

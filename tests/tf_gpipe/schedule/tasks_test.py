@@ -99,7 +99,7 @@ class ScheduleTest(parameterized.TestCase):
     @parameterized.parameters(
         (schedules.one_f_one_b(3, 4), "B2.0 B2.1 B2.2 B2.3"),
         (schedules.interleaved(4, 4, 2), "B3.0 B3.1 B3.2 B3.3"),
-        # The loss of the whole mini-batch comes between.
+        # The loss of the whole mini-batch comes between forward and backward.
         (schedules.gpipe(3, 4), ""),
         (schedules.one_f_one_b(3, 1), ""),
         (

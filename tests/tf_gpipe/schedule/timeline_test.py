@@ -125,7 +125,7 @@ class TextChartTest(parameterized.TestCase):
         self.assertEqual({len(x) for x in rows[:num_devices]}, {width})
         below = " ".join(rows[num_devices:])
         self.assertEndsWith(below, ". idle")
-        # It tells of numbers where there are any.
+        # The line below explains numbers if there are any.
         times = "".join(x.split()[1] for x in rows[:num_devices])
         self.assertEqual("with " in below, any(map(str.isdigit, times)))
 
@@ -208,7 +208,7 @@ class ChromeTraceTest(parameterized.TestCase):
 
     @parameterized.parameters("gpipe", "1f1b", "zero_bubble", "zb_v")
     def test_is_in_the_trace_event_format(self, name):
-        """As "Trace Event Format" has it, of events of the kinds M and X."""
+        """As "Trace Event Format" specifies events of the phases M and X."""
         schedule = schedules.get(name, 4, 6)
         step = simulate(schedule, recompute=1.0)
         trace = json.loads(json.dumps(timeline.chrome_trace(step)))
@@ -274,13 +274,13 @@ class PictureTest(absltest.TestCase):
         self.assertGreater(pixels.shape[1], pixels.shape[0])
         for colour in timeline.COLOURS.values():
             same = abs(pixels - colors.to_rgb(colour)).max(axis=-1) < 0.01
-            # Much more than the legend's.
+            # Bars cover much more than the legend's patches.
             self.assertGreater(same.mean(), 0.02, colour)
 
     def test_svg(self):
         spans = simulate(schedules.interleaved(4, 2, 2)).spans
         path = self.path("a.svg")
-        # As text and not as outlines, to be found.
+        # Writes labels as text, not as outlines, so that they can be found.
         from matplotlib import rc_context
 
         with rc_context({"svg.fonttype": "none"}):
@@ -341,7 +341,7 @@ class ErrorsTest(absltest.TestCase):
             Execution(spans, devices=["a", "b"])
 
     def test_imports_neither_tensorflow_nor_matplotlib(self):
-        # The package imports TensorFlow, so its modules are loaded without it.
+        # An empty package replaces tf_gpipe's own, which imports TensorFlow.
         code = (
             "import sys, types\n"
             "package = types.ModuleType('tf_gpipe')\n"

@@ -13,9 +13,9 @@ from tf_gpipe.schedule.tasks import Schedule
 
 
 def memory(plan):
-    """Returns the most that a device keeps, of what 1F1B's first keeps.
+    """Returns the peak of a device, relative to that of 1F1B's first device.
 
-    That is all of as many micro-batches as there are devices.
+    1F1B's first device keeps as many micro-batches as there are devices.
     """
     peaks = device_peaks(plan, "never", [Sizes()] * plan.num_stages)
     return max(peaks) / (2 * len(plan.tasks))
@@ -31,7 +31,7 @@ class VSchedulesTest(parameterized.TestCase):
         ("v_min", 8, 0.360, 0.123, 0.5),
     )
     def test_figures(self, name, num_devices, of_8, of_32, kept):
-        """Bubbles with M=8 and 32, and memory, of tasks of equal length."""
+        """Bubbles with M=8 and 32, and memory, for tasks of equal length."""
         for num_micro_batches, bubble in ((8, of_8), (32, of_32)):
             plan = schedules.get(name, 2 * num_devices, num_micro_batches)
             self.assertLessEqual(
@@ -83,7 +83,7 @@ class VSchedulesTest(parameterized.TestCase):
 
     @parameterized.parameters((3, 0.031), (4, 0.03), (5, 0.03), (8, 0.03))
     def test_no_bubble_between_steps(self, num_devices, bubble):
-        """Eight steps in one graph, a stage's next one after its last one."""
+        """Eight steps in one graph: each device does one after another."""
         M = 2 * num_devices
         one = schedules.get("zb_v", 2 * num_devices, M)
         rows = [

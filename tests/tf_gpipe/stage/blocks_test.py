@@ -52,7 +52,7 @@ class BlocksTest(parameterized.TestCase, tf.test.TestCase):
         graph = Graph(nodes, stages[0].inputs, stages[-1].outputs)
         counts = [len(stage.nodes) for stage in stages]
         found = blocks.find(graph, counts, counts)
-        # In the order of the pipeline, and none is in two stages.
+        # Blocks are in the order of the pipeline, and none is in two stages.
         self.assertEqual([x for block in found for x in block.nodes], nodes)
         stage_of = {x: stage for stage in stages for x in stage.nodes}
         for block in found:
@@ -60,7 +60,7 @@ class BlocksTest(parameterized.TestCase, tf.test.TestCase):
         return [len(block.nodes) for block in found]
 
     def test_residual(self):
-        # Four calls each, two of them at a time.
+        # Each residual block has four calls; two of them are found at a time.
         found = self.lengths(_times(6, _residual), [16, 8])
         self.assertEqual(found, [8, 8, 8])
 
@@ -86,7 +86,7 @@ class BlocksTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(found, [8, 8, 8, 1] * 2)
 
     def test_large_ones(self):
-        """Gradients of a block are there at a time: it must be a small part."""
+        """A block's gradients are held together: it must be a small part."""
 
         def large(x):
             return L.Dense(600, "relu")(x)
@@ -105,7 +105,7 @@ class BlocksTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(self.lengths(make, [2, 3]), [1] * 5)
 
     def test_what_others_take_ends_a_block(self):
-        """A value within a block that is taken later would be lost."""
+        """A value within a block would be lost to layers that take it later."""
 
         def make(x):
             taken = []
@@ -116,7 +116,7 @@ class BlocksTest(parameterized.TestCase, tf.test.TestCase):
                 x = L.Dense(4, "gelu")(x)
             return L.Add()([x, *taken])
 
-        # From one such value to the next there is one.
+        # From one such value to the next there is one block.
         found = self.lengths(make, [8, 5])
         self.assertEqual(found, [1, 1, 3, 3, 3, 1, 1])
 

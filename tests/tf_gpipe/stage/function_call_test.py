@@ -7,7 +7,7 @@ from tf_gpipe.stage.function_call import FunctionCall
 
 class FunctionCallTest(tf.test.TestCase):
     def test_device_functions_around_a_call(self):
-        """They place the call, and not what all calls have in common."""
+        """They place the call, but not the function that all calls share."""
         call = FunctionCall(lambda x: tf.nn.relu(x) + 1.0)
 
         def same_device(operation):

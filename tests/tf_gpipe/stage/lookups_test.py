@@ -57,7 +57,7 @@ POSITIONS = {
     "of the length": lambda x: ops.arange(ops.shape(x)[1]),
     "one axis more": lambda x: ops.arange(STEPS)[None],
     "of rows": of_rows,
-    # The same token twice, or for all.
+    # Positions that repeat, come from pairs, or depend on the inputs' values.
     "twice": lambda x: ops.arange(STEPS) // 2,
     "pairs of positions": lambda x: ops.abs(
         ops.arange(STEPS)[:, None] - ops.arange(STEPS)[None]
@@ -98,7 +98,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
                 model = tf_gpipe.PipelinedModel.from_model(
                     model, num_stages=2, devices=["CPU:0", "CPU:1"], **kwargs
                 )
-            # Far from where rounding would show.
+            # The large epsilon hides rounding.
             model.compile(
                 keras.optimizers.Adam(0.01, epsilon=1e-3),
                 "mse",

@@ -1,4 +1,4 @@
-"""Packs hold any number of tensors, at a price in proportion to it."""
+"""Packs hold any number of tensors, at a cost proportional to it."""
 
 import tensorflow as tf
 from absl.testing import parameterized
@@ -36,7 +36,7 @@ class PackTest(parameterized.TestCase, tf.test.TestCase):
         )
 
     def test_no_operation_takes_many(self):
-        """TensorFlow's inference of types takes the square of their number."""
+        """TensorFlow's type inference is quadratic in an operation's width."""
 
         @tf.function
         def through(*tensors):

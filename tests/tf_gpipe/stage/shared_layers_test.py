@@ -17,7 +17,7 @@ _DIM = 8
 
 
 class Block(L.Layer):
-    """A Transformer block with what else layers have."""
+    """A Transformer block that also has a weight and a float attribute."""
 
     def __init__(self, dropout=0.0, norm="layer", activation="gelu", **kwargs):
         super().__init__(**kwargs)
@@ -55,7 +55,7 @@ class Block(L.Layer):
 
 
 class Noting(Block):
-    """Notes how often it has been called."""
+    """Counts its calls, and scales its outputs by the count."""
 
     calls = 0
 
@@ -65,7 +65,7 @@ class Noting(Block):
 
 
 class Named(Block):
-    """Does what its name says."""
+    """Scales its outputs by the length of its name."""
 
     def call(self, x, training=None):
         x = super().call(x, training=training)
@@ -80,7 +80,7 @@ class Adding(Block):
 
 
 class Rectified(Block):
-    """Has an operation of Python, which knows the layer."""
+    """Calls a Python function that reads an attribute of the layer."""
 
     def call(self, x, training=None):
         x = super().call(x, training=training)
@@ -91,7 +91,7 @@ class Rectified(Block):
 
 
 def _numbered(i):
-    """A class for each number, so that methods differ in what is around."""
+    """Returns a class whose `call` differs from others only in its closure."""
 
     class Numbered(Block):
         def call(self, x, training=None):
@@ -101,7 +101,7 @@ def _numbered(i):
 
 
 def _different(make):
-    """Blocks that differ in what has been set since they were made."""
+    """Returns blocks that differ in attributes set after they were made."""
     blocks = [make() for _ in range(4)]
     for i, block in enumerate(blocks):
         block.factor = 0.2 * i
@@ -376,7 +376,7 @@ class LikenessTest(parameterized.TestCase, tf.test.TestCase):
                 return super().call(x)
 
         class Compiled(Block):
-            # What it is around is in a function that is not seen.
+            # `likeness` does not see the closure of a compiled function.
             @tf.function
             def call(self, x):
                 around.append(x)
@@ -394,7 +394,7 @@ class LikenessTest(parameterized.TestCase, tf.test.TestCase):
         holding = Block()
         holding.table = np.zeros(3)
         layers = [Around(), Named(), Compiled(), Asking(), Early(), holding]
-        # Not yet there when layers are compared.
+        # `later` does not exist yet when the layers are compared.
         found = [likeness.of(layer) for layer in layers]
         later = keras.ops.abs
         self.assertEqual(found, [None] * len(layers))

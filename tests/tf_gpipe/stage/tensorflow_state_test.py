@@ -18,10 +18,10 @@ OUTSIDE = []
 
 
 class State(L.Layer):
-    """Has a state that `training` changes, and that the outputs have in them.
+    """Base of layers with a state, which most of them change in training.
 
-    Without influence on the outputs of micro-batches: they start from the
-    state of the mini-batch.
+    A change has no influence on the outputs of other micro-batches: all of
+    them start from the state before the mini-batch.
     """
 
     def values(self):
@@ -51,7 +51,7 @@ class Counter(State):
 
 
 class Within(State):
-    """In lists, dictionaries and modules, written in several manners."""
+    """Assigns to variables in lists, dicts and modules, in several ways."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -132,7 +132,7 @@ class Generator(State):
 
 
 class Codebook(State):
-    """Exponential averages of sums over rows, as of a VQ-VAE's codebook."""
+    """Keeps moving averages of sums over rows, as a VQ-VAE's codebook does."""
 
     def build(self, shape):
         super().build(shape)
@@ -248,7 +248,7 @@ class TensorFlowStateTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("always", "never")
     def test_generator(self, remat):
-        """A recomputation has the numbers of the first run."""
+        """A recomputation draws the numbers of the first run again."""
         inputs = keras.Input((6,))
         state = Generator()
         model = keras.Model(inputs, L.Dense(1)(state(L.Dense(4)(inputs))))
@@ -262,7 +262,7 @@ class TensorFlowStateTest(tf.test.TestCase, parameterized.TestCase):
             devices=["CPU:0", "CPU:1"],
         )
         model.compile(keras.optimizers.SGD(0.0), "mse")
-        # The outputs are linear in `w`: its gradient tells the numbers.
+        # The outputs are linear in `w`: its gradient shows the numbers.
         _, gradients, outputs = model.loss_and_gradients(X, Y)
         del gradients, outputs
         run = tf.function(lambda: model.loss_and_gradients(X, Y))

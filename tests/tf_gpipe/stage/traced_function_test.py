@@ -55,7 +55,7 @@ class TracedFunctionTest(tf.test.TestCase):
         results = run(tf.constant(x))
         self.assertAllClose(results[0], x)
         self.assertAllClose(results[1], x + np.eye(3))
-        # What follows from weights alone each part has for itself.
+        # Each part computes for itself what depends on weights alone.
         self.assertEqual(self.calls, {"first": 1, "second": 1, "constant": 2})
         # It reads the weight when it runs.
         self.weight.assign(self.weight * 2)
@@ -110,7 +110,7 @@ class TracedFunctionTest(tf.test.TestCase):
         ]
         kinds = collections.Counter(node.op for node in definition.node_def)
         self.assertEqual(kinds["IdentityN"] + kinds["StopGradient"], 0)
-        # Those that wait are there, and those that they wait for.
+        # Identities that wait, or that others wait for, are still there.
         self.assertGreaterEqual(kinds["Identity"], 2)
 
         (doubled,) = [op for op in traced.operations if op.type == "Mul"]

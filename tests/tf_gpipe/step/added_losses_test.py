@@ -1,4 +1,4 @@
-"""Losses that layers add are those of the plain model, or a warning says."""
+"""Losses that layers add equal the plain model's, or a warning tells."""
 
 import warnings
 
@@ -17,7 +17,8 @@ from tf_gpipe.step.row_dependence import RowDependence
 
 X = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
 Y = np.ones((10, 2), "float32")
-# Neither a number of rows that M divides, nor as many as M.
+# 10 rows do not divide into M=4 equal micro-batches, and 3 rows are fewer than
+# M.
 DATA = [(X, Y), (X[:3], Y[:3])]
 ATTRIBUTE = "add_loss_reduction"
 
@@ -27,7 +28,7 @@ def _probabilities(layer, x):
 
 
 def _balance(layer, x):
-    """As of a mixture of experts: a product of two means over the batch."""
+    """A loss of mixtures of experts: a product of two means over the batch."""
     p = _probabilities(layer, x)
     chosen = ops.one_hot(ops.argmax(p, -1), 3)
     return 3 * ops.sum(ops.mean(p, 0) * ops.mean(chosen, 0))
@@ -102,7 +103,7 @@ class Adds(L.Layer):
 
 
 class Outer(L.Layer):
-    """A layer with layers in it, of which some add losses."""
+    """A layer with inner layers, some of which add losses."""
 
     def __init__(self, *inner, **kwargs):
         super().__init__(**kwargs)
@@ -183,7 +184,8 @@ class KindTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllEqual(v, before)
 
     def test_batch_normalization_is_of_micro_batches(self):
-        # A loss after it is no mean, strictly, but it is the contract's.
+        # A loss after it is not strictly a mean, but the numerical contract
+        # counts it as one.
         make = stack(
             lambda: Outer(
                 L.BatchNormalization(), Adds(MEANS["mean"]), name="adds"
@@ -207,7 +209,7 @@ class KindTest(parameterized.TestCase, tf.test.TestCase):
         self.assertFalse(found.exact)
 
     def test_padding(self):
-        # A mean over what is no padding: of as many as happen to be there.
+        # A mean over steps that are not padding, whose number varies.
         def masked(layer, x):
             there = ops.cast(ops.any(x != 0, -1, keepdims=True), x.dtype)
             return ops.sum(there * x * x) / ops.maximum(ops.sum(there), 1)
@@ -338,7 +340,8 @@ class AddedLossesTest(parameterized.TestCase, tf.test.TestCase):
         )
 
     def test_attribute(self):
-        # Of a loss that is neither, a layer is believed, also one within.
+        # For a loss that is neither, the attribute decides, also that of an
+        # inner layer.
         found = {}
         for said in ("mean", "sum"):
 

@@ -1,4 +1,4 @@
-"""Time stamps follow what they are of, and one another."""
+"""Time stamps come after what they time, and after one another."""
 
 import numpy as np
 import tensorflow as tf
@@ -8,7 +8,7 @@ from tf_gpipe.step.clock import Clock
 
 
 class ClockTest(tf.test.TestCase, parameterized.TestCase):
-    # Without a GPU, TensorFlow puts the second one's operations on the CPU.
+    # Without a GPU, TensorFlow puts operations of the second case on the CPU.
     @parameterized.parameters("CPU:1", "GPU:0")
     def test_order(self, device):
         @tf.function
@@ -20,7 +20,8 @@ class ClockTest(tf.test.TestCase, parameterized.TestCase):
                     # Tasks wait for the stamp of the one before.
                     with tf.control_dependencies(stamps[-1:]):
                         x = tf.linalg.matmul(x, x)
-                    # Both what is computed and what only comes after it.
+                    # Stamps both a tensor and an operation that only comes
+                    # after it.
                     with tf.control_dependencies([x]):
                         after = tf.no_op()
                     stamps.append(clock.stamp([x, after], device))
@@ -30,7 +31,7 @@ class ClockTest(tf.test.TestCase, parameterized.TestCase):
         stamps = run(tf.zeros((200, 200)))
         times = [before, *stamps, tf.timestamp()]
         self.assertAllGreaterEqual(np.diff(times), 0)
-        # Each has a time of its own.
+        # Each stamp has a time of its own.
         self.assertLen(set(map(float, stamps)), 4)
 
 

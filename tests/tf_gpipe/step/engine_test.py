@@ -39,7 +39,7 @@ class Logged(keras.layers.Layer):
         return logged(x * self.scale)
 
     def _log(self, kind, x, arrived):
-        """Returns what has arrived, by way of the log."""
+        """Returns `arrived` unchanged, and logs a task with this kind."""
 
         def log(value, passed):
             self.append(f"{kind}{self.stage}.{int(value)}")
@@ -53,7 +53,7 @@ class Logged(keras.layers.Layer):
 
 
 def _with_effects():
-    """Layers with and without weights, of which all do more than compute."""
+    """Layers with and without weights, all of which do more than compute."""
 
     @tf.custom_gradient
     def printed(x):
@@ -77,14 +77,14 @@ def _recurrent():
 
 
 def _waits(graph):
-    """Returns what each task of a training step waits for, in its graph.
+    """Returns the tasks that each task of a step waits for in its graph.
 
     Returns:
         Dict of sets of other tasks, by task, all of them as text.
     """
     before, waits = {}, {}
-    # In an order in which they could run, but for the step's results: those
-    # wait for an operation at the end.
+    # Operations come in an order in which they could run, except the step's
+    # results, which wait for an operation at the end.
     for op in graph.get_operations():
         found = re.match(r"([FRBW]\d+\.\d+)(_\d+)?/", op.name)
         own = {found[1]} if found else set()

@@ -1,4 +1,4 @@
-"""What TensorFlow runs, after its optimisations."""
+"""The graph that TensorFlow runs, after its optimisations."""
 
 from tensorflow.python.eager import context
 
@@ -11,14 +11,13 @@ def executed_graph(function, *args):
         *args: Its arguments.
 
     Returns:
-        List of `NodeDef`, those of all devices, with what each of them sends
-        and receives.
+        List of `NodeDef` of all devices, with their sends and receives.
     """
     # Run metadata, the other switch, cannot be turned off again: graphs would
     # be gathered to the end of the process.
     context.context().enable_graph_collection()
     try:
-        # What TensorBoard's tracing has left is not of this function.
+        # Drops the graphs that TensorBoard's tracing has left.
         context.context().export_run_metadata()
         function(*args)
         found = context.context().export_run_metadata()
@@ -28,5 +27,5 @@ def executed_graph(function, *args):
         [node for graph in function.partition_graphs for node in graph.node]
         for function in found.function_graphs
     ]
-    # The others are those of single operations.
+    # The other graphs are those of single operations.
     return max(functions, key=len)

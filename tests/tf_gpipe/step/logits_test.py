@@ -1,6 +1,7 @@
 """Cross-entropies after a softmax or sigmoid, taken from the logits behind it.
 
-With inputs that saturate it: from probabilities the losses would be others.
+The inputs saturate the softmax or sigmoid: losses from probabilities would
+differ.
 """
 
 import keras
@@ -52,7 +53,7 @@ def tail(name):
         "sigmoid": ([dense(2, activation="sigmoid")], binary),
         "softmax layer": ([dense(2), L.Softmax()], sparse),
         "activation layer": ([dense(2), L.Activation("sigmoid")], binary),
-        # Of other operations than the loss asks for.
+        # Outputs of other operations than the loss looks for.
         "sigmoid of classes": ([dense(2, activation="sigmoid")], sparse),
         "tf.nn.softmax": ([dense(2), L.Lambda(tf.nn.softmax)], sparse),
         "tf.nn.sigmoid": ([dense(2), L.Lambda(tf.nn.sigmoid)], binary),

@@ -213,7 +213,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
         schedule=("1f1b", "zero_bubble", "gpipe"), dropout=(False, True)
     )
     def test_random_mask(self, schedule, dropout):
-        """The losses of micro-batches are those of what they were given."""
+        """The loss of each micro-batch uses the mask that its outputs have."""
         model = tf_gpipe.PipelinedSequential(
             [
                 keras.Input((5, 3)),
@@ -275,7 +275,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*SCHEDULES)
     def test_random_mask_as_in_the_plain_model(self, schedule):
-        """With one micro-batch, which draws the plain model's mask."""
+        """A single micro-batch draws the plain model's mask."""
         layers = [
             keras.Input((5, 3)),
             L.Dense(4),

@@ -1,4 +1,4 @@
-"""More micro-batches than a mini-batch has rows are as many as it has rows."""
+"""If there are more micro-batches than rows, each row is a micro-batch."""
 
 import keras
 import numpy as np
@@ -56,13 +56,13 @@ class ManyMicroBatchesTest(tf.test.TestCase, parameterized.TestCase):
         model = pipeline(number, schedule=schedule)
         self.assertEqual(model.num_micro_batches, number)
         for each in (plain, model):
-            # Of a known number of rows, and of two numbers.
+            # With a known number of rows, and with two numbers.
             each.train_on_batch(X, X)
             fit(each, 4)
         self.assert_same(plain, model)
 
     def test_as_one_a_row(self):
-        """Where the numbers depend on how many there are, for larger ones."""
+        """Batch normalization tells how many micro-batches there are."""
         few, many = (pipeline(x, normalized=True) for x in (10, 10**6))
         for batch_size in (3, 8):
             for each in (few, many):

@@ -1,4 +1,4 @@
-"""What a model returns has the rows of the mini-batch, or comes back once."""
+"""Each output has the rows of the mini-batch, or is returned once."""
 
 import warnings
 
@@ -17,7 +17,7 @@ Y = np.ones((10, 2), "float32")
 
 
 class Returns(L.Layer):
-    """Returns something of its inputs and a weight."""
+    """Returns a function of its inputs and a weight."""
 
     def __init__(self, function, **kwargs):
         super().__init__(**kwargs)
@@ -52,7 +52,7 @@ ACROSS = {
     "rows last": lambda x, w: ops.transpose(x),
     "upper": lambda x, w: ops.matmul(x, ops.transpose(x))[:4, :],
 }
-# Neither, and no numbers of which a mean could be taken.
+# Neither, and not numbers that have a mean.
 LOST = {
     "any": lambda x, w: ops.any(x > 0),
     "argmax": lambda x, w: ops.argmax(ops.mean(x, axis=0)),
@@ -84,7 +84,7 @@ def pipeline(make, **kwargs):
 
 
 def fit(model, loss=None, rows=10, eager=False):
-    """Returns losses, and what the model then returns."""
+    """Returns the losses of two steps, and the model's outputs after them."""
     count = len(model.outputs) - 1
     model.compile(
         keras.optimizers.SGD(0.05), ["mse", *[loss] * count], run_eagerly=eager
@@ -149,7 +149,7 @@ class RowsTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_same(*found)
 
     def test_loss_of_the_whole(self):
-        # With all of the mini-batch at hand, as plain Keras has it.
+        # The loss gets the outputs of the whole mini-batch, as in plain Keras.
         def loss(_, y):
             return ops.square(y - 1.0)
 

@@ -1,4 +1,4 @@
-"""What the graph of a step has for each task, and that it reads weights."""
+"""The graph of a step: its calls for each task, and its reads of weights."""
 
 import functools
 import gc
@@ -45,7 +45,7 @@ def _data():
 
 
 def _step(model, gradients):
-    """A step with the gradients by three sets of weights."""
+    """Trains with the sum of the gradients by three sets of weights."""
     found = []
     for factor in (0.5, 3.0, 1.5):
         for v in model.trainable_variables:
@@ -126,14 +126,14 @@ class StepGraphTest(parameterized.TestCase, tf.test.TestCase):
     @pairwise.product(schedule=_SCHEDULES, remat=_REMAT)
     @pytest.mark.slow_after(1)
     def test_weights_that_a_step_assigns(self, schedule, remat):
-        """Each mini-batch has the weights that there are when it starts."""
+        """Gradients are by the weights at the call that returns them."""
 
         piped = _weights_after(_pipeline(schedule, remat, Assigning))
         for a, b in zip(_weights_of_plain(), piped, strict=True):
             self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
 
     def test_saved_function(self):
-        """A step that was saved is loaded without the library's help."""
+        """A saved step loads with TensorFlow alone."""
         model = _pipeline()
         model.compile("sgd", "mse")
         x = tf.constant(_data())

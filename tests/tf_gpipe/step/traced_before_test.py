@@ -1,4 +1,4 @@
-"""What has been traced serves again where the same would be traced."""
+"""Traces are used again where the same would be traced."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ L = keras.layers
 
 
 class Counting(L.Layer):
-    """A layer of a user's, which may do anything when it is traced."""
+    """A user's layer, which may do anything when it is traced."""
 
     factor = 1.0
 
@@ -50,7 +50,7 @@ class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
         model.compile(keras.optimizers.SGD(0.1), "mse")
 
     def traces(self, function):
-        """Returns how often layers are called while a function runs."""
+        """Returns how often `Dense` layers are called while a function runs."""
         calls = []
         original = L.Dense.call
 
@@ -73,7 +73,7 @@ class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
             for _ in range(3):
                 self.compile(each)
                 if each is plain:
-                    # As if nothing had been traced.
+                    # Forgets all traces.
                     each._pipeline.traced.clear()
                 counts.append(
                     self.traces(
@@ -101,7 +101,7 @@ class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
                 (self.assertEqual if i else self.assertGreater)(found, 0)
 
     def test_equal_layers_in_inference(self):
-        """Those that are alike are traced once, and give plain numbers."""
+        """Equal layers are traced once, and give the plain model's numbers."""
         x = np.random.default_rng(0).normal(size=(16, 8, 4)).astype("float32")
         y = x[..., :3]
 
@@ -128,7 +128,7 @@ class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
         def evaluate():
             found.append(model.evaluate(x, y, batch_size=8, verbose=0))
 
-        # Of ten, most of which are in equal blocks.
+        # There are ten, and most of them are in equal blocks.
         self.assertBetween(self.traces(evaluate), 2, 5)
         self.assertEqual(
             self.traces(
@@ -152,7 +152,7 @@ class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
             )
 
     def test_gradients_in_inference(self):
-        """Those that a step of the user's takes, or a tape around one."""
+        """A user's step takes gradients, or a tape around one does."""
         x, y = _data()
 
         def in_step(self, data):
@@ -211,7 +211,7 @@ class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllEqual(a, b)
 
     def test_layers_of_others(self):
-        """They may know what is nowhere in the layer."""
+        """A user's layer may depend on what is nowhere in the layer."""
         self.addCleanup(setattr, Counting, "factor", 1.0)
         x, y = _data()
         model = self.model([Counting()])
@@ -223,7 +223,7 @@ class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
         self.assertNotAllClose(before, after)
 
     def test_twice_in_a_graph(self):
-        """Each call has the weights of its time, its gradient too."""
+        """Each call, and its gradient, uses the weights at its time."""
         x, _ = _data()
         found = []
         for each in (self.model(), keras.Sequential(_layers())):

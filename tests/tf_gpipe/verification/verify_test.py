@@ -20,7 +20,7 @@ def numbers(*shape, seed=0):
 
 
 class Fault(L.Layer):
-    """A layer that does something else on a smaller batch."""
+    """A layer that computes something else on a smaller batch."""
 
     def compute_output_shape(self, input_shape):
         return input_shape
@@ -96,7 +96,7 @@ class TakesNeighbour(Fault):
 
 class ReadsRows(Fault):
     def call(self, x, training=None):
-        # Not in training.
+        # Reads rows only in inference.
         if training:
             return x
         return x + 0.1 * ops.cast(ops.shape(x)[0], x.dtype)
@@ -365,7 +365,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_statistic_that_is_zero_but_for_rounding(self):
         class Rounds(L.Layer):
-            """As a mean of numbers that cancel, which their number rounds."""
+            """Keeps a rounding error that depends on the number of rows."""
 
             def __init__(self):
                 super().__init__()
