@@ -113,7 +113,7 @@ class AmoebaNetTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([t.dtype for t in model.outputs], ["bfloat16"] * 2)
         self.assertEqual([t.dtype for t in outputs.values()], [tf.bfloat16] * 2)
 
-    # Eagerly in part, which takes less time than tracing.
+    # The larger case runs eagerly, which takes less time than tracing.
     @parameterized.parameters(
         {"num_stages": 2, "aux_head": False, "run_eagerly": False},
         {"num_stages": 4, "aux_head": True, "run_eagerly": True},
@@ -219,7 +219,7 @@ class CellTest(tf.test.TestCase, parameterized.TestCase):
         return x, previous
 
     def unit(self, x, cell, name, strides=1):
-        """ReLU, convolution and a batch normalisation that saw no data."""
+        """Applies ReLU, convolution and an untrained batch normalisation."""
         (kernel,) = (
             w for w in cell.weights if w.path.endswith(f"/{name}_conv/kernel")
         )

@@ -1,4 +1,4 @@
-"""Layers of blocks have the policy of the block, wherever it comes from."""
+"""Layers in a block have the block's policy, wherever it comes from."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""What is given for a hyper-parameter is of the kind of its default."""
+"""Hyper-parameters of a wrong type or out of range are refused."""
 
 import keras
 from absl.testing import absltest

@@ -1,4 +1,4 @@
-"""The zoo needs Keras alone, but for what its docstring says."""
+"""The zoo imports only Keras, except what its docstring names."""
 
 import ast
 import pathlib
@@ -34,7 +34,7 @@ class ImportsTest(parameterized.TestCase):
             packages - sys.stdlib_module_names,
             {"keras", "model_zoo", *OTHERS.get(path.stem, ())},
         )
-        # What Keras and TensorFlow have inside is theirs to change.
+        # Private modules of Keras and TensorFlow may change.
         inside = ("keras.src", "tensorflow.python")
         self.assertEmpty([x for x in names if x.startswith(inside)])
 

@@ -249,7 +249,7 @@ class BottleneckTest(tf.test.TestCase, parameterized.TestCase):
                 keras.losses.SparseCategoricalCrossentropy(
                     from_logits=True, dtype="float64"
                 ),
-                # To trace it takes longer than its only step.
+                # Tracing the plain model takes longer than its only step.
                 run_eagerly=not pipelined,
             )
             before = model.get_weights()

@@ -45,7 +45,7 @@ def batch(seed=0):
 def random_model(seed=5, **options):
     """A model with weights so large that all of its inputs matter.
 
-    The translations of this seed, with logits not tied, are no repetitions.
+    With this seed and untied logits, translations do not repeat one token.
     """
     model = transformer_nmt(**{**SMALL, **options})
     rng = np.random.default_rng(seed)
@@ -83,8 +83,8 @@ class TransformerNmtTest(tf.test.TestCase, parameterized.TestCase):
         first, second = counts
         count = first + (num_layers - 1) * (second - first)
         self.assertAllClose(count, expected, rtol=1e-4)
-        # The paper's figures are round, and those of logits with a matrix of
-        # their own.
+        # The paper's figures are rounded, and count a separate matrix for
+        # logits.
         self.assertAllClose(count + 64000 * 1024, paper, rtol=0.05)
 
     def test_logits_do_not_see_later_targets(self):
@@ -325,7 +325,7 @@ class TransformerNmtTest(tf.test.TestCase, parameterized.TestCase):
 
 
 def log_probs_of_next(model, source, prefixes):
-    """Log probabilities of a whole run, with those of padding impossible."""
+    """Returns log probabilities of the next token; padding is impossible."""
     target = np.array([[START, *prefix] for prefix in prefixes])
     logits = model({"source": source, "target": target})[:, -1]
     log_probs = tf.nn.log_softmax(logits).numpy()
@@ -344,7 +344,7 @@ def padded(hypotheses, length):
 def greedy_search(model, source, max_length, end_token=END):
     found = [[] for _ in source]
     for _ in range(max_length):
-        # Those that have ended are extended, too, and cut off below.
+        # Sequences that have ended are extended, too, and cut off below.
         last = log_probs_of_next(model, source, found).argmax(axis=1)
         found = [[*x, int(token)] for x, token in zip(found, last, strict=True)]
     found = [x[: [*x, end_token].index(end_token) + 1] for x in found]
@@ -383,7 +383,7 @@ def beam_search(model, source, max_length, beam_size, length_penalty):
 
 
 def exhaustive_search(model, source, vocabulary, max_length, length_penalty):
-    """The best score among all sequences there are."""
+    """Returns the sequence with the best score among all there are."""
     sequences = np.array(
         list(itertools.product(range(1, vocabulary), repeat=max_length))
     )
@@ -415,10 +415,10 @@ class DecodingTest(tf.test.TestCase, parameterized.TestCase):
         decoded = decode(model, source, START, end_token, 7).numpy()
         expected = greedy_search(model, source, 7, end_token)
         self.assertAllEqual(decoded, expected)
-        # Some end early with this one.
+        # Some sequences end early with the end token 7.
         self.assertEqual((decoded == 0).any(), end_token == 7)
 
-    # With the last, hypotheses that have not ended overtake one that has.
+    # In the last case, hypotheses that have not ended overtake one that has.
     @parameterized.parameters((2, 0.0, 5), (3, 0.6, 5), (4, 3.0, 3))
     @pytest.mark.slow_after(1)
     def test_beam_search(self, beam_size, length_penalty, seed):
@@ -433,8 +433,8 @@ class DecodingTest(tf.test.TestCase, parameterized.TestCase):
     def test_wide_beam_is_exhaustive(self, length_penalty):
         model = random_model(vocabulary=5, tie_weights=False)
         source = batch()["source"] % 5
-        # All that there are after two tokens: 1 + 3 that have ended, 3 * 3
-        # others.
+        # A beam of 13 holds all hypotheses after two tokens: 1 + 3 that have
+        # ended, and 3 * 3 others.
         decoded = decode(model, source, START, END, 3, 13, length_penalty)
         self.assertAllEqual(
             decoded, exhaustive_search(model, source, 5, 3, length_penalty)

@@ -33,8 +33,8 @@ def source(tensor):
 
 
 class UNetTest(tf.test.TestCase, parameterized.TestCase):
-    # The parameters in torchgpipe's memory benchmark; of (5, 64), which it
-    # measures the speed of, those of the convolutions of its model.
+    # The parameters in torchgpipe's memory benchmark; for (5, 64), whose speed
+    # it measures, those of its model's convolutions.
     @parameterized.parameters(
         (5, 64, 232_687_328),
         (6, 72, 362.2e6),

@@ -87,9 +87,9 @@ class BaselinesTest(parameterized.TestCase, tf.test.TestCase):
 
     @pytest.mark.slow
     def test_rows_of_resnet50(self):
-        # Workers, as in the other test, take long to start, and a pipeline of
-        # it, as in the model zoo's tests, to trace. It is trained by the
-        # processes of the data-parallel baseline.
+        # Workers take long to start, and a pipeline of ResNet-50 takes long to
+        # trace: the other test and the model zoo's tests have those. Here the
+        # processes of the data-parallel baseline train the model.
         here = types.SimpleNamespace(connected=devices_here)
         small = {"resnet50": SMALL["convolutional"]}
         with (
@@ -125,7 +125,7 @@ class BaselinesTest(parameterized.TestCase, tf.test.TestCase):
         for name, row in rows.items():
             self.assertAllClose(row["bound"], bounds[name])
             self.assertAllClose(row["fraction"], row["speedup"] / row["bound"])
-            # Of one repeat, medians are the figures themselves.
+            # With one repeat, medians are the figures themselves.
             self.assertAllClose(row["speedup"], row["samples_per_second"] / one)
-            # Zero where all takes less than the clock can tell.
+            # It is zero if all takes less time than the clock can tell.
             self.assertGreaterEqual(row["cores_used"], 0)

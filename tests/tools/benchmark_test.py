@@ -30,7 +30,7 @@ from tools.benchmark import table2
 from tools.benchmark import table3
 from tools.benchmark import workloads
 
-# Traced in no time.
+# Small models, which are traced fast.
 SMALL = {
     "transformer": functools.partial(workloads.transformer, 1, 16, 8),
     "convolutional": functools.partial(workloads.convolutional, 2, 4, 8),
@@ -40,7 +40,7 @@ SMALL = {
 def benchmark(*args):
     """Runs a benchmark with `--json` and returns the object it prints.
 
-    In a process of its own, which connects to workers.
+    It runs in a process of its own, which connects to workers.
     """
     result = subprocess.run(
         [sys.executable, "-m", "tools.benchmark", *args, "--json"],
@@ -48,13 +48,13 @@ def benchmark(*args):
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    # What TensorFlow prints of workers that are gone before the models.
+    # TensorFlow prints this if workers end before models are deleted.
     assert "remotely" not in result.stderr, result.stderr
     return _found(result.stdout)
 
 
 def benchmark_here(*args):
-    """As `benchmark`, in this process: importing TensorFlow takes seconds."""
+    """Like `benchmark`, in this process: importing TensorFlow takes seconds."""
     return _found(printed_here(*args, "--json"))
 
 
@@ -69,7 +69,7 @@ def printed_here(*args):
 
 
 def only_here(*args):
-    """Returns what a case that runs in a process of its own prints."""
+    """Returns the object that one case, run by itself, prints."""
     return json.loads(printed_here(*args).splitlines()[-1])
 
 
@@ -80,7 +80,7 @@ def _found(stdout):
 
 
 def devices_here(num_workers, **kwargs):
-    """As `workers.connected`, with devices of this process.
+    """Like `workers.connected`, with devices of this process.
 
     Each worker would need seconds to import TensorFlow.
     """
@@ -172,8 +172,9 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(found["rows"], 2)
 
     @parameterized.product(
-        # With the MiB that operations need while they run, which the plan
-        # leaves out: those of convolutions about as much as the last cache.
+        # Workload, batch size, and the MiB that operations need while they run,
+        # which the plan leaves out: for convolutions about as much as the
+        # last-level cache has.
         workload=(("transformer", 96, 0), ("convolutional", 384, 96)),
     )
     @pytest.mark.slow
@@ -215,7 +216,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             f"--plot={picture}",
         )
         seconds = found["seconds"]
-        # Medians, which need not sum to the median.
+        # These are medians, which need not sum to the median of the step.
         self.assertAllClose(sum(seconds.values()), found["step"], rtol=0.5)
         for name in ("forward", "recompute", "backward"):
             self.assertGreater(seconds[name], 0)
@@ -236,7 +237,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
                 _NUM_STAGES=num_stages,
                 _NUM_MICRO_BATCHES=num_micro_batches[table],
                 _BATCH_SIZE=4,
-                # With workers, these layers wait in `test_simulated`.
+                # `test_simulated` has such layers on workers.
                 workers=types.SimpleNamespace(connected=devices_here),
             )
         )
@@ -302,7 +303,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             )
         with open(results, "w") as file:
             json.dump({"small": found}, file)
-        # What is done is not measured again.
+        # The model in the file is not measured again.
         self.assertLen(benchmark_here(*flags)["rows"], 2)
 
     def test_auto_remat(self):
@@ -347,7 +348,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             self.enterContext(mock.patch.object(device_step, name, value))
         sizes = {"batch": 4, "single": 12}
         if way == "accumulate":
-            del sizes["single"]  # Of which there is one.
+            del sizes["single"]  # One row cannot be split.
         for what, size in sizes.items():
             flags = (
                 f"--case=small_{what}",
@@ -369,10 +370,10 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             return int((share * 256 - 10) / 0.025)
 
         def measure(args, environment, way, size, share=None, **kwargs):
-            # MiB, of which ten are fixed.
+            # In MiB; ten of them are fixed.
             used = 10 + size * needed.get(way, 0.03)
             if used > 400:
-                used = math.nan  # It was ended.
+                used = math.nan  # The process was ended.
             return {
                 "bytes": None if math.isnan(used) else used * 2**20,
                 "fixed": 10 * 2**20,
@@ -383,7 +384,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         results = os.path.join(
             self.enterContext(tempfile.TemporaryDirectory()), "found.json"
         )
-        # Each would be a process.
+        # Each measurement would be a process.
         with (
             mock.patch.object(one_device.fresh, "measure", measure),
             mock.patch.object(one_device, "_planned", planned),
@@ -424,7 +425,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             ],
         )
         self.assertIn("torchgpipe", missing)
-        # Each pipeline is three processes, of seconds each.
+        # Each pipeline takes three processes, and each of them seconds.
         one = dataclasses.replace(
             peers._PEERS["tf_gpipe"], schedules=("zero_bubble",)
         )

@@ -16,7 +16,7 @@ class ChaosTest(absltest.TestCase):
         result = subprocess.run(
             [
                 *(sys.executable, "-m", "tools.chaos", "--json"),
-                # A seed of which one each is killed, soon.
+                # With this seed, a worker and the trainer are killed early.
                 *("--kills=2", "--seed=85", "--of=both", "--num_epochs=10"),
             ],
             capture_output=True,

@@ -1,4 +1,4 @@
-"""A program ends with the one that has started it."""
+"""A program ends with the program that has started it."""
 
 import signal
 import subprocess
@@ -27,7 +27,7 @@ class ChildProcessTest(parameterized.TestCase):
     def test_ends_with_its_parent(self, number):
         process = subprocess.Popen(
             [sys.executable, "-c", PARENT],
-            # Which both have: it ends with the last of them.
+            # Both processes write to it: it ends with the last of them.
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=child_process.end_with_parent,

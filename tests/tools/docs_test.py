@@ -13,7 +13,7 @@ from absl.testing import absltest
 import tf_gpipe
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Links of Markdown, but for those to other sites.
+# Markdown links, except those to other sites.
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#]+)")
 
 

@@ -1,4 +1,4 @@
-"""The GPU kit runs on a CPU, and tells of faults that are planted."""
+"""The GPU kit runs on a CPU, and reports planted faults."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ from tools.gpu.checking import Check
 from tools.gpu.checking import Failed
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "tools/gpu/check.sh"
-# Minutes on a CPU, of models that other tests train.
+# These take minutes on a CPU, and other tests train their models.
 LONG = {f"contract_{name}" for name in contract.RUNS if name != "resnet_small"}
 # What cannot run on a CPU.
 SKIPPED = {
@@ -35,12 +35,12 @@ SKIPPED = {
 
 
 def check(name, *arguments, seconds=60):
-    """Returns the check that is a function of the planted faults."""
+    """Returns the check that runs a function of `gpu_faults`."""
     return Check(name, f"{gpu_faults.__name__}:{name}", seconds, arguments)
 
 
 def reported(checks, cpu=True):
-    """Returns the exit status, and what is printed, by the check's name."""
+    """Returns the exit status, and the printed results by check."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as stdout,
         contextlib.redirect_stderr(io.StringIO()),

@@ -1,4 +1,4 @@
-"""Checks that fail, each in another way, for the test of the GPU kit."""
+"""Checks that fail, each in its own way, for the test of the GPU kit."""
 
 import os
 import signal

@@ -53,7 +53,7 @@ class TableTest(tf.test.TestCase, parameterized.TestCase):
     def test_rounding_is_no_difference(self):
         for why in (
             {"rounding": 2e-4},
-            # The same but for what TensorFlow rewrites in graphs.
+            # Equal if TensorFlow's rewriting of graphs is off.
             {"as written": 1e-6},
         ):
             place = {"parameters": [1, 1], "float32": 1e-3, **why}
@@ -68,7 +68,7 @@ class TableTest(tf.test.TestCase, parameterized.TestCase):
         ]
         with open(path, "w") as file:
             file.writelines(json.dumps(x) + "\n" for x in rows)
-        # All is found already: nothing is tried.
+        # The file has all rows already: nothing is tried.
         status = command.main(["--models=BertB", "--json", f"--file={path}"])
         self.assertEqual(status, 0)
         with open(path) as file:
@@ -83,7 +83,7 @@ class TableTest(tf.test.TestCase, parameterized.TestCase):
 
 class DataTest(tf.test.TestCase):
     def test_one_scale_for_all_rows(self):
-        """As of Stable Diffusion, which takes that of the first row."""
+        """Stable Diffusion takes the scale of the first row."""
         x = {k: keras.Input((), name=k) for k in ("guidance_scale", "other")}
         model = keras.Model(x, keras.ops.add(*x.values()))
         made = data.inputs(model)
@@ -106,7 +106,7 @@ class SampleTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(table.fullest(row, 2), 1.3)
 
     def test_what_a_first_call_makes(self):
-        """A schedule, which no graph may make, if others shall use it."""
+        """A noise schedule, which must not be a tensor of the first graph."""
         model = trial.make("StableDiffusion3Backbone", None)
         x = keras.tree.map_structure(tf.constant, data.inputs(model))
         made = [
@@ -116,7 +116,7 @@ class SampleTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(*made)
 
     def test_float32_within_a_model_of_float64(self):
-        """What differs is what TensorFlow rewrites in float32, and no more."""
+        """Numbers differ only by what TensorFlow rewrites in float32."""
         x, y = trial.trained("LlamaBackbone", "LlamaCausalLM", "float64")[1:3]
         self.addCleanup(keras.config.set_floatx, "float32")
         differs = trial.as_written(

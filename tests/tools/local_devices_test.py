@@ -1,6 +1,6 @@
 """Devices for a pipeline, where there are GPUs and where there are none.
 
-No GPU is needed for what is asked of TensorFlow about one.
+No GPU is needed: mocks answer questions about one.
 """
 
 import subprocess

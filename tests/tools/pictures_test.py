@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 from tools import pictures
 
-# A share of what a pixel may be apart: letters are drawn by other libraries.
+# How far pixels may be apart, on average: letters are drawn by other libraries.
 SAME = 0.02
 
 
@@ -25,7 +25,7 @@ class PicturesTest(parameterized.TestCase):
     @parameterized.parameters("readme", "measured")
     @pytest.mark.slow
     def test_measured(self, name):
-        # Times differ: as many devices and charts are drawn.
+        # Times differ, but there are as many devices and charts.
         found, drawn = self.draw(name)
         self.assertEqual(found.shape, drawn.shape, REDRAW)
 

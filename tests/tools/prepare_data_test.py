@@ -32,7 +32,7 @@ def message(index):
 
 
 class TranslationPairs(tfds.core.GeneratorBasedBuilder):
-    """Has a split to train on and no other."""
+    """Has only a split to train on."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -117,13 +117,13 @@ class PrepareDataTest(tf.test.TestCase, parameterized.TestCase):
         vocabulary = Vocabulary.load(path)
         # A language can also be translated into English.
         self.assertEqual(vocabulary.languages, ["de", "en", "pt-BR"])
-        # Made of both sides: neither falls into letters.
+        # It is trained on both sides: neither falls into letters.
         for text in (message(0)[0], message(1)[1]):
             self.assertLess(len(vocabulary.encode([text])[0]), len(text))
 
     @parameterized.parameters(
         ("django_messages", {"train"}, 2),
-        # A part of its only split is what trainers test with.
+        # Trainers test with a part of its only split.
         ("translation_pairs", {"train", "validation"}, 1),
     )
     def test_vocabulary_is_not_of_the_test(self, name, splits, num_languages):
@@ -139,7 +139,7 @@ class PrepareDataTest(tf.test.TestCase, parameterized.TestCase):
         sentences = list(command._sentences(builder, max_examples=1000))
         self.assertEqual(set(sentences), expected)
         self.assertLen(sentences, num_languages * len(expected))
-        # Of the test, too, there would have been some.
+        # With the test split there would have been more.
         self.assertLess(len(expected), 390)
         few = list(command._sentences(builder, max_examples=9))
         self.assertEqual(few, sentences[: len(few)])
@@ -154,7 +154,7 @@ class PrepareDataTest(tf.test.TestCase, parameterized.TestCase):
         path = vocabulary_path(names, SIZE, self.data_dir)
         self.assertIn(f"3 languages, in {path}", printed)
         self.assertEqual(Vocabulary.load(path).size, SIZE)
-        # What is there is left as it is.
+        # Existing files are left as they are.
         stamps = {path: path.stat().st_mtime_ns for path in self.files()}
         self.run_command(*names[::-1], "digits")
         self.assertEqual(
@@ -198,7 +198,7 @@ class PrepareDataTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEmpty(self.files())
 
     def test_cannot_download(self):
-        # pip then looks into the registry of no name.
+        # pip then asks no package index.
         with mock.patch.dict(os.environ, PIP_NO_INDEX="1"):
             error = self.error("django_messages")
         self.assertRegex(

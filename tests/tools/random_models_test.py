@@ -1,4 +1,4 @@
-"""Models, losses, optimizers and pipelines that are drawn by chance."""
+"""Models, losses, optimizers and pipelines that are drawn at random."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ class Fault(keras.layers.Layer):
 
 
 class Rounds(keras.layers.Layer):
-    """As a layer that magnifies the rounding of float32."""
+    """Differs in float32, like a layer that magnifies rounding."""
 
     def call(self, x):
         if x.dtype == "float64":
@@ -44,7 +44,7 @@ class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_empty(drawing, comparing.training_differs(drawing))
 
     def test_command(self):
-        # One that is traced fast.
+        # The model of this seed is traced fast.
         status, text = self.run_command("--num=1", "--seed=4", "--json")
         *_, line, last = text.splitlines()
         different = json.loads(last)["different"]
@@ -56,7 +56,7 @@ class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
     def test_command_with_a_difference(self):
         fault = mock.patch.object(Drawing, "layer", lambda *_: Fault(name=None))
         self.enterContext(fault)
-        # Of three micro-batches.
+        # The pipeline of this seed has three micro-batches.
         status, text = self.run_command("--num=1", "--seed=2")
         self.assertEqual(status, 1, text)
         self.assertIn("The first layer that differs: fault", text)

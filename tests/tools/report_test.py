@@ -1,4 +1,4 @@
-"""Tables and pictures of what benchmarks have found."""
+"""Tables and pictures of benchmark results."""
 
 import contextlib
 import io
@@ -44,7 +44,8 @@ class ReportTest(absltest.TestCase):
         text = output.getvalue()
         self.assertNotIn("…", text)
         self.assertIn("[K]", text)
-        # Of each figure in both rows, and of each part of the table whose.
+        # Both rows have each figure, and their labels in each part of the
+        # table.
         for i in range(3):
             self.assertEqual(text.count(f"{1.25 + i:.3f}"), 2 * len(names))
         parts = text.count("schedule")

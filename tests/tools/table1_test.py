@@ -40,7 +40,7 @@ def found(*args):
 
 
 def message(*args):
-    """Returns the last line of what the command refuses arguments with."""
+    """Returns the last line of the error for refused arguments."""
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         with pytest.raises(SystemExit) as raised:
             command.main(list(args))
@@ -79,7 +79,8 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
             )
             self.assertEqual(x["device_memory"], 16 * GIB)
             for name, count in x["by_bytes"].items():
-                # No variable but weights: so many bytes for each of them.
+                # All variables are weights, and each of them takes so many
+                # bytes.
                 self.assertEqual(
                     sum(count["parameter_bytes"]), int(name) * x["parameters"]
                 )
@@ -117,8 +118,8 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
                 x["by_bytes"]["12"]["largest"]["num_layers"],
                 x["by_bytes"]["16"]["largest"]["num_layers"],
             )
-        # As the paper has it, though gradients of looked-up rows, of 32
-        # micro-batches, are 0.3 GiB.
+        # As in the paper, although the gradients of looked-up rows of 32
+        # micro-batches take 0.3 GiB.
         self.assertEqual(one["by_bytes"]["16"]["largest"]["num_layers"], 13)
         self.assertTrue(eight["by_bytes"]["16"]["fits"])
         # What the table and the lines below it say.
@@ -167,7 +168,8 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
 
     @pytest.mark.slow
     def test_amoebanet(self):
-        # The search for the largest takes long, and tells each count's.
+        # The search for the largest model takes long, and is made for each
+        # count of bytes: one is enough here.
         count = planned.COUNTS["16"]
         self.enterContext(
             mock.patch.dict(planned.COUNTS, {"16": count}, clear=True)
@@ -230,7 +232,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
 
     @pytest.mark.slow
     def test_measure(self):
-        # Of a model that is traced in no time.
+        # With a model that is traced fast.
         family = dataclasses.replace(FAMILIES["transformer_lm"], batch_size=4)
         small = {**family.small, "num_layers": 1, "dim": 16, "length": 8}
         rows = [
@@ -274,7 +276,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
             ],
         )
 
-    # An AmoebaNet is traced for long. Tests of `tools.benchmark memory` have
+    # Tracing an AmoebaNet takes long. Tests of `tools.benchmark memory` have
     # convolutions, too.
     @parameterized.parameters(
         pairwise.some(("transformer_lm", "amoebanet_d"), 1)

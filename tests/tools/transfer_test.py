@@ -31,7 +31,7 @@ class TransferTest(tf.test.TestCase):
         workdir = directory / "earlier"
         arguments = [f"--recipe={recipe}", "--num_seeds=1", "--json"]
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            # As by the recipe, but in this process.
+            # Trains as the recipe says, but in this process.
             image_classification.train_and_evaluate(
                 JobConfig(num_stages=1, num_epochs=1, workdir=workdir),
                 Optimization(),

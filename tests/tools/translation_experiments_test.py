@@ -1,4 +1,4 @@
-"""What the experiments compare, and the table that is made of the scores."""
+"""What the experiments compare, and the table made from the scores."""
 
 import contextlib
 import io
@@ -98,7 +98,7 @@ class ExperimentsTest(tf.test.TestCase, parameterized.TestCase):
         self.write(runs / "bilingual_xx", xx=30.0)
         self.write(runs / "bilingual_yy", yy=10.0)
         self.write(runs / "multilingual", xx=40.0, yy=30.0, zz=90.0)
-        # All there is to do is to read the scores.
+        # All runs are done: only the scores are read.
         found, printed = self.main(
             "languages",
             f"--data_dir={directory / 'data'}",
@@ -122,7 +122,7 @@ class ExperimentsTest(tf.test.TestCase, parameterized.TestCase):
         rows = translation_experiments._depth(None)
         arguments = [row.flags[0].removeprefix("--model_args=") for row in rows]
         counts = [num_parameters(x) for x in arguments]
-        # Of layer normalisation there is more in more layers.
+        # More layers have more layer normalisations.
         self.assertAllClose(counts, [counts[0]] * 4, rtol=0.01)
         parsed = [keyword_arguments(x) for x in arguments]
         self.assertEqual([x["num_layers"] for x in parsed], [6, 3, 6, 3])

@@ -1,4 +1,4 @@
-"""Simulated layers do what layers do: forward, backward, and once more."""
+"""Simulated layers do what layers do: forward, backward, recomputation."""
 
 import keras
 import tensorflow as tf
@@ -22,7 +22,7 @@ def make_model(remat, schedule="gpipe"):
 
 
 def waits(model):
-    """Returns how often the functions of a training step call for a wait."""
+    """Returns how often a training step calls functions that wait."""
     model.make_train_function()
     x = tf.ones((4, workloads.NUM_CLASSES))
     step = tf.function(model.train_step, autograph=False)
@@ -61,7 +61,7 @@ class WaitTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_there_is_something_to_recompute(self):
         never, always = waits(make_model("never")), waits(make_model("always"))
-        # Two stages, each once more.
+        # Each of the two stages waits once more.
         self.assertEqual(always - never, 2)
 
 

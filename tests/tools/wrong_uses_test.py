@@ -1,4 +1,4 @@
-"""Wrong uses that are drawn by chance end as somebody has written."""
+"""Random wrong uses end with an error that somebody has written."""
 
 import os
 
@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from tools.wrong_uses import __main__ as wrong_uses
 from tools.wrong_uses import outcome
 
-# Those of another seed, and more of them, are drawn by these variables.
+# These environment variables set another seed, and more uses.
 SEED = int(os.environ.get("TF_GPIPE_WRONG_USES_SEED", "0"))
 NUM = int(os.environ.get("TF_GPIPE_WRONG_USES", "250"))
 NUM_FAST = 30

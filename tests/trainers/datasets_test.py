@@ -1,4 +1,4 @@
-"""Datasets read from packages: what is in them, and what is in which split."""
+"""Datasets read from packages: their pairs, and the pairs of each split."""
 
 import collections
 import dataclasses
@@ -138,7 +138,8 @@ class HomeAssistantTest(TestCase):
                 },
                 "sun/de": {
                     "title": "Sonne",
-                    # Not at the place of "Failed", and one that is no more.
+                    # One at another place than "Failed"; then one that English
+                    # lacks.
                     "config": {"abort": {"a": "Fertig"}, "b": "Fehler"},
                     "gone": "Weg",
                     "empty": "Leer",
@@ -162,7 +163,7 @@ class HomeAssistantTest(TestCase):
 
 
 class SplitsTest(TestCase):
-    # Of each, another way to write it.
+    # Each message, and another way to write it.
     SOURCES = {
         f"The {noun} of {number}": f"THE  {noun.upper()}\nof {number}"
         for noun in ("Straße", "house", "İzmir")
@@ -170,7 +171,7 @@ class SplitsTest(TestCase):
     }
 
     def wheel(self):
-        """Each language lacks some messages, and some are written anew."""
+        """Each language lacks some messages, and writes some the other way."""
         variants = list(enumerate(self.SOURCES.items()))
         return message_wheels.write_django(
             self.make_directory(),
@@ -189,7 +190,7 @@ class SplitsTest(TestCase):
         sources, languages = {}, {}
         for split in ("train", "validation", "test"):
             examples = self.examples(builder, split)
-            # The other way to write it is no other source.
+            # The other way to write a message makes no other source.
             sources[split] = {
                 " ".join(source.casefold().split()) for _, source, _ in examples
             }
@@ -197,7 +198,7 @@ class SplitsTest(TestCase):
         self.assertEmpty(sources["train"] & sources["test"])
         self.assertEmpty(sources["train"] & sources["validation"])
         self.assertEmpty(sources["validation"] & sources["test"])
-        # So that what is compared above is not something else.
+        # Shows that the comparisons above are of all sources.
         self.assertEqual(len(set().union(*sources.values())), len(self.SOURCES))
         self.assertEqual(languages["train"], {"de", "pt-BR", "ja"})
         self.assertEqual(languages["test"], {"de", "pt-BR", "ja"})
@@ -206,8 +207,8 @@ class SplitsTest(TestCase):
         self.assertBetween(len(sources["validation"]), 10, 60)
 
     def test_split_follows_from_the_source_alone(self):
-        # In any data set and any version: a change would leak into the test
-        # what models have been trained on.
+        # It is the same in any dataset and version: a change would leak pairs
+        # that models have been trained on into the test.
         counts = collections.Counter(
             message_pairs.split_of(f"message {i}") for i in range(10_000)
         )
@@ -264,7 +265,7 @@ class PackageTest(TestCase):
     def test_missing(self):
         with self.assertRaisesRegex(UserError, "no file .* pip download"):
             datasets.DjangoMessages.PACKAGE.check(self.make_directory())
-        # What a trainer tells who has prepared nothing.
+        # A trainer tells this if nothing has been prepared.
         with self.assertRaisesRegex(
             AssertionError, "python -m tools.prepare_data django_messages"
         ):
@@ -285,7 +286,7 @@ class PackageTest(TestCase):
 
     def test_recorded(self):
         self.prepare(datasets.DjangoMessages, self.wheel, self.data_dir)
-        # What anybody reads who has but the data.
+        # The prepared data alone tells this.
         info = tfds.builder("django_messages", data_dir=self.data_dir).info
         digest = hashlib.sha256(self.wheel.read_bytes()).hexdigest()
         self.assertEqual(

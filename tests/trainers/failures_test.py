@@ -1,4 +1,4 @@
-"""What is told of a disk that is full, whoever writes to it."""
+"""The error for a full disk, whoever writes to it."""
 
 import os
 import pathlib

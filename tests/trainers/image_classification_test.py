@@ -85,7 +85,7 @@ class TinyImagesOfTwoClasses(TinyImages):
 
 
 class TinyImagesWithoutLabels(TinyImages):
-    """With a split to predict, as that of a competition."""
+    """Has a split without labels, as competitions have."""
 
     def _split_generators(self, dl_manager):
         splits = super()._split_generators(dl_manager)
@@ -110,9 +110,9 @@ class NoImages(TinyImages):
 
 @contextlib.contextmanager
 def _signal_after(calls):
-    """Sends SIGTERM to this process in a step of training."""
+    """Sends SIGTERM to this process after so many training steps."""
     count = 0
-    # A callback that is always there, with a working directory or without.
+    # This callback is always there, with a working directory or without.
     before = failures.NotANumber.on_train_batch_end
 
     def send(self, batch, logs=None):
@@ -308,7 +308,7 @@ class TrainTest(TestCase):
 
     @pytest.mark.slow
     def test_tuned(self):
-        """A dry run shows what is chosen; a run keeps it, another takes it."""
+        """A dry run shows the plan; a run keeps it, and another one uses it."""
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         workdir = folder / "run"
         model, text = self.train(tune=True, dry_run=True, workdir=workdir)
@@ -425,7 +425,8 @@ class TrainTest(TestCase):
         whole_dir, parts_dir = self.make_directory(), self.make_directory()
         whole, _ = self.train(workdir=whole_dir, **arguments)
         whole_scores = self.scores
-        # An epoch has four steps: in the first one, and at the end of one.
+        # An epoch has four steps. The signal comes within the first epoch, then
+        # at the end of the second one.
         for calls, name in (
             (2, "epoch_00000_step_000002"),
             (6, "epoch_00001_step_000004"),
@@ -469,7 +470,7 @@ class TrainTest(TestCase):
         with _signal_after(2), kill, self.assertRaises(KeyboardInterrupt):
             self.train(workdir=parts_dir, **arguments)
         self.train(workdir=parts_dir, **arguments)
-        # Differences of means, which are rounded.
+        # Losses are differences of means, which are rounded.
         whole, parts = map(self.losses, (whole_dir, parts_dir))
         self.assertAllClose(whole, parts, rtol=1e-5)
 
@@ -522,7 +523,7 @@ class TrainTest(TestCase):
         trained, _ = self.train(workdir=source)
 
         def name(variable):
-            # After that of the model.
+            # The path without the model's name.
             return variable.path.partition("/")[2]
 
         weights = {name(v): v.numpy() for v in trained.variables}
@@ -540,11 +541,11 @@ class TrainTest(TestCase):
             elif "seed" not in variable.path:
                 self.assertAllEqual(variable, weights[name(variable)])
         self.assertEqual(heads, 2)
-        # As many classes, and the last layer is a new one all the same.
+        # With as many classes, the last layer is a new one all the same.
         again, _ = self.train(init_from=source, num_epochs=0, seed=1)
         kernel = next(v for v in again.variables if "logits/k" in v.path)
         self.assertNotAllClose(kernel, weights[name(kernel)])
-        # A checkpoint of its own goes before.
+        # A checkpoint of the run itself takes precedence.
         resumed, _ = self.train(init_from=source, workdir=source)
         self.assert_same_state(trained, resumed)
 
@@ -609,10 +610,10 @@ class TrainTest(TestCase):
             self.train(workdir=workdir)
 
     @parameterized.parameters(
-        # As many epochs as there are, and more.
+        # With as many epochs as are done already; the others have more.
         ({"ema": 0.9, "num_epochs": 1},),
         ({"optimizer": "sgd", "optimizer_args": {}},),
-        # Whose slots are of the same shapes as AdamW's.
+        # Adam's slots have the same shapes as AdamW's.
         ({"optimizer": "adam", "optimizer_args": {}},),
         ({"learning_rate_schedule": "constant"},),
     )
@@ -724,7 +725,7 @@ class LossLogTest(TestCase):
         }
         arguments["callbacks"] = [LossLog(path, 3)]
         model.fit(x, y, epochs=2, **arguments)
-        # A resumed run drops what came after the epochs that are done.
+        # A resumed run drops losses that came after the epochs that are done.
         model.fit(x, y * 2, initial_epoch=1, epochs=2, **arguments)
         table = np.loadtxt(path, delimiter=",", skiprows=1)
         self.assertAllClose(
@@ -794,7 +795,7 @@ class DevicesTest(TestCase):
 
 class CommandLineTest(TestCase):
     def run_main(self, *arguments):
-        """Returns what a run ends with, having trained nothing."""
+        """Returns the exit code or message of a run that trains nothing."""
         argv = ["image_classification", f"--data_dir={self.data_dir}"]
         argv += ["--dataset=digits"]
         with (

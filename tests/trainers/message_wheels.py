@@ -46,8 +46,8 @@ def write_home_assistant(directory, files):
 
     Args:
         directory: Path, made if it does not exist.
-        files: Dictionary from names, such as `"moon/sensor.de"`, to what the
-            JSON file has.
+        files: Dictionary from names, such as `"moon/sensor.de"`, to the content
+            of the JSON file.
 
     Returns:
         The wheel's path.

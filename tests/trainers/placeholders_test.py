@@ -10,9 +10,9 @@ class PlaceholdersTest(parameterized.TestCase):
         ("%s, %d, %1$s", ["%s", "%d", "%1$s"]),
         ("{name} and {}, {name}", ["{name}", "{}"]),
         ('<a href="%(url)s">Log in</a>', ['<a href="%(url)s">', "</a>"]),
-        # Where a language has no spaces.
+        # In a language without spaces.
         ("%(count)s\u500b %d\uc77c", ["%(count)s", "%d"]),
-        # No placeholders, however like them.
+        # These look like placeholders, but are none.
         ("50% done, 5 < 6 > 3, { a }, 100%, %sure", []),
     )
     def test_find(self, source, expected):

@@ -67,7 +67,7 @@ def wait_for_step(process, count):
 
 
 def state(workdir, num_epochs=2):
-    """Returns all that is in the checkpoint of an epoch, by name."""
+    """Returns the model's and optimizer's arrays after an epoch, by name."""
     saved = store.read(workdir / "checkpoints" / f"epoch_{num_epochs:05}")
     return {
         f"{array.kind} {array.number}": saved.value(i)
@@ -94,7 +94,7 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         return output
 
     def whole(self, num_epochs=2):
-        """Returns the state after a run that goes through, made once."""
+        """Returns the state after an uninterrupted run, which is made once."""
         if num_epochs not in self.wholes:
             directory = self.make_directory()
             self.finish(trainer(directory, f"--num_epochs={num_epochs}"))
@@ -104,7 +104,8 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
     def test_killed_at_any_step_it_resumes_exactly(self):
         parts = self.make_directory()
         steps = random.Random(0)
-        # In the first epoch, in the second one, and in the second one again.
+        # Kills it in the first epoch, in the second one, and in the second one
+        # again.
         for first, last in ((1, 8), (14, 18), (1, 8)):
             process = trainer(parts)
             wait_for_step(process, steps.randint(first, last))
@@ -144,8 +145,9 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             addresses = ",".join(x.address for x in processes)
             flags = [f"--workers={addresses}", "--num_epochs=3"]
             process = trainer(workdir, *flags)
-            # In the third of epochs of 11 steps: the checkpoint of the first
-            # one is written by then, and the next one may be.
+            # This step is in the third epoch of 11 steps each: the checkpoint
+            # of the first one is written by then, and that of the second one
+            # may be.
             wait_for_step(process, 25)
             processes[1].kill()
             _, errors = process.communicate()
@@ -156,7 +158,7 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             newest = rf"{workdir}/checkpoints/epoch_0000[12]"
             self.assertRegex(message, newest)
             self.assertNotIn("Traceback", errors)
-            # It is missing as well when training starts again.
+            # The worker is still missing when training starts again.
             process = trainer(workdir, *flags, "--worker_timeout=10")
             _, errors = process.communicate()
             self.assertEqual(process.returncode, 1)
@@ -211,7 +213,7 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
                 f"--workers={addresses}",
                 "--worker_heartbeat=4",
             )
-            # It has connected, and has no model yet.
+            # The trainer has connected, and has no model yet.
             while "the client listens" not in process.stderr.readline():
                 pass
             processes[1].process.send_signal(number)
@@ -225,8 +227,8 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
     def test_several_hosts(self):
         shared, alone = self.make_directory(), self.make_directory()
         cluster = {"worker": [unused_address(), unused_address()]}
-        # An initial weight that is rounded the other way changes this by 2e-4,
-        # and with the default learning rate by 0.4.
+        # An initial weight that is rounded the other way changes the state by
+        # 2e-4, and with the default learning rate by 0.4.
         flags = ["--num_micro_batches=4", "--learning_rate=1e-4"]
         hosts = [
             trainer(
@@ -243,11 +245,12 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             for index in range(2)
         ]
         outputs = [self.finish(host) for host in hosts]
-        # Only the first one tells and writes.
+        # Only the first host prints and writes.
         self.assertIn("Training 2 stages", outputs[0])
         self.assertNotIn("Training 2 stages", outputs[1])
         self.assertLen(list((shared / "logs").rglob("events.*")), 1)
-        # As two replicas in one process, in which layers normalise alike.
+        # Two replicas in one process, whose layers normalise alike, end the
+        # same.
         self.finish(
             trainer(
                 alone,
@@ -259,7 +262,7 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_same_state(
             state(shared), state(alone), rtol=1e-3, atol=1e-3
         )
-        # Without replicas it goes on from there.
+        # A run without replicas goes on from there.
         output = self.finish(trainer(alone, "--num_epochs=3"))
         self.assertIn("Resuming: 2 epochs of 3 are done.", output)
 

@@ -88,7 +88,7 @@ class SentencePairsTest(TestCase):
             if "zz" not in direction
         }
         self.assertLen(english, 1)
-        # No matter how many there are.
+        # A larger number only adds pairs.
         more = self.pairs().held_out(5)
         for direction in more:
             self.assertEqual(more[direction][:3], held_out[direction][:3])
@@ -222,11 +222,11 @@ class TokenPairsTest(TestCase):
 
 
 def random_pairs(counts=(4000,), seed=0):
-    """Pairs of lengths as in real texts, with as many pairs a direction."""
+    """Returns pairs of realistic lengths, `counts` of them per direction."""
     random = np.random.default_rng(seed)
     source = np.clip(random.lognormal(2, 0.8, sum(counts)), 2, 60)
     target = np.clip(source * random.lognormal(0.2, 0.3, len(source)), 2, 60)
-    # Start and end.
+    # The target has one more token, for its start and end.
     lengths = np.stack([source, target + 1], axis=1).astype(int)
     ends = np.cumsum(counts)
     return TokenPairs(
@@ -269,7 +269,7 @@ class TokenBatchesTest(TestCase):
         pairs = random_pairs()
         batches = TokenBatches(pairs, 1000)
         self.assertLess(batches.padding(), 0.06)
-        # As `padding` tells, of what a model is fed.
+        # `padding` tells the share of padding in what a model is fed.
         fed = padding = 0
         for rows in first(batches.indices(1), 100):
             inputs, _ = pairs.batch(rows)
@@ -322,7 +322,7 @@ class TokenBatchesTest(TestCase):
         self.assertLen(whole, 12)
         self.assert_same(whole, epochs(0, 3))
         self.assert_same(whole[4:], epochs(1, 3))
-        # From within an epoch.
+        # Starts within an epoch.
         self.assert_same(whole[6:8], epochs(1, 2).skip(2))
         others = [whole[4:8], epochs(0, 1, seed=1).as_numpy_iterator()]
         for other in others:

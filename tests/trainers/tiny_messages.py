@@ -77,7 +77,7 @@ class TinyEmptyMessages(TinyMessages):
 
 
 class TinyUnprepared(TinyMessages):
-    """Not to be prepared without a file that is not there."""
+    """Cannot be prepared: it needs a file that is not there."""
 
     MANUAL_DOWNLOAD_INSTRUCTIONS = "python -m tools.prepare_data tiny"
 

@@ -22,7 +22,7 @@ def log_probs(logits):
 
 
 def smoothed(labels, logits, share):
-    """What each token costs: the label and all tokens share its weight."""
+    """Returns each token's cross-entropy, with label smoothing of `share`."""
     logs = log_probs(logits)
     own = np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
     return -(1 - share) * own - share * logs.mean(axis=-1)
@@ -99,7 +99,8 @@ class TokenMeanTest(tf.test.TestCase):
     def test_all_tokens_count_alike(self):
         network = model()
         network.compile(metrics=token_metrics())
-        # Keras means over each text first, and long batches would count less.
+        # Keras takes the mean over each text first: tokens of long texts would
+        # count less.
         batches = [batch(4, 2), batch(3, 9, seed=1)]
         values = {"cross_entropy": [], "accuracy": []}
         metrics = {metric.name: metric for metric in token_metrics()}

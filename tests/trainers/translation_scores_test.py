@@ -1,4 +1,4 @@
-"""Scores against sacrebleu, resource groups, and what is shown of them."""
+"""Scores against sacrebleu, resource groups, and tables of them."""
 
 import io
 import json
@@ -94,7 +94,8 @@ class ScoresTest(tf.test.TestCase, parameterized.TestCase):
         ({"a": 5}, "high"),
         ({"a": 5, "b": 9}, "middle high"),
         ({"a": 5, "b": 9, "c": 7}, "low high middle"),
-        # Alike: in alphabetical order. And two more than divisible by three.
+        # Equal numbers are in alphabetical order. There are two languages more
+        # than a multiple of three.
         (
             {"d": 5, "b": 5, "c": 5, "a": 5, "e": 4},
             "middle high middle high low",
@@ -135,7 +136,7 @@ class ScoresTest(tf.test.TestCase, parameterized.TestCase):
         scores = ["2.000", "0.500", "30.0", "3.0", "60.0", "7.0"]
         self.assertIn(["en > xx", "1,200", "high", "10", *scores], lines)
         self.assertIn(["en > x", "high", "1", *scores], lines)
-        # Those into English last, then by training pairs.
+        # Directions into English are last; the others are by training pairs.
         self.assertEqual(
             [line[0] for line in lines[:4]],
             ["en > xx", "en > yy", "en > zz", "xx > en"],
@@ -166,11 +167,11 @@ class TranslatorTest(tf.test.TestCase):
             dim=8,
             head_size=4,
             vocabulary=self.vocabulary.size,
-            # Else the most likely token is the last one again.
+            # With tied weights the most likely token is the last one again.
             tie_weights=False,
         )
         random = np.random.default_rng(0)
-        # So large that all inputs matter.
+        # Weights are so large that all inputs matter.
         for weight in self.model.weights:
             mean = float("gamma" in weight.path)
             weight.assign(random.normal(mean, 0.8, weight.shape))
@@ -213,7 +214,7 @@ class TranslatorTest(tf.test.TestCase):
         expected = translator.translate(texts, languages)
         weights = self.model.get_weights()
         self.model.compile(keras.optimizers.SGD(use_ema=True))
-        # The averages are those of the weights it is built with.
+        # The averages start as the weights that the optimizer is built with.
         self.model.optimizer.build(self.model.trainable_variables)
         for average, weight in zip(
             self.model.optimizer._model_variables_moving_average,

@@ -1,4 +1,4 @@
-"""The translation trainer: its modes, and what it says of mistakes."""
+"""The translation trainer: its modes, and its errors."""
 
 import contextlib
 import io
@@ -244,7 +244,7 @@ class ModesTest(TestCase):
 
 class ErrorsTest(TestCase):
     def workdir(self, **kwargs):
-        """Returns a directory as of a run, but for the checkpoint's content."""
+        """Returns a working directory whose checkpoint is an empty folder."""
         workdir = self.make_directory()
         model = TranslationModel(
             **{
@@ -295,7 +295,7 @@ class ErrorsTest(TestCase):
                 "other hyper-parameters. .*--model_args=num_layers=1,.*dim=16",
             ),
             ({"pairs": self.pairs()}, "other languages. .*: en > xx, en > yy"),
-            # The same model; but it is only an empty file.
+            # The same model, but its checkpoint is an empty folder.
             ({}, "checkpoint .*epoch_00001 is damaged"),
         ):
             with self.assertRaisesRegex(UserError, repair):

@@ -49,7 +49,7 @@ class VocabularyTest(tf.test.TestCase, parameterized.TestCase):
     def test_text_comes_back(self, text):
         (ids,) = self.trained.encode([text])
         self.assertEqual(self.trained.decode([ids]), [text])
-        # No text is a token of its own, nor unknown.
+        # No part of a text is a special token or unknown.
         first = 4 + len(LANGUAGES)
         self.assertTrue(all(first <= index < SIZE for index in ids), ids)
 
@@ -64,7 +64,7 @@ class VocabularyTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(vocabulary.languages, ["de", "en", "pt-BR"])
         tokens = [vocabulary.language_token(x) for x in vocabulary.languages]
         self.assertEqual(tokens, [4, 5, 6])
-        # Of several letters each.
+        # Tokens have several letters each.
         self.assertLess(len(vocabulary.encode(["save and continue"])[0]), 9)
         self.assertEqual(vocabulary.encode([]), [])
 
@@ -149,7 +149,7 @@ class VocabularyTest(tf.test.TestCase, parameterized.TestCase):
             b"",
             b"text",
             whole[: len(whole) // 2],
-            # As it is, with the ids of another kind.
+            # A valid SentencePiece model, whose special tokens have other ids.
             other.read_bytes(),
         ):
             other.write_bytes(content)

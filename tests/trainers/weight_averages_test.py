@@ -71,7 +71,7 @@ class WeightAveragesTest(tf.test.TestCase, parameterized.TestCase):
                 keras.optimizers.SGD(0.1, use_ema=True)
             )
         )
-        # The average after one step is that of one value.
+        # After one step, the average is of one value.
         model.train_on_batch(self.x, self.x)
         model.train_on_batch(self.x, self.x)
         before = model.predict(self.x, verbose=0)

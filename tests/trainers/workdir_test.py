@@ -36,7 +36,7 @@ class WorkdirTest(parameterized.TestCase):
         self.path = pathlib.Path(directory.name)
 
     def other(self):
-        """Starts a process that trains there."""
+        """Starts a process that trains in the working directory."""
         process = subprocess.Popen(
             [sys.executable, "-c", TRAINS, str(self.path)],
             cwd=ROOT,
