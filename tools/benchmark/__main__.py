@@ -1,10 +1,10 @@
-"""`python -m tools.benchmark COMMAND [--json]`."""
+"""Benchmarks of tf_gpipe: `python -m tools.benchmark COMMAND`."""
 
 import argparse
 
 from tools import quiet
 
-# Before another module imports TensorFlow with all its messages.
+# Comes before other modules import TensorFlow with all its messages.
 quiet.import_tensorflow()
 
 from tf_gpipe import progress  # noqa: E402
@@ -50,7 +50,7 @@ def main():
         name = module.__name__.rpartition(".")[-1]
         command = commands.add_parser(
             name,
-            # argparse replaces what follows a per cent sign.
+            # argparse would take a single per cent sign for a placeholder.
             help=module.main.__doc__.splitlines()[0].replace("%", "%%"),
             description=module.main.__doc__,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -1,4 +1,4 @@
-"""`auto_remat`: whether pipelines keep within their `memory_limit`."""
+"""`auto_remat`: whether pipelines stay within their `memory_limit`."""
 
 import json
 import os
@@ -38,13 +38,13 @@ def add_arguments(parser):
 def main(args):
     """Peak memory of pipelines with remat="auto" beside their `memory_limit`.
 
-    A stage on one device, in a process for each model. The limits are shares
-    of what is planned without recomputation, or the least that is enough where
-    that is more. Measured is what a step adds at its peak to the resident
-    memory of the process, and to that the weights between steps, which are
-    counted. The weights after a step of SGD are compared with those that
-    remat="never" leads to: how many are the same bit by bit, and the largest
-    difference, relative to the largest number of its variable.
+    Each model is one stage on one device, in a process of its own. The limits
+    are shares of the memory planned for remat="never", or the least limit that
+    the planner accepts where that is more. "measured" is the peak of the
+    process's resident memory in a step, above its memory between steps, plus
+    the size of the weights. "bit-equal" counts the variables that are the same
+    after a step of SGD as with remat="never"; "differ by" is the largest
+    difference, relative to the largest entry of its variable.
     """
     if args.only:
         print(json.dumps(_found(args, args.only)))
@@ -91,7 +91,7 @@ def main(args):
 
 
 def _found(args, name):
-    """Returns what is found of a model, a dictionary for each limit."""
+    """Returns a model's results, a dictionary for each limit."""
     make, num_rows, length, _ = MODELS[name]
     options = {"num_stages": 1, "num_micro_batches": args.num_micro_batches}
     model = make()

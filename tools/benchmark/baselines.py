@@ -59,11 +59,12 @@ def add_arguments(parser):
 def main(args):
     """One device, naive model parallelism, data parallelism and pipelines.
 
-    All run on worker processes with one core each. Naive model parallelism is
-    K stages with M=1 and no remat: one stage works at a time. Data parallelism
-    does not use tf_gpipe: K processes, each with the whole model and a part of
-    the batch, run Keras's train_step under MultiWorkerMirroredStrategy. The
-    bounds of the speed-up leave out all communication.
+    All run on processes with one core each. Naive model parallelism is a
+    pipeline with M=1 and no remat, in which one stage works at a time. Data
+    parallelism does not use tf_gpipe: K processes, each with the whole model
+    and a part of the batch, run Keras's train_step under
+    MultiWorkerMirroredStrategy. The bound is the speed-up without any
+    communication; the fraction is the measured speed-up over the bound.
     """
     num_stages = args.num_stages
     _check(args)
@@ -155,7 +156,7 @@ def _check(args):
 
 
 class _DataParallel:
-    """The data-parallel processes; called and timed as a `pipeline.Run`."""
+    """The data-parallel processes, called and timed like a `pipeline.Run`."""
 
     def __init__(self, processes, num_steps):
         self.processes = processes
@@ -168,7 +169,8 @@ class _DataParallel:
             print(self.num_steps, file=process.stdin, flush=True)
         answers = []
         waiting = [process.stdout for process in self.processes]
-        # Whichever answers first: if one fails, the others may wait for it.
+        # Reads whichever answers first: if one process fails, the others may
+        # wait for it forever.
         while waiting:
             for output in multiprocessing.connection.wait(waiting):
                 line = output.readline()
@@ -176,7 +178,7 @@ class _DataParallel:
                     raise RuntimeError("A data-parallel process has failed.")
                 answers.append(json.loads(line))
                 waiting.remove(output)
-        # The slowest: they wait for one another in every step.
+        # The slowest process counts: all wait for one another in every step.
         total = max(answer["seconds"] for answer in answers)
         self.cores.append(sum(answer["cpu"] for answer in answers) / total)
         self.client.append((time.process_time() - start) / total)
@@ -185,9 +187,9 @@ class _DataParallel:
 
 @contextlib.contextmanager
 def _data_parallel(args):
-    """Starts the data-parallel processes, one on each core, and ends them."""
+    """Starts the data-parallel processes, one a core, and ends them."""
     with contextlib.ExitStack() as stack:
-        # All are open at once, so that their ports differ.
+        # All sockets are open at once, so that their ports differ.
         sockets = [
             stack.enter_context(socket.socket()) for _ in range(args.num_stages)
         ]
@@ -236,9 +238,9 @@ def _confine(core):
 
 
 def _replica(workload, batch_size):
-    """Trains one replica; each line of standard input is a number of steps.
+    """Trains one replica: as many steps as each line of standard input says.
 
-    Prints a line of JSON for each, with the wall and CPU seconds of its steps.
+    Prints a line of JSON after each, with the wall and CPU seconds it took.
     """
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     resolver = strategy.cluster_resolver

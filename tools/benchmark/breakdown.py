@@ -1,4 +1,4 @@
-"""`breakdown`: the parts of a step's time: compute, bubble, transfer, ..."""
+"""`breakdown`: how a step's time splits into compute, bubble and so on."""
 
 import statistics
 import time
@@ -39,13 +39,14 @@ def add_arguments(parser):
 def main(args):
     """Parts of a step's time, as in the GPipe paper's section on overhead.
 
-    Computed from the times that the Timeline callback records; medians over
-    the steps. Compute and recompute are means over the devices. Imbalance is
-    the work of the busiest device beyond that mean. The bubble is that device's
-    waiting time in the schedule, simulated with the time that each stage takes.
-    Transfer is its waiting time beyond that: for transfers, and for TensorFlow
-    to start tasks. Update is the time before the first and after the last task,
-    mostly the update of the weights.
+    Medians over the steps, from the times that the Timeline callback records.
+    Forward, recompute, backward and weights (their gradients, where a schedule
+    computes these separately) are means over the devices. Imbalance is the
+    work of the busiest device beyond the mean. Bubble is the time that this
+    device waits in a simulation of the schedule with the mean task times of
+    each stage. Transfer is the rest of its waiting time: for transfers, and
+    for TensorFlow to start tasks. Update is the time before the first and
+    after the last task, mostly the update of the weights.
     """
     make = workloads.WORKLOADS[args.workload]
     num_devices = schedules.num_devices_of(args.schedule, args.num_stages)
@@ -86,7 +87,7 @@ class _Recorder(tf_gpipe.callbacks.Timeline):
 
     Attributes:
         parts: List of dicts, one a step, from the name of a part to seconds.
-            They sum to the step's time.
+            The parts of a step sum to its time.
     """
 
     def __init__(self):
@@ -98,7 +99,7 @@ class _Recorder(tf_gpipe.callbacks.Timeline):
 
     def on_train_batch_end(self, batch, logs=None):
         super().on_train_batch_end(batch, logs)
-        # The tasks' times have been read, so the step has ended on all devices.
+        # Reading the tasks' times has waited for the end of the step.
         seconds = time.perf_counter() - self._start
         if self.spans:
             self.parts.append(self._parts(seconds))

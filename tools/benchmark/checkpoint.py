@@ -1,4 +1,4 @@
-"""`checkpoint`: what writing checkpoints adds to the time of a step."""
+"""`checkpoint`: how much longer steps take when checkpoints are written."""
 
 import pathlib
 import statistics
@@ -106,7 +106,7 @@ def _median(clocks, name):
 
 
 class _Clock(keras.callbacks.Callback):
-    """Wall and CPU seconds from the epoch's begin, and the longest step."""
+    """Measures an epoch's wall and CPU seconds and its longest step."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self._start = self._last = time.perf_counter()

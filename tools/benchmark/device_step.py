@@ -1,4 +1,4 @@
-"""The memory and time of a training step of a model on one device."""
+"""Measures memory and time of a training step on one device."""
 
 import contextlib
 import ctypes
@@ -28,9 +28,9 @@ def _images(name, size, step, **kwargs):
     )
 
 
-# For each model: a function that makes it from the side of its images or the
-# length of its sequences; that size where the batch is searched; and the
-# multiple of which sizes are tried where the size is searched.
+# For each model: a function that makes it for an input size (the side of its
+# images or the length of its sequences); the input size while the largest batch
+# is searched; and the number of which all tried input sizes are multiples.
 MODELS = {
     "transformer_lm": (
         lambda n: _PLANNED_MODELS["transformer_lm"][0](num_layers=8, length=n),
@@ -55,13 +55,13 @@ MODELS = {
     "unet": _images("unet", 64, 32),
     "amoebanet_d": _images("amoebanet_d", 128, 32),
 }
-# What a search makes as large as memory allows: the batch, or a single sample.
+# What a search enlarges: the batch, or the input size of a single sample.
 BATCH, SINGLE = "batch", "single"
 CASES = {
     f"{model}_{x}": (model, x) for x in (BATCH, SINGLE) for model in MODELS
 }
-# Ways to train with Keras: whether layers are recomputed, and whether the
-# optimizer accumulates gradients over several steps.
+# For each way to train with Keras: whether layers are recomputed, and whether
+# the optimizer accumulates gradients over several steps.
 KERAS = {
     "plain": (False, False),
     "remat": (True, False),
@@ -70,7 +70,7 @@ KERAS = {
 }
 GPIPE = "tf_gpipe"
 WAYS = (*KERAS, GPIPE)
-# Bytes beyond the limit, more than tracing takes, at which a trial is ended.
+# How many bytes beyond the limit end a trial; tracing takes fewer.
 _ENOUGH = 2**30
 
 
@@ -78,9 +78,10 @@ def needs(args, case, way, size):
     """Measures a training step in this process.
 
     Returns:
-        Dict of a step's peak `bytes` with weights and slots, the `fixed` bytes
-        of those, and the `seconds` and CPU seconds (`cpu`) per row. All are
-        `None` if it needs far more memory than the limit.
+        Dict of a step's peak `bytes`, weights and slots included; the `fixed`
+        bytes of weights and slots; and the `seconds` and CPU seconds (`cpu`)
+        per row. All are `None` if no plan fits the limit or the step exceeds
+        it by far.
     """
     size, rows, count = sizes(args, case, size)
     found = {"bytes": None, "fixed": None, "seconds": None, "cpu": None}
@@ -93,11 +94,11 @@ def needs(args, case, way, size):
 
 
 def _measured(model, size, way, rows, count):
-    """Measures the second step of a model, and returns what `needs` does."""
+    """Returns what `needs` does, measured in the second step of a model."""
     repeats = count if way in KERAS and KERAS[way][1] else 1
 
     def step():
-        # Made in the step, because its inputs count as memory, too.
+        # Inputs count as memory, too, so the step makes them.
         for _ in range(repeats):
             model.train_on_batch(*_data(model, size, rows // repeats))
 
@@ -146,8 +147,8 @@ def _model(args, name, size, way, rows, count):
 def _names(model):
     """Returns the names of the layers that Keras can recompute.
 
-    Not those with an argument `training`: Keras passes it by name, and in a
-    graph TensorFlow's recomputed gradients take no keyword arguments.
+    Layers with an argument `training` are left out: Keras passes it by name,
+    and in a graph TensorFlow's recomputed gradients take no keyword arguments.
     """
     if not isinstance(model, keras.Model):
         model = keras.Sequential(model)
@@ -183,16 +184,16 @@ def _data(model, size, rows):
 
 
 def give_back():
-    """Returns memory that tracing has freed to the system.
+    """Gives memory that tracing has freed back to the system.
 
-    Otherwise a step would reuse it, and its use would not be seen.
+    Otherwise a step would reuse it without raising the resident memory.
     """
     ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
 def _ended_beyond(found, limit):
-    """Prints `found` and ends this process if it exceeds the limit by far."""
+    """Prints `found` and ends this process if memory far exceeds the limit."""
     most = worker_usage.memory(os.getpid(), "VmRSS") + limit + _ENOUGH
     done = threading.Event()
 
@@ -212,7 +213,10 @@ def _ended_beyond(found, limit):
 def options(args, count, share):
     """Returns the arguments of a pipeline on one device.
 
-    `share` is the share of the memory limit that it may plan with.
+    Args:
+        args: Parsed arguments of `one_device`.
+        count: Integer, number of micro-batches.
+        share: Float, the share of `--limit` that the pipeline may plan.
     """
     return {
         "num_stages": 1,
@@ -223,7 +227,7 @@ def options(args, count, share):
 
 
 def sizes(args, case, size):
-    """Returns a model's input size, a step's rows and its micro-batches."""
+    """Returns the input size, the rows of a step and its micro-batches."""
     model, what = CASES[case]
     if what == BATCH:
         return MODELS[model][1], size, args.num_micro_batches

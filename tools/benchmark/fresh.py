@@ -10,7 +10,7 @@ from tools import command_line
 
 
 def measure(args, environment=None, **options):
-    """Runs the benchmark's command again in a new process, with more options.
+    """Runs the benchmark's command again in a new process, with other flags.
 
     Args:
         args: The parsed arguments of the command.
@@ -47,7 +47,7 @@ def add_arguments(parser, cases, results):
     Args:
         parser: `ArgumentParser`.
         cases: Dictionary or list of the names of the cases.
-        results: Path, the default file of results.
+        results: Path, the default of `--results`.
     """
     parser.add_argument(
         "--case",
@@ -79,7 +79,7 @@ def each_once(args):
     """
     kept = Kept(args.results)
     return {
-        # A process each: TensorFlow's devices are fixed once it has started.
+        # TensorFlow's devices are fixed once it has started.
         name: kept.once(
             name, lambda name=name: measure(args, only=name, case=name)
         )
@@ -88,7 +88,7 @@ def each_once(args):
 
 
 class Kept:
-    """Results of measurements in a JSON file, so that none is repeated.
+    """A JSON file of results, so that no measurement is repeated.
 
     Args:
         path: Path of the file.
@@ -98,7 +98,7 @@ class Kept:
         self._path = path
 
     def once(self, name, find):
-        """Returns the result of a name, or calls `find` and keeps it."""
+        """Returns the result kept for a name; calls `find` if there is none."""
         found = self._all()
         if name not in found:
             new = find()

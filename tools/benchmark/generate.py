@@ -1,4 +1,4 @@
-"""`generate`: the time per generated token, in stages and on one device."""
+"""`generate`: the time per generated token, as a pipeline and without."""
 
 import statistics
 import tempfile
@@ -39,7 +39,7 @@ def add_arguments(parser):
 def main(args):
     """`generate` of KerasHub's GPT-2: plain, as pipelines, and loaded again.
 
-    "Loaded again" is a plain task on one device, loaded from the preset that
+    "loaded again" is a plain task on one device, loaded from the preset that
     the pipeline with the most stages has saved.
     """
     if args.on == "workers":
@@ -120,7 +120,7 @@ def _task(args):
 
 
 def _measured_once(task, prompt):
-    """Returns wall and own CPU seconds of a call, and its tokens."""
+    """Returns a call's wall and CPU seconds in this process, and tokens."""
     start, start_cpu = time.perf_counter(), time.process_time()
     said = task.generate(prompt, stop_token_ids=None)["token_ids"]
     return time.perf_counter() - start, time.process_time() - start_cpu, said

@@ -47,21 +47,22 @@ def add_arguments(parser):
 def main(args):
     """Peak memory of each device in a step: by formula, planned and measured.
 
-    Measured is the peak of the resident memory of the device's process, above
-    that between steps: activations, gradients, and the workspace of operations
-    while they run. The plan leaves out the workspace; on a CPU that of a
-    convolution is about as large as the last-level cache.
+    "measured" is the peak of the process's resident memory in a step, above
+    its memory between steps: activations, gradients, and the workspace of
+    operations while they run. The plan leaves out the workspace; on a CPU a
+    convolution's is about as large as the last-level cache.
 
-    The formula is the GPipe paper's N + (L / K) (N / M): the inputs of a stage
-    for the whole mini-batch, and the activations of its layers, each by its
-    own size, for one micro-batch. With 1F1B the inputs are those of as many
-    micro-batches as the stage keeps, but the model's own inputs are always
-    counted whole. The formula is about activations alone, so the accumulated
-    gradients of weights are subtracted before a measurement is divided by it.
+    The formula is the GPipe paper's N + (L / K) (N / M): a stage's inputs for
+    the whole mini-batch, and the activations of its layers, each by its own
+    size, for one micro-batch. Schedules such as 1F1B keep the inputs of fewer
+    micro-batches at a time, and count these only; the model's own inputs are
+    always counted whole. With remat="never" the formula is the activations of
+    all micro-batches that a stage keeps. It leaves out gradients of weights,
+    so these are subtracted before a measurement is divided by it.
     """
     make = workloads.WORKLOADS[args.workload]
     x, y = workloads.data(make(), args.batch_size)
-    # The bytes that all layers keep, split in proportion to each layer's own.
+    # What the whole model keeps, split in proportion to each layer's own size.
     (whole,) = _activations(make(), x.shape, 1)
     by_layer = _activations(make(), x.shape, len(make()) - 1)
     activations = [size / sum(by_layer) * whole for size in by_layer]
@@ -144,7 +145,7 @@ def _measured(args, schedule, mode, x, y, processes, activations):
                 "remat": mode,
                 "stages": [x.index for x in stages],
                 "formula": sum(formula[x.index] for x in stages),
-                # Its peak in a step, without its memory between steps.
+                # The device's peak, without its memory between steps.
                 "planned": expected
                 - sum(size_in_bytes(x.variables) for x in stages),
                 "measured": measured[device],

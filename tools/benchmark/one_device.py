@@ -14,14 +14,15 @@ from tools.benchmark import device_step
 from tools.benchmark import fresh
 from tools.benchmark.report import Report
 
-# How far what fits may be below what does not, or below the limit.
+# A search ends when a size that fits is within this factor of one that does
+# not, or its memory within this factor of the limit.
 _EXACT = 1.1
-# Of the memory, what a pipeline is told that it may take at first: operations
-# need some while they run.
+# The share of the limit that a pipeline plans at first: operations need some
+# memory while they run.
 _SHARE = 0.9
 # The share of the limit at which the next try aims.
 _AIM = 0.97
-# MiB, for the time of what does not fit.
+# The limit in MiB for timing plain Keras at a size that does not fit.
 _BEYOND = 3072
 
 
@@ -71,18 +72,18 @@ def add_arguments(parser):
 def main(args):
     """The largest batch, image or sequence that trains in a device's memory.
 
-    By plain Keras; with `keras.RematScope` around its layers; with
-    `gradient_accumulation_steps`; with both; and as a pipeline of one stage
-    with as many micro-batches, remat="auto" and a `memory_limit` of nine
-    tenths of the memory, or less where operations need more. For the pipeline
-    a plan tells the largest size; for the others it is searched, to a tenth.
-    Each try is a process of its own.
+    The ways are plain Keras; `keras.RematScope` around the layers that allow
+    it; `gradient_accumulation_steps`; both; and a pipeline of one stage with as
+    many micro-batches, remat="auto" and a `memory_limit` of nine tenths of the
+    memory, or less where operations need more. Sizes are searched to within a
+    tenth: for the pipeline by plans, for the others by running steps. Each step
+    runs in a process of its own.
 
-    Measured is what a step adds at its peak to the resident memory of the
-    process, and to that the weights and slots between steps. The batch is
-    that of an update of the weights. CPU seconds a sample depend less than the
-    time on what else a machine does. A single image or sequence is a batch of
-    one, for which there is nothing to accumulate.
+    "MiB" is the peak of the process's resident memory in a step, above its
+    memory between steps, plus weights and slots. A batch is the samples of one
+    update of the weights. CPU seconds depend less than wall time on what else
+    the machine does. A single image or sequence is a batch of one, which leaves
+    nothing to accumulate.
     """
     if args.only:
         print(
@@ -113,13 +114,13 @@ def main(args):
 
 
 def _found(args, case):
-    """Returns what is measured in a case, by way."""
+    """Returns a dictionary from each way to its results in a case."""
     single = device_step.CASES[case][1] == device_step.SINGLE
     found = {}
     start = 4 * _unit(args, case)
     for way in args.ways:
         if single and way in device_step.KERAS and device_step.KERAS[way][1]:
-            # Of one row there is nothing to accumulate.
+            # A batch of one row leaves nothing to accumulate.
             continue
         first = found["plain"]["size"] if found else start
         if way == device_step.GPIPE:
@@ -133,20 +134,23 @@ def _found(args, case):
         x["of plain"] = x["size"] / plain["size"]
         other = plain
         if single and x["size"] != plain["size"]:
-            # The time of what does not fit, with all the memory it takes.
+            # Plain Keras does not fit at this size: timed with more memory.
             other = _kept(args, case, "plain", x["size"], _BEYOND)
         x["work"] = x["cpu"] / other["cpu"] if other["cpu"] else math.nan
     return found
 
 
 def _largest(args, case, way, start):
-    """Returns what is measured of the largest that fits, with its `size`.
+    """Searches for the largest size that fits by running steps.
 
     Args:
-        args: What the command was called with.
+        args: Parsed arguments of the command.
         case: String, of `device_step.CASES`.
         way: String, of `device_step.WAYS`.
         start: Integer, the size to begin with.
+
+    Returns:
+        Dict of the `size` and what `device_step.needs` returned for it.
     """
     unit = _unit(args, case)
     low, high, most = 0, math.inf, args.limit * 2**20
@@ -169,7 +173,8 @@ def _largest(args, case, way, start):
         if size is None:
             guess = math.sqrt(max(low, 1) * high)
         else:
-            # What is not fixed grows with the rows, or with the pixels.
+            # All but the fixed part grows with the rows, or with the square
+            # of the input size.
             room = (_AIM * most - found["fixed"]) / (size - found["fixed"])
             power = 1 if device_step.CASES[case][1] == device_step.BATCH else 2
             guess = number * max(room, 0) ** (1 / power)
@@ -177,9 +182,10 @@ def _largest(args, case, way, start):
 
 
 def _largest_planned(args, case, start):
-    """Returns the same of a pipeline, whose memory is what it is told to be.
+    """Returns what `_largest` does, for a pipeline.
 
-    The more operations need, the less of the memory is planned.
+    Plans find the size. If its step exceeds the limit, because operations
+    need memory while they run, the next plan gets a smaller share.
     """
     share = _SHARE
     while share > 0:
@@ -198,7 +204,7 @@ def _largest_planned(args, case, start):
 
 
 def _unit(args, case):
-    """Returns the step in which a size is searched."""
+    """Returns the number of which all tried sizes are multiples."""
     model, what = device_step.CASES[case]
     return (
         args.num_micro_batches
@@ -208,7 +214,7 @@ def _unit(args, case):
 
 
 def _planned(args, case, share, start):
-    """Returns the largest size that a plan says fits."""
+    """Returns the largest size that fits by its plan."""
     unit = _unit(args, case)
 
     def fits(number):
@@ -225,7 +231,7 @@ def _planned(args, case, share, start):
             return False
         return True
 
-    # What fits whole is there to begin with, and mostly more.
+    # A size that fits plain Keras should fit a pipeline.
     low = max(1, start // unit)
     high = 2 * low
     while fits(high):
@@ -237,7 +243,7 @@ def _planned(args, case, share, start):
 
 
 def _kept(args, case, way, size, limit, **more):
-    """Returns what is measured of a size, by a process of its own."""
+    """Returns what `device_step.needs` does, measured in a fresh process."""
     own = "".join(f", {x}" for x in (*more.values(), args.kernels))
     return fresh.Kept(args.results).once(
         f"{case} {way} {size}, {limit} MiB, M={args.num_micro_batches}{own}",

@@ -1,4 +1,4 @@
-"""What the stages of the GPipe paper's models cost, by the planner."""
+"""Costs of the stages of the GPipe paper's models, by the planner."""
 
 import functools
 

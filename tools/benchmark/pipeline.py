@@ -91,13 +91,14 @@ def add_arguments(parser):
 def main(args):
     """Pipelines against one device, for each K, M, schedule and remat mode.
 
-    The ideal is K M / (M + K - 1) of K devices, times 3/4 where all is
-    recomputed, as the GPipe paper does. What a schedule could reach with equal
-    stages, simulated, is more where it recomputes less or has a smaller bubble.
+    The ideal speed-up of K devices is K M / (M + K - 1), as in the GPipe paper,
+    times 3/4 with --remat=always. "simulated" is the speed-up of the schedule
+    with equal stages. It exceeds the ideal where the schedule recomputes less
+    or has a smaller bubble.
 
     With --on=simulated a worker is a simulated accelerator: its stage waits
-    instead of computing, so that there may be more workers than cores. A
-    third of a step is its forward pass.
+    instead of computing, so that there may be more workers than cores. The
+    forward pass takes a third of a step.
     """
     simulated = args.on == "simulated"
     for name in ("workload",) if simulated else ("wait",):
@@ -129,7 +130,7 @@ def main(args):
     def layers(num_stages):
         if not simulated:
             return make()
-        # One a stage: several would wait at the same time.
+        # One layer a stage: several would wait at the same time.
         return workloads.waiting(num_stages, forward / num_stages)
 
     # This starts TensorFlow.
@@ -146,7 +147,7 @@ def main(args):
             remat=remat,
             devices=names[:count],
         )
-        # XLA is for the pipelines only: one device is what it is against.
+        # One device is the baseline, without XLA.
         jit_compile = args.jit_compile and num_stages > 1
         workloads.compiled(model, jit_compile or "auto", steps)
         num_steps = max(args.num_steps, steps)
@@ -211,10 +212,11 @@ def devices(where, count):
 
     Args:
         where: `"workers"`, `"local"` or `"simulated"`.
-        count: Integer, how many.
+        count: Integer, number of devices.
 
     Returns:
-        List of names; list of the `workers.Worker`s; string, what they are.
+        List of device names, list of `workers.Worker`s (empty for `"local"`),
+        and a string that describes the devices.
     """
     if where == "local":
         names, note = local_devices.find(count)
@@ -227,7 +229,7 @@ def devices(where, count):
 
 
 class Run:
-    """A pipeline over worker processes, which is timed.
+    """A pipeline whose steps are timed.
 
     Args:
         model: A compiled `PipelinedSequential`.
@@ -237,9 +239,9 @@ class Run:
         num_steps: Integer, steps in each measurement.
 
     Attributes:
-        cores: List of the cores that the workers used, one number a
-            measurement.
-        client: List of those that this process used.
+        cores: List of floats, the cores that the workers used on average in
+            each measurement.
+        client: List of floats, the cores that this process used.
     """
 
     def __init__(self, model, x, y, processes, num_steps):
@@ -250,7 +252,7 @@ class Run:
         self.cores, self.client = [], []
 
     def __call__(self):
-        """Returns the seconds of a step."""
+        """Returns the mean seconds of a step."""
         cpu = self._cpu_seconds(), time.process_time()
         seconds = timing.step_seconds(
             self.model, self.x, self.y, self.num_steps
@@ -265,7 +267,7 @@ class Run:
 
 
 def simulated_run(layers, batch_size, processes, **options):
-    """Returns the `Run` of simulated layers, each a stage of its own.
+    """Returns a `Run` of simulated layers, each a stage of its own.
 
     Args:
         layers: List of `workloads.Wait` layers.
@@ -285,7 +287,7 @@ def simulated_run(layers, batch_size, processes, **options):
 
 
 def timed(runs, num_repeats):
-    """Times `Run`s by turns, after a first turn in which they trace.
+    """Times `Run`s in turn, after a first round in which they trace.
 
     Args:
         runs: Dict of `Run`s.
@@ -302,7 +304,7 @@ def timed(runs, num_repeats):
 
 
 def ideal_speedup(num_devices, num_micro_batches, remat):
-    """Returns the GPipe paper's bound; K=1 and M=1 without remat have 1."""
+    """Returns the GPipe paper's bound, relative to K=1, M=1 without remat."""
     bubble = num_micro_batches + num_devices - 1
     ideal = num_devices * num_micro_batches / bubble
     # A backward pass costs two forward passes, and recomputation one.
@@ -310,7 +312,7 @@ def ideal_speedup(num_devices, num_micro_batches, remat):
 
 
 def simulated_speedup(model):
-    """Returns what a pipeline's schedule reaches with equal stages."""
+    """Returns the simulated speed-up of a pipeline with equal stages."""
     schedule = model._pipeline.schedule
     found = simulate(
         schedule,

@@ -1,4 +1,4 @@
-"""`plan`: the memory and the time that plans tell, and those measured."""
+"""`plan`: planned memory and step time, beside what is measured."""
 
 import json
 import time
@@ -25,7 +25,8 @@ from tools.benchmark.planned_models import MODELS
 from tools.benchmark.report import Report
 
 _REMAT = ("always", "never")
-# What a plan may be wrong by: in memory, that of convolutions, and in time.
+# Relative errors that a plan may have: in memory, in the memory of models of
+# convolutions, and in time.
 _LIMITS = (0.05, 0.1, 0.1)
 
 
@@ -53,14 +54,14 @@ def add_arguments(parser):
 def main(args):
     """Peak memory and step time of pipelines: planned, and measured.
 
-    Each stage has a worker process of a core. Planned from the layers alone is
-    the memory; from the measured times of layers, speeds and transfers, as by
-    `tf_gpipe.tune`, the time. Measured is what a step adds at its peak to the
-    resident memory of the stage's process, and to that the weights and slots
-    between steps, which are counted; the shortest of some steps; and the CPU
-    seconds of a step, beside the time that devices are planned to be busy,
-    which depend less on what else a machine does. A ratio is planned over
-    measured, of the stage where it is worst.
+    Each stage has a worker process with one core. Memory is planned from the
+    layers alone; time from the measured times of layers, speeds and transfers,
+    as by `tf_gpipe.tune`. Measured memory is the peak of the process's resident
+    memory in a step, above its memory between steps, plus the size of weights
+    and slots. Measured time is the shortest of some steps. CPU seconds of a
+    step are compared with the time that devices are planned to be busy: they
+    depend less on what else the machine does. Ratios are planned over
+    measured; those of memory are of the stage with the worst ratio.
     """
     if args.only:
         print(json.dumps(_measured(args, args.only)))
@@ -126,7 +127,7 @@ def _worst(planned, measured):
 
 
 def _measured(args, name):
-    """Returns what is found of a model, a dictionary for each remat mode."""
+    """Returns a model's results, a dictionary for each remat mode."""
     make, num_rows, length, convolutions = MODELS[name]
     found = []
     processes = workers.connected(
@@ -161,7 +162,7 @@ def _measured(args, name):
         def step(pipeline=pipeline, x=x, y=y):
             pipeline.train_on_batch(x, y)
 
-        # A stage may be on any of the devices.
+        # A plan may put a stage on any of the devices.
         own = {x.device: x for x in processes}
         added = worker_usage.peak_memory(
             [own[device] for device in plan.device_names], step
@@ -206,7 +207,7 @@ def _measured(args, name):
 
 
 def _slots(pipeline, stage):
-    """Returns an optimizer's slots of the weights of a stage."""
+    """Returns the optimizer's slots of the weights of a stage."""
     weights = pipeline.trainable_variables
     found = slots.of_optimizer(pipeline.optimizer, weights)
     own = {id(v) for v in stage.variables}
@@ -214,7 +215,7 @@ def _slots(pipeline, stage):
 
 
 def data(pipeline, num_rows, length):
-    """Returns random inputs, and a number a row for each output."""
+    """Returns random inputs, and labels with a last axis of 1."""
     x, y = models.random_data(pipeline, num_rows, length=length)
     with tf.device("CPU:0"):
         return x, keras.tree.map_structure(lambda t: t[:, ..., :1], y)

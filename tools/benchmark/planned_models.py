@@ -1,7 +1,7 @@
-"""The models whose plans are compared with what is measured of them.
+"""Models of which `plan`, `auto_remat` and `one_device` measure the memory.
 
-Of sizes that two cores train in seconds, and whose activations are large beside
-what a process needs anyway.
+Two cores train a step in seconds, and the activations are large beside what a
+process needs anyway.
 """
 
 import functools
@@ -29,7 +29,7 @@ def _application(name, **kwargs):
 
 def _hub(name, **kwargs):
     def make(**more):
-        # Here, so that the others need no KerasHub.
+        # Imported here, so that the other models do not need KerasHub.
         from tools.keras_hub import tiny
 
         sizes = {
@@ -49,8 +49,9 @@ def _hub(name, **kwargs):
     return make
 
 
-# A function that makes it, the rows of a mini-batch, the length of sequences
-# whose length it leaves open, and whether convolutions take most of its memory.
+# For each model: a function that makes it, the rows of a mini-batch, the length
+# of sequences if the model leaves it open, and whether convolutions take most
+# of the memory.
 MODELS = {
     "resnet_small": (
         _zoo("resnet_small", input_shape=(32, 32, 3), num_filters=16),

@@ -1,4 +1,4 @@
-"""What a benchmark has found, as a table, JSON and a picture."""
+"""The results of a benchmark, as a table, JSON and a picture."""
 
 import dataclasses
 import itertools
@@ -15,14 +15,14 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a benchmark has found.
+    """The results of a benchmark.
 
     Attributes:
         title: String.
-        rows: List of dicts with the same keys, the columns of a table.
-        result: Dict, the same as JSON.
-        bars: String, the column that a picture shows.
-        notes: List of strings.
+        rows: List of dicts with the same keys, the columns of the table.
+        result: Dict, what `--json` prints.
+        bars: String, the column that the picture shows.
+        notes: List of strings, printed below the table.
     """
 
     title: str
@@ -34,8 +34,8 @@ class Report:
     def print(self, as_json=False):
         """Prints a table, the machine, and JSON on the last line if wanted.
 
-        A table that is wider than the terminal becomes several, each of which
-        tells whose figures they are.
+        A table that is wider than the terminal becomes several, each with the
+        columns that name the rows.
         """
         console = rich.console.Console(highlight=False, markup=False)
         console.print(self.title)
@@ -51,7 +51,7 @@ class Report:
             print(json.dumps({**self.result, "machine": about}))
 
     def _tables(self, console):
-        """Returns tables of the rows, each of as many columns as fit."""
+        """Returns tables of the rows, each with as many columns as fit."""
         labels = list(_names(self.rows[0]))
         tables = []
         columns = list(labels)
@@ -85,8 +85,8 @@ class Report:
         return table
 
     def plot(self, path):
-        """Saves a picture with a bar a row."""
-        # Here, so that tables need no matplotlib.
+        """Saves a picture with a bar for each row."""
+        # Imported here, so that tables do not need matplotlib.
         import matplotlib.figure
 
         # Not `pyplot`, which would keep the figure and choose a window system.
@@ -109,7 +109,7 @@ class Report:
 
 
 def machine():
-    """Returns what a figure depends on: machine and versions."""
+    """Returns what results depend on: the machine and versions."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -121,14 +121,14 @@ def machine():
 
 
 def _fits(table, console):
-    """Returns whether a terminal has room for a table, words uncut."""
-    # Of a bounded width nothing would be wider.
+    """Returns whether a table fits the terminal without cutting words."""
+    # With the terminal's own width, nothing would measure wider than it.
     unbounded = console.options.update(max_width=10_000)
     return console.measure(table, options=unbounded).minimum <= console.width
 
 
 def _names(row):
-    """Returns what tells a row apart: what comes before its figures."""
+    """Returns the items that name a row: those before its first float."""
     items = itertools.takewhile(
         lambda x: not isinstance(x[1], float), row.items()
     )
@@ -155,7 +155,7 @@ def _processor():
 
 
 def _gpus():
-    """Returns how many GPUs there are, and which."""
+    """Returns the number of GPUs and the name of the first."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return 0

@@ -56,9 +56,10 @@ def main(args):
     K worker processes wait instead of computing, each in proportion to the
     operations of its stage of the paper's model, which the planner counts.
     Everything is recomputed, as in the paper. Throughput is relative to K=2,
-    M=1. Ideal is K M / (M + K - 1), of equal stages where recomputation waits
-    for the gradient; simulated is the schedule on paper, with these stages.
-    Here recomputation does not wait, which helps most where M is 1.
+    M=1. The ideal is K M / (M + K - 1): equal stages, whose recomputation waits
+    for the gradient of their outputs. "simulated" is a simulation of the
+    schedule with the paper's stages. Here recomputation does not wait for the
+    gradient, which helps most with M=1.
     """
     names = [args.model] if args.model else list(_PUBLISHED)
     keys = list(itertools.product(names, _NUM_MICRO_BATCHES, _NUM_STAGES))
@@ -106,7 +107,7 @@ def main(args):
 
 
 def _layers(wait, name, num_stages):
-    """Returns a layer a stage, all of which take as long as the model does."""
+    """Returns a layer for each stage; they wait `wait` seconds in total."""
     return [
         # Forward pass, recomputation, and a backward pass twice as long.
         workloads.Wait(wait / 4 * share / _BATCH_SIZE)
@@ -121,7 +122,7 @@ def _shares(name, num_stages):
 
 
 def _makespan(schedule, name, num_micro_batches, num_stages):
-    """Returns what a step takes on paper; 4 on one accelerator."""
+    """Returns the simulated time of a step, which is 4 on one accelerator."""
     forward = [x / num_micro_batches for x in _shares(name, num_stages)]
     return simulate(
         schedules.get(schedule, num_stages, num_micro_batches),

@@ -54,16 +54,16 @@ def main(args):
 
     Worker processes wait instead of computing, in proportion to the
     operations of the stages of the paper's model, which the planner counts.
-    Between two of them another worker waits as long as the link would take
-    for what the one sends to the other: one micro-batch at a time, while
-    stages go on. M is 32, the schedule the paper's, and everything is
-    recomputed, which is a part of the backward pass here. Throughput is
-    relative to K=2. The speed of accelerator and link are round numbers, not
-    those of the paper's machine, which it does not tell.
+    Between two stages another worker stands for the link. It waits as long as
+    the link would take to send the activations of a micro-batch, while the
+    stages go on. M is 32, and the schedule the paper's. Everything is
+    recomputed; the recomputation is a part of the backward pass here.
+    Throughput is relative to K=2. The speeds of accelerators and links are
+    round numbers: the paper does not give its own.
     """
     names = [args.model] if args.model else list(_PUBLISHED)
     keys = list(itertools.product(names, _NUM_STAGES))
-    # As many links as boundaries.
+    # A worker for each stage, and for each boundary between two stages.
     processes = workers.connected(2 * max(_NUM_STAGES) - 1)
     runs = {}
     for name, num_stages in keys:
@@ -106,8 +106,8 @@ def _layers(args, name, num_stages):
     """Returns a layer for each stage, and one for each link between two."""
     stages = paper_models.stages(name, num_stages)
     whole = sum(stage.flops for stage in stages)
-    # Of a row: a forward pass, a recomputation, and a backward pass that is
-    # twice as long. Real seconds, and how many times slower they are here.
+    # The real seconds of a row (a forward pass, a recomputation, and a backward
+    # pass that is twice as long), and how many times slower they are here.
     real = 4 * whole / args.tflops / 1e12
     slower = args.wait / _BATCH_SIZE / real
     layers = []

@@ -10,7 +10,7 @@ from tf_gpipe import progress
 
 
 class _Clock(keras.callbacks.Callback):
-    """From the first batch's begin to the last batch's end."""
+    """Measures from the first batch's start to the last batch's end."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.start = None
@@ -24,7 +24,7 @@ class _Clock(keras.callbacks.Callback):
 
 
 def step_seconds(model, x, y, num_steps):
-    """Returns the seconds that a step of `fit` takes, over `num_steps`."""
+    """Returns the mean seconds of a step of `fit`, over `num_steps` steps."""
     clock = _Clock()
     fit(model, x, y, num_steps, [clock])
     return clock.seconds / num_steps
@@ -37,14 +37,15 @@ def fit(model, x, y, num_steps, callbacks):
 
 
 def interleaved(measures, num_repeats):
-    """Measures several things by turns, so that drift meets them alike.
+    """Measures several things in turn, so that drift affects all alike.
 
     Args:
-        measures: Dict of functions without arguments that return seconds.
+        measures: Dict of functions without arguments that return seconds or
+            other results.
         num_repeats: Integer.
 
     Returns:
-        Dict of lists of `num_repeats` numbers.
+        Dict of lists of `num_repeats` results.
     """
     results = {name: [] for name in measures}
     for _ in progress.track(range(num_repeats), "measuring"):
@@ -54,7 +55,7 @@ def interleaved(measures, num_repeats):
 
 
 def median_ratio(numerators, denominators):
-    """Returns the median of the ratios of measurements of the same turn."""
+    """Returns the median of the ratios of measurements in the same turn."""
     return statistics.median(
         a / b for a, b in zip(numerators, denominators, strict=True)
     )

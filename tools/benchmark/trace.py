@@ -1,4 +1,4 @@
-"""`trace`: how long it takes until the first step is done."""
+"""`trace`: the time until the first step has run."""
 
 import json
 import statistics
@@ -51,7 +51,7 @@ def add_arguments(parser):
 
 
 def main(args):
-    """Tracing plus first step against plain Keras, one process a time."""
+    """Time to trace and run the first step, against plain Keras."""
     if args.only:
         print(json.dumps(_first_step(args)))
         return None

@@ -1,4 +1,4 @@
-"""`tune`: what `tf_gpipe.tune` chooses, against fixed pipelines."""
+"""`tune`: the pipeline that `tf_gpipe.tune` chooses, against fixed ones."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from tools.benchmark import timing
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
 
-# Schedule, micro-batches a device, remat.
+# Schedule, micro-batches per device, remat.
 _CANDIDATES = (
     ("1f1b", 1, "never"),
     ("1f1b", 2, "always"),
@@ -33,7 +33,7 @@ _CANDIDATES = (
 
 
 def _waits(*shares):
-    """Returns layers that wait, in proportion to some shares."""
+    """Returns a function that makes layers which wait in these proportions."""
     return lambda: [
         keras.Input((workloads.NUM_CLASSES,)),
         *(workloads.Wait(0.002 * x) for x in shares),
@@ -50,8 +50,9 @@ _MODELS = {
     "long_tail": _waits(1, 1, 1, 1, 1, 1, 3, 5),
     "many_waits": _waits(*[0.5] * 16),
 }
-# Where, how many devices, the model, and the share of what the fullest device
-# of 1F1B without remat needs that each device has; `None`: all that fits.
+# For each case: where, the number of devices, the model, and the memory of a
+# device, as a share of what 1F1B without remat needs on its fullest device, or
+# `None` if memory is not limited.
 CASES = {
     f"{where}{count}_{model}" + (f"_{share:g}" if share else ""): (
         where,
@@ -82,13 +83,13 @@ def add_arguments(parser):
 
 
 def main(args):
-    """What tune chooses, and up to twelve fixed pipelines, all measured.
+    """Step time of tune's choice and of up to twelve fixed pipelines.
 
-    Fixed are one device, and over all devices some schedules, numbers of
-    micro-batches and remat modes, cut by operations. Pipelines that by their
-    plan do not fit a case's memory, with a tenth to spare, are not measured.
-    All train the same batch, by turns. A ratio is the time of a step of what
-    tune has chosen over that of the best of the others.
+    The fixed pipelines are one device, and several schedules, numbers of
+    micro-batches and remat modes over all devices, cut by operations. A
+    pipeline whose plan needs more than nine tenths of a case's memory is not
+    measured. All train the same batch, in turn. The ratio is the step time of
+    tune's choice over the step time of the best fixed pipeline.
     """
     if args.only:
         print(json.dumps(_measured(args, *CASES[args.only])))
@@ -155,7 +156,7 @@ def _measured(args, where, count, model, share):
         memory,
         optimizer="sgd",
         budget_seconds=args.budget_seconds,
-        # TensorFlow has one strategy a process.
+        # TensorFlow has one distribution strategy per process.
         replicas=False,
     )
     taken = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""The models that benchmarks train, and their data."""
+"""Models that several benchmarks train, and their data."""
 
 import functools
 import time
@@ -111,9 +111,9 @@ class Wait(L.Layer):
     """A simulated layer: it waits instead of computing.
 
     Args:
-        seconds: Float, of the forward pass of a row.
-        backward: Float, of the backward pass of a row; twice as long if
-            `None`. Half of it is for the gradients of the weights.
+        seconds: Float, time of the forward pass per row.
+        backward: Float, time of the backward pass per row, half of it for the
+            gradients of the weights. Defaults to twice `seconds`.
         **kwargs: Arguments of `keras.layers.Layer`.
     """
 
@@ -124,8 +124,8 @@ class Wait(L.Layer):
 
     def build(self, input_shape):
         self.scale = self.add_weight(shape=(), initializer="ones")
-        # TensorFlow takes waiting for a side effect, and would let stages
-        # wait one after another.
+        # TensorFlow considers waiting a side effect, and would otherwise let
+        # stages wait one after another.
         self._after = FunctionCall(_after, stateless=True)
 
     def call(self, x):
@@ -139,8 +139,8 @@ class Wait(L.Layer):
         @tf.custom_gradient
         def wait(x):
             y = self._after(x, num_rows * self.seconds)
-            # Takes the output, as most layers' gradients do, so that there is
-            # something to recompute; but too little to change the result.
+            # The gradient uses the output, as most layers' do, so that there
+            # is something to recompute; but too little to change the result.
             return y, lambda upstream: back(upstream + 1e-30 * y)
 
         return wait(x * scale(tf.convert_to_tensor(self.scale)))
@@ -158,9 +158,9 @@ class Wait(L.Layer):
 
 @functools.cache
 def _lag():
-    """Returns the seconds that a wait takes longer than it should, here.
+    """Returns by how many seconds a wait overruns on this machine.
 
-    At least: with nothing else to do.
+    This is a lower bound: the shortest of several measurements.
     """
     wanted, num_waits = 0.01, 10
 
@@ -171,7 +171,7 @@ def _lag():
         return x
 
     taken = []
-    # Not as a part of a trace.
+    # Runs at once, even while a function is being traced.
     with tf.init_scope():
         x = tf.zeros((1, 1))
         waits(x)
@@ -183,15 +183,15 @@ def _lag():
 
 
 def _after(x, seconds):
-    """Returns `x` after a time."""
+    """Returns `x` after this many seconds."""
     return _asleep(x, tf.maximum(seconds - _lag(), 0.0))
 
 
 def _asleep(x, seconds):
-    """Returns `x` after a time, and what the thread needs to wake up."""
+    """Returns `x` after this many seconds and the thread's time to wake up."""
     types = {"output_types": [x.dtype], "output_shapes": [x.shape]}
-    # TensorFlow waits nowhere but in its data pipelines: for an element, and
-    # again for the end.
+    # TensorFlow can sleep only in its data pipelines. It sleeps twice: before
+    # the element, and before the end.
     dataset = tf.raw_ops.SleepDataset(
         input_dataset=tf.raw_ops.TensorDataset(
             components=[x], output_shapes=[x.shape]
@@ -203,11 +203,11 @@ def _asleep(x, seconds):
 
 
 def waiting(num_layers, seconds=0.02):
-    """Returns a stack of simulated layers, a list of layers.
+    """Returns a stack of simulated layers.
 
     Args:
         num_layers: Integer.
-        seconds: Float, what the forward pass of a row takes in each.
+        seconds: Float, time of each layer's forward pass per row.
 
     Returns:
         List of layers from `(B, 10)` to `(B, 10)`.
@@ -219,7 +219,7 @@ def waiting(num_layers, seconds=0.02):
 
 
 def transformer(num_blocks=8, width=256, length=64):
-    """Returns a stack of Transformer blocks, a list of layers.
+    """Returns a stack of Transformer blocks.
 
     Each half of a block is a layer, so that stages may be cut there.
 
@@ -243,7 +243,7 @@ def transformer(num_blocks=8, width=256, length=64):
 
 
 def convolutional(num_blocks=8, filters=32, size=32):
-    """Returns a stack of residual convolution blocks, a list of layers.
+    """Returns a stack of residual convolution blocks.
 
     Args:
         num_blocks: Integer.
@@ -265,7 +265,7 @@ def convolutional(num_blocks=8, filters=32, size=32):
 
 
 def dense(num_blocks=400, width=16):
-    """Returns a stack of small equal layers, a list of layers.
+    """Returns a stack of small equal layers.
 
     Args:
         num_blocks: Integer.
@@ -282,7 +282,7 @@ def dense(num_blocks=400, width=16):
 
 
 def resnet50(size=64):
-    """Returns the model zoo's ResNet-50 for small images, a list of layers.
+    """Returns the model zoo's ResNet-50 for small images.
 
     Args:
         size: Integer, height and width of the images.
@@ -310,7 +310,7 @@ def data(layers, batch_size):
 
 
 def compiled(model, jit_compile="auto", steps_per_execution=1):
-    """Compiles a model as all benchmarks do, and returns it."""
+    """Compiles a model with SGD and cross-entropy, and returns it."""
     model.compile(
         keras.optimizers.SGD(1e-3),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
