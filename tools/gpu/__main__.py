@@ -1,14 +1,14 @@
-"""Tries the library out on a GPU, and prints a line of JSON a check.
+"""Tries the library out on a GPU, and prints a line of JSON for each check.
 
     {"check": "matrix_product", "status": "ok", "seconds": 3.1, "value": ...}
 
 The most valuable checks come first. Each runs in a process of its own, within
-a time limit; a failure leaves the others alone. The exit status is 0 where no
+a time limit; a failure leaves the others alone. The exit status is 0 if no
 check has failed.
 
-On a GPU nothing is skipped: what cannot run has failed. With --cpu, all runs
-small on logical CPU devices, and what needs a GPU is skipped and says why.
-What checks print besides goes to standard error.
+On a GPU nothing is skipped: a check that cannot run has failed. With --cpu,
+checks run on logical CPU devices, most of them at a small size; those that need
+a GPU are skipped and say why. What checks print goes to standard error.
 """
 
 import argparse
@@ -90,9 +90,9 @@ def main(argv=None):
     )
     args = parser.parse_args(argv)
     if args.cpu:
-        # From all processes that this one starts.
+        # Hides the GPUs from all processes that this one starts.
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    # So that the running check is ended as well.
+    # An exit, unlike SIGTERM itself, ends the running check as well.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return report(
         [x for x in CHECKS if args.only is None or x.name in args.only],

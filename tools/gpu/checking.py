@@ -19,9 +19,9 @@ import traceback
 
 from tools import child_process
 
-# The last lines of what a process has printed that a result tells.
+# The number of last lines printed by a process that are in its result.
 _NUM_LINES = 5
-# The file that a process writes when most of its time is up: what it is doing.
+# The file to which a process writes its stack when most of its time is up.
 _WHERE = "where.txt"
 _MOST_OF = 0.9
 
@@ -31,7 +31,7 @@ class Failed(Exception):
 
     Args:
         why: String.
-        **value: What it has measured nevertheless.
+        **value: What the check has measured nevertheless.
     """
 
     def __init__(self, why, **value):
@@ -49,11 +49,12 @@ class Check:
 
     Attributes:
         name: String.
-        function: String, `"module:function"`. It takes `cpu`, whether it runs
-            small on logical CPU devices, and `arguments`, and returns what it
-            has measured, as JSON can hold it. What it raises is a failure.
-        seconds: Number, its time limit.
-        arguments: Tuple.
+        function: String, `"module:function"`. The function takes `cpu`,
+            whether to run small on logical CPU devices, and `arguments`. It
+            returns its measurements in a form that JSON can hold. If it
+            raises, the check has failed.
+        seconds: Number, the time limit.
+        arguments: Tuple, other arguments of the function.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Check:
 
 
 def run(check, cpu):
-    """Runs a check, and returns a dict that tells how it went.
+    """Runs a check and returns its result.
 
     What the check prints goes to standard error.
 
@@ -116,18 +117,18 @@ def run(check, cpu):
 @functools.cache
 def _context(cpu):
     if not cpu:
-        # CUDA does not survive a fork, should anything have started it.
+        # If this process has started CUDA, a fork of it cannot use CUDA.
         return multiprocessing.get_context("spawn")
-    # Importing TensorFlow takes longer than most checks do.
+    # The server imports TensorFlow once; that takes longer than most checks.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tf_gpipe", "tools.command_line"])
     return context
 
 
 def _work(check, cpu, result, log):
-    """Runs a check in this process, and writes what it has found."""
+    """Runs a check in this process, and writes its result to a file."""
     child_process.end_with_parent()
-    # With all that it starts, so that all of it can be ended.
+    # A process group, so that all processes that the check starts can be ended.
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
@@ -150,19 +151,19 @@ def _work(check, cpu, result, log):
     sys.stderr.flush()
     part = pathlib.Path(result + ".part")
     part.write_text(json.dumps(found))
-    # All of it or nothing.
+    # The result's file has all of the result or is missing.
     part.rename(result)
 
 
 def _lines_of_main_thread(path):
-    """Returns the calls of the main thread, innermost first, of a dump."""
-    # The dump ends with the main thread, which ends with what started it.
+    """Returns the main thread's calls in a dump, innermost first."""
+    # The main thread comes last in a dump.
     dump = path.read_text() if path.exists() else ""
     return dump.rpartition("(most recent call first):")[2].splitlines()[1:]
 
 
 def _end(process):
-    """Ends a process with all that it has started."""
+    """Ends a process with all processes that it has started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

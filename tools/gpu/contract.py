@@ -1,4 +1,4 @@
-"""Pipelines have the plain model's numbers: `verify`, model by model."""
+"""Pipelines compute what plain models do: `verify`, model by model."""
 
 import contextlib
 import io
@@ -22,13 +22,14 @@ _SIZES = {
     "vocabulary=50,head_size=16",
     "unet": "num_blocks=2,num_filters=8,input_shape=(32,32,3),num_classes=4",
 }
-# Flags of `python -m tf_gpipe verify`, by model; of `tools.random_models`.
+# By model, the flags of each run of `python -m tf_gpipe verify`; for "random",
+# those of `tools.random_models`.
 RUNS = {
     "resnet_small": (
         "--num_stages=2 --schedule=gpipe --remat=never",
         "--num_stages=4 --balance=flops",
     ),
-    # Normalised over so few values, rounding to float32 becomes a difference.
+    # Batch normalization over so few values enlarges float32's rounding errors.
     "resnet50": (
         "--num_stages=8 --remat=except_last --dtype_policy=float64 "
         "--optimizer=sgd",
@@ -50,17 +51,17 @@ RUNS = {
         "--num_stages=4 --schedule=eager_1f1b",
         "--num_stages=2 --schedule=zero_bubble --remat=never",
     ),
-    # Models that are drawn by chance, recurrent ones among them.
+    # Random models, recurrent ones among them.
     "random": ("--num=6",),
 }
 
 
 def contract(cpu, model):
-    """Loss, metrics, gradients, variables, slots and predictions.
+    """Compares loss, metrics, gradients, variables, slots and predictions.
 
     Args:
         cpu: See `checking.Check`.
-        model: String, of `RUNS`.
+        model: String, a key of `RUNS`.
     """
     devices.start(cpu)
     command, flags = random_models.main, []
@@ -78,7 +79,7 @@ def contract(cpu, model):
 
 
 def _result(command, flags):
-    """Returns what a command that compares finds, in short."""
+    """Runs a command that compares models, and returns a short result."""
     printed = io.StringIO()
     try:
         with (

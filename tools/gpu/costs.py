@@ -1,4 +1,4 @@
-"""What tasks and steps cost, on devices that share one processor."""
+"""Time of tasks and steps, on devices that share one processor."""
 
 import argparse
 import functools
@@ -17,10 +17,10 @@ _NUM_STAGES = 2
 
 
 def task(cpu):
-    """Seconds of a task that computes next to nothing.
+    """Measures the seconds of a task that computes next to nothing.
 
-    The difference of steps with many and with few micro-batches, without what
-    a step costs besides.
+    Takes the difference between steps with many and with few micro-batches,
+    which leaves out the fixed cost of a step.
     """
     names = devices.start(cpu, count=_NUM_STAGES)
     counts = (2, 4) if cpu else (8, 64)
@@ -49,7 +49,7 @@ def task(cpu):
 
 
 def step(cpu):
-    """K=1 and M=1 against plain Keras, with XLA and without."""
+    """Compares steps of K=1, M=1 and of plain Keras, with and without XLA."""
     (name,) = devices.start(cpu, count=1)
     small = {"num_blocks": 1, "filters": 4, "size": 8} if cpu else {}
     batch_size = 4 if cpu else 256
@@ -96,7 +96,7 @@ def step(cpu):
 
 
 def stages(cpu):
-    """K=2 and 4: no speed-up is expected of devices that share a processor."""
+    """Measures K=2 and 4, expecting no speed-up on one shared processor."""
     parser = argparse.ArgumentParser()
     pipeline.add_arguments(parser)
     flags = "--on=local --batch_size=256 --num_stages=2,4 --remat=never,always"

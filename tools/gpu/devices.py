@@ -13,14 +13,15 @@ def start(cpu, count=8, mib=PAPER_MIB):
     """Starts TensorFlow, and returns the names of devices for stages.
 
     Args:
-        cpu: Boolean, whether they are logical devices of the CPU, or parts of
-            the first GPU.
-        count: Integer, how many.
-        mib: Integer, the memory of each part; less where the GPU has less.
+        cpu: Boolean, whether to use logical devices of the CPU instead of
+            parts of the first GPU.
+        count: Integer, number of devices.
+        mib: Integer, the memory of each part of the GPU; parts are smaller if
+            it has not enough for all.
     """
     if cpu:
         names, _ = local_devices.find(count)
-        # From here on nothing can choose another number.
+        # Starts TensorFlow, which fixes the number of logical devices.
         tf.config.list_logical_devices()
         return names
     return local_devices.split_gpu(first_gpu(), count=count, mib=mib)

@@ -1,7 +1,7 @@
-"""What of TensorFlow all else stands on: kernels, XLA, virtual devices.
+"""The parts of TensorFlow that everything needs: kernels, XLA, virtual devices.
 
-Each check needs other libraries: cuBLAS, cuDNN, ptxas and libdevice. Results
-are compared with NumPy's, or with those of the CPU.
+The checks use different libraries: cuBLAS, cuDNN, ptxas and libdevice. They
+compare results with NumPy's or with the CPU's.
 """
 
 import functools
@@ -18,12 +18,12 @@ from tools.gpu import devices
 from tools.gpu.checking import Failed
 from tools.gpu.checking import Skipped
 
-# Relative to the largest entry; factors are not rounded to TensorFloat-32.
+# Relative to the largest entry, with TensorFloat-32 switched off.
 _TOLERANCE = 1e-4
 
 
 def gpu_seen(cpu):
-    """Tells the card, the driver and the versions."""
+    """Reports the GPU, its driver and versions."""
     if cpu:
         raise Skipped("needs a GPU", **report.machine())
     gpu = devices.first_gpu()
@@ -50,7 +50,7 @@ def matrix_product(cpu):
 
 
 def convolution(cpu):
-    """A convolution with its gradients."""
+    """Runs a convolution with its gradients."""
     x, kernel = _random((4, 32, 32, 8)), _random((3, 3, 8, 16))
     return _same_as_cpu(
         _with_gradients(lambda x, k: tf.nn.conv2d(x, k, 2, "SAME")),
@@ -60,7 +60,7 @@ def convolution(cpu):
 
 
 def embedding_and_softmax(cpu):
-    """A look-up and a softmax with their gradients."""
+    """Runs a lookup and a softmax with their gradients."""
     tokens = np.arange(60).reshape(4, 15) % 50
 
     def logits(table, kernel):
@@ -72,14 +72,14 @@ def embedding_and_softmax(cpu):
 
 
 def jit_compile(cpu):
-    """What XLA compiles."""
+    """Runs a function that XLA compiles."""
     a, b = _random((128, 128)), _random((128, 128))
     function = tf.function(lambda a, b: tf.tanh(a @ b), jit_compile=True)
     return _same(function, (a, b), np.tanh(a @ b), cpu)
 
 
 def virtual_devices(cpu):
-    """A tensor goes from one device to another and is used there."""
+    """Sends a tensor from one device to another and uses it there."""
     first, second = devices.start(cpu, count=2)
     tf.config.experimental.enable_tensor_float_32_execution(False)
     a = _random((256, 256))
@@ -91,7 +91,7 @@ def virtual_devices(cpu):
 
 
 def trained_step(cpu):
-    """The loss falls, of a plain model and of a pipeline of two stages."""
+    """Checks that the loss falls, with Keras and in a two-stage pipeline."""
     names = devices.start(cpu, count=2)
     layers = functools.partial(workloads.convolutional, 2, filters=8, size=8)
     x, y = workloads.data(layers(), 16)
@@ -140,7 +140,7 @@ def _same_as_cpu(function, arguments, cpu):
 
 
 def _same(function, arguments, expected, cpu):
-    """Compares a function's result on the device with what is expected."""
+    """Compares a function's result on the device with the expected one."""
     if not cpu:
         devices.first_gpu()
     tf.config.experimental.enable_tensor_float_32_execution(False)
@@ -155,7 +155,7 @@ def _same(function, arguments, expected, cpu):
 def _close(result, expected, names):
     apart = np.max(np.abs(result.numpy() - expected)) / np.abs(expected).max()
     value = {"devices": names, "difference": float(apart)}
-    # Also where it is no number.
+    # NaN fails, too.
     if not apart < _TOLERANCE:
         raise Failed("the result is another one", **value)
     return value

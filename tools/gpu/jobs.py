@@ -1,4 +1,4 @@
-"""Replicas of pipelines, a trainer's whole job, and the tests for GPUs."""
+"""Replicas of pipelines, a whole job of a trainer, and the tests for GPUs."""
 
 import os
 import subprocess
@@ -18,12 +18,12 @@ from trainers.job_config import JobConfig
 from trainers.optimization import Optimization
 
 _TOLERANCE = 1e-4
-# What the trainer promises on a CPU is 0.985.
+# A little less than the 0.985 that the trainer's documentation promises.
 _ACCURACY = 0.98
 
 
 def replicas(cpu):
-    """Two replicas of two stages end with the weights of one plain model."""
+    """Checks that two replicas of two stages train like one plain model."""
     names = devices.start(cpu, count=4)
     tf.config.experimental.enable_tensor_float_32_execution(False)
     rows = [names[:2], names[2:]]
@@ -64,7 +64,7 @@ def replicas(cpu):
 
 
 def trainer(cpu):
-    """The image classifier's default job, on four stages."""
+    """Runs the image classifier's default job, on four stages."""
     from trainers import image_classification
 
     devices.start(cpu, count=4)
@@ -82,7 +82,7 @@ def trainer(cpu):
 
 
 def tests(cpu):
-    """The tests that need a GPU."""
+    """Runs the tests that need a GPU."""
     if cpu:
         raise Skipped("needs a GPU")
     subprocess.run(

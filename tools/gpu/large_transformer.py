@@ -1,8 +1,9 @@
 """The largest Transformer that trains on four devices of 18 GB.
 
 All weights are trained, by AdamW in bfloat16, on sequences of 4,096 tokens.
-The shape is that of Gemma-2B: 18 layers, width 2,048, 256 thousand tokens; but
-with attention of eight whole heads, and separate embedding and logits.
+The model has Gemma-2B's shape: 18 layers, width 2,048, a vocabulary of 256
+thousand. Unlike Gemma, its eight heads do not share keys and values, nor does
+the output layer share the embedding's weights.
 """
 
 import dataclasses
@@ -21,13 +22,13 @@ from tools.gpu.checking import Failed
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What is trained.
+    """A model to train, and its devices.
 
     Attributes:
-        sizes: Dict, hyper-parameters of the model, but for its layers.
-        num_layers: Integer, the least.
+        sizes: Dict, hyper-parameters of the model, without `num_layers`.
+        num_layers: Integer, the smallest number of layers.
         num_stages: Integer.
-        num_micro_batches: Integer, of one sequence each.
+        num_micro_batches: Integer; each has one sequence.
         num_bytes: Integer, the memory of a device.
     """
 
@@ -68,7 +69,7 @@ _NUM_STEPS = 3
 
 
 def gemma(cpu):
-    """Trains as many layers as Gemma-2B has, and tells tokens a second."""
+    """Trains as many layers as Gemma-2B has, and measures tokens a second."""
     job = _TINY if cpu else _GEMMA
     return _train(job, job.num_layers, _start(job, cpu))
 
@@ -102,7 +103,7 @@ def _train(job, num_layers, names):
         model_zoo.get("transformer_lm", num_layers=num_layers, **job.sizes),
         num_stages=job.num_stages,
         num_micro_batches=job.num_micro_batches,
-        # What has been planned.
+        # The same cut as in the plan.
         balance=[len(stage.layers) for stage in plan.stages],
         devices=names,
     )

@@ -1,4 +1,4 @@
-"""What steps need, beside the plan, and the paper's Table 1 in real bytes."""
+"""Memory of steps beside the plan, and the paper's Table 1 in real bytes."""
 
 import contextlib
 import gc
@@ -19,8 +19,8 @@ from tools.table1 import planned
 from tools.table1.published import FAMILIES
 from tools.table1.published import ROWS
 
-# Of what is measured in what is planned. The plan leaves out what operations
-# need while they run; and caches that TensorFlow merges are planned twice.
+# Bounds of measured over planned memory. The plan leaves out what operations
+# need while they run, and counts tensors twice that TensorFlow merges.
 _SHARES = 0.6, 1.4
 _SIZES = {
     "transformer_lm": {"num_layers": 8, "dim": 1024, "ffn_dim": 4096},
@@ -34,16 +34,16 @@ _TINY = {
     "vocabulary": 20,
     "length": 8,
 }
-# Rows of a micro-batch of the paper's mini-batch of 128.
+# Rows of a micro-batch; the paper's mini-batch has 128.
 _MICRO_BATCH_SIZE = 2
 
 
 def plan_against_measured(cpu, name):
-    """Compares each device's peak with the plan, for K from 1 to 8.
+    """Compares each device's peak memory with the plan, for K from 1 to 8.
 
     Args:
         cpu: See `checking.Check`.
-        name: String, of `FAMILIES`.
+        name: String, a key of `FAMILIES`.
     """
     if cpu and name == "amoebanet_d":
         raise Skipped("takes a minute to trace; transformer_lm is run")
@@ -74,7 +74,7 @@ def plan_against_measured(cpu, name):
         except tf.errors.ResourceExhaustedError as e:
             row["why"] = e.message.splitlines()[0]
         print(row, flush=True)
-        # What the model has left on the devices.
+        # Frees what the model has left on the devices.
         model = layers = None
         keras.backend.clear_session()
         gc.collect()
@@ -99,11 +99,11 @@ def plan_against_measured(cpu, name):
 
 
 def table1_row(cpu, name):
-    """Compares whether an AmoebaNet-D fits 8 GB a device with the plan.
+    """Checks that a plan tells whether an AmoebaNet-D fits 8 GiB a device.
 
     Args:
         cpu: See `checking.Check`.
-        name: String, of a row of Table 1.
+        name: String, the name of a row of Table 1.
     """
     if cpu:
         raise Skipped("measures the memory of GPUs")
@@ -121,7 +121,7 @@ def table1_row(cpu, name):
         )
     print(stdout.getvalue())
     (run,) = json.loads(stdout.getvalue().splitlines()[-1])["runs"]
-    # Now: a plan starts TensorFlow, and then no GPU can be split.
+    # Comes last: a plan starts TensorFlow, after which no GPU can be split.
     (row,) = (x for x in ROWS if (x.model, x.name) == ("amoebanet_d", name))
     plan = planned.plan(
         model_zoo.get(row.model, **row.sizes),

@@ -1,9 +1,8 @@
 """The Timeline callback against TensorFlow's profiler.
 
-The profiler sees kernels (of a CPU: operations). On a CPU their names tell the
-stage, but for stages that are alike, which share their operations. On a GPU
-each device has streams of its own, and the names of tasks are among those of
-what a stream does.
+The profiler records kernels (on a CPU: operations). On a CPU the name of an
+operation contains its stage, unless equal stages share operations. On a GPU
+each device has its own streams, in which some names contain a task.
 """
 
 import pathlib
@@ -21,15 +20,15 @@ from tools.gpu.checking import Failed
 
 _NUM_STAGES = 2
 _NUM_STEPS = 4
-# Of the time of a stage's kernels within its tasks.
+# The least share of a stage's kernel time that must be within its tasks.
 _COVERED = 0.9
-# What tells a stage in the names of a CPU's operations, and of a GPU's tasks.
+# The stage in the names of a CPU's operations, and in those of tasks on a GPU.
 _STAGE = re.compile(r"\bstage_(\d+)/")
 _TASK = re.compile(r"/[FBRW](\d+)\.\d+/")
 
 
 def task_times(cpu):
-    """How much of the kernels' time the tasks cover; copies beside kernels."""
+    """Measures how much of the time of kernels is within their tasks."""
     names = devices.start(cpu, count=_NUM_STAGES)
     layers = workloads.transformer(*((2, 64, 16) if cpu else (8, 1024, 256)))
     x, y = workloads.data(layers, 16 if cpu else 64)
@@ -44,7 +43,7 @@ def task_times(cpu):
         kernels, copies = _read(path, cpu)
     if not set(kernels) == set(range(_NUM_STAGES)):
         raise Failed(f"kernels name the stages {sorted(kernels)}")
-    # The last step, whose spans begin at 0, by the clock of the profiler.
+    # The last step starts at `zero` by the profiler's clock; spans start at 0.
     zero, spans, _ = recorder._recorded[-1]
     value = {"stages": []}
     for stage in range(_NUM_STAGES):
@@ -76,7 +75,7 @@ def task_times(cpu):
 
 
 class _Profiler(keras.callbacks.Callback):
-    """Profiles the last step. It comes after what waits for the step's end."""
+    """Profiles the last step. Comes after a callback that waits for its end."""
 
     def __init__(self, folder):
         super().__init__()
@@ -93,13 +92,13 @@ class _Profiler(keras.callbacks.Callback):
 
 
 def _read(path, cpu):
-    """Returns when kernels ran, by stage, and when copies did, in seconds.
+    """Returns the times of kernels, by stage, and of copies, in seconds.
 
     Args:
         path: Path of the profile.
-        cpu: Boolean, whether operations are read in place of a GPU's kernels.
+        cpu: Boolean, whether to read operations instead of a GPU's kernels.
     """
-    # Protocol buffers without a public name; no one else needs them.
+    # These protocol buffers have no public name.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     space = xplane_pb2.XSpace()
@@ -126,7 +125,7 @@ def _read(path, cpu):
                 begin += event.offset_ps / 1e12
                 times = begin, begin + event.duration_ps / 1e12
                 if not cpu and len(named) == 1:
-                    # All of a stream is of one device.
+                    # A stream belongs to one device, which has one stage.
                     (stage,) = named
                 if "memcpy" in text.lower():
                     copies.append(times)
@@ -151,12 +150,12 @@ def _text(plane, event):
 
 
 def _length(spans):
-    """Returns how long at least one of the spans lasts."""
+    """Returns the time that at least one of the spans covers."""
     return sum(end - start for start, end in _union(spans))
 
 
 def _overlap(ones, others):
-    """Returns how long both one of these and one of those last."""
+    """Returns the time that spans of both lists cover."""
     return _length(
         (max(a, c), min(b, d))
         for a, b in _union(ones)
@@ -166,7 +165,7 @@ def _overlap(ones, others):
 
 
 def _union(spans):
-    """Returns spans without overlaps, in order, of the same times."""
+    """Returns sorted spans without overlaps that cover the same times."""
     joined = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
