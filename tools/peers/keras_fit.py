@@ -8,7 +8,7 @@ from tools.peers import program
 
 def main():
     args = program.parse_args(__doc__)
-    # Before TensorFlow starts its threads, which inherit it.
+    # Comes before TensorFlow starts its threads, which inherit the affinity.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import keras
 

@@ -15,16 +15,16 @@ VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__}
 
 
 def make(args):
-    """Returns the layers, an input first."""
+    """Returns the list of layers; the first is an `Input`."""
     return workloads.WORKLOADS[args.workload]()
 
 
 def trained(args, model):
-    """Returns what `program.serve` wants.
+    """Compiles a model, and returns its `train` for `program.serve`.
 
     Args:
-        args: As of `program.parse_args`.
-        model: A Keras model of the layers that `make` returns.
+        args: What `program.parse_args` returned.
+        model: A Keras model of the layers that `make` returned.
     """
     values = [w for _, weights in program.layers(args) for w in weights]
     for variable, value in zip(model.trainable_variables, values, strict=True):

@@ -1,7 +1,7 @@
 """Lingvo's gpipe: two servers of one core each, or one device.
 
-Its pipeline always recomputes. Two devices of one process would share their
-threads, so that a stage alone would use both cores.
+Lingvo's pipeline always recomputes. Two devices of one process would share
+their threads, so that a single stage could use both cores.
 """
 
 import atexit
@@ -25,8 +25,8 @@ def _missing(*args, **kwargs):
     raise NotImplementedError("Lingvo's kernels are not loaded.")
 
 
-# The library of kernels that Lingvo brings needs a newer C library than many
-# systems have. The pipeline uses none of them but an assertion about shapes.
+# Lingvo's library of kernels needs a newer C library than many systems have.
+# The only one of them that the pipeline uses is an assertion about shapes.
 _kernels = types.ModuleType("lingvo.core.ops.gen_x_ops")
 _kernels.__getattr__ = lambda name: _missing
 _kernels.assert_same_dim0 = lambda *args, **kwargs: tf.no_op()
@@ -120,8 +120,8 @@ def _feed_forward(x, scale, shift, inner, inner_bias, outer, outer_bias):
 
 
 def _convolution(x, kernel, scale, shift):
-    # Statistics of the batch as Lingvo's own layer takes them: TensorFlow's
-    # fused operation fails within its recomputation.
+    # Takes the statistics of the batch as Lingvo's own layer does: TensorFlow's
+    # fused operation fails in Lingvo's recomputation.
     x = tf.nn.conv2d(x, kernel, 1, "SAME")
     return tf.nn.relu(_norm(x, scale, shift, [0, 1, 2], keepdims=False))
 
@@ -162,7 +162,7 @@ def main():
         "lingvo": metadata.version("lingvo"),
     }
     program.serve(train, started, versions)
-    # Servers do not end on their own.
+    # TensorFlow's servers do not end on their own.
     sys.stdout.flush()
     atexit._run_exitfuncs()
     os._exit(0)
@@ -205,7 +205,7 @@ def _servers():
             device.name: (device.incarnation + 2**63) % 2**64 - 2**63
             for device in session.list_devices()
         }
-    # Lingvo passes 0, which is right in one process only.
+    # Lingvo passes 0 as the incarnation, which is right in one process only.
     for name in ("Send", "Recv"):
         operation = getattr(sendrecv.tf.raw_ops, name)
         setattr(
@@ -224,7 +224,7 @@ def _servers():
 
 
 def _trained(args, target):
-    """Builds the graph and returns the function that trains."""
+    """Builds the graph, and returns `train` for `program.serve`."""
     layers = program.layers(args)
     cells = [
         _Layer.Params().Set(

@@ -1,4 +1,4 @@
-"""What the programs share: flags, models, data, and talk with the benchmark.
+"""What the programs share: flags, weights, data, and the protocol.
 
     benchmark                     program
         | <- {"setup_seconds", "losses", "versions"} |
@@ -6,7 +6,8 @@
         | <----------------- {"seconds", "loss"} |   of a step
         | end of file -------------------------> |   end
 
-Nothing but numpy is imported: each program runs in its library's environment.
+Besides the standard library only NumPy is imported: each program runs in its
+own library's environment.
 """
 
 import argparse
@@ -21,15 +22,15 @@ NUM_BLOCKS = 8
 NUM_HEADS = 4
 EPSILON = 1e-5
 LEARNING_RATE = 1e-3
-# Of the Transformer: positions and their size. Of the convolutions: height and
-# width of the images, and channels.
+# Of the Transformer: the length of sequences and the size of embeddings. Of the
+# convolutions: the height and width of images, and the number of channels.
 LENGTH, WIDTH = 64, 256
 SIZE, FILTERS = 32, 32
 WORKLOADS = ("transformer", "convolutional")
 
 
 def parse_args(description):
-    """Returns what is to be trained, from the command line."""
+    """Returns the parsed arguments of the command line."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
     parser.add_argument("--num_stages", type=int, default=1)
@@ -41,7 +42,7 @@ def parse_args(description):
 
 
 def data(args):
-    """Returns a batch of inputs and labels, as numpy arrays."""
+    """Returns a batch of inputs and labels, as NumPy arrays."""
     generator = np.random.default_rng(0)
     if args.workload == "transformer":
         shape, labels = (LENGTH, WIDTH), (LENGTH,)
@@ -53,9 +54,9 @@ def data(args):
 
 
 def layers(args):
-    """Returns the initial weights, a list of `(kind, arrays)` of the layers.
+    """Returns the layers, a list of pairs of a kind and the initial weights.
 
-    Kernels are those of Keras: (inputs, outputs) and (height, width, inputs,
+    Kernels have Keras's shapes: (inputs, outputs) and (height, width, inputs,
     outputs).
     """
     generator = np.random.default_rng(1)
@@ -93,7 +94,8 @@ def layers(args):
 def halves(args):
     """Returns the layers of each of two stages, cut after half the blocks."""
     found = layers(args)
-    # Both lists end with the dense layer; images have a first convolution.
+    # Both models end with a dense layer; that of images starts with another
+    # convolution.
     cut = len(found) // 2
     return [found[:cut], found[cut:]]
 
@@ -102,10 +104,10 @@ def serve(train, started, versions):
     """Answers the benchmark until it closes the standard input.
 
     Args:
-        train: Function from a number of steps to the loss and the seconds of
-            the last of them, or the means over all.
-        started: Float, `time.perf_counter()` when all processes were there and
-            the model was not.
+        train: Function from a number of steps to a loss (of the last step, or
+            the mean) and the mean seconds of a step.
+        started: Float, `time.perf_counter()` after all processes had started,
+            before the model was built.
         versions: Dict of the libraries' versions.
     """
     losses = [train(1)[0]]
@@ -120,7 +122,7 @@ def serve(train, started, versions):
 
 
 def repeated(step):
-    """Returns what `serve` wants, from a function from nothing to a loss."""
+    """Returns `train` for `serve`, which repeats a step that returns a loss."""
 
     def train(num_steps):
         start = time.perf_counter()

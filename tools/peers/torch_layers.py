@@ -1,4 +1,4 @@
-"""The benchmark's layers in PyTorch, one compute thread a process."""
+"""The benchmark's layers in PyTorch, which computes in one thread a stage."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ class _Layer(nn.Module):
     def __init__(self, weights):
         super().__init__()
         self.weights = nn.ParameterList(
-            # A linear layer wants (outputs, inputs).
+            # PyTorch's linear layers have kernels of (outputs, inputs).
             nn.Parameter(torch.from_numpy((w.T if w.ndim == 2 else w).copy()))
             for w in weights
         )
@@ -89,12 +89,12 @@ _KINDS = {
 
 
 def make(layers):
-    """Returns the modules of `program.layers`."""
+    """Returns a list of modules for what `program.layers` returned."""
     return [_KINDS[kind](weights) for kind, weights in layers]
 
 
 class Rematerialized(nn.Sequential):
-    """Modules one after another; the backward pass runs them again."""
+    """A chain of modules that the backward pass recomputes."""
 
     def forward(self, x):
         return checkpoint(
@@ -114,10 +114,10 @@ def loss(logits, labels):
 
 
 def train_on_one_device(args, model):
-    """Returns the function that `program.serve` wants.
+    """Returns `train` for `program.serve`, for a model on one device.
 
     Args:
-        args: As of `program.parse_args`.
+        args: What `program.parse_args` returned.
         model: A module, or a `torchgpipe.GPipe`.
     """
     x, y = data(args)

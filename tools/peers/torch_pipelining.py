@@ -97,7 +97,7 @@ def _stage(args, rank):
             else:
                 schedule.step(target=y, losses=losses)
             optimizer.step()
-        # The first process wants it too; and so both end together.
+        # The first process needs the loss, too; and both end together.
         mean = torch.stack(losses).mean() if rank else torch.zeros(())
         distributed.broadcast(mean, 1)
         return mean.item(), (time.perf_counter() - start) / num_steps

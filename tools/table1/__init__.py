@@ -1,1 +1,1 @@
-"""Table 1 of the GPipe paper beside what is planned and measured here."""
+"""Table 1 of the GPipe paper, beside plans and measurements."""

@@ -1,22 +1,21 @@
-"""Compares the planner with Table 1 of the GPipe paper, row by row.
+"""Compares the planner with Table 1 of the GPipe paper.
 
-Plans each model that the paper trained, on devices with as much memory as the
-paper's, and searches for the largest that fits. Memory is counted twice: with
-the paper's 12 bytes a parameter (a weight and two slots of the optimizer), and
-with the 16 that `tf_gpipe` needs, which adds up gradients over micro-batches.
+Plans each model of the table on devices with as much memory as the paper's,
+and searches for the largest one that fits. Memory is counted twice: with
+the paper's 12 bytes a parameter (a weight and two optimizer slots), and with
+the 16 bytes of `tf_gpipe`, which also sums gradients over micro-batches.
 
 Naive-1 is one stage without micro-batches or rematerialisation. Pipeline-K is
-K stages with rematerialisation. The paper does not tell its micro-batches.
-Here they have one row, which takes the least memory; and with 32 rows for 128
-stages, the rule of at least 4 K micro-batches could not be kept anyway. The
-schedule is the library's default: the paper's own, `gpipe`, keeps the
-predictions of the whole mini-batch for the loss.
+K stages with rematerialisation. The paper does not give its micro-batches.
+Here each has one row, which takes the least memory; 128 stages could not have
+the paper's 4 K micro-batches anyway, with a mini-batch of 32 rows. The schedule
+is the library's default: the paper's own, `gpipe`, keeps the predictions of
+the whole mini-batch for the loss.
 
-`--run` measures. Where there is a GPU it is split into virtual devices of
-8 GB, and takes a step of each AmoebaNet-D for which they are enough. (Written
-against TensorFlow's documentation, not run on hardware.) Elsewhere, it trains
-small versions over two worker processes, and compares the resident memory of
-each with the plan.
+`--run` measures instead. With a GPU, it splits the GPU into virtual devices of
+8 GiB and runs two steps of each AmoebaNet-D that does not need more of them.
+(Not yet run on hardware.) Without a GPU, it trains small versions over two
+worker processes and compares the peak memory of each with the plan.
 
 Example:
 
@@ -26,7 +25,7 @@ Example:
 import argparse
 import os
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
+# Comes before TensorFlow is imported, which reports that there is no GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras  # noqa: E402

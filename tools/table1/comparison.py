@@ -1,4 +1,4 @@
-"""The table of what is published and planned."""
+"""Prints the table of published and planned numbers."""
 
 import concurrent.futures
 import functools
@@ -19,9 +19,9 @@ from tools.table1.published import text
 
 
 def compare(rows, args):
-    """Prints the table of what is published and planned.
+    """Prints the table of published and planned numbers.
 
-    A row takes up to a minute or two, so cores plan several at a time.
+    Planning a row takes up to two minutes, so all cores plan rows in parallel.
     """
     planned = functools.partial(plan_row, args=args)
     num_processes = min(len(rows), len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""What steps of the models need, on a GPU or in worker processes."""
+"""Measures the memory of steps, on a GPU or in worker processes."""
 
 import functools
 import gc
@@ -21,12 +21,12 @@ from tools.table1.published import FAMILIES
 from tools.table1.published import NUM_CLASSES
 from tools.table1.published import text
 
-# Of each virtual device of a GPU.
+# The memory of each virtual device of a GPU.
 GPU_MIB = 8192
 
 
 def on_gpu(rows, devices, args):
-    """Prints what the devices need at most in a step of each row."""
+    """Prints each device's peak memory in a step, for each row."""
     lines, runs = [], []
     for row in progress.track(rows, "measuring"):
         peaks = None
@@ -35,7 +35,7 @@ def on_gpu(rows, devices, args):
             result = "fits" if peaks else "does not fit"
         else:
             result = f"needs {row.num_stages} devices"
-        # What the row has left on the devices.
+        # Frees what the row has left on the devices.
         keras.backend.clear_session()
         gc.collect()
         sizes = [f"{x / 2**30:.2f}" for x in peaks or []]
@@ -56,7 +56,7 @@ def on_gpu(rows, devices, args):
 
 
 def _peaks(row, devices, args):
-    """Returns the peak memory of each device; `None` where it is too little."""
+    """Returns each device's peak bytes; `None` if memory does not suffice."""
     layers = model_zoo.get(row.model, **row.sizes)
     x, y = data(layers, row.family.batch_size)
     options = row.options(args.micro_batch_size)
@@ -69,12 +69,12 @@ def _peaks(row, devices, args):
 
 
 def device_peaks(model, devices, x, y):
-    """Returns the bytes that each device needs at most in a step of a model.
+    """Returns the peak bytes of each device in a step of a model.
 
-    TensorFlow does not tell them of CPUs.
+    TensorFlow does not report them for CPUs.
     """
     model.train_on_batch(x, y)
-    # The first step also tries out algorithms for convolutions.
+    # The first step is left out: it also tries algorithms for convolutions.
     for device in devices:
         tf.config.experimental.reset_memory_stats(device)
     model.train_on_batch(x, y)
@@ -85,7 +85,7 @@ def device_peaks(model, devices, x, y):
 
 
 def on_workers(models, args):
-    """Prints the memory of worker processes beside what is planned for it."""
+    """Prints the peak memory of worker processes beside the plan."""
     lines, runs, why = [], [], []
     processes = workers.connected(
         2, environment=worker_usage.GIVE_BACK, one_core=True
@@ -133,9 +133,10 @@ def on_workers(models, args):
 
 
 def _memory(model, processes, options):
-    """Returns the peaks of activations and gradients, planned and measured.
+    """Returns the peak memory of activations and gradients in a step.
 
-    Each is a list with the bytes of each stage.
+    Returns:
+        Two lists with the bytes of each stage: planned, and measured.
     """
     family = FAMILIES[model]
     make = functools.partial(model_zoo.get, model, **family.small)
@@ -164,7 +165,7 @@ def pipeline(layers, family, devices, options):
     Args:
         layers: List of layers.
         family: `Family`.
-        devices: List of names.
+        devices: List of device names.
         options: Dict, other arguments of `tf_gpipe.PipelinedSequential`.
     """
     model = tf_gpipe.PipelinedSequential(

@@ -1,4 +1,4 @@
-"""Why plan, paper and measurement differ."""
+"""Notes on why plan, paper and measurement differ."""
 
 from tools.table1.published import FAMILIES
 
@@ -14,7 +14,11 @@ SHAPES = (
 
 
 def of_plans(found):
-    """Returns why plan and paper differ, a line each."""
+    """Returns lines that say why plan and paper differ.
+
+    Args:
+        found: List of what `planned.plan_row` returned.
+    """
     worst = max(
         abs(x["parameters"] / x["paper"]["parameters"] - 1) for x in found
     )
@@ -108,7 +112,7 @@ def _notes_on_transformer(naive, piped):
 
 
 def _note_on_naive(x, paper_gb):
-    """Returns what Naive-1 has in activations, against the paper's figure."""
+    """Returns a note on Naive-1's activations against the paper's."""
     ratio = sum(x["activation_bytes"]) / 2**30 / paper_gb
     batch_size = FAMILIES[x["model"]].batch_size
     return (
@@ -120,11 +124,11 @@ def _note_on_naive(x, paper_gb):
 
 
 def _activations(found, more=0):
-    """Returns activations against the paper's, as text.
+    """Returns the ratios of activations to the paper's, as text.
 
     Args:
-        found: List of what `_planned` returns.
-        more: Integer, bytes a parameter to count with them.
+        found: List of what `planned.plan_row` returned.
+        more: Integer, bytes a parameter to add to the activations.
     """
     return _range(
         (sum(x["activation_bytes"]) + more * x["parameters"])

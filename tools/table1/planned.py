@@ -1,4 +1,4 @@
-"""What the planner says of a row of Table 1, and the largest that fits."""
+"""Plans a row of Table 1, and searches for the largest size that fits."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import model_zoo
 import tf_gpipe
 from tools.table1.published import text
 
-# The bytes a parameter, and how they count those of a stage.
+# From bytes a parameter to the function that counts those of a stage.
 COUNTS = {
     "12": lambda stage: 12 * stage.parameters,
     "16": lambda stage: stage.parameter_bytes,
@@ -18,7 +18,7 @@ COUNTS = {
 
 
 def plan(layers, family, batch_size, **options):
-    """Returns the plan of a model of the zoo, for a batch of this size."""
+    """Returns the plan of a model of the zoo for a batch size."""
     first, *layers = layers
     x = first.output
     return tf_gpipe.plan(
@@ -30,7 +30,7 @@ def plan(layers, family, batch_size, **options):
 
 
 def plan_row(row, args):
-    """Returns what is published and planned for a row, as JSON can hold it."""
+    """Returns a dict, for JSON, of a row's published and planned numbers."""
 
     @functools.cache
     def plan_of(size):
@@ -87,15 +87,15 @@ def largest(row, fullest, device_memory):
     """Returns the largest size that fits, or `None`.
 
     Args:
-        row: The `Row`.
+        row: A `Row`.
         fullest: Function from a size to the bytes of the fullest device, for
-            parameters and for activations. It takes long, so where a size
-            would just fit is guessed from the last one.
-        device_memory: Integer.
+            parameters and for activations. As it takes long, each result is
+            used to guess the size that just fits.
+        device_memory: Integer, bytes.
     """
     start, step = row.sizes[row.grows], row.step
     power = 2 if row.grows == "num_filters" else 1
-    # In steps: `low` fits, `high` does not.
+    # All three count steps: `low` fits, `high` does not.
     number, low, high = start // step, 0, math.inf
     while high - low > 1:
         parameters, activations = fullest(number * step + start % step)

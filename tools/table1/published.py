@@ -1,4 +1,4 @@
-"""Table 1 as it is published, with what the paper tells of its models."""
+"""The published Table 1, with what the paper says about its models."""
 
 import dataclasses
 import math
@@ -11,16 +11,16 @@ NUM_CLASSES = 10
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the rows of a model of the zoo have in common.
+    """What all rows of one model of the zoo have in common.
 
     Attributes:
         title: String.
         optimizer: Function that returns a Keras optimizer.
         device_gib: Integer, the memory of a device.
         batch_size: Integer, rows of a mini-batch.
-        small: Dict, the hyper-parameters that `--run` takes on a CPU.
-        small_batch_size: Integer, with as much in activations that what else
-            a process needs is small beside them.
+        small: Dict, the hyper-parameters for `--run` on a CPU.
+        small_batch_size: Integer, the batch size for `--run` on a CPU; large
+            enough that activations take most of a process's memory.
     """
 
     title: str
@@ -33,16 +33,16 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A column of the paper's table.
+    """A row of our table, which is a column of the paper's.
 
     Attributes:
         model: String, a model of the zoo.
-        name: String, what the paper calls it, with the number of stages.
+        name: String, the paper's name, which contains the number of stages.
         sizes: Dict, hyper-parameters of the model.
-        grows: String, the one of them that the search makes larger.
-        parameters: Float, as published; and so the next two.
-        parameter_gb: Float.
-        activation_gb: Float.
+        grows: String, the hyper-parameter that the search increases.
+        parameters: Float, the published number of parameters.
+        parameter_gb: Float, the published memory of parameters.
+        activation_gb: Float, the published peak memory of activations.
     """
 
     model: str
@@ -67,16 +67,17 @@ class Row:
 
     @property
     def step(self):
-        """By how much it grows: a layer a stage, as the paper's Transformers.
+        """The increment of the hyper-parameter that the search increases.
 
-        An AmoebaNet has three groups of layers, all of the same length.
+        Transformers grow by a layer for each stage, as in the paper, and
+        AmoebaNets by 16 filters, or a layer in each of their three groups.
         """
         if self.grows == "num_filters":
             return 16
         return self.num_stages if self.model == "transformer_lm" else 3
 
     def options(self, micro_batch_size=None):
-        """Returns how it is cut, as arguments of a plan or a pipeline."""
+        """Returns the row's arguments of a plan or a pipeline."""
         rows = self.family.batch_size if self.naive else micro_batch_size or 1
         return {
             "num_stages": self.num_stages,
@@ -85,7 +86,7 @@ class Row:
         }
 
     def with_size(self, size):
-        """Returns the hyper-parameters with another size, or `None`."""
+        """Returns the hyper-parameters with another size; `None` for `None`."""
         return None if size is None else {**self.sizes, self.grows: size}
 
 
@@ -132,7 +133,7 @@ def _transformer(name, num_layers, *published):
     return Row("transformer_lm", name, sizes, "num_layers", *published)
 
 
-# The AmoebaNets grow as they do in the table: in filters, then in layers.
+# AmoebaNets grow as in the paper's table: in filters, then in layers.
 ROWS = [
     _amoebanet("Naive-1", 18, 208, "num_filters", 82e6, 1.05, 6.26),
     _amoebanet("Pipeline-1", 18, 416, "num_filters", 318e6, 3.8, 3.46),
