@@ -86,10 +86,10 @@ def main(args):
     """Step time of tune's choice and of up to twelve fixed pipelines.
 
     The fixed pipelines are one device, and several schedules, numbers of
-    micro-batches and remat modes over all devices, cut by operations. A
-    pipeline whose plan needs more than nine tenths of a case's memory is not
-    measured. All train the same batch, in turn. The ratio is the step time of
-    tune's choice over the step time of the best fixed pipeline.
+    micro-batches and remat modes over all devices, cut by operations, or by
+    layers if these wait. A pipeline whose plan needs more than nine tenths of
+    a case's memory is not measured. All train the same batch, in turn. The
+    ratio is the step time of tune's choice over that of the best fixed one.
     """
     if args.only:
         print(json.dumps(_measured(args, *CASES[args.only])))
