@@ -1,1 +1,1 @@
-"""Commands of developers: benchmarks, checks, data sets and set-up."""
+"""Commands for developers: benchmarks, checks, data sets and set-up."""

@@ -1,9 +1,9 @@
 """Compares trained weights before and after a change of the code, bit by bit.
 
 For changes that must not alter any number. Randomly drawn models train for
-three steps with each schedule and each `remat` mode; a digest of the variables
-and optimizer slots is recorded for each. Digests from different processors or
-TensorFlow versions cannot be compared.
+three steps with each schedule and each `remat` mode, and a digest of the
+variables and optimizer slots is recorded for each run. Digests from different
+processors or TensorFlow versions cannot be compared.
 
 Examples:
 
@@ -19,7 +19,7 @@ import os
 import pathlib
 import sys
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
+# Set before TensorFlow is imported: at start it reports a missing GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras  # noqa: E402
@@ -31,7 +31,7 @@ from tf_gpipe.schedule import schedules  # noqa: E402
 from tools.random_models.drawing import Drawing  # noqa: E402
 from tools.random_models.drawing import Kinds  # noqa: E402
 
-# Together these seeds draw every option of `drawing.Kinds`.
+# Together these seeds draw all of `drawing.Kinds` that `_Drawing` allows.
 _SEEDS = range(12)
 _SCHEDULES = schedules.NAMES
 _SHARING = (*schedules.ANY_STAGES_A_DEVICE, *schedules.TWO_STAGES_A_DEVICE)
@@ -56,7 +56,7 @@ class _Drawing(Drawing):
             **self._run,
         }
         if arguments["schedule"] in _SHARING:
-            # Two stages a device.
+            # Two stages per device.
             arguments["num_stages"] = min(num_calls, _NUM_STAGES) // 2 * 2
             count = arguments["num_stages"] // 2
             arguments["devices"] = [f"CPU:{i}" for i in range(count)]
@@ -64,7 +64,7 @@ class _Drawing(Drawing):
 
 
 def digest(seed, schedule, remat):
-    """Returns a digest of a model's variables and slots after training."""
+    """Returns a digest of variables and slots after training a model."""
     keras.backend.clear_session()
     drawing = _Drawing(seed, schedule, remat)
     (x, y, sample_weight), _ = drawing.data()

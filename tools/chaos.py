@@ -2,7 +2,7 @@
 
     python -m tools.chaos --kills=20 --seed=0 --json
 
-trains a small ResNet on digits, in two stages on worker processes, with the
+trains a small ResNet on digits, in two stages on two worker processes, with the
 command below: once without faults, and once with SIGKILLs.
 
     python -m tf_gpipe workers --restart 2 \\
@@ -10,12 +10,12 @@ command below: once without faults, and once with SIGKILLs.
         --checkpoint_every_steps=N --workdir=DIR
 
 Prints whether weights, optimizer state and losses of both runs are equal, bit
-by bit, and how many seconds a kill costs. About a third of the kills come
-while the run is still recovering from the one before: the time lost to such a
-series is divided by the number of its kills. For single kills, the time is
-split into parts: until the loss is noticed (detection), until the program
-trains again (start), until its first step is done (tracing), and until it is
-back at the step at which it was killed (steps). Needs Linux.
+by bit, and how many seconds a kill costs. About a third of the kills follow
+another one within ten seconds, mostly before the run has recovered: the time
+lost to a series of kills is divided by their number. The time lost to a single
+kill is split into parts: until the loss is noticed (detection), until the
+program trains again (start), until its first step is done (tracing), and until
+it is back at the step at which the process was killed (steps). Needs Linux.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Run:
         self._losses = workdir / "losses.csv"
         self.lines = []
         # The current recovery: when training began again, how many steps were
-        # done at the last look, and when its first step was done.
+        # done when last polled, and when the first new step was done.
         self.at = None
         self.process = subprocess.Popen(
             [
@@ -95,7 +95,7 @@ class Run:
             self.lines.append((time.monotonic(), line))
 
     def time_of(self, text, after):
-        """Returns when `text` was first printed after a time, or `None`."""
+        """Returns when `text` was first printed after `after`, or `None`."""
         times = (t for t, line in list(self.lines) if text in line)
         return next((t for t in times if t > after), None)
 
@@ -153,7 +153,7 @@ def _command(pid):
 
 
 def kill(run, kind, numbers):
-    """Kills a random process of a kind, and returns the time.
+    """Kills a random process of a kind, and returns when.
 
     Returns `None` if the run has ended.
     """
@@ -171,8 +171,8 @@ def losses_of_kills(run, kinds, kills, numbers):
 
     Returns:
         List of dictionaries, one for each series of kills without a recovery
-        between them: its first kind, number of kills and lost seconds, and the
-        seconds of each part if it is a single kill.
+        between them: the kind of process killed first, the number of kills,
+        the seconds lost, and, for a single kill, the seconds of each part.
     """
     series = []
     left = kills
@@ -206,7 +206,7 @@ def losses_of_kills(run, kinds, kills, numbers):
 
 
 def _recovered(run, last, before):
-    """Returns when each part of a recovery ended, or `None` before."""
+    """Returns when each part of a recovery ended, `None` if it has not yet."""
     began = run.time_of("Training 2 stages", last)
     if began is None:
         return None
@@ -286,7 +286,7 @@ def _median(values):
 
 
 def table(found):
-    """Yields lines of text: whether runs are equal, and a kill's cost."""
+    """Yields lines of text: whether the runs are equal, and a kill's cost."""
     counts = collections.Counter(x["kind"] for x in found["series"])
     yield (
         f"{found['kills']} kills in {sum(counts.values())} series "

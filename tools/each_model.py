@@ -1,7 +1,7 @@
 """A command that tries models one after another, each in a process of its own.
 
-Results are kept in a file, and models in it are not tried again: a command that
-was stopped continues.
+Results, and failures too, are kept in a file, and models in it are not tried
+again: a command that was stopped continues.
 """
 
 import argparse
@@ -21,14 +21,15 @@ def command(doc, models, trial, path, markdown):
     """Returns the `main` function of a command.
 
     Args:
-        doc: String, the command's description.
-        models: Function that returns a list of tuples of names, or `None`: the
-            arguments of the trial of each model. `--models` chooses by the
-            first.
-        trial: Name of a module that tries a model, and prints its result as
+        doc: String, whose first line describes the command.
+        models: Function that returns a list with a tuple of strings for each
+            model: the arguments of its trial, of which `None` is left out.
+            `--models` compares the first.
+        trial: String, the module that tries a model, and prints its result as
             JSON on the last line.
         path: `pathlib.Path`, the default file of results.
-        markdown: Function from the list of results to a Markdown table.
+        markdown: Function that turns the list of results into a Markdown
+            table.
     """
 
     def main(argv=None):
@@ -69,7 +70,7 @@ def command(doc, models, trial, path, markdown):
 
 
 def found_in(path):
-    """Returns the results in a file, a dict from tuples of names."""
+    """Returns the results in a file, a dict whose keys are tuples of names."""
     if not path.exists():
         return {}
     rows = [json.loads(x) for x in path.read_text().splitlines()]
@@ -79,7 +80,7 @@ def found_in(path):
 def tried(trial, names, timeout):
     """Tries a model in a process of its own, and returns its result, a dict.
 
-    If the process fails or takes too long, that is its only entry.
+    If the process fails or takes too long, the dict has only `errors`.
     """
     command = [sys.executable, "-m", trial, *(x for x in names if x)]
     try:

@@ -1,6 +1,6 @@
 """Devices of this process: GPUs, or parts of one GPU or of the CPU.
 
-To be called before TensorFlow initialises its devices.
+Call these functions before TensorFlow initialises its devices.
 """
 
 import subprocess
@@ -20,9 +20,9 @@ def find(count):
         count: Integer, number of devices.
 
     Returns:
-        List of device names: the GPUs if there are enough, equal parts of the
-        only GPU, or of the CPU if there is no GPU; and a string that says what
-        they are and whether speed-ups mean anything.
+        Tuple of a list of device names (the GPUs if there are enough, equal
+        parts of the only GPU, or of the CPU if there is no GPU), and a string
+        that describes them, and warns if they share a processor.
 
     Raises:
         ValueError: If there are GPUs, but too few.
@@ -53,8 +53,8 @@ def split_gpu(gpu, count=None, mib=None):
         gpu: The physical device.
         count: Integer, number of virtual devices; or `None` for as many as
             there is memory for.
-        mib: Integer, memory of each in MiB; or `None` for equal parts. With
-            `count` it is an upper limit: equal parts may be smaller.
+        mib: Integer, memory of each virtual device in MiB; or `None` for
+            equal parts. With `count` it is an upper limit.
     """
     command = (
         "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"

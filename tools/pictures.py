@@ -1,10 +1,10 @@
 """Draws the pictures of README and the documentation.
 
-python -m tools.pictures              # all
-python -m tools.pictures readme schedules
+    python -m tools.pictures              # all
+    python -m tools.pictures readme schedules
 
-`readme` and `measured` are measured on this machine, at each call; the others
-are simulated, and always the same.
+`readme` and `measured` are measured anew each time; the others are simulated,
+and always the same.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def draw_readme(path):
 
 
 def draw_measured(path):
-    """A measured step of two stages, on two worker processes."""
+    """Draws a measured step of two stages, on two worker processes."""
     _timeline("--model=resnet_small --batch_size=512 --workers", 2, path)
 
 
@@ -48,7 +48,7 @@ def _timeline(flags, num_stages, path):
 
 
 def draw_schedules(path):
-    """Schedules with one stage per device and equal stages."""
+    """Draws schedules with one stage per device and equal stages."""
     named = ("gpipe", "1f1b", "eager_1f1b", "zero_bubble")
     timeline.picture(
         {
@@ -60,7 +60,7 @@ def draw_schedules(path):
 
 
 def draw_several(path):
-    """Schedules with two stages per device, each half as long."""
+    """Draws schedules with two stages per device, each half as long."""
     named = ("interleaved", "zb_v", "v_half", "v_min")
     timeline.picture(
         {
@@ -77,7 +77,7 @@ def draw_several(path):
 
 
 def draw_recompute(path):
-    """GPipe with and without recomputation, part of which is in the bubble."""
+    """Draws GPipe with and without remat, some of it within the bubble."""
     steps = {}
     for remat in ("never", "always"):
         schedule = schedules.get("gpipe", 4, 4)

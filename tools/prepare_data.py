@@ -5,16 +5,16 @@
     python -m tools.prepare_data wmt14_translate/de-en wmt14_translate/fr-en \\
         --vocabulary_size=32000
 
-Three datasets are read from a package, which is downloaded and checked, but not
+Three datasets are read from packages, which are downloaded and checked, but not
 installed:
 
     django_messages  messages in 97 languages, from PyPI (8 MB)
     home_assistant   messages in 57 languages, from PyPI (35 MB)
     fashion_mnist    70,000 images, from Debian (31 MB)
 
-The package is described in the file metadata.json beside the data. Any other
-name is that of a TFDS dataset, which TFDS downloads and prepares. A dataset
-that has been prepared before is kept.
+The file metadata.json beside the data describes the package. Any other name is
+looked up in TensorFlow Datasets (TFDS), which downloads and prepares the
+dataset. A dataset that has been prepared before is kept.
 
 A translation dataset has the features `language`, `source` and `target`, or a
 `tfds.features.Translation`. The translation datasets of one command share a
@@ -34,7 +34,7 @@ import sys
 import tarfile
 import tempfile
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
+# Set before TensorFlow is imported: at start it reports a missing GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tensorflow_datasets as tfds  # noqa: E402
@@ -49,8 +49,8 @@ from trainers.datasets import message_pairs  # noqa: E402
 from trainers.vocabulary import Vocabulary  # noqa: E402
 from trainers.vocabulary import vocabulary_path  # noqa: E402
 
-# Examples that a vocabulary is made from, over all datasets. More take longer
-# and change it little.
+# Most examples that a vocabulary is made from, over all datasets. More take
+# longer and change it little.
 _MAX_EXAMPLES = 1_000_000
 # Where Debian's package dataset-fashion-mnist is installed.
 _INSTALLED = pathlib.Path("/usr/share/datasets/fashion-mnist")
@@ -112,8 +112,8 @@ def prepare(names, data_dir=None, package=None, vocabulary_size=8000):
     Args:
         names: List of strings, names of datasets in TFDS.
         data_dir: Path, the directory of datasets. Defaults to that of TFDS.
-        package: Path of the package that the dataset is read from. Defaults
-            to `None`: it is downloaded.
+        package: Path of the package that the only dataset is read from.
+            Defaults to `None`: packages are downloaded.
         vocabulary_size: Positive integer, word pieces of the vocabulary.
 
     Raises:
@@ -148,7 +148,7 @@ def prepare(names, data_dir=None, package=None, vocabulary_size=8000):
 
 
 def _prepared(name, data_dir, package):
-    """Prepares a dataset unless it has been before, and returns its builder."""
+    """Returns the builder of a dataset, prepared now if it was not before."""
     get_package = None
     try:
         if name in _EMBEDDED:
@@ -188,14 +188,15 @@ def _prepare(builder, get_package, package, directory):
     # TFDS's errors for a missing or empty directory say less.
     builder.PACKAGE.check(manual_dir)
     builder.download_and_prepare(
-        # Not TFDS's own: once prepared, the downloads are not needed again.
+        # Not TFDS's own directory: once the dataset is prepared, the downloads
+        # are not needed again.
         download_dir=directory / "downloads",
         download_config=tfds.download.DownloadConfig(manual_dir=manual_dir),
     )
 
 
 def _wheel(package, path, directory):
-    """Returns the directory of a PyPI wheel: of `path`, or downloaded."""
+    """Returns the directory of a PyPI wheel: that of `path`, or a download."""
     (name,) = package.sha256
     if path is not None:
         path = pathlib.Path(path)
@@ -212,7 +213,7 @@ def _wheel(package, path, directory):
 def _debian_package(package, path, directory):
     """Returns a directory with the data files of a Debian package.
 
-    From `path`, or the installed package, or a download.
+    They come from `path`, the installed package, or a download.
     """
     if path is None and _INSTALLED.is_dir():
         return _INSTALLED
@@ -244,7 +245,7 @@ _EMBEDDED = {
 def _download(package, directory):
     command = shlex.split(package.download)
     if command[0] == "pip":
-        # This Python's pip, even if its environment is not active.
+        # The running Python's pip, even if its environment is not active.
         command[:1] = [sys.executable, "-m", "pip"]
     _run(
         command,
@@ -282,7 +283,7 @@ def _run(command, directory, failure, repair):
 
 
 def _languages(info):
-    """Returns the languages of a translation dataset, `None` for others."""
+    """Returns a translation dataset's languages, or `None` for other kinds."""
     if isinstance(info.features, tfds.features.Translation):
         return set(info.features.languages)
     if {"language", "source", "target"} <= set(info.features or ()):
@@ -301,10 +302,10 @@ def _sentences(builder, max_examples):
         )
     keys = ["source", "target"]
     if isinstance(features, tfds.features.Translation):
-        # English first: it decides in which split a pair is.
+        # English first: the English text decides in which split a pair is.
         keys = sorted(features.languages, key=lambda x: (x != "en", x))
-    # Without other splits, trainers take their test examples from this one:
-    # they must not be in the vocabulary.
+    # Without other splits, trainers take their test examples from `train`:
+    # these must not be in the vocabulary.
     is_whole = {"test", "validation"}.isdisjoint(splits)
     # Prepared datasets are in random order, always the same.
     data = builder.as_dataset(split="train").take(max_examples).batch(1024)

@@ -10,14 +10,15 @@ import tensorflow as tf
 import tf_gpipe
 
 # Gradients below this share of the largest are compared as if they were that
-# large: some are zero but for rounding, such as that of the bias of keys.
+# large. Some are zero but for rounding, such as the gradient of the keys' bias
+# in attention.
 _NOISE = 1e-3
 
 
 def step_of(model, parts=1):
     """Returns a function that trains one step and returns loss and gradients.
 
-    For a plain model these are means over `parts` equal parts of the batch.
+    With a plain model, both are means over `parts` equal parts of the batch.
     """
 
     def loss_and_gradients(x, y):
@@ -26,7 +27,7 @@ def step_of(model, parts=1):
             loss = model.compute_loss(x, y, made, training=True)
         return loss, tape.gradient(loss, model.trainable_variables)
 
-    # As in Keras's `fit`: AutoGraph does not rewrite conditions in Python.
+    # As in Keras's `fit`, AutoGraph does not rewrite Python's conditions.
     @tf.function(autograph=False)
     def step(x, y):
         if isinstance(model, tf_gpipe.models.pipelined.Pipelined):
@@ -59,7 +60,7 @@ def step_of(model, parts=1):
 
 
 def train(model, x, y, steps, parts=1):
-    """Trains some steps, and returns the loss and gradients of each."""
+    """Trains `steps` steps, and returns loss and gradients of each."""
     step = step_of(model, parts)
     return [
         keras.tree.map_structure(np.asarray, step(x, y)) for _ in range(steps)
@@ -73,7 +74,10 @@ def _mean(tensors):
 
 
 def difference(expected, received):
-    """Returns the largest relative difference of a loss or a gradient."""
+    """Returns the largest relative difference of a loss or a gradient.
+
+    A gradient's difference is relative to its largest entry.
+    """
     worst = 0.0
     for (loss, ours), (other, theirs) in zip(expected, received, strict=True):
         worst = max(worst, abs(loss - other) / max(abs(loss), 1e-30))

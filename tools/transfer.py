@@ -3,7 +3,7 @@
     python -m tools.transfer --init_from=/tmp/fashion_mnist
 
 runs trainers.image_classification with trainers/recipes/digits_100.cfg several
-times, from scratch and from the weights of an earlier run on other images, and
+times, from scratch and from the weights of an earlier run on other images. It
 prints mean, lowest and highest test accuracy: Table 4 of the GPipe paper on a
 small scale.
 """

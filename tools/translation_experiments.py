@@ -1,4 +1,4 @@
-"""Experiments with translation models, after section 5 of the GPipe paper.
+"""Repeats, on a small scale, experiments of section 5 of the GPipe paper.
 
     python -m tools.translation_experiments languages --data_dir=/tmp/data
     python -m tools.translation_experiments depth --data_dir=/tmp/data
@@ -10,14 +10,12 @@ single model that is trained on them and related languages together: do small
 languages gain from others? `depth` compares a deep model with a wide one of as
 many parameters, each with and without the two measures that keep deep models
 stable: scaled initial values of feed-forward layers, and clipped logits.
-`batch` compares three batch sizes, in tokens, over the same number of tokens
-in all.
+`batch` compares three batch sizes, in tokens, with the same total of tokens.
 
-A run is trainers.translation with a recipe of trainers/recipes and the flags
-that are printed. Each run has its own directory below --workdir: repeating the
-command continues a run that was stopped, and only prints the table once all
-runs are done. Further arguments are passed to trainers.translation in every
-run.
+Each run is trainers.translation with a recipe of trainers/recipes and the flags
+that are printed, in a directory of its own below --workdir. Repeat the command
+to continue a run that was stopped; once all runs are done, it only prints the
+table. Further arguments are passed to trainers.translation in every run.
 """
 
 import argparse
@@ -48,12 +46,12 @@ _SCORES = ("loss", "bleu", "chrf", "copy_chrf")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A run, and the row of the table that shows its scores.
+    """A row of the table, and the run that makes its scores.
 
     Attributes:
-        kind: String, the model that is compared. Kinds with several rows
-            get a row of their mean, too.
-        run: String, the name of the run's directory.
+        kind: String, the row's label. A kind with several rows gets a row
+            with their mean, too.
+        run: String, the name of the run's directory. Rows may share a run.
         recipe: String, a file in trainers/recipes.
         flags: List of strings, flags of the run that differ from the recipe.
         languages: List of strings, the languages whose mean is shown.
@@ -122,7 +120,7 @@ def _means(scores):
 
 
 def _languages(data_dir):
-    """Returns rows of bilingual models, and of the multilingual one."""
+    """Returns the rows of bilingual models and of the multilingual model."""
     counts = collections.Counter()
     for direction, sources, _ in SentencePairs([_DATASET], data_dir).texts(
         "train"
@@ -135,7 +133,7 @@ def _languages(data_dir):
         "Training pairs: "
         + ", ".join(f"{language} {counts[language]:,}" for language in fewest)
     )
-    # The recipe's epochs, for all languages, are too many for so few pairs.
+    # The recipe's epochs are for many languages: too many for one.
     epochs = "--num_epochs=2"
     bilingual = [
         Row(
@@ -155,7 +153,7 @@ def _languages(data_dir):
 
 
 def _depth(data_dir):
-    """Returns rows of deep and wide models, stabilised or not."""
+    """Returns the rows of deep and wide models, stabilised or not."""
     return [
         Row(
             f"{shape}{name}",
@@ -177,7 +175,7 @@ def _depth(data_dir):
 
 
 def _batch(data_dir):
-    """Returns rows of three batch sizes, with the same total of tokens."""
+    """Returns the rows of three batch sizes, with the same total of tokens."""
     return [
         Row(
             f"{batch_tokens} tokens",
@@ -196,7 +194,7 @@ def _batch(data_dir):
 
 
 def _scores(row, flags, workdir):
-    """Returns the scores of a run by language, training it if not done yet."""
+    """Returns a run's scores by language, after training it if need be."""
     path = workdir / "scores.json"
     command = [
         sys.executable,

@@ -3,23 +3,23 @@
 import os
 
 # Environment for workers whose memory is measured. Without it, allocators keep
-# memory that TensorFlow has freed: oneDNN's keeps all of it, the C library's
-# keeps small pieces.
+# memory that TensorFlow has freed: oneDNN's allocator keeps all of it, the C
+# library's keeps small pieces.
 GIVE_BACK = {
     "TF_ENABLE_ONEDNN_OPTS": "0",
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
 }
-# The same with oneDNN's kernels, TensorFlow's default on x86: other kernels
-# unfold images for the gradients of convolutions, into up to as many bytes as
-# the last-level cache holds. Not for all models: TensorFlow 2.21 crashes with
-# it in AmoebaNet-D.
+# The same with oneDNN's kernels, TensorFlow's default on x86. Other kernels
+# unfold images for the gradients of convolutions, into as many bytes as the
+# last-level cache holds at most. AmoebaNet-D crashes TensorFlow 2.21 with this
+# environment.
 ONEDNN_GIVES_BACK = {
     **GIVE_BACK,
     "TF_ENABLE_ONEDNN_OPTS": "1",
     "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
 }
-# Whose kernels a process takes.
+# The environments by whose kernels TensorFlow runs.
 KERNELS = {"tensorflow": GIVE_BACK, "onednn": ONEDNN_GIVES_BACK}
 
 
@@ -31,7 +31,7 @@ def cpu_seconds(worker):
 
 
 def peak_memory(workers, step):
-    """Returns each worker's peak memory in a step, above its memory before it.
+    """Returns each worker's peak memory in a step, above that before the step.
 
     Args:
         workers: List of `Worker`s with `GIVE_BACK` in their environment.
@@ -40,14 +40,14 @@ def peak_memory(workers, step):
     Returns:
         List of bytes.
     """
-    # Memory that the first steps allocate for good is no part of a step's peak.
+    # Memory that the first steps allocate for good is not part of the peak.
     for _ in range(2):
         step()
     return added([worker.process.pid for worker in workers], step)
 
 
 def added(pids, step):
-    """Returns the peak memory of processes in a step, above that before it.
+    """Returns processes' peak memory in a step, above that before the step.
 
     Args:
         pids: List of the ids of processes.
