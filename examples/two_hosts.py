@@ -1,7 +1,8 @@
 """Stages on two hosts. To try it out, both workers are started here.
 
-On real hosts, within a private network, run `tf-gpipe worker --port=2222
---bind=ADDRESS` on each, and give `ADDRESS:2222` of all of them to `connect`.
+On each real host, within a private network, run
+`tf-gpipe worker --port=2222 --bind=ADDRESS`, and give a list of every
+`ADDRESS:2222` to `connect`.
 """
 
 import socket
