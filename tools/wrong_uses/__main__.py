@@ -1,4 +1,4 @@
-"""Tries randomly drawn wrong uses, and reports those that end by accident.
+"""Tries random wrong uses, and reports those that end as they should not.
 
     python -m tools.wrong_uses --num=500 --seed=0
 
