@@ -1,8 +1,8 @@
 """Fine-tune a causal language model with LoRA in two stages, and generate.
 
-The model is tiny, and nothing is downloaded but KerasHub: `pip install
-keras-hub`. `keras_hub.models.GemmaCausalLM.from_preset("gemma_2b_en")` and the
-like take the place of `task`.
+It needs `pip install keras-hub`. The model is tiny, and no weights are
+downloaded. For a real one replace `task` by a preset, such as
+`keras_hub.models.GemmaCausalLM.from_preset("gemma_2b_en")`.
 """
 
 import keras
@@ -10,7 +10,7 @@ import keras_hub
 
 import tf_gpipe
 
-devices = tf_gpipe.split_cpu(2)
+devices = tf_gpipe.split_cpu(2)  # Leave `devices` out on two GPUs.
 keras.utils.set_random_seed(0)
 
 letters = "abcdefgh"
@@ -29,6 +29,7 @@ task = keras_hub.models.GPT2CausalLM(
     ),
     keras_hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=8),
 )
+# Plain Keras trains the model on the alphabet, in place of loading a preset.
 task.compile(keras.optimizers.Adam(1e-2), sampler="greedy")
 alphabet = letters * 2
 task.fit([alphabet[i : i + 7] for i in range(8)] * 16, epochs=8, verbose=2)
@@ -38,7 +39,7 @@ model = tf_gpipe.PipelinedModel.from_model(
     task, num_stages=2, num_micro_batches=4, devices=devices
 )
 before = sum(w.shape.num_elements() for w in model.trainable_weights)
-model.backbone.enable_lora(rank=4)
+model.backbone.enable_lora(rank=4)  # Freezes most weights, adds small ones.
 after = sum(w.shape.num_elements() for w in model.trainable_weights)
 print(f"{after:,} of {before:,} parameters are trained")
 

@@ -1,8 +1,8 @@
-"""A contrastive loss in a loop of your own, the pipeline as a layer in it.
+"""A contrastive loss in a training loop of your own.
 
-Two noisy views of each digit shall be closer than those of other digits: the
-loss compares the rows of a batch, outside of the pipeline. The digits are
-scikit-learn's: `pip install scikit-learn`.
+The pipeline is called like a layer. The loss, outside the pipeline, compares
+the rows of a batch: two noisy views of a digit should be more similar than
+views of different digits. The digits come from `pip install scikit-learn`.
 """
 
 import keras
@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 
 import tf_gpipe
 
-devices = tf_gpipe.split_cpu(2)
+devices = tf_gpipe.split_cpu(2)  # Leave `devices` out on two GPUs.
 keras.utils.set_random_seed(0)
 
 digits = load_digits()
@@ -39,6 +39,7 @@ def step(batch):
     with tf.GradientTape() as tape:
         views = encoder(tf.concat([batch, batch], 0), training=True)
         first, second = tf.split(views, 2)
+        # Row i of the first views belongs to row i of the second.
         similar = tf.matmul(first, second, transpose_b=True) / 0.1
         loss = cross_entropy(tf.range(len(batch)), similar)
     gradients = tape.gradient(loss, encoder.trainable_variables)
@@ -51,7 +52,7 @@ data = data.batch(128, drop_remainder=True)
 losses = [np.mean([step(batch) for batch in data]) for _ in range(8)]
 print("loss, by epoch:", np.round(losses, 2))
 
-# The nearest of the others in the space that was learnt.
+# For each digit, the most similar other digit by the trained encoder.
 views = encoder.predict(x, verbose=0)
 nearest = np.argmax(views @ views.T - 2 * np.eye(len(x)), axis=1)
 accuracy = np.mean(digits.target[nearest] == digits.target)

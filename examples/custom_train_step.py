@@ -1,6 +1,6 @@
-"""A training step of your own: gradients are clipped one by one.
+"""A `train_step` of your own: it clips gradients one by one.
 
-Plain Keras, whose optimizer can do the same, is trained beside it.
+Plain Keras, whose `clipnorm` does the same, is trained for comparison.
 """
 
 import keras
@@ -8,7 +8,7 @@ import numpy as np
 
 import tf_gpipe
 
-devices = tf_gpipe.split_cpu(2)
+devices = tf_gpipe.split_cpu(2)  # Leave `devices` out on two GPUs.
 
 
 class Clipped(tf_gpipe.PipelinedSequential):
@@ -16,6 +16,7 @@ class Clipped(tf_gpipe.PipelinedSequential):
 
     def train_step(self, data):
         x, y = data
+        # Runs all micro-batches through the stages, forward and backward.
         loss, gradients, y_pred = self.loss_and_gradients(x, y)
         norms = [keras.ops.norm(keras.ops.reshape(g, (-1,))) for g in gradients]
         gradients = [
@@ -42,7 +43,7 @@ y = np.sin(x.sum(axis=1, keepdims=True))
 model = Clipped(
     make_layers(), num_stages=2, num_micro_batches=4, devices=devices
 )
-# What `train_step` does, by an optimizer of plain Keras.
+# The same model and clipping in plain Keras.
 plain = keras.Sequential(make_layers())
 for each, clipnorm in ((model, None), (plain, 0.1)):
     each.compile(keras.optimizers.SGD(0.05, clipnorm=clipnorm), "mse")

@@ -1,8 +1,8 @@
-"""Fine-tune a KerasHub classifier of texts in two stages.
+"""Fine-tune a KerasHub text classifier in two stages.
 
-The model is tiny and its weights are drawn at random, so that nothing is
-downloaded but KerasHub: `pip install keras-hub`. With a preset, replace `task`
-by `keras_hub.models.TextClassifier.from_preset("bert_base_en", num_classes=2)`.
+It needs `pip install keras-hub`. The model is tiny, with random weights, so
+that none are downloaded. For a real one replace `task` by a preset:
+`keras_hub.models.TextClassifier.from_preset("bert_base_en", num_classes=2)`.
 """
 
 import keras
@@ -11,7 +11,7 @@ import numpy as np
 
 import tf_gpipe
 
-devices = tf_gpipe.split_cpu(2)
+devices = tf_gpipe.split_cpu(2)  # Leave `devices` out on two GPUs.
 keras.utils.set_random_seed(0)
 
 good, bad = ["good", "fine", "great"], ["bad", "dull", "poor"]
@@ -48,7 +48,7 @@ model.compile(
     metrics=["accuracy"],
 )
 model.fit(x=texts, y=labels, batch_size=32, epochs=4)
-model.save_to_preset("build/classifier")  # The plain task, for anyone.
+model.save_to_preset("build/classifier")  # The task, without the pipeline.
 served = keras_hub.models.TextClassifier.from_preset("build/classifier")
 scores = served.predict(["a great play", "a dull film"])
 print("classes of the two texts:", np.argmax(scores, axis=1))

@@ -1,6 +1,6 @@
-"""Digits from scratch: a classifier in two stages, trained and exported.
+"""Train a classifier of digits in two stages, and export it.
 
-The digits, of 8 x 8 pixels, are scikit-learn's: `pip install scikit-learn`.
+The digits, of 8 x 8 pixels, come from `pip install scikit-learn`.
 """
 
 import keras
@@ -10,7 +10,7 @@ from sklearn.model_selection import train_test_split
 
 import tf_gpipe
 
-devices = tf_gpipe.split_cpu(2)  # Leave it out where there are two GPUs.
+devices = tf_gpipe.split_cpu(2)  # Leave `devices` out on two GPUs.
 keras.utils.set_random_seed(0)
 
 digits = load_digits()
@@ -29,7 +29,7 @@ model = tf_gpipe.PipelinedSequential(
         keras.layers.Dense(10),
     ],
     num_stages=2,
-    num_micro_batches=4,
+    num_micro_batches=4,  # Each mini-batch of 64 goes through in 4 parts.
     devices=devices,
 )
 model.compile(
@@ -38,9 +38,9 @@ model.compile(
     metrics=["accuracy"],
 )
 model.fit(x, y, batch_size=64, epochs=12, validation_data=(x_test, y_test))
-model.summary()
+model.summary()  # Ends with a table of the stages.
 
-model.export("build/digits")
+model.export("build/digits")  # The plain model, as a SavedModel.
 served = keras.layers.TFSMLayer("build/digits", call_endpoint="serve")
 accuracy = np.mean(np.argmax(served(x_test), axis=1) == y_test)
 print(f"test accuracy of the exported model: {accuracy:.3f}")

@@ -1,8 +1,8 @@
 """Transfer learning: a frozen ResNet under a new head, in two stages.
 
-Give `weights="imagenet"` for the real thing, which is downloaded. Here the base
-has random weights and sees scikit-learn's digits, enlarged to 32 x 32 pixels:
-`pip install scikit-learn`.
+Here the base has random weights, and nothing is downloaded: give
+`weights="imagenet"` for the real ones. The images are digits, from `pip install
+scikit-learn`, enlarged to 32 x 32 pixels.
 """
 
 import keras
@@ -11,10 +11,11 @@ from sklearn.datasets import load_digits
 
 import tf_gpipe
 
-devices = tf_gpipe.split_cpu(2)
+devices = tf_gpipe.split_cpu(2)  # Leave `devices` out on two GPUs.
 keras.utils.set_random_seed(0)
 
 digits = load_digits()
+# 32 x 32 pixels, and three channels of the same grey.
 images = np.kron(digits.images, np.ones((4, 4)))[..., None].repeat(3, axis=-1)
 x, y = (255 * images / 16).astype("float32")[:512], digits.target[:512]
 

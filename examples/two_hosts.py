@@ -1,7 +1,8 @@
-"""Stages on two hosts. Both workers are started here, to try it out.
+"""Stages on two hosts. To try it out, both workers are started here.
 
-On real hosts run `tf-gpipe worker --port=2222 --bind=ADDRESS` on each, within a
-private network, and give their addresses to `connect`.
+On each real host, within a private network, run
+`tf-gpipe worker --port=2222 --bind=ADDRESS`, and give a list of every
+`ADDRESS:2222` to `connect`.
 """
 
 import socket
@@ -21,8 +22,8 @@ def unused_port():
 
 
 ports = [unused_port() for _ in range(2)]
-# They end when this process does, which holds their standard input.
-# TensorFlow logs then that it does not reach them any more.
+# The workers end with this process, which holds their standard input.
+# TensorFlow then logs that it cannot reach them any more.
 workers = [
     subprocess.Popen(
         [sys.executable, "-m", "tf_gpipe", "worker"]

@@ -1,6 +1,6 @@
 """U-Net: segmentation with skip connections that cross stages.
 
-The model is that of the model zoo, small; the images are circles in noise.
+The model is a small one of the model zoo; the images are circles in noise.
 """
 
 import keras
@@ -9,12 +9,12 @@ import numpy as np
 import model_zoo
 import tf_gpipe
 
-devices = tf_gpipe.split_cpu(2)
+devices = tf_gpipe.split_cpu(2)  # Leave `devices` out on two GPUs.
 keras.utils.set_random_seed(0)
 
 
 def make_data(count, size=32):
-    """Returns noisy images of a circle, and the pixels that are in it."""
+    """Returns noisy images of circles, and masks of their pixels."""
     random = np.random.default_rng(count)
     places = np.arange(size)
     middle = random.uniform(10, 22, size=(2, count, 1, 1))
@@ -41,7 +41,7 @@ model.compile(
     keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
 model.fit(x, y, batch_size=32, epochs=5)
-model.summary()  # The last table has what each stage sends to which.
+model.summary()  # The last table shows what stages send to one another.
 
 x_test, y_test = make_data(64)
 found = np.argmax(model.predict(x_test), axis=-1)

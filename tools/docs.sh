@@ -4,6 +4,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$(bash tools/setup_venv.sh)
-# Otherwise the theme advertises its successor.
+# Hides the theme's advertisement for its successor.
 export NO_MKDOCS_2_WARNING=1
 exec "$venv/bin/python" -m mkdocs build "$@"

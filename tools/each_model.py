@@ -22,9 +22,9 @@ def command(doc, models, trial, path, markdown):
 
     Args:
         doc: String, whose first line describes the command.
-        models: Function that returns a list with a tuple of strings for each
-            model: the arguments of its trial, of which `None` is left out.
-            `--models` compares the first.
+        models: Function that returns a list with a tuple for each model: the
+            arguments of its trial, strings or `None` (left out). `--models`
+            chooses by the first.
         trial: String, the module that tries a model, and prints its result as
             JSON on the last line.
         path: `pathlib.Path`, the default file of results.

@@ -29,7 +29,7 @@ case "${1:-}" in
 esac
 # These two files and the arguments decide what is installed.
 stamp="$venv/stamp-$(cat setup.cfg pyproject.toml | cksum | tr -d ' ')$kind"
-# An environment with the CUDA libraries has all else, too.
+# An environment with the CUDA libraries has everything else, too.
 if [ -e "$stamp" ] || [ -e "$stamp-gpu" ]; then
   echo "$venv"
   exit 0
@@ -59,7 +59,7 @@ for other in "${others[@]}"; do
   esac
 done
 if [ "${#others[@]}" -gt 0 ]; then
-  # Versions that setup.cfg does not allow, too: pip only warns of them.
+  # pip only warns of versions that setup.cfg does not allow.
   "${pip[@]}" install --quiet --upgrade "${others[@]}" >&2
 fi
 rm -f "$venv"/stamp-*

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs the linter, the type checker and the tests.
-# Usage: bash tools/test.sh [--with REQUIREMENT ...] [--slow] [pytest's own]
-#   --with  only the tests, with other versions, such as 'tensorflow==2.20.*'
-#           'keras==3.15.*'; its list ends at an argument that begins with -
-#   --slow  the slow tests, too
+# Usage: bash tools/test.sh [--with REQUIREMENT ...] [--slow] [pytest arguments]
+#   --with  runs only the tests, with other versions: 'tensorflow==2.20.*'
+#           'keras==3.15.*'. The list ends at an argument that begins with -
+#   --slow  runs the slow tests, too
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
@@ -31,5 +31,5 @@ if [ "${#others[@]}" -eq 0 ]; then
   ruff format --check .
   mypy
 fi
-# Two processes, each with a TensorFlow of its own.
+# Two processes, each with its own TensorFlow.
 exec python -m pytest --numprocesses=2 --dist=worksteal "${marks[@]}" "$@"

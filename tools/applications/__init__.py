@@ -1,6 +1,6 @@
-"""The families of `keras.applications` as pipelines, compared with plain Keras.
+"""Compares the families of `keras.applications` as pipelines with plain Keras.
 
-trial      one family, tried in a process of its own
-table      what was found, as Markdown
-__main__   the command, which tries all of them
+trial      tries one family
+table      turns the results into a Markdown table
+__main__   the command, which tries all families, each in a process of its own
 """

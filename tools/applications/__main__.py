@@ -1,9 +1,10 @@
-"""The table of the families of `keras.applications` as pipelines.
+"""Tries the families of `keras.applications` as pipelines, and prints a table.
 
     python -m tools.applications [--json] [--models=VGG,ResNet] [--timeout=600]
 
-A process a family, one after another. What is found is kept in a file, and not
-sought again: a command that was stopped goes on where it was.
+Each family has a process of its own, one after another. Results are kept in
+build/applications.jsonl, and families in it are not tried again: a command that
+was stopped continues.
 """
 
 import sys
@@ -11,7 +12,7 @@ import sys
 from tools import each_model
 from tools.applications import table
 
-# The smallest member of each family, with a size of images that it takes.
+# The smallest member of each family, and an image size that it accepts.
 SIZES = {
     "ConvNeXtTiny": 32,
     "DenseNet121": 32,
@@ -31,7 +32,7 @@ SIZES = {
 
 
 def models():
-    """Returns the names of members, and the sizes of images."""
+    """Returns pairs of a member's name and its image size, as strings."""
     return [(name, str(size)) for name, size in SIZES.items()]
 
 

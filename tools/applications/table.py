@@ -1,12 +1,12 @@
-"""What was found of `keras.applications`, as rows of Markdown."""
+"""Turns the results of `keras.applications` into a Markdown table."""
 
 _HEADER = ("model", "recipe", "layers", "K", "M", "fullest", "differs")
-# The most that numbers may differ, of a variable's largest, in float64.
+# Largest difference allowed in float64, relative to a variable's largest entry.
 LIMIT = 1e-8
 
 
 def markdown(rows):
-    """Returns a table, and what does not hold."""
+    """Returns a table, and a list of problems."""
     lines = [
         " | ".join(["", *_HEADER, ""]).strip(),
         "|" + "---|" * len(_HEADER),
@@ -25,7 +25,7 @@ def markdown(rows):
 
 
 def problems(row):
-    """Returns what does not hold of a model, as sentences."""
+    """Returns the problems of a model, as sentences."""
     found = [str(x) for x in row.get("errors", {}).values()]
     for trial in row.get("trials", ()):
         differs = max(trial["differs"].values())

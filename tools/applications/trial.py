@@ -1,9 +1,9 @@
-"""A model of `keras.applications` as a pipeline, compared with plain Keras.
+"""Compares a model of `keras.applications` as a pipeline with plain Keras.
 
     python -m tools.applications.trial MobileNetV2 32
 
-prints what was found as JSON. In float64, where what differs more than by
-rounding is not the same.
+prints the result as JSON. Models compute in float64, where rounding explains
+tiny differences only.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
+# Set before TensorFlow is imported: at start it reports a missing GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras  # noqa: E402
@@ -24,8 +24,8 @@ from tf_gpipe.commands import devices  # noqa: E402
 from tf_gpipe.partition import stage_costs  # noqa: E402
 from tools import same_steps  # noqa: E402
 
-ROWS = 4  # of a micro-batch
-# Recipe, K and M: all pairs of two.
+ROWS = 4  # in each micro-batch
+# Recipe, K and M. Any two of their values meet in one trial.
 TRIALS = (
     ("whole", 2, 1),
     ("whole", 4, 2),
@@ -33,13 +33,14 @@ TRIALS = (
     ("frozen base", 2, 2),
 )
 _RATE = 0.01
-# Moving means that are zero but for rounding, as after a layer without a bias
-# that follows a normalisation, are compared with this.
+# Moving statistics below this are compared as if they were this large. Some
+# means are zero but for rounding, as after a layer without a bias that follows
+# a normalisation.
 _LEAST = 1e-3
 
 
 def make(name, size, recipe, dropout):
-    """Returns a new model, with the same weights every time."""
+    """Returns a new float64 model, with the same weights every time."""
     keras.backend.clear_session(free_memory=False)
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(1)
@@ -85,9 +86,9 @@ def images(model, rows):
 def plain_step(model, x, y):
     """Returns the loss, gradients and state that the contract asks for.
 
-    Of several micro-batches plain Keras takes a step each, from the same
-    weights: losses and gradients are their means, moving means the mean, and
-    moving variances what they would be of all rows.
+    Plain Keras takes one step with each micro-batch, from the same weights.
+    Losses, gradients and moving means are averaged over the micro-batches;
+    moving variances are those of all rows.
     """
     start = model.get_weights()
     steps, states = [], []
@@ -125,7 +126,7 @@ def norms_of(model, norms):
 
 
 def fullest(model):
-    """Returns what the fullest stage does, of the share that each should."""
+    """Returns the largest stage's operations, relative to an equal share."""
     costs = stage_costs.of_graph(
         model._pipeline.graph, [len(x.nodes) for x in model.stages]
     )
@@ -134,7 +135,7 @@ def fullest(model):
 
 
 def tried(name, size, recipe, num_stages, num_micro_batches):
-    """Returns what is found of a recipe."""
+    """Returns the result of one trial, as a dictionary."""
     start = time.perf_counter()
     dropout = num_micro_batches == 1
     plain = compiled(make(name, size, recipe, dropout))
@@ -181,7 +182,7 @@ def tried(name, size, recipe, num_stages, num_micro_batches):
 
 
 def run(name, size, trials=TRIALS):
-    """Returns what is found of a model, as a dictionary."""
+    """Returns the results of a model's trials, as a dictionary."""
     found = {"trials": []}
     try:
         for trial in trials:

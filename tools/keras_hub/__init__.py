@@ -1,10 +1,11 @@
 """A table of KerasHub's models as pipelines: `python -m tools.keras_hub`.
 
-Every backbone, and every task of it, at a size that needs no download: is it
-cut, does it train as in plain Keras, and does all that people do with it work?
+Tries every backbone with each of its tasks, at a size that needs no download:
+can it be cut into stages, does it train as in plain Keras, and do prediction,
+saving, export, LoRA and generation work?
 
-backbones  the backbones and their tasks, at tiny size (images, tiny)
-data       inputs and targets for a model, made up
-trial      one model, compared with itself as plain Keras
-table      what was found, as rows
+backbones  makes the backbones, at tiny size (images, tiny), and finds tasks
+data       makes up inputs and targets for a model
+trial      compares one model as a pipeline with the same model in plain Keras
+table      turns the results into a Markdown table
 """

@@ -1,9 +1,10 @@
-"""The table of KerasHub's models as pipelines.
+"""Tries KerasHub's models as pipelines, and prints a table.
 
     python -m tools.keras_hub [--json] [--models=Bert,GPT2] [--timeout=300]
 
-A process a model, one after another. What is found is kept in a file, and not
-sought again: a command that was stopped goes on where it was.
+Each model has a process of its own, one after another. Results are kept in
+build/keras_hub.jsonl, and models in it are not tried again: a command that was
+stopped continues.
 """
 
 import os
@@ -17,9 +18,10 @@ from tools.keras_hub import table  # noqa: E402
 
 
 def models():
-    """Returns the pairs of a backbone and a task; `None` if it has none.
+    """Returns pairs of a backbone and a task, by name.
 
-    A first task of each backbone, then the others.
+    The task is `None` if the backbone has none. The first task of each backbone
+    comes before all others.
     """
     found = [
         (i, name, getattr(task, "__name__", None))

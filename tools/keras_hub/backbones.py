@@ -1,4 +1,4 @@
-"""KerasHub's backbones at tiny size, and their tasks."""
+"""Makes KerasHub's backbones at tiny size, and finds their tasks."""
 
 import inspect
 
@@ -145,7 +145,7 @@ def _stable_diffusion_3():
         mmdit_position_size=16,
         mmdit_qk_norm=None,
         mmdit_dual_attention_indices=None,
-        # By default it draws its latent numbers, in inference, too.
+        # By default the VAE samples its latents, even in inference.
         vae=VAEBackbone(
             [32] * 4, [1] * 4, [32] * 4, [1] * 4, sampler_method="mode"
         ),
@@ -155,7 +155,7 @@ def _stable_diffusion_3():
     )
 
 
-# Those for which the sizes by name are not enough.
+# Backbones that need other arguments than those in `tiny.SIZES`.
 _MAKERS = images.MAKERS | {
     "BLIP2Backbone": _blip2,
     "CLIPBackbone": lambda: _towers("CLIP"),
@@ -225,9 +225,9 @@ _MAKERS = images.MAKERS | {
 
 
 def names():
-    """Returns the names of the classes of KerasHub's backbones, sorted."""
+    """Returns the names of KerasHub's backbone classes, sorted."""
     base = M.Backbone
-    # What others are made of, and no model itself.
+    # Base classes, which are no models themselves.
     abstract = (base, M.FeaturePyramidBackbone)
     return sorted(
         {
@@ -239,9 +239,9 @@ def names():
 
 
 def tasks_of(name):
-    """Returns the classes of the tasks of a backbone, sorted by name.
+    """Returns a backbone's task classes, sorted by name.
 
-    Those that help another task last.
+    Assistants of other tasks come last.
     """
     found = {
         x
@@ -254,5 +254,5 @@ def tasks_of(name):
 
 
 def make(name):
-    """Returns a new backbone."""
+    """Returns a new backbone of the class `name`."""
     return _MAKERS.get(name, with_arguments(name))()

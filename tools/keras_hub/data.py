@@ -1,4 +1,4 @@
-"""Inputs and targets for a model, made up."""
+"""Makes up inputs and targets for a model."""
 
 import keras
 import numpy as np
@@ -7,8 +7,8 @@ ROWS = 4
 LENGTH = 8
 VOCABULARY = 32
 
-# The sizes of axes that inputs leave open, after the rows, where they are not
-# a sequence; and the values of integers that are no tokens.
+# Sizes of the unknown axes, after the batch axis, of inputs that are no
+# sequences of length `LENGTH`.
 _OPEN = {
     "boxes": (1, 2, 2),
     "box_labels": (1,),
@@ -18,10 +18,12 @@ _OPEN = {
     "masks": (1, 16, 16, 1),
     "points": (1, 2),
 }
+# Inputs that are one everywhere: their integers are no tokens.
 _ONES = ("box_labels", "labels", "num_steps", "timesteps")
-# One number for a whole batch, of which the model takes the first row.
+# Inputs with one value for the whole batch: the model reads only the first row.
 _SAME = {"guidance_scale": 2.5}
 _ZEROS = ("response_mask", "segment_ids")
+# Number of tokens of a prompt.
 _PROMPT = 4
 
 
@@ -31,8 +33,8 @@ def inputs(model, seed=0, prompt=False):
     Args:
         model: Functional Keras model.
         seed: Integer.
-        prompt: Whether all rows are padded after the same few tokens, as for
-            `generate`.
+        prompt: Boolean, whether all rows are padded after the same few tokens,
+            as for `generate`.
     """
     rng = np.random.default_rng(seed)
 
@@ -69,7 +71,7 @@ def inputs(model, seed=0, prompt=False):
 
 
 def targets(outputs, seed=1):
-    """Returns an array like each floating output, and `None` for others."""
+    """Returns a random array for each output, of its shape and dtype."""
     rng = np.random.default_rng(seed)
     return keras.tree.map_structure(
         lambda x: rng.uniform(-1, 1, x.shape).astype(x.dtype), outputs

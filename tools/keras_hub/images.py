@@ -1,4 +1,4 @@
-"""KerasHub's backbones of images, at tiny size."""
+"""Makes KerasHub's image backbones at tiny size."""
 
 from keras_hub import layers as L
 from keras_hub import models as M
@@ -252,7 +252,7 @@ def _vit_det():
     )
 
 
-# Those for which the sizes by name are not enough.
+# Backbones that need other arguments than those in `tiny.SIZES`.
 MAKERS = {
     "BASNetBackbone": _basnet,
     "CSPNetBackbone": with_arguments(
@@ -300,7 +300,7 @@ MAKERS = {
         "VGGBackbone",
         stackwise_num_repeats=[2, 2, 2],
         stackwise_num_filters=[8, 8, 16],
-        # The head's kernels are of 7 x 7.
+        # `IMAGE` is too small for the head's 7 x 7 kernels.
         image_shape=(64, 64, 3),
     ),
     "ViTDetBackbone": _vit_det,

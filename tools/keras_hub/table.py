@@ -1,4 +1,4 @@
-"""What was found of KerasHub's models, as rows of Markdown."""
+"""Turns the results of KerasHub's models into a Markdown table."""
 
 import math
 import re
@@ -15,16 +15,16 @@ _HEADER = (
     "as written",
     *USES,
 )
-# The most that numbers may differ, of a variable's largest gradient.
+# Largest difference of gradients allowed, relative to a variable's largest.
 LIMITS = {"float32": 1e-5, "float64": 1e-10}
-# Of numbers that differ more: at most so many times what those of plain Keras
-# do where its weights change by rounding.
+# Larger differences are allowed up to this multiple of the difference that
+# rounding makes in plain Keras.
 _ROUNDING = 10
 _FULLEST = 1.3
 
 
 def markdown(rows):
-    """Returns a table, what it means, and what does not hold, by reason."""
+    """Returns a table, how many backbones have no problem, and the problems."""
     lines = [
         " | ".join(["", *_HEADER, ""]).strip(),
         "|" + "---|" * len(_HEADER),
@@ -42,7 +42,10 @@ def markdown(rows):
 
 
 def fullest(row, num_stages):
-    """Returns what the fullest stage has, of the share that each should."""
+    """Returns the largest stage's parameters, relative to an equal share.
+
+    Returns `None` if the model was not cut into `num_stages` stages.
+    """
     sizes = row.get(f"K={num_stages}", {}).get("parameters")
     if not sizes or not sum(sizes):
         return None
@@ -50,13 +53,13 @@ def fullest(row, num_stages):
 
 
 def difference(row, dtype):
-    """Returns the largest one found in a type, or `None`."""
+    """Returns the largest difference found in a dtype, or `None`."""
     found = [row[k][dtype] for k in ("K=2", "K=4") if dtype in row.get(k, {})]
     return max(found, default=None)
 
 
 def problems(row):
-    """Returns what does not hold of a model, as sentences."""
+    """Returns the problems of a model, as sentences."""
     errors = row.get("errors", {})
     found = []
     for step in ("process", "numbers", "uses"):
@@ -65,7 +68,7 @@ def problems(row):
     for place in (row.get("K=2", {}), row.get("K=4", {})):
         for dtype, limit in LIMITS.items():
             differ, least = place.get(dtype, 0.0), place.get("rounding", 0.0)
-            # Without what TensorFlow rewrites in graphs.
+            # The difference if TensorFlow does not rewrite graphs.
             written = place.get("as written", math.inf)
             if differ > max(limit, _ROUNDING * least) and written > limit:
                 found.append(
@@ -107,7 +110,10 @@ def _name(row):
 
 
 def _plain(text):
-    """Returns an error without colours, places of this machine, and bars."""
+    """Returns the end of an error, without colours and local directories.
+
+    Bars are escaped for Markdown.
+    """
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     text = re.sub(r"\S*/\S*(site-packages|tools|tf_gpipe)/", "", text)
     return text.replace("|", "\\|").strip()[-240:]

@@ -1,4 +1,4 @@
-"""Models of KerasHub by the sizes that most of their classes share."""
+"""Makes tiny models of KerasHub by arguments that most classes share."""
 
 import inspect
 
@@ -8,7 +8,7 @@ from keras_hub import models as M
 LAYERS = 4
 IMAGE = (32, 32, 3)
 
-# By the names of arguments.
+# Values of arguments, by name.
 SIZES = {
     "axes_dim": [2, 2, 4],
     "decoder_num_layers": 3,
@@ -38,7 +38,7 @@ SIZES = {
     "top_k": 2,
     "vocab_size": 32,
     "vocabulary_size": 32,
-    # Of which numbers would depend.
+    # Dropout masks of several micro-batches are not plain Keras's.
     "attention_dropout": 0.0,
     "attention_dropout_rate": 0.0,
     "drop_path": 0.0,
@@ -50,19 +50,19 @@ SIZES = {
 
 
 def tiny(name, /, **kwargs):
-    """Returns a model of a class, with the arguments that it lacks."""
+    """Returns a model of the class `name`, with `SIZES` and `kwargs`."""
     cls = class_of(name)
     known = arguments(cls)
     return cls(**{k: v for k, v in SIZES.items() if k in known} | kwargs)
 
 
 def class_of(name):
-    """Returns a class of KerasHub."""
+    """Returns a class of KerasHub's models or layers."""
     return getattr(M, name, None) or getattr(L, name)
 
 
 def with_arguments(name, /, **kwargs):
-    """Returns a function that makes such a model."""
+    """Returns a function that calls `tiny` with these arguments."""
     return lambda: tiny(name, **kwargs)
 
 

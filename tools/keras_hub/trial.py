@@ -1,8 +1,8 @@
-"""One model of KerasHub as a pipeline, compared with itself as plain Keras.
+"""Compares one model of KerasHub as a pipeline with the same in plain Keras.
 
     python -m tools.keras_hub.trial BertBackbone BertTextClassifier
 
-prints what was found as JSON. Without a task it is the backbone alone.
+prints the result as JSON. Without a task, the backbone alone is tried.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
+# Set before TensorFlow is imported: at start it reports a missing GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras  # noqa: E402
@@ -32,7 +32,7 @@ from tools.keras_hub import tiny  # noqa: E402
 
 STAGES = (2, 4)
 STEPS = 3
-# What tasks need beside their backbone.
+# Arguments of tasks beside the backbone.
 _ARGUMENTS = {
     "dropout": 0.0,
     "num_classes": 3,
@@ -51,8 +51,8 @@ _GENERATE = (keras_hub.models.CausalLM, keras_hub.models.Seq2SeqLM)
 def make(backbone, task, dtype="float32"):
     """Returns a new model, with the same weights every time.
 
-    It has been called once, eagerly: some keep what their first call makes,
-    which must be no tensor of a graph.
+    The model has been called once, eagerly: some models keep what their first
+    call makes, which must not be a tensor of a graph.
     """
     keras.backend.clear_session(free_memory=False)
     keras.config.set_floatx(dtype)
@@ -69,13 +69,13 @@ def make(backbone, task, dtype="float32"):
 
 
 def pipelined(model, num_stages, **kwargs):
-    """Returns a pipeline of a model, and what its making warned of."""
+    """Returns a pipeline of a model, and the warnings while it was made."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         made = tf_gpipe.PipelinedModel.from_model(
             model,
             num_stages=num_stages,
-            # Of which the table tells how equal they are.
+            # The table tells how equal the stages' parameters are.
             balance="parameters",
             devices=[f"CPU:{i}" for i in range(num_stages)],
             **kwargs,
@@ -84,17 +84,17 @@ def pipelined(model, num_stages, **kwargs):
 
 
 def micro_batches(model):
-    """Returns how many: 1 where rows of a batch look at one another."""
+    """Returns how many to use: 1 if rows of a batch depend on one another."""
     layers = list(model._flatten_layers())
     norms = (keras.layers.BatchNormalization,)
     # Routers add losses that compare the tokens of a batch.
     kinds = [type(x).__name__ for x in layers]
     routers = any("Moe" in x for x in kinds)
-    # In training, rows are dropped by chance.
+    # Drops rows at random in training.
     routers = routers or "DropPath" in kinds
-    # Attention over positions that follow from all rows.
+    # Its positions follow from all rows.
     routers = routers or "XLNetEncoder" in kinds
-    # Similarities of all texts and images.
+    # These compare all texts with all images.
     pairs = any("LIP" in x and "Head" in x for x in kinds)
     if routers or pairs or any(isinstance(x, norms) for x in layers):
         return 1
@@ -102,15 +102,20 @@ def micro_batches(model):
 
 
 def compile_for_numbers(model):
-    """Mean squared errors of all outputs, and plain descent."""
+    """Compiles with SGD and the mean squared error of every output."""
     keras.Model.compile(model, keras.optimizers.SGD(1e-3), "mse")
     model.optimizer.build(model.trainable_variables)
 
 
 def numbers(found, backbone, task):
-    """Three steps: two stages in float32, four in float64 if that runs.
+    """Compares training steps, and puts the differences into `found`.
 
-    Returns the pipeline of two stages, the plain model and its data.
+    Two stages are compared in float32; four in float64, or in float32 if plain
+    Keras fails in float64.
+
+    Returns:
+        Tuple of the pipeline with two stages, the plain model, and its inputs
+        and targets.
     """
     try:
         plain, x, y, expected = trained(backbone, task, "float32")
@@ -135,7 +140,7 @@ def numbers(found, backbone, task):
         else:
             x_k, y_k, expected_k = x, y, expected
         model = make(backbone, task, dtype)
-        # Some are one large layer between a few small ones.
+        # Some models have fewer layers than stages.
         stages = min(k, len(opening.functional(model).nodes))
         model, told_of = pipelined(model, stages, num_micro_batches=rows)
         compile_for_numbers(model)
@@ -157,7 +162,7 @@ def numbers(found, backbone, task):
 
 
 def trained(backbone, task, dtype):
-    """Returns a plain model, its data, and what `train` returns."""
+    """Returns a trained plain model, its data, and what `train` returned."""
     plain = make(backbone, task, dtype)
     x = data.inputs(plain)
     y = data.targets(
@@ -168,10 +173,10 @@ def trained(backbone, task, dtype):
 
 
 def rounding(backbone, task, dtype, x, y, expected):
-    """Returns how far a plain model is from itself but for rounding.
+    """Returns the difference that rounding alone makes in a plain model.
 
-    From one that runs eagerly, without what TensorFlow rewrites in graphs; or
-    from one whose weights are each the next larger or smaller number.
+    That is the larger of two: between graph and eager execution, which rewrites
+    nothing; and after moving each weight to the next larger or smaller number.
     """
     model = make(backbone, task, dtype)
     compile_for_numbers(model)
@@ -192,13 +197,12 @@ def rounding(backbone, task, dtype, x, y, expected):
 
 
 def as_written(backbone, task, dtype, x, y, num_stages, num_micro_batches):
-    """Returns how far a pipeline is from a plain model, operation by operation.
+    """Returns the difference that is left if TensorFlow rewrites no graph.
 
-    TensorFlow rewrites graphs before it runs them: it folds constants, and puts
-    operations together and in another order, by what stands around them. A
-    pipeline's graphs are others than the plain model's, and so is what rounding
-    does to them. Here neither is rewritten, and the plain model takes the mean
-    over the same micro-batches.
+    TensorFlow rewrites graphs before it runs them: it folds constants, and
+    fuses and reorders operations. A pipeline's graphs are not the plain
+    model's, so that rewriting, and thereby rounding, differ. Here neither is
+    rewritten, and the plain model takes the mean over the same micro-batches.
     """
     no_rewriting = {"disable_meta_optimizer": True}
     tf.config.optimizer.set_experimental_options(no_rewriting)
@@ -222,7 +226,7 @@ def as_written(backbone, task, dtype, x, y, num_stages, num_micro_batches):
 
 
 def _computes_in_float32(model, x):
-    """Returns whether layers of a model in float64 leave it at times."""
+    """Returns whether a float64 model computes anything in float32."""
     x = keras.tree.map_structure(tf.convert_to_tensor, x)
     graph = tf.function(lambda x: model(x)).get_concrete_function(x).graph
     return any(
@@ -244,12 +248,17 @@ def told(error):
 
 
 def uses(found, backbone, task, model, plain, x, y):
-    """What people do with a model, through a pipeline of two stages."""
+    """Tries what people do with a model, and puts the results into `found`.
+
+    Each use is tried with the pipeline of two stages, then with its
+    `to_keras()`, then with plain Keras, until one works.
+    """
     plain.set_weights(model.get_weights())
     for name, use in USES.items():
         if name == "generate" and not isinstance(plain, _GENERATE):
             continue
-        # What trains is tried in float64, too, where rounding may be all.
+        # LoRA trains: a difference in float32 may be rounding, so float64 is
+        # tried next, in place of `to_keras()`.
         ways = [
             ("pipeline", lambda: (model, plain)),
             ("to_keras()", lambda: (model.to_keras(), plain)),
@@ -320,7 +329,7 @@ def _export(model, plain, x, y):
 
 
 def _frozen(model):
-    """Returns the variables that are not trained, but for seeds."""
+    """Returns the variables that are not trained, without seeds."""
     seeds = ("seed_generator_state",)
     return [v for v in model.non_trainable_variables if v.name not in seeds]
 
@@ -345,18 +354,18 @@ USES = {
     "predict": _predict,
     "save_to_preset": _preset,
     "export": _export,
-    # These two leave other models: others come before.
+    # These two change the models, so they come last.
     "enable_lora": _lora,
     "generate": _generate,
 }
 
 
 def run(backbone, task=None):
-    """Returns what is found of a model, as a dictionary."""
+    """Returns the results of a model's trial, as a dictionary."""
     start = time.perf_counter()
     found = {}
     if task is not None and _has_a_loss_of_its_own(backbone, task):
-        # Which wants boxes, or permutations of tokens.
+        # Such a loss needs boxes, or permutations of tokens.
         found["trains"] = "the backbone alone"
         task = None
     try:

@@ -1,8 +1,8 @@
-"""Models, losses, optimizers and pipelines that are drawn by chance.
+"""Randomly drawn models, losses, optimizers and pipelines.
 
-All that is drawn is trained as plain Keras and as a pipeline, and compared.
+Each is run in plain Keras and as a pipeline, and the numbers are compared.
 
-layers      layers of kinds that Keras has none of, and a loss
-drawing     what is drawn for a seed
-comparing   what differs between plain Keras and the pipeline
+layers      kinds of layers that Keras lacks, and a loss
+drawing     draws a model, its training and a pipeline from a seed
+comparing   compares plain Keras with the pipeline
 """

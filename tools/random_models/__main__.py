@@ -1,10 +1,10 @@
-"""Compares models that are drawn by chance with plain Keras.
+"""Compares pipelines of randomly drawn models with plain Keras.
 
     python -m tools.random_models --num=1000 --seed=0
 
-draws as many models and compares a step of each. The exit status is 1 where
-something differs that is not rounding: what differs by little in float32, and
-not at all in float64, is.
+draws 1000 models, and runs each with `tf_gpipe.verify`. The exit status is 1 if
+any differs by more than rounding: small differences in float32 that vanish in
+float64 are rounding.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
+# Set before TensorFlow is imported: at start it reports a missing GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from tf_gpipe import progress  # noqa: E402

@@ -1,4 +1,4 @@
-"""What differs between plain Keras and a pipeline, of all that is drawn."""
+"""Compares a drawn model in plain Keras with its pipeline."""
 
 import math
 from typing import Any
@@ -10,12 +10,12 @@ import tf_gpipe
 from tools.random_models.drawing import Drawing
 from tools.random_models.layers import Track
 
-# What models make of the rounding of float32, at most.
+# Largest difference that a model can make of the rounding of float32.
 _MAGNIFIED_ROUNDING = 1e-2
 
 
 def trained(drawing: Drawing, pipelined: bool) -> dict[str, dict[str, Any]]:
-    """Returns all that training, evaluation and prediction make."""
+    """Returns the numbers of training, evaluation and prediction, by kind."""
     data, batch_size = drawing.data()
     model = drawing.compiled(pipelined)
 
@@ -57,7 +57,7 @@ def trained(drawing: Drawing, pipelined: bool) -> dict[str, dict[str, Any]]:
 
 
 def training_differs(drawing: Drawing) -> list[str]:
-    """Returns what differs of all that training makes, for the plain model."""
+    """Returns how the pipeline's `trained` differs from the plain model's."""
     expected, received = trained(drawing, False), trained(drawing, True)
     found = []
     for kind, values in expected.items():
@@ -77,13 +77,13 @@ def training_differs(drawing: Drawing) -> list[str]:
 
 
 def verified(drawing: Drawing) -> Any:
-    """Returns the report of `verify`: of one step, and of predictions."""
+    """Returns the report of `verify`."""
     data, _ = drawing.data()
     return tf_gpipe.verify(drawing.compiled(pipelined=True), *data)
 
 
 def problems(drawing: Drawing) -> list[str]:
-    """Returns what differs from plain Keras, by `verify` and by training."""
+    """Returns the differences that `verify` and training find."""
     report = verified(drawing)
     found = [] if report.ok else [str(report)]
     try:
@@ -97,9 +97,9 @@ def difference(drawing: Drawing) -> tuple[str, bool]:
     """Returns what differs, and whether the rounding of float32 explains it.
 
     A model may magnify rounding until its numbers differ. Then they differ by
-    little, and not at all in float64.
+    little, and agree in float64.
     """
-    # Forgets functions and names of models before.
+    # Drops the functions and layer names of earlier models.
     keras.backend.clear_session()
     try:
         report = verified(drawing)

@@ -1,4 +1,4 @@
-"""What is drawn for a seed: a model, how it is trained, and a pipeline."""
+"""Draws a model, its data and training, and a pipeline from a seed."""
 
 import dataclasses
 import random
@@ -32,7 +32,7 @@ INPUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """What is drawn beside layers, losses and optimizers of every day."""
+    """What may be drawn beside everyday layers, losses and optimizers."""
 
     # Outputs of a softmax or a sigmoid, whose losses take no logits.
     probabilities: bool = True
@@ -42,20 +42,19 @@ class Kinds:
     partly_frozen: bool = True
     # Embeddings of positions, and optimizers that square gradients.
     positions: bool = True
-    # Losses that have a weight of the model.
+    # Losses that use a weight of the model.
     loss_weights: bool = True
-    # Outputs without a loss, of booleans, scalars and weights.
+    # Outputs without a loss, also booleans, scalars and weights.
     odd_outputs: bool = True
-    # Layers in models within the model.
+    # Layers within nested models.
     models_within: bool = True
-    # Several stages on a device, in orders for that, or in one that is
-    # searched for.
+    # Several stages per device, with schedules for that.
     shared_devices: bool = True
-    # Layers that are recomputed so that a stage fits in a limit.
+    # A limit of memory, and remat of as much as it requires.
     memory_limit: bool = True
-    # Several steps in one graph.
+    # Several steps in one execution (`steps_per_execution`).
     several_steps: bool = True
-    # Evaluation before training, of which traces may serve later ones.
+    # Evaluation before training, whose traces may be used again.
     evaluated_first: bool = True
 
     @classmethod
@@ -64,7 +63,7 @@ class Kinds:
 
 
 class Drawing:
-    """All that is drawn for a seed, the same each time it is asked for.
+    """Everything that is drawn for a seed: each call returns the same.
 
     Args:
         seed: Integer.
@@ -77,7 +76,8 @@ class Drawing:
         self.seed = seed
         self.has_state = has_state
         self.kinds = kinds or Kinds()
-        # Of the kinds, so that what else is drawn does not depend on them.
+        # The kinds have a generator of their own, so that they do not change
+        # what else is drawn.
         more = random.Random(seed + 5)
         self._within = random.Random()
         self._drawn = {
@@ -133,7 +133,7 @@ class Drawing:
             tensors[i] = block(tensors[i])
             block.trainable = False
             more.choice([block.narrow, block.wide]).trainable = True
-        # First, so that a loss may find it.
+        # Leads to the first output, whose loss uses the layer's kernel.
         if self._drawn["loss_weights"]:
             tensors[0] = L.Dense(4, name="in_the_loss")(tensors[0])
         outputs = {}
@@ -162,7 +162,7 @@ class Drawing:
                     Constant((2, 3)),
                 ]
             )(x)
-            # The only ones in which Keras lets outputs go without a loss.
+            # In Keras only a dictionary may have outputs without a loss.
             return keras.Model(inputs, outputs)
         if len(outputs) == 1:
             outputs = outputs["output_0"]
@@ -171,7 +171,7 @@ class Drawing:
         return keras.Model(inputs, outputs)
 
     def within(self, x: Any, layer: keras.Layer) -> keras.Layer:
-        """Returns a layer for a tensor, or one that has it in a model."""
+        """Returns the layer for a tensor, perhaps within nested models."""
         if not self._drawn["models_within"]:
             return layer
         draw = self._within
@@ -185,7 +185,7 @@ class Drawing:
         return layer
 
     def layer(self, draw: random.Random, x: Any) -> keras.Layer:
-        """Returns a layer for a tensor."""
+        """Returns a layer that takes the tensor."""
         kwargs: dict[str, Any] = {}
         if draw.random() < 0.3:
             kwargs["kernel_regularizer"] = draw.choice(["l1", "l2"])
@@ -241,13 +241,12 @@ class Drawing:
             ]
         )
         if self._drawn["positions"]:
-            # It squares gradients. Where one is zero, but for rounding, it
-            # must not divide by that.
+            # Adagrad squares gradients. By its initial accumulator it does not
+            # divide by a gradient that is zero but for rounding.
             return keras.optimizers.Adagrad(
                 0.02, initial_accumulator_value=0.01, **kwargs
             )
-        # Those that do not divide by the size of a gradient: it may be zero,
-        # but for rounding.
+        # SGD does not divide by a gradient, which may be zero but for rounding.
         if draw.random() < 0.5:
             kwargs["momentum"] = 0.9
         return keras.optimizers.SGD(0.02, **kwargs)
@@ -255,9 +254,9 @@ class Drawing:
     def losses(
         self, num_outputs: int, model: keras.Model | None = None
     ) -> list[tuple[Any, str]]:
-        """Returns losses, and how their labels are made.
+        """Returns pairs of a loss and the kind of its labels.
 
-        A loss that has a weight of the model needs the `model`.
+        A loss that uses a weight of the model needs the `model` to be called.
         """
         draw = random.Random(self.seed + 2)
         found = []
@@ -284,7 +283,7 @@ class Drawing:
         return found
 
     def pipeline(self, num_calls: int) -> dict[str, Any]:
-        """Returns arguments of `PipelinedModel`."""
+        """Returns the pipeline's arguments for a model of `num_calls` calls."""
         draw = random.Random(self.seed + 3)
         more = random.Random(self.seed + 8)
         num_micro_batches = 1 if self.has_state else draw.choice([1, 2, 3, 4])
@@ -321,10 +320,10 @@ class Drawing:
             try:
                 model = make(model, **arguments)
             except TooLittleMemoryError:
-                # Of a model that cannot do with less.
+                # This model cannot do with less memory.
                 model = make(model, **{**arguments, "memory_limit": 1.0})
         losses = self.losses(num_outputs, model)
-        # Metrics, unlike losses, want labels for every output.
+        # Metrics, unlike losses, need labels for every output.
         measured = not self._drawn["odd_outputs"] and all(
             kind == "number" for _, kind in losses
         )
@@ -339,12 +338,12 @@ class Drawing:
         return model
 
     def arguments(self, model: keras.Model) -> dict[str, Any]:
-        """Returns arguments of the pipeline for a model."""
+        """Returns the pipeline's arguments for a model."""
         calls = [x for x in model.operations if not isinstance(x, L.InputLayer)]
         return self.pipeline(len(calls))
 
     def data(self) -> tuple[tuple, int]:
-        """Returns inputs, labels and weights; and the size of a batch."""
+        """Returns a tuple of inputs, labels and weights, and a batch size."""
         numbers = np.random.default_rng(self.seed)
         model = self.model()
         with_loss = self._with_loss(model)
@@ -393,7 +392,7 @@ class Drawing:
         return model.outputs[: len(model.outputs) - odd]
 
     def _shaped(self, model: keras.Model, values: list) -> Any:
-        """Returns what there is for each output with a loss, as Keras wants."""
+        """Returns values for outputs with a loss, in the outputs' structure."""
         if self._drawn["odd_outputs"]:
             return dict(zip(model.output, values, strict=False))
         return keras.tree.pack_sequence_as(model.output, values)

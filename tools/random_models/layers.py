@@ -1,4 +1,4 @@
-"""Layers of kinds that Keras has none of, and a loss."""
+"""Kinds of layers that Keras lacks, and a loss."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from keras import ops
 
 
 class Bottleneck(L.Layer):
-    """A layer of layers, that may add losses."""
+    """A layer made of two layers, which may add losses."""
 
     def __init__(self, units, adds, **kwargs):
         super().__init__(**kwargs)
@@ -36,7 +36,7 @@ class Bottleneck(L.Layer):
 
 
 class Attention(L.Layer):
-    """Attention of a sequence to itself."""
+    """Self-attention, as a layer with one input."""
 
     def __init__(self, attention, **kwargs):
         super().__init__(**kwargs)
@@ -54,7 +54,7 @@ class Attention(L.Layer):
 
 
 class Unchanged(L.Layer):
-    """A layer that returns a tensor like the one that it gets."""
+    """A layer whose output has the shape of its input."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -65,7 +65,7 @@ class Unchanged(L.Layer):
 
 
 class Track(Unchanged):
-    """A layer that counts and averages in `tf.Variable`s."""
+    """A layer that counts calls and averages inputs in `tf.Variable`s."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -80,7 +80,7 @@ class Track(Unchanged):
 
 
 class Positions(Unchanged):
-    """A layer that adds what it has learned of each position."""
+    """A layer that adds a learned embedding of each position."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -97,7 +97,7 @@ class Positions(Unchanged):
 
 
 class Constant(L.Layer):
-    """A layer that returns a weight, or one number for all rows."""
+    """A layer that returns its weight, without a batch axis."""
 
     def __init__(self, shape, **kwargs):
         super().__init__(**kwargs)
@@ -114,11 +114,11 @@ class Constant(L.Layer):
 
 
 class ScaledError(keras.losses.Loss):
-    """A squared error and its weight, which is learned."""
+    """A squared error whose scale is learned."""
 
     def __init__(self, weights, **kwargs):
         super().__init__(**kwargs)
-        # A function, so that Keras does not look for weights in a loss.
+        # A function, so that Keras finds no weights in the loss.
         self.weights = weights
 
     def call(self, y_true, y_pred):
@@ -129,7 +129,7 @@ class ScaledError(keras.losses.Loss):
 
 
 def pooled(x: Any) -> Any:
-    """Returns a vector for each row."""
+    """Returns one vector per row, averaged over sequences and images."""
     pool = {3: L.GlobalAveragePooling1D, 4: L.GlobalAveragePooling2D}
     rank = len(x.shape)
     return pool[rank]()(x) if rank in pool else x

@@ -1,7 +1,7 @@
-"""Wrong uses of tf_gpipe, drawn by chance from a grammar of its arguments.
+"""Randomly drawn wrong uses of tf_gpipe: calls and command lines.
 
-values         what is drawn in place of an argument or the value of a flag
+values         wrong values of arguments and flags
 calls          the calls of the library, with right arguments
 command_lines  the commands and trainers, with their flags
-outcome        how a use has ended, and whether somebody wrote that end
+outcome        runs a use, and tells a deliberate error from an accident
 """

@@ -1,11 +1,12 @@
-"""Draws wrong uses, and tells those whose end nobody has written.
+"""Tries random wrong uses, and reports those that end as they should not.
 
     python -m tools.wrong_uses --num=500 --seed=0
 
-Each is a call or a command line with one or two arguments replaced. It must end
-with an error that somebody wrote (a ValueError or TypeError of tf_gpipe's; what
-plain Keras raises for the same call; of a command, one line and an exit status
-above 0, before anything is trained), or train as plain Keras does.
+Each use is a call or a command line with one or two arguments replaced. It must
+end with a deliberate error, or train as plain Keras does. A call's deliberate
+error is one that plain Keras raises, too, or a ValueError, TypeError,
+ImportError or UnavailableError that the code raises on purpose; a command
+line's is one line and an exit status above 0, before anything is trained.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import warnings
 
-# Before TensorFlow is imported: it reports at start that there is no GPU.
+# Set before TensorFlow is imported: at start it reports a missing GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from tf_gpipe import progress  # noqa: E402
@@ -30,12 +31,12 @@ from tools.wrong_uses import outcome  # noqa: E402
 from tools.wrong_uses import values  # noqa: E402
 
 NUM_DEVICES = 2
-# The share of command lines.
+# The share of command lines among the uses.
 _COMMANDS = 0.3
 
 
 def drawn_call(draw: random.Random) -> tuple[calls.Use, dict[str, str]]:
-    """Returns a call, and the texts of what is wrong in it, by argument."""
+    """Returns a call, and the source text of each wrong argument, by name."""
     use = draw.choice(calls.USES)
     names = list(use.arguments)
     count = min(draw.choice([1, 1, 1, 2]), len(names))
@@ -44,7 +45,7 @@ def drawn_call(draw: random.Random) -> tuple[calls.Use, dict[str, str]]:
 
 
 def call_problem(draw: random.Random) -> str | None:
-    """Returns what is wrong with the end of a call that is drawn."""
+    """Returns what is wrong with the end of a drawn call, or `None`."""
     use, wrong = drawn_call(draw)
 
     def arguments():
@@ -57,7 +58,7 @@ def call_problem(draw: random.Random) -> str | None:
 
     expected, plain_error = None, None
     with contextlib.ExitStack() as scopes:
-        # Where a model may be saved, under any name.
+        # A directory where a model may be saved under any name.
         directory = scopes.enter_context(tempfile.TemporaryDirectory())
         scopes.enter_context(contextlib.chdir(directory))
         scopes.enter_context(warnings.catch_warnings())
@@ -72,7 +73,7 @@ def call_problem(draw: random.Random) -> str | None:
     if error is not None:
         found = outcome.problem(error, plain_error)
     elif plain_error is not None and "name" not in wrong:
-        # Keras takes no name for a scope while it traces.
+        # Plain Keras rejects some names only as scopes while it traces.
         found = f"is accepted, where plain Keras raises {plain_error!r:.300}"
     elif isinstance(received, str):
         leaked = outcome.leaked(received)
@@ -88,7 +89,7 @@ def call_problem(draw: random.Random) -> str | None:
 
 
 def use_problem(seed: int) -> str | None:
-    """Returns what is wrong with the end of the use of a seed."""
+    """Returns what is wrong with the end of a seed's use, or `None`."""
     draw = random.Random(seed)
     if draw.random() < _COMMANDS:
         line = command_lines.drawn(draw)

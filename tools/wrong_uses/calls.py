@@ -1,4 +1,4 @@
-"""The calls of the library, each with arguments that are right."""
+"""The calls of the library, each with right arguments."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ import tf_gpipe
 
 _ROWS = 6
 _DIM = 4
-# Of the classes and of `from_model`.
+# Arguments that the classes and `from_model` share.
 _PIPELINE: dict[str, Callable[[], Any]] = {
     "num_stages": lambda: 2,
     "num_micro_batches": lambda: 2,
@@ -36,9 +36,11 @@ class Use:
 
     Attributes:
         name: String.
-        arguments: Functions that make right arguments, by name.
+        arguments: Dictionary from names of arguments to functions that make
+            right values.
         run: Function of the arguments that returns numbers, or a text.
-        plain: The same of plain Keras, or `None` where there is no such thing.
+        plain: Function that does the same in plain Keras, or `None` if plain
+            Keras has no such call.
     """
 
     name: str
@@ -71,7 +73,7 @@ def pipeline(made: Any = None, **kwargs: Any) -> Any:
 
 
 def trained(model: Any) -> list[Any]:
-    """Returns the loss and the weights after a step."""
+    """Trains a step, and returns its loss and the weights after it."""
     if not model.compiled:
         model.compile(keras.optimizers.SGD(0.1), "mse")
     loss = model.train_on_batch(data(), data())
@@ -127,7 +129,7 @@ def _constructors() -> list[Use]:
 
 
 def _given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out inputs and outputs that nothing has been drawn for."""
+    """Returns the arguments without inputs and outputs that are `None`."""
     return {
         name: x
         for name, x in arguments.items()
@@ -136,7 +138,7 @@ def _given(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Kept:
-    """A model that lives through many uses, with the same weights in each."""
+    """A model that many uses share, with the same weights for each."""
 
     def __init__(self, make: Callable[[], keras.Model]):
         self._make = make
@@ -275,7 +277,7 @@ def _saved_weights() -> str:
 
 
 def _own() -> list[Use]:
-    """Those that plain Keras does not have."""
+    """Returns the uses of tf_gpipe's own calls, and of `load_model`."""
     none = lambda: None
 
     def kept(function: Callable) -> Callable:

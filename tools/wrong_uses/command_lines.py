@@ -1,4 +1,4 @@
-"""The commands and trainers, with the flags that they have."""
+"""Command lines of the commands and trainers, with wrong flags."""
 
 import argparse
 import atexit
@@ -26,7 +26,7 @@ from trainers import image_classification
 from trainers import translation
 from trainers.job import Job
 
-# What makes a run short, where nothing else is drawn.
+# Flags that keep a run short, unless other values are drawn for them.
 _SHORT: dict[str, dict[str, str]] = {
     "plan": {"model_args": "num_classes=2,input_shape=(8,8,3)"},
     "tune": {
@@ -53,8 +53,9 @@ _TRAINERS = {
         command_line.run, translation.main, takes_arguments=True
     ),
 }
+# Flags of commands without `make_parser`, and whether each takes numbers.
 _MORE_FLAGS = {"worker": {"port": True, "bind": False, "forget_after": True}}
-# Those that only show something.
+# Flags that only change what is shown.
 _LEFT_OUT = {"help", "json", "verbose"}
 
 
@@ -69,7 +70,8 @@ class Line:
     Attributes:
         name: String, the command or the trainer.
         argv: List of strings, its arguments.
-        not_finite: Boolean, whether a flag of numbers is given none.
+        not_finite: Boolean, whether a flag for numbers is given one that is
+            not finite.
     """
 
     name: str
@@ -81,7 +83,7 @@ class Line:
 
 
 def drawn(draw: random.Random) -> Line:
-    """Returns a command line."""
+    """Returns a random command line."""
     name = draw.choice(list(_SHORT))
     known = _flags(name)
     chosen = draw.sample(sorted(known), draw.choice([1, 1, 1, 2]))
@@ -98,7 +100,7 @@ def problem(line: Line) -> str | None:
     """Returns what is wrong with the end of a command line, or `None`."""
     stderr = io.StringIO()
     with (
-        # Where files and directories may be made, under any name.
+        # A directory where files may be made under any name.
         contextlib.chdir(_directory()),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(stderr),
@@ -108,13 +110,13 @@ def problem(line: Line) -> str | None:
         return "a number that is none is taken" if line.not_finite else None
     if error is not None:
         return f"a traceback: {type(error).__name__}: {str(error)[:500]}"
-    # A usage comes before the line of argparse.
+    # argparse prints a usage before the line with the error.
     text = status if isinstance(status, str) else stderr.getvalue()
     *_, last = text.strip().splitlines() or [""]
     if isinstance(status, str) and last != text:
         return f"several lines: {text[:1000]}"
     if line.name == "verify" and status == 1:
-        return None  # A difference, which is told on stdout.
+        return None  # The models differ, as stdout says.
     leaked = outcome.leaked(last)
     if leaked:
         return f"tells of '{leaked}': {last[:1000]}"
@@ -140,7 +142,7 @@ def _status(line: Line) -> Any:
 
 @functools.cache
 def _directory() -> str:
-    """Returns a directory for data sets, which is deleted at the end."""
+    """Returns a directory for data sets, which is deleted at exit."""
     directory = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory

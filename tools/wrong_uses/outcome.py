@@ -1,4 +1,4 @@
-"""How a use has ended, and whether it is an end that somebody wrote."""
+"""Runs a use, and tells a deliberate error from an accident."""
 
 import ast
 import contextlib
@@ -17,11 +17,11 @@ import tensorflow as tf
 
 import tf_gpipe
 
-# No use takes as long, unless it hangs.
+# A use that takes longer hangs.
 _LIMIT_SECONDS = 60
 _PACKAGE = os.path.dirname(tf_gpipe.__file__)
 _ROOT = os.path.dirname(_PACKAGE)
-# Names and words of the code, in a message.
+# Names and words of the code, which no message should contain.
 _INTERNAL = re.compile(
     r"has no attribute|'NoneType'|unsupported operand|not supported between|"
     r"not subscriptable|has no len\(\)|zip\(\) argument|unhashable|"
@@ -32,12 +32,12 @@ _INTERNAL = re.compile(
 
 
 class Hangs(BaseException):
-    """Raised in a use that takes too long."""
+    """Raised within a use that takes too long."""
 
 
 @contextlib.contextmanager
 def limited(seconds: int = _LIMIT_SECONDS) -> Iterator[None]:
-    """A scope that ends by `Hangs` where it takes longer."""
+    """A scope that raises `Hangs` if it takes longer than `seconds`."""
 
     def stop(number: int, frame: Any) -> None:
         raise Hangs
@@ -52,10 +52,10 @@ def limited(seconds: int = _LIMIT_SECONDS) -> Iterator[None]:
 
 
 def end_of(run: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Returns what a use has made, and what it has raised."""
+    """Runs a use, and returns its result and the error that it raised."""
     keras.utils.set_random_seed(0)
     filtered = keras.config.is_traceback_filtering_enabled()
-    # Else an error of Keras seems to be one of its caller.
+    # With filtering, an error within Keras seems to be its caller's.
     keras.config.disable_traceback_filtering()
     try:
         with limited():
@@ -68,11 +68,11 @@ def end_of(run: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def problem(error: BaseException, plain: BaseException | None) -> str | None:
-    """Returns what is wrong with the end of a use, by an error.
+    """Returns what is wrong with the error that a use raised, or `None`.
 
     Args:
-        error: What the use has raised.
-        plain: What plain Keras raises for the same, or `None`.
+        error: The error.
+        plain: What plain Keras raises for the same use, or `None`.
     """
     if isinstance(error, Hangs):
         return f"does not end within {_LIMIT_SECONDS} seconds"
@@ -94,7 +94,7 @@ def problem(error: BaseException, plain: BaseException | None) -> str | None:
 
 
 def leaked(text: str) -> str | None:
-    """Returns a name or a word of the code in what users are told."""
+    """Returns a name or word of the code in a message, or `None`."""
     found = _INTERNAL.search(text)
     return found[0] if found else None
 
@@ -121,9 +121,9 @@ def difference(expected: Any, received: Any) -> str | None:
 
 
 def _raised_at(error: BaseException) -> str | None:
-    """Returns where tf_gpipe's code has met an error by chance.
+    """Returns the line of this project that raised an error by accident.
 
-    `None` where a `raise` statement raised it, or somebody else's code.
+    Returns `None` if a `raise` statement raised it, or other code did.
     """
     if error.__traceback__ is None:
         return None

@@ -20,7 +20,7 @@ _NAMES = {
     "tf": tf,
     "tf_gpipe": tf_gpipe,
 }
-# Functions that make them, by how they are written: some can be used once.
+# Functions that make the values, by source text: some values work only once.
 OF_ARGUMENTS: dict[str, Callable[[], Any]] = {
     text: functools.partial(eval, text, _NAMES)
     for text in (
