@@ -94,7 +94,8 @@ def main(argv=None):
         sys.exit(f"Error: {error}")
     directory = pathlib.Path(args.workdir) / args.experiment
     found, by_kind = [], collections.defaultdict(list)
-    for row in rows:
+    for number, row in enumerate(rows, start=1):
+        print(f"Run {number} of {len(rows)}, {row.kind}", file=sys.stderr)
         scores = _scores(row, flags, directory / row.run)
         languages = row.languages or sorted(scores)
         means = _means([scores[language] for language in languages])

@@ -1,6 +1,7 @@
 """Sentences with their translations, from TFDS."""
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 from typing import NamedTuple
@@ -74,6 +75,16 @@ class SentencePairs:
     data_dir: str | None = None
     directions: str = "en-x"
     languages: list[str] | None = None
+
+    def check_names(self):
+        """Checks that TFDS knows the datasets, and loads none of them.
+
+        Raises:
+            UserError: If it does not.
+        """
+        for name in self.datasets:
+            with _as_user_errors(name):
+                tfds.builder(name, data_dir=self.data_dir)
 
     def texts(self, split):
         """Yields the pairs of a split, in chunks of one direction each.
@@ -168,7 +179,7 @@ def chunks(pairs):
 
 def _read(name, data_dir, split):
     """Yields `(language, English texts, other texts)` of a dataset's split."""
-    try:
+    with _as_user_errors(name):
         examples, other, part = _load(name, data_dir, split)
         for chunk in tfds.as_numpy(examples.batch(_CHUNK)):
             if other:
@@ -187,6 +198,13 @@ def _read(name, data_dir, split):
                     found[language][1].append(text)
             for language, texts in found.items():
                 yield language, *texts
+
+
+@contextlib.contextmanager
+def _as_user_errors(name):
+    """Turns errors of loading a dataset into `UserError`s."""
+    try:
+        yield
     except tfds.core.DatasetNotFoundError as error:
         raise datasets.not_found(name) from error
     except UserError:

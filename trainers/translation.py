@@ -13,6 +13,7 @@ resource group, beside those of copying the source. --languages=all takes all
         --mode=translate --to=uk "Save and continue editing"
 
 translates with it: texts that are given, or else the lines of standard input.
+(--mode=predict is the same.)
 
     python -m trainers.translation --workdir=/tmp/django \\
         --mode=evaluate --beam_size=4
@@ -111,7 +112,7 @@ _MODEL_ARGS = {
     "head_size": 32,
     "dropout": 0.2,
 }
-_MODES = ("train", "evaluate", "translate", "export")
+_MODES = ("train", "evaluate", "translate", "predict", "export")
 _TO = flags.DEFINE_string(
     "to", None, "Language to translate into, with --mode=translate."
 )
@@ -243,6 +244,8 @@ def train_and_evaluate(
             **optimization.of_the_state(),
         },
     )
+    # Before the vocabulary: that of an unknown dataset is missing, too.
+    pairs.check_names()
     path, vocabulary = vocabulary, Vocabulary.load(vocabulary)
     tokens = token_pairs.tokenise(vocabulary, pairs.texts("train"), max_length)
     num_replicas = job.hardware.num_replicas
@@ -502,6 +505,9 @@ def _pairs():
 
 def main(texts):
     mode = chosen("mode", _MODES)
+    # As the image trainer calls it.
+    if mode == "predict":
+        mode = "translate"
     if mode != "translate" and (texts or _TO.value):
         raise UserError(
             "Texts and --to are for --mode=translate. Received: "

@@ -186,6 +186,9 @@ class ModesTest(TestCase):
         stdin = "save user\n\nview\n"
         printed = self.printed(*flags, "--to=yy", stdin=stdin)
         self.assertEqual(printed.splitlines(), lines)
+        flags = [f"--workdir={workdir}", "--mode=predict"]
+        printed = self.printed(*flags, "--to=yy", stdin=stdin)
+        self.assertEqual(printed.splitlines(), lines)
         self.assertEndsWith(
             self.error(*flags, "save"), ": en, xx, yy, zz. Received: --to="
         )
@@ -355,6 +358,7 @@ class ErrorsTest(TestCase):
         (["--to=de"], "are for --mode=translate. Received: .*--to=de"),
         (["--mode=translate", "save"], "needs the --workdir"),
         (["--mode=evaluate"], "needs the --workdir"),
+        (["--dataset=tiny_mesages"], "Did you mean tiny_messages"),
         (["--strategy=tpu"], "differ in length.* Received: --strategy=tpu"),
         (
             ["--vocabulary_size=99"],

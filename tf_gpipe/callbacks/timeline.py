@@ -110,7 +110,7 @@ class Timeline(StepTimes):
         if picture is not None:
             timeline.check_picture(picture)
         if html is not None:
-            page.check()
+            page.check(html)
         self._images = None if log_dir is None else images.Images(log_dir)
         self.spans: list[Span] = []
         self.devices: list[str] = []

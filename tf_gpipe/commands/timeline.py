@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.picture is not None:
             timeline.check_picture(args.picture)
         if args.html is not None:
-            page.check()
+            page.check(args.html)
         if args.model:
             from tf_gpipe.commands import recording
 

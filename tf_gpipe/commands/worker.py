@@ -114,7 +114,7 @@ def _end_with_stdin(parent: int) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("worker", __doc__)
     parser.add_argument(
-        "--port", type=int, required=True, help="TCP port; 0 for a free one"
+        "--port", type=int, help="TCP port, required; 0 for a free one"
     )
     parser.add_argument(
         "--bind",
@@ -144,6 +144,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help=argparse.SUPPRESS,
     )
     args = parser.parse_args(argv)
+    # Not by argparse, which would not suggest it for a misspelt one.
+    if args.port is None:
+        parser.error("the following arguments are required: --port")
     if not 0 <= args.port < 2**16:
         parser.error(f"--port must be from 0 to 65535. Received: {args.port}")
     if not _LEAST_SECONDS <= args.forget_after < math.inf:

@@ -20,13 +20,19 @@ _ROW, _AROUND, _CELLS = 34, 90, 30
 _MARGINS = 180
 
 
-def check() -> None:
+def check(path: str | os.PathLike) -> None:
     """Checks that a page can be written.
 
     Raises:
         ImportError: If Plotly is not installed.
+        ValueError: If the path does not end in `.html`.
     """
     _plotly()
+    if os.path.splitext(path)[1].lower() not in (".html", ".htm"):
+        raise ValueError(
+            "A page is written to a file that ends in .html, by which browsers "
+            f"know it. Received: {os.fspath(path)}"
+        )
 
 
 def write(

@@ -79,6 +79,8 @@ class CommandsTest(parameterized.TestCase):
         (["plan", "--remat=alwyas"], "Did you mean always?"),
         (["verify", "--model=resnet_smal"], "Did you mean resnet_small?"),
         (["worker", "--port=0", "--bnd=::1"], "Did you mean --bind?"),
+        (["worker", "--prt=1"], "Did you mean --port?"),
+        (["worker"], "are required: --port"),
         (["plan", "--optimizer=adm"], "Did you mean adam?"),
         (["plan", "--balance=flop"], "Did you mean flops?"),
         (["supervise", "--restart", "3"], "a command to run is needed"),

@@ -54,7 +54,11 @@ class PageTest(absltest.TestCase):
     def test_without_plotly(self):
         with mock.patch.dict(sys.modules, {"plotly.graph_objects": None}):
             with self.assertRaisesRegex(ImportError, r"pip install plotly"):
-                page.check()
+                page.check("a.html")
+
+    def test_refuses_another_ending(self):
+        with self.assertRaisesRegex(ValueError, r"ends in \.html.*: a\.txt"):
+            page.check("a.txt")
 
 
 if __name__ == "__main__":
