@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"until it starts anew, at least {_LEAST_SECONDS:g} (default: "
         "%(default)g)",
     )
-    # Set by this process itself when it restarts, see `clients`.
+    # Set by this process itself when it restarts, see `devices.restart`.
     parser.add_argument(
         "--sockets",
         type=lambda text: [int(x) for x in text.split(",")],
