@@ -316,7 +316,7 @@ def main(argv=None):
     parser.add_argument(
         "--num_epochs",
         type=positive,
-        help=f"of 11 steps each (default: {_EPOCHS_OF_A_KILL} a kill)",
+        help=f"of 11 steps each (default: {_EPOCHS_OF_A_KILL} * kills + 2)",
     )
     parser.add_argument("--checkpoint_every_steps", type=positive, default=5)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -39,8 +39,20 @@ def command(doc, models, trial, path, markdown):
             default="",
             help="beginnings of names, with commas between; all, if left out",
         )
-        parser.add_argument("--timeout", type=positive_number, default=300)
-        parser.add_argument("--file", type=pathlib.Path, default=path)
+        parser.add_argument(
+            "--timeout",
+            type=positive_number,
+            default=300,
+            help="seconds that a model may take (default: %(default)s). A "
+            "failure is kept in --file, too: delete its line to try the model "
+            "again",
+        )
+        parser.add_argument(
+            "--file",
+            type=pathlib.Path,
+            default=path,
+            help="results, one line a model (default: %(default)s)",
+        )
         parser.add_argument(
             "--json", action="store_true", help="a line of JSON a model"
         )

@@ -3,7 +3,7 @@
 Call these functions before TensorFlow initialises its devices.
 """
 
-import subprocess
+import ctypes
 
 import tensorflow as tf
 
@@ -56,13 +56,7 @@ def split_gpu(gpu, count=None, mib=None):
         mib: Integer, memory of each virtual device in MiB; or `None` for
             equal parts. With `count` it is an upper limit.
     """
-    command = (
-        "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
-    )
-    output = subprocess.run(
-        command.split(), stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
-    total = int(output.split()[0]) - _RESERVED_MIB
+    total = _memory(gpu) // 2**20 - _RESERVED_MIB
     if count:
         mib = min(mib or total, total // count)
     tf.config.set_visible_devices(gpu, "GPU")
@@ -72,3 +66,26 @@ def split_gpu(gpu, count=None, mib=None):
         * (count or total // mib),
     )
     return [x.name for x in tf.config.list_logical_devices("GPU")]
+
+
+def _memory(gpu):
+    """Returns the bytes of memory of a physical GPU.
+
+    The driver is asked, since TensorFlow does not tell before it starts, and
+    `nvidia-smi` may number GPUs differently.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, total = ctypes.c_int(), ctypes.c_size_t()
+    number = int(gpu.name.rpartition(":")[2])
+    for function, *args in (
+        (driver.cuInit, 0),
+        (driver.cuDeviceGet, ctypes.byref(device), number),
+        (driver.cuDeviceTotalMem_v2, ctypes.byref(total), device),
+    ):
+        status = function(*args)
+        if status:
+            raise RuntimeError(
+                f"The CUDA driver does not tell the memory of {gpu.name}: "
+                f"error {status} of {function.__name__}"
+            )
+    return total.value

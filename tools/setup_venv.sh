@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes or reuses .venv in the checkout, with the package and all extras.
+# Makes or reuses .venv here, with the package and all extras but gpu.
 # Usage: bash tools/setup_venv.sh [--gpu | --with REQUIREMENT ...]
-#   --gpu   with the CUDA libraries that TensorFlow needs (some gigabytes)
+#   --gpu   with gpu, too: the CUDA libraries of TensorFlow (some gigabytes)
 #   --with  other versions, such as 'tensorflow==2.20.*' or tf-nightly, in an
 #           environment of their own; its folder is the last line printed
 set -euo pipefail

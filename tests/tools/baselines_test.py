@@ -68,6 +68,12 @@ class BaselinesTest(parameterized.TestCase, tf.test.TestCase):
         ("pipeline --wait=1", "--wait is not for --on=workers"),
         ("pipeline --schedule=gpipe,x", "invalid choice: 'x'"),
         ("pipeline --num_stages=2,0", "not a positive integer: '0'"),
+        (
+            "trace --workload=resnet50 --num_blocks=2",
+            "--num_blocks is not for --workload=resnet50",
+        ),
+        ("one_device --share=0.5", "--share needs --only"),
+        ("one_device --only=unet_batch --way=plain", "needs --way and --size"),
     )
     def test_refused(self, args, message):
         errors = io.StringIO()

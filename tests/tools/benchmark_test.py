@@ -19,8 +19,10 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tools import worker_usage
 from tools.benchmark import __main__ as command
 from tools.benchmark import device_step
+from tools.benchmark import fresh
 from tools.benchmark import one_device
 from tools.benchmark import paper_models
 from tools.benchmark import peers
@@ -171,6 +173,21 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         )
         self.assertLen(found["rows"], 2)
 
+    @mock.patch.dict(workloads.WORKLOADS, SMALL)
+    def test_one_stage_with_xla(self):
+        rows = benchmark_here(
+            "pipeline",
+            "--on=local",
+            "--jit_compile",
+            "--num_stages=1",
+            "--num_micro_batches=1",
+            "--batch_size=4",
+            "--num_steps=1",
+            "--num_repeats=1",
+        )["rows"]
+        # The baseline is without.
+        self.assertEqual([x["jit_compile"] for x in rows], [False, True])
+
     @parameterized.product(
         # Workload, batch size, and the MiB that operations need while they run,
         # which the plan leaves out: for convolutions about as much as the
@@ -301,10 +318,33 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(
                 row["time"], row["planned_seconds"] / row["measured_seconds"]
             )
-        with open(results, "w") as file:
-            json.dump({"small": found}, file)
-        # The model in the file is not measured again.
-        self.assertLen(benchmark_here(*flags)["rows"], 2)
+        with mock.patch.object(fresh, "measure", return_value=found):
+            self.assertLen(benchmark_here(*flags)["rows"], 2)
+
+    def test_kept_results(self):
+        results = os.path.join(
+            self.enterContext(tempfile.TemporaryDirectory()), "tune.json"
+        )
+        found = {
+            **{"chosen": "", "seconds": 1.0, "best": "a", "others": {"a": 1.0}},
+            **{"ratio": 1.0, "tuning_seconds": 1.0},
+        }
+        for flags, is_new in (
+            (["--batch_size=8"], True),
+            (["--batch_size=8"], False),
+            (["--batch_size=4"], True),
+            (["--batch_size=8", "--case=logical2_dense,logical4_dense"], True),
+            (["--batch_size=4", "--case=logical2_dense"], False),
+        ):
+            # Each measurement would be a process.
+            with mock.patch.object(
+                fresh, "measure", return_value=found
+            ) as measure:
+                benchmark_here(
+                    *("tune", "--case=logical2_dense", f"--results={results}"),
+                    *flags,
+                )
+            self.assertEqual(measure.call_count, is_new)
 
     def test_auto_remat(self):
         def make():
@@ -329,9 +369,14 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             self.assertGreater(row["measured"], 0)
             self.assertLess(row["difference"], 1e-4)
         self.assertGreater(found[0]["recomputed"], 0)
-        with open(results, "w") as file:
-            json.dump({"small": found}, file)
-        self.assertLen(benchmark_here(*flags)["rows"], 3)
+        kernels = {"small": "onednn", "amoebanet_d": "tensorflow"}
+        with mock.patch.object(fresh, "measure", return_value=found) as measure:
+            rows = benchmark_here(*flags, f"--case={','.join(kernels)}")["rows"]
+        self.assertEqual({x["model"]: x["kernels"] for x in rows}, kernels)
+        self.assertEqual(
+            [x.args[1] for x in measure.call_args_list],
+            [worker_usage.KERNELS[x] for x in kernels.values()],
+        )
 
     @parameterized.parameters("plain", "remat", "accumulate", "tf_gpipe")
     def test_a_step_on_one_device(self, way):
@@ -386,15 +431,19 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         )
         # Each measurement would be a process.
         with (
-            mock.patch.object(one_device.fresh, "measure", measure),
+            mock.patch.object(fresh, "measure", measure),
             mock.patch.object(one_device, "_planned", planned),
         ):
             rows = benchmark_here(
                 "one_device",
                 "--case=unet_batch",
-                "--ways=plain,remat,accumulate,tf_gpipe",
+                "--ways=remat,accumulate,tf_gpipe",
                 f"--results={results}",
             )["rows"]
+        self.assertEqual(
+            [x["way"] for x in rows],
+            ["plain", "remat", "accumulate", "tf_gpipe"],
+        )
         for row in rows:
             most = (256 - 10) / needed.get(row["way"], 0.03)
             self.assertBetween(row["largest"], most / 1.3, most)

@@ -1,6 +1,7 @@
 """The table of KerasHub's models, and a sample of it."""
 
 import json
+from unittest import mock
 
 import keras
 import pytest
@@ -45,6 +46,16 @@ class TableTest(tf.test.TestCase, parameterized.TestCase):
             "1.0e-08 of a variable's largest in float64",
         ),
         ({"export": "differs"}, "`export`: differs"),
+        (
+            {
+                "enable_lora": "differs",
+                "errors": {
+                    "enable_lora, pipeline": "1e-5 off",
+                    "enable_lora, float64 pipeline": "1e-9 off",
+                },
+            },
+            "`enable_lora`: differs: 1e-9 off",
+        ),
     )
     def test_of_a_bad_one(self, changed, expected):
         (reason,) = table.problems({**GOOD, **changed})
@@ -58,6 +69,11 @@ class TableTest(tf.test.TestCase, parameterized.TestCase):
         ):
             place = {"parameters": [1, 1], "float32": 1e-3, **why}
             self.assertEmpty(table.problems({**GOOD, "K=2": place}))
+
+    def test_fine_in_float64(self):
+        row = {**GOOD, "enable_lora": "float64 pipeline"}
+        self.assertEmpty(table.problems(row))
+        self.assertIn("`to_keras()` | yes | - |", table.markdown([row]))
 
     def test_goes_on(self):
         path = self.get_temp_dir() + "/found.jsonl"
@@ -89,6 +105,26 @@ class DataTest(tf.test.TestCase):
         made = data.inputs(model)
         self.assertLen(set(made["guidance_scale"]), 1)
         self.assertLen(set(made["other"]), data.ROWS)
+
+
+class UsesTest(tf.test.TestCase):
+    def test_all_errors_are_kept(self):
+        def fails(model, plain, x, y):
+            raise ValueError(model.compute_dtype)
+
+        found = {}
+        model = trial.make("BertBackbone", None)
+        with mock.patch.dict(trial.USES, {"enable_lora": fails}, clear=True):
+            trial.uses(found, "BertBackbone", None, model, model, None, None)
+        self.assertEqual(found["enable_lora"], "plain Keras fails")
+        self.assertEqual(
+            found["errors"],
+            {
+                "enable_lora, pipeline": "ValueError: float32",
+                "enable_lora, float64 pipeline": "ValueError: float64",
+                "enable_lora, plain Keras": "ValueError: float32",
+            },
+        )
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 No GPU is needed: mocks answer questions about one.
 """
 
-import subprocess
+import ctypes
 from unittest import mock
 
 import tensorflow as tf
@@ -11,23 +11,41 @@ import tensorflow as tf
 from tools import local_devices
 
 
+class Driver:
+    """Functions of CUDA's driver on a host with GPUs of 16 and of 24 GiB."""
+
+    def __init__(self, name):
+        del name
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGet(self, device, number):
+        device._obj.value = 100 + number
+        return 0
+
+    def cuDeviceTotalMem_v2(self, total, device):
+        total._obj.value = {100: 16, 101: 24}[device.value] * 2**30
+        return 0
+
+
 class LocalDevicesTest(tf.test.TestCase):
-    def split(self, **kwargs):
-        """Returns the memory of the parts of a GPU of 24 GiB."""
+    def split(self, number=1, **kwargs):
+        """Returns the memory of the parts of a GPU."""
         configure = mock.Mock()
+        name = f"/physical_device:GPU:{number}"
+        whole = tf.config.PhysicalDevice(name, "GPU")
         with (
-            mock.patch.object(
-                subprocess, "run", return_value=mock.Mock(stdout="24576\n")
-            ),
+            mock.patch.object(ctypes, "CDLL", Driver),
             mock.patch.multiple(
                 tf.config,
                 set_visible_devices=mock.Mock(),
                 set_logical_device_configuration=configure,
             ),
         ):
-            local_devices.split_gpu("a GPU", **kwargs)
+            local_devices.split_gpu(whole, **kwargs)
         (gpu, parts), _ = configure.call_args
-        self.assertEqual(gpu, "a GPU")
+        self.assertEqual(gpu, whole)
         return [x.memory_limit for x in parts]
 
     def test_parts_of_a_size(self):
@@ -36,6 +54,18 @@ class LocalDevicesTest(tf.test.TestCase):
 
     def test_equal_parts(self):
         self.assertEqual(self.split(count=2), [11776, 11776])
+
+    def test_another_gpu(self):
+        self.assertEqual(self.split(number=0, count=2), [7680, 7680])
+
+    def test_failure_of_the_driver(self):
+        with (
+            mock.patch.object(Driver, "cuDeviceGet", lambda *args: 101),
+            self.assertRaisesRegex(
+                RuntimeError, "memory of .*GPU:1: error 101"
+            ),
+        ):
+            self.split(count=2)
 
     def test_too_few(self):
         with (

@@ -1,5 +1,7 @@
 """Simulated layers do what layers do: forward, backward, recomputation."""
 
+from unittest import mock
+
 import keras
 import tensorflow as tf
 from absl.testing import parameterized
@@ -63,6 +65,15 @@ class WaitTest(parameterized.TestCase, tf.test.TestCase):
         never, always = waits(make_model("never")), waits(make_model("always"))
         # Each of the two stages waits once more.
         self.assertEqual(always - never, 2)
+
+    def test_plain_models_run_like_pipelines(self):
+        """Without XLA on a GPU, where Keras would choose it."""
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+        gpus = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
+        with mock.patch.object(
+            tf.config, "list_physical_devices", return_value=gpus
+        ):
+            self.assertFalse(workloads.compiled(model).jit_compile)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,9 @@ KERAS = {
     "both": (True, True),
 }
 GPIPE = "tf_gpipe"
+# The share of the limit that a pipeline plans at first: operations need some
+# memory while they run.
+SHARE = 0.9
 WAYS = (*KERAS, GPIPE)
 # How many bytes beyond the limit end a trial; tracing takes fewer.
 _ENOUGH = 2**30
@@ -130,7 +133,7 @@ def _model(args, name, size, way, rows, count):
         model = make(size)
     if way == GPIPE:
         model = models.pipelined(
-            model, batch_size=rows, **options(args, count, args.share)
+            model, batch_size=rows, **options(args, count, args.share or SHARE)
         )
     elif not isinstance(model, keras.Model):
         model = keras.Sequential(model)

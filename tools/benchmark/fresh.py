@@ -8,6 +8,9 @@ import sys
 from tools import child_process
 from tools import command_line
 
+# Flags that do not change the result of a measurement. `only` names the case.
+_NO_DIFFERENCE = ("results", "case", "ways", "torch", "lingvo")
+
 
 def measure(args, environment=None, **options):
     """Runs the benchmark's command again in a new process, with other flags.
@@ -20,17 +23,12 @@ def measure(args, environment=None, **options):
     Returns:
         The last line that the process has printed, parsed as JSON.
     """
-    options = {**vars(args), **options}
-    flags = [
-        f"--{name}={value}"
-        for name, value in options.items()
-        if name not in ("command", "main", "json", "plot") and value is not None
-    ]
+    flags = _flags(args, options)
     output = subprocess.run(
         [
             sys.executable,
             *("-m", "tools.benchmark", args.command, "--json"),
-            *flags,
+            *(f"--{name}={value}" for name, value in flags.items()),
         ],
         stdout=subprocess.PIPE,
         text=True,
@@ -39,6 +37,45 @@ def measure(args, environment=None, **options):
         preexec_fn=child_process.end_with_parent,
     ).stdout
     return json.loads(output.splitlines()[-1])
+
+
+def once(args, environment=None, **options):
+    """Returns what `measure` does, and keeps it in the file `args.results`.
+
+    What is in the file is not measured again, unless with other flags.
+    """
+    flags = _flags(args, options)
+    key = " ".join(
+        f"--{name}={value}"
+        for name, value in flags.items()
+        if name not in _NO_DIFFERENCE
+    )
+    found = _kept(args.results)
+    if key not in found:
+        new = measure(args, environment, **options)
+        # Read again: other processes may have added results meanwhile.
+        found = {**_kept(args.results), key: new}
+        os.makedirs(os.path.dirname(args.results) or ".", exist_ok=True)
+        with open(args.results, "w") as file:
+            json.dump(found, file, indent=1)
+    return found[key]
+
+
+def _flags(args, options):
+    """Returns the flags of a command, some of them replaced, as a dict."""
+    return {
+        name: value
+        for name, value in {**vars(args), **options}.items()
+        if name not in ("command", "main", "json", "plot") and value is not None
+    }
+
+
+def _kept(path):
+    """Returns the results in a file, a dict whose keys are flags."""
+    if not os.path.exists(path):
+        return {}
+    with open(path) as file:
+        return json.load(file)
 
 
 def add_arguments(parser, cases, results):
@@ -64,7 +101,8 @@ def add_arguments(parser, cases, results):
         "--results",
         metavar="PATH",
         default=results,
-        help="a file of cases that are done, which are not measured again",
+        help="a file of results: a case in it is not measured again with the "
+        "same flags",
     )
 
 
@@ -77,40 +115,5 @@ def each_once(args):
     Returns:
         Dictionary from the names of the cases to their results.
     """
-    kept = Kept(args.results)
-    return {
-        # TensorFlow's devices are fixed once it has started.
-        name: kept.once(
-            name, lambda name=name: measure(args, only=name, case=name)
-        )
-        for name in args.case
-    }
-
-
-class Kept:
-    """A JSON file of results, so that no measurement is repeated.
-
-    Args:
-        path: Path of the file.
-    """
-
-    def __init__(self, path):
-        self._path = path
-
-    def once(self, name, find):
-        """Returns the result kept for a name; calls `find` if there is none."""
-        found = self._all()
-        if name not in found:
-            new = find()
-            # Read again: other processes may have added results meanwhile.
-            found = {**self._all(), name: new}
-            os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
-            with open(self._path, "w") as file:
-                json.dump(found, file, indent=1)
-        return found[name]
-
-    def _all(self):
-        if not os.path.exists(self._path):
-            return {}
-        with open(self._path) as file:
-            return json.load(file)
+    # TensorFlow's devices are fixed once it has started.
+    return {name: once(args, only=name, case=name) for name in args.case}

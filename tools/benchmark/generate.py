@@ -31,7 +31,10 @@ def add_arguments(parser):
     parser.add_argument("--num_layers", type=command_line.positive, default=8)
     parser.add_argument("--hidden_dim", type=command_line.positive, default=256)
     parser.add_argument(
-        "--length", type=command_line.positive, default=64, help="of a text"
+        "--length",
+        type=command_line.positive,
+        default=64,
+        help="tokens of a text",
     )
     parser.add_argument("--num_repeats", type=command_line.positive, default=5)
 

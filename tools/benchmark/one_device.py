@@ -1,5 +1,6 @@
 """`one_device`: what trains within a device's memory, by tf_gpipe and Keras."""
 
+import argparse
 import json
 import math
 
@@ -17,9 +18,6 @@ from tools.benchmark.report import Report
 # A search ends when a size that fits is within this factor of one that does
 # not, or its memory within this factor of the limit.
 _EXACT = 1.1
-# The share of the limit that a pipeline plans at first: operations need some
-# memory while they run.
-_SHARE = 0.9
 # The share of the limit at which the next try aims.
 _AIM = 0.97
 # The limit in MiB for timing plain Keras at a size that does not fit.
@@ -44,28 +42,29 @@ def add_arguments(parser):
         "--kernels",
         choices=worker_usage.KERNELS,
         default="tensorflow",
-        help="whose: oneDNN's do not unfold images for the gradients of "
-        "convolutions; with them TensorFlow 2.21 crashes in AmoebaNet-D",
+        help="library of kernels: oneDNN's do not unfold images for the "
+        "gradients of convolutions; with them TensorFlow 2.21 crashes in "
+        "AmoebaNet-D",
     )
     parser.add_argument(
         "--ways",
         type=command_line.choices(device_step.WAYS),
         default=",".join(device_step.WAYS),
-        help="which ways; plain is the first, to which others are compared",
+        help="which ways, beside plain Keras, to which others are compared",
     )
     parser.add_argument(
-        "--way", choices=device_step.WAYS, help="with --only: of this way"
+        "--way", choices=device_step.WAYS, help="with --only: which way"
     )
     parser.add_argument(
         "--share",
         type=command_line.positive_number,
-        default=_SHARE,
-        help="with --only: of the memory, what a pipeline may plan",
+        help="with --only: share of --limit to plan, "
+        f"{device_step.SHARE} if not given",
     )
     parser.add_argument(
         "--size",
         type=command_line.positive,
-        help="with --only: of so many rows, or of inputs of this size",
+        help="with --only: rows of the batch, or input size",
     )
 
 
@@ -85,6 +84,11 @@ def main(args):
     the machine does. A single image or sequence is a batch of one, which leaves
     nothing to accumulate.
     """
+    given = [x for x in ("way", "size", "share") if getattr(args, x)]
+    if args.only and not (args.way and args.size):
+        raise argparse.ArgumentError(None, "--only needs --way and --size")
+    if given and not args.only:
+        raise argparse.ArgumentError(None, f"--{given[0]} needs --only")
     if args.only:
         print(
             json.dumps(device_step.needs(args, args.only, args.way, args.size))
@@ -118,7 +122,7 @@ def _found(args, case):
     single = device_step.CASES[case][1] == device_step.SINGLE
     found = {}
     start = 4 * _unit(args, case)
-    for way in args.ways:
+    for way in dict.fromkeys(("plain", *args.ways)):
         if single and way in device_step.KERAS and device_step.KERAS[way][1]:
             # A batch of one row leaves nothing to accumulate.
             continue
@@ -135,7 +139,7 @@ def _found(args, case):
         other = plain
         if single and x["size"] != plain["size"]:
             # Plain Keras does not fit at this size: timed with more memory.
-            other = _kept(args, case, "plain", x["size"], _BEYOND)
+            other = _measured(args, case, "plain", x["size"], _BEYOND)
         x["work"] = x["cpu"] / other["cpu"] if other["cpu"] else math.nan
     return found
 
@@ -156,7 +160,7 @@ def _largest(args, case, way, start):
     low, high, most = 0, math.inf, args.limit * 2**20
     number = max(1, start // unit)
     while True:
-        found = _kept(args, case, way, number * unit, args.limit)
+        found = _measured(args, case, way, number * unit, args.limit)
         size = found["bytes"]
         if size is not None and size <= most:
             low, best = number, found
@@ -187,10 +191,10 @@ def _largest_planned(args, case, start):
     Plans find the size. If its step exceeds the limit, because operations
     need memory while they run, the next plan gets a smaller share.
     """
-    share = _SHARE
+    share = device_step.SHARE
     while share > 0:
         size = _planned(args, case, share, start)
-        found = _kept(
+        found = _measured(
             args, case, device_step.GPIPE, size, args.limit, share=share
         )
         used = (found["bytes"] or math.inf) / 2**20 / args.limit
@@ -242,20 +246,16 @@ def _planned(args, case, share, start):
     return low * unit
 
 
-def _kept(args, case, way, size, limit, **more):
+def _measured(args, case, way, size, limit, **more):
     """Returns what `device_step.needs` does, measured in a fresh process."""
-    own = "".join(f", {x}" for x in (*more.values(), args.kernels))
-    return fresh.Kept(args.results).once(
-        f"{case} {way} {size}, {limit} MiB, M={args.num_micro_batches}{own}",
-        lambda: fresh.measure(
-            args,
-            worker_usage.KERNELS[args.kernels],
-            case=case,
-            only=case,
-            ways=way,
-            way=way,
-            size=size,
-            limit=limit,
-            **more,
-        ),
+    return fresh.once(
+        args,
+        worker_usage.KERNELS[args.kernels],
+        case=case,
+        only=case,
+        ways=way,
+        way=way,
+        size=size,
+        limit=limit,
+        **more,
     )

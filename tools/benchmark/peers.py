@@ -66,8 +66,8 @@ def add_arguments(parser):
         "--results",
         metavar="PATH",
         default="build/peers.json",
-        help="with --all: a file of rows that are done, which are not measured "
-        "again",
+        help="with --all: a file of results: a row in it is not measured again "
+        "with the same flags",
     )
     parser.add_argument(
         "--workload", choices=program.WORKLOADS, default="transformer"
@@ -111,7 +111,6 @@ def main(args):
 
 def _each_cell(args):
     """Measures all workloads, numbers of micro-batches and remat modes."""
-    kept = fresh.Kept(args.results)
     cells = []
     for workload, remat, num_micro_batches in itertools.product(
         program.WORKLOADS, _REMATS, (8, 16)
@@ -122,13 +121,7 @@ def _each_cell(args):
             "num_micro_batches": num_micro_batches,
         }
         # A process each: a program that has trained is slower than a new one.
-        found = kept.once(
-            f"{workload} {remat} {num_micro_batches}",
-            lambda cell=cell: fresh.measure(
-                args, all=None, results=None, **cell
-            ),
-        )
-        cells.append({**cell, **found})
+        cells.append({**cell, **fresh.once(args, all=None, **cell)})
     rows = [
         {
             name: cell[name]

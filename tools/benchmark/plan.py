@@ -40,14 +40,15 @@ def add_arguments(parser):
         "--measuring_seconds",
         type=command_line.positive_number,
         default=30.0,
-        help="for the times of the layers of a model",
+        help="time limit for measuring a model's layers",
     )
     parser.add_argument("--num_repeats", type=command_line.positive, default=3)
     parser.add_argument(
         "--kernels",
         choices=worker_usage.KERNELS,
         default="tensorflow",
-        help="whose: with oneDNN's TensorFlow 2.21 crashes in AmoebaNet-D",
+        help="library of kernels: with oneDNN's TensorFlow 2.21 crashes in "
+        "AmoebaNet-D",
     )
 
 

@@ -1,5 +1,6 @@
 """`trace`: the time until the first step has run."""
 
+import argparse
 import json
 import statistics
 import time
@@ -21,6 +22,7 @@ _WORKLOADS = {
     "dense": workloads.dense,
     "resnet50": workloads.resnet50,
 }
+_NUM_BLOCKS = 24
 
 
 def add_arguments(parser):
@@ -38,8 +40,8 @@ def add_arguments(parser):
     parser.add_argument(
         "--num_blocks",
         type=command_line.positive,
-        default=24,
-        help="layers, or blocks of them; not of resnet50",
+        help="layers, or blocks of them; not for resnet50; for others "
+        f"{_NUM_BLOCKS} if not given",
     )
     parser.add_argument("--batch_size", type=command_line.positive, default=64)
     parser.add_argument("--schedule", choices=schedules.NAMES, default="1f1b")
@@ -52,6 +54,13 @@ def add_arguments(parser):
 
 def main(args):
     """Time to trace and run the first step, against plain Keras."""
+    what = args.workload
+    if what != "resnet50":
+        what += f", {args.num_blocks or _NUM_BLOCKS} blocks"
+    elif args.num_blocks:
+        raise argparse.ArgumentError(
+            None, f"--num_blocks is not for --workload={what}"
+        )
     if args.only:
         print(json.dumps(_first_step(args)))
         return None
@@ -65,8 +74,7 @@ def main(args):
     ratio = timing.median_ratio(seconds["tf_gpipe"], seconds["keras"])
     medians = {k: statistics.median(v) for k, v in seconds.items()}
     return Report(
-        "Seconds to trace and run the first step: "
-        f"{args.workload}, {args.num_blocks} blocks, "
+        f"Seconds to trace and run the first step: {what}, "
         f"K={args.num_stages}, M={args.num_micro_batches}, {args.schedule}, "
         f"remat {args.remat}",
         [
@@ -83,7 +91,8 @@ def _first_step(args):
     num_devices = schedules.num_devices_of(args.schedule, args.num_stages)
     devices, _ = local_devices.find(num_devices)
     make = _WORKLOADS[args.workload]
-    layers = make() if args.workload == "resnet50" else make(args.num_blocks)
+    num_blocks = args.num_blocks or _NUM_BLOCKS
+    layers = make() if args.workload == "resnet50" else make(num_blocks)
     x, y = workloads.data(layers, args.batch_size)
     pipelined = {
         "num_stages": args.num_stages,

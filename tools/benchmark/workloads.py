@@ -309,8 +309,12 @@ def data(layers, batch_size):
     return x, labels.astype("int32")
 
 
-def compiled(model, jit_compile="auto", steps_per_execution=1):
-    """Compiles a model with SGD and cross-entropy, and returns it."""
+def compiled(model, jit_compile=False, steps_per_execution=1):
+    """Compiles a model with SGD and cross-entropy, and returns it.
+
+    XLA is off unless asked for: with Keras's own default, "auto", a GPU would
+    run plain models with XLA, and pipelines without.
+    """
     model.compile(
         keras.optimizers.SGD(1e-3),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -20,7 +20,6 @@ LIMITS = {"float32": 1e-5, "float64": 1e-10}
 # Larger differences are allowed up to this multiple of the difference that
 # rounding makes in plain Keras.
 _ROUNDING = 10
-_FULLEST = 1.3
 
 
 def markdown(rows):
@@ -77,8 +76,9 @@ def problems(row):
                 )
     for use in USES:
         if row.get(use) in ("differs", "plain Keras fails"):
-            why = errors.get(f"{use}, plain Keras")
-            why = why or errors.get(f"{use}, pipeline", "")
+            ways = ("plain Keras", "float64 pipeline", "pipeline")
+            tried = [errors.get(f"{use}, {way}") for way in ways]
+            why = next(filter(None, tried), "")
             found.append(f"`{use}`: {row[use]}: {_plain(why)}")
     return found
 
@@ -100,9 +100,12 @@ def _cells(row):
 
 
 def _use(found):
-    return {None: "-", "pipeline": "yes", "to_keras()": "`to_keras()`"}.get(
-        found, "no"
-    )
+    return {
+        None: "-",
+        "pipeline": "yes",
+        "float64 pipeline": "yes",
+        "to_keras()": "`to_keras()`",
+    }.get(found, "no")
 
 
 def _name(row):

@@ -266,7 +266,7 @@ def uses(found, backbone, task, model, plain, x, y):
         ]
         if name == "enable_lora":
             ways[1:] = [
-                ("pipeline", lambda: _doubles(backbone, task)),
+                ("float64 pipeline", lambda: _doubles(backbone, task)),
                 ("plain Keras", lambda: (make(backbone, task),) * 2),
             ]
         for kind, subjects in ways:

@@ -1,5 +1,6 @@
 """The page of a step is one file with all that it shows."""
 
+import json
 import os
 import re
 import sys
@@ -39,9 +40,13 @@ class PageTest(absltest.TestCase):
         own = text[text.rindex("Plotly.newPlot(") :]
         for word in ("simulated: makespan", "measured: makespan", "CPU:2"):
             self.assertIn(word, own)
+        traces, _ = json.JSONDecoder().raw_decode(own, own.index("["))
+        bars = [x for x in traces if x["type"] == "bar"]
         for kind in ("forward", "recompute", "backward", "weights"):
-            # It has bars in both charts.
-            self.assertEqual(own.count(f'"name":"{kind}","orient'), 2)
+            # It has bars in both charts, and is once in the legend.
+            both = [x for x in bars if x["name"] == kind]
+            self.assertEqual([x["showlegend"] for x in both], [True, False])
+            self.assertLen({x["legendgroup"] for x in both}, 1)
             self.assertIn(f'"{kind}"', own)
         self.assertIn("of stage 2", own)
         self.assertIn("share the cores", own)

@@ -18,7 +18,10 @@ Y = np.random.default_rng(1).normal(size=(8, 1)).astype("float32")
 
 
 class Positions(L.Layer):
-    """Adds an embedding that is looked up with what `positions` returns."""
+    """Adds an embedding that is looked up with what `positions` returns.
+
+    Pairs of positions add the mean over the second position.
+    """
 
     def __init__(self, positions, **kwargs):
         super().__init__(**kwargs)
@@ -29,7 +32,8 @@ class Positions(L.Layer):
         self.table.build((None,))
 
     def call(self, x):
-        return x + self.table(self.positions(x))
+        found = self.table(self.positions(x))
+        return x + (found if len(found.shape) < 4 else ops.mean(found, 2))
 
 
 class Tokens(L.Layer):
@@ -59,9 +63,10 @@ POSITIONS = {
     "of rows": of_rows,
     # Positions that repeat, come from pairs, or depend on the inputs' values.
     "twice": lambda x: ops.arange(STEPS) // 2,
+    # These are 20, as many as four rows would have with five each.
     "pairs of positions": lambda x: ops.abs(
-        ops.arange(STEPS)[:, None] - ops.arange(STEPS)[None]
-    )[0],
+        ops.arange(STEPS)[:, None] - ops.arange(4)
+    )[None],
     "of values": lambda x: ops.cast(x[..., 0] > 0, "int32"),
 }
 
