@@ -66,5 +66,50 @@ class LossesTest(tf.test.TestCase):
             peers._check_losses(self.running([1.0, 0.5], [1.0, 0.6]))
 
 
+class BestTest(tf.test.TestCase):
+    def rows(self, **figures):
+        """Returns rows of samples a second and shares, and seconds of turns."""
+        rows = [
+            {
+                "library": name.partition(" ")[0],
+                "schedule": name.partition(" ")[2],
+                "samples_per_second": samples,
+                "fraction": fraction,
+            }
+            for name, (samples, fraction) in figures.items()
+        ]
+        seconds = {
+            (row["library"], row["schedule"]): [
+                factor / row["samples_per_second"] for factor in (1, 2, 9)
+            ]
+            for row in rows
+        }
+        return rows, seconds
+
+    def test_fastest_of_both_sides(self):
+        found = peers._best(
+            *self.rows(
+                **{
+                    "tf_gpipe one core": (300.0, None),
+                    "tf_gpipe 1f1b": (80.0, 1.1),
+                    "tf_gpipe zero_bubble": (90.0, 1.0),
+                    "Keras one core": (200.0, None),
+                    "torch gpipe": (100.0, 0.8),
+                    "Lingvo gpipe": (50.0, 0.88),
+                }
+            )
+        )
+        self.assertEqual(found["schedule"], "zero_bubble")
+        self.assertEqual(found["other"], "torch, gpipe")
+        self.assertAllClose(found["ratio"], 0.9)
+        # The largest shares, whichever pipelines have them.
+        self.assertAllClose(found["fraction_ratio"], 1.1 / 0.88)
+
+    def test_without_others(self):
+        found = peers._best(*self.rows(**{"tf_gpipe 1f1b": (80.0, 1.1)}))
+        self.assertEqual(found["schedule"], "1f1b")
+        self.assertIsNone(found["ratio"])
+
+
 if __name__ == "__main__":
     tf.test.main()
