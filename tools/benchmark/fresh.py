@@ -9,7 +9,7 @@ from tools import child_process
 from tools import command_line
 
 # Flags that do not change the result of a measurement. `only` names the case.
-_NO_DIFFERENCE = ("results", "case", "ways", "torch", "lingvo")
+_NO_DIFFERENCE = ("results", "case", "ways")
 
 
 def measure(args, environment=None, **options):
