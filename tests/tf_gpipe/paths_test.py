@@ -53,10 +53,10 @@ class PathsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertIsInstance(raised.exception, TypeError)
         self.assertEmpty(os.listdir())
 
-    @parameterized.parameters("trace", "picture", "html")
+    @parameterized.parameters("trace.json", "picture.png", "html.html")
     def test_paths(self, name):
-        for path in ("x.png", pathlib.PurePath("y.png")):
-            CALLS[name](path)
+        for path in (name, pathlib.PurePath(name)):
+            CALLS[name.partition(".")[0]](path)
         self.assertEmpty(os.listdir())
 
 
