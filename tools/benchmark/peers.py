@@ -111,24 +111,17 @@ def main(args):
 
 def _each_cell(args):
     """Measures all workloads, numbers of micro-batches and remat modes."""
-    cells = []
-    for workload, remat, num_micro_batches in itertools.product(
-        program.WORKLOADS, _REMATS, (8, 16)
-    ):
-        cell = {
-            "workload": workload,
-            "remat": remat,
-            "num_micro_batches": num_micro_batches,
-        }
-        # A process each: a program that has trained is slower than a new one.
-        cells.append({**cell, **fresh.once(args, all=None, **cell)})
+    cells = [
+        {"workload": workload, "remat": remat, "num_micro_batches": number}
+        for workload, remat, number in itertools.product(
+            program.WORKLOADS, _REMATS, (8, 16)
+        )
+    ]
+    # A process each: a program that has trained is slower than a new one.
+    found = [{**cell, **fresh.once(args, all=None, **cell)} for cell in cells]
     rows = [
-        {
-            name: cell[name]
-            for name in ("workload", "remat", "num_micro_batches")
-        }
-        | cell["best"]
-        for cell in cells
+        {**cell, **each["best"]}
+        for cell, each in zip(cells, found, strict=True)
     ]
     return Report(
         f"K=2, batches of {args.batch_size}: the best schedule of tf_gpipe, "
@@ -148,7 +141,7 @@ def _each_cell(args):
             }
             for row in rows
         ],
-        {"rows": rows, "cells": cells},
+        {"rows": rows, "cells": found},
         "samples/s",
     )
 
