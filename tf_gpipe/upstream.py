@@ -8,6 +8,7 @@ that pipelines override or call.
 
 import contextlib
 import functools
+import threading
 import types
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -31,6 +32,7 @@ from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context
 from tensorflow.python.eager import record
 from tensorflow.python.eager import tape
+from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import handle_data_util
 
@@ -780,6 +782,46 @@ def record_gradient(
 ) -> None:
     """Records an operation on tapes, with a function as its gradient."""
     record.record_operation("Pipeline", outputs, inputs, gradient)
+
+
+def with_gradient(
+    operation: str,
+    gradient: Callable[..., Any],
+    compute: Callable[[], Any],
+) -> Any:
+    """Returns `compute()`, with another gradient for a type of operations.
+
+    Other threads, and gradients before and after, use TensorFlow's.
+
+    Args:
+        operation: Name of the type of operations.
+        gradient: Function like those that `tf.RegisterGradient` registers. It
+            may return `None`, for TensorFlow's gradient.
+        compute: Function without arguments, which computes gradients.
+    """
+    chosen = _chosen_gradients(operation)
+    before = getattr(chosen, "gradient", None)
+    chosen.gradient = gradient
+    try:
+        return compute()
+    finally:
+        chosen.gradient = before
+
+
+@functools.cache
+def _chosen_gradients(operation: str) -> threading.local:
+    """Returns where each thread says which gradient it wants, if not TF's."""
+    chosen = threading.local()
+    entry = ops.gradient_registry._registry[operation]
+    registered = entry["type"]
+
+    def gradient(op, *gradients):
+        own = getattr(chosen, "gradient", None)
+        found = own and own(op, *gradients)
+        return registered(op, *gradients) if found is None else found
+
+    entry["type"] = gradient
+    return chosen
 
 
 # === Graphs and functions ===

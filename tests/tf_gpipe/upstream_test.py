@@ -732,6 +732,26 @@ class TapesTest(tf.test.TestCase):
             upstream.record_gradient([y], [x], lambda arrived: [5 * arrived])
         self.assertAllEqual(tape.gradient(y, x), 5.0)
 
+    def test_with_gradient(self):
+        """The gradient of a projection's weights is one product."""
+        x = tf.constant(3.0)
+
+        def slope():
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.math.softplus(x)
+            return tape.gradient(y, x)
+
+        def other(operation, gradient):
+            return operation.inputs[0] * gradient
+
+        own = slope()
+        found = upstream.with_gradient("Softplus", other, slope)
+        self.assertAllEqual(found, 3.0)
+        found = upstream.with_gradient("Softplus", lambda *_: None, slope)
+        self.assertAllEqual(found, own)
+        self.assertAllEqual(slope(), own)
+
 
 class GraphsTest(tf.test.TestCase):
     def test_within_xla(self):

@@ -13,6 +13,7 @@ weights. Activations that the backward pass reads are kept or recomputed
     function           the layers as a pure function: state in, state out
     assignments        the scope that records assignments to variables
     straight_through   a tensor whose gradient goes to another one
+    matrix_gradient    the gradient of rows of matrices times one matrix
     phases             forward, recompute, backward and weights phases
     traced_phases      the phases, cut from one trace of the function
     traced_backward    the backward and weights phases of a trace

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage import matrix_gradient
 from tf_gpipe.stage.assignments import AssignmentScope
 from tf_gpipe.stage.function_call import filled
 from tf_gpipe.stage.function_call import tensors
@@ -249,8 +250,10 @@ class StageFunction:
             found: list = [None] * len(sources)
             if arriving and sources:
                 targets, arrived = zip(*arriving, strict=True)
-                found = tape.gradient(
-                    targets, sources, output_gradients=arrived
+                found = matrix_gradient.compute(
+                    lambda: tape.gradient(
+                        targets, sources, output_gradients=arrived
+                    )
                 )
             input_gradients: list = [None] * len(flat)
             for i, x in zip(by_input, found, strict=False):
