@@ -80,4 +80,7 @@ def name_tasks(log_dir: str, steps: Iterable[Recorded]) -> int:
         host.event_metadata[kind].id = kind
         host.event_metadata[kind].name = name
     found[-1].write_bytes(space.SerializeToString())
+    # What XProf has made of the profile when it was looked at before.
+    for cached in found[-1].parent.glob("*.SSTABLE"):
+        cached.unlink(missing_ok=True)
     return sum(len(x.spans) for x in inside)

@@ -86,7 +86,7 @@ def main(argv=None):
         nargs="+",
         choices=[check.name for check in CHECKS],
         metavar="NAME",
-        help="only these checks",
+        help="only these of " + ", ".join(check.name for check in CHECKS),
     )
     args = parser.parse_args(argv)
     if args.cpu:
