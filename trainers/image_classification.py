@@ -62,7 +62,7 @@ from tf_gpipe.commands.flags import keyword_arguments
 from trainers import augmentation
 from trainers import command_line
 from trainers import images
-from trainers import job
+from trainers import job_config
 from trainers import optimization
 from trainers import transfer
 from trainers.augmentation import Augmentation
@@ -104,7 +104,7 @@ _INIT_FROM = flags.DEFINE_string(
 )
 
 flags.adopt_module_key_flags(augmentation)
-flags.adopt_module_key_flags(job)
+flags.adopt_module_key_flags(job_config)
 flags.adopt_module_key_flags(optimization)
 
 

@@ -63,7 +63,7 @@ from absl import flags
 
 from tf_gpipe.commands.flags import keyword_arguments
 from trainers import command_line
-from trainers import job
+from trainers import job_config
 from trainers import optimization
 from trainers import sentence_pairs
 from trainers import token_batches
@@ -177,7 +177,7 @@ _LENGTH_PENALTY = flags.DEFINE_float(
     lower_bound=0.0,
 )
 
-flags.adopt_module_key_flags(job)
+flags.adopt_module_key_flags(job_config)
 flags.adopt_module_key_flags(optimization)
 
 

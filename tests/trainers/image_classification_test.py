@@ -27,11 +27,15 @@ from model_zoo import resnet
 from tests.devices import KIND
 from tf_gpipe.callbacks import Checkpoint
 from tf_gpipe.checkpoints.store import Store
+from trainers import augmentation
 from trainers import command_line
 from trainers import devices
 from trainers import failures
 from trainers import image_classification
 from trainers import images
+from trainers import job_config
+from trainers import optimization
+from trainers import translation
 from trainers.augmentation import Augmentation
 from trainers.command_line import UserError
 from trainers.datasets import digits
@@ -160,6 +164,23 @@ class TestCase(tf.test.TestCase, parameterized.TestCase):
 
     def make_directory(self):
         return pathlib.Path(tempfile.mkdtemp(dir=self.get_temp_dir()))
+
+
+class HelpTest(TestCase):
+    @parameterized.parameters(
+        (image_classification, (job_config, optimization, augmentation)),
+        (translation, (job_config, optimization)),
+    )
+    def test_lists_all_flags(self, trainer, modules):
+        defined = flags.FLAGS.flags_by_module_dict()
+        wanted = {
+            flag.name
+            for module in (trainer, *modules)
+            for flag in defined[module.__name__]
+        }
+        shown = flags.FLAGS.get_key_flags_for_module(trainer)
+        self.assertEqual({flag.name for flag in shown}, wanted)
+        self.assertContainsSubset(["num_stages", "tune", "workdir"], wanted)
 
 
 class DigitsTest(TestCase):
