@@ -34,6 +34,7 @@ class BuildTest(absltest.TestCase):
             }
         for name in set(tf_gpipe.__all__) - {"__version__", "callbacks"}:
             self.assertIn(f'id="tf_gpipe.{name}"', pages["api.html"])
+        self.assertNotRegex(pages["api.html"], r'id="tf_gpipe[^"]*\._')
         # Included from files beside docs/.
         self.assertIn("tools/test.sh", pages["contributing.html"])
         self.assertIn(tf_gpipe.__version__, pages["changelog.html"])
