@@ -90,7 +90,8 @@ class PlanTest(parameterized.TestCase):
             planned(remat="auto", memory_limit=0.01)
 
     @parameterized.product(
-        schedule=("1f1b", "zero_bubble"), balance=(None, "parameters")
+        schedule=("1f1b", "zero_bubble", "eager_zero_bubble"),
+        balance=(None, "parameters"),
     )
     def test_tells_the_least_that_is_enough(self, **options):
         with self.assertRaisesRegex(ValueError, "too low") as raised:

@@ -16,7 +16,9 @@ from absl.testing import parameterized
 import tf_gpipe
 from tests.tf_gpipe.comparison import assert_same
 from tf_gpipe import upstream
+from tf_gpipe.callbacks.step_times import stage_seconds
 from tf_gpipe.schedule.simulate import Execution
+from tf_gpipe.schedule.simulate import simulate
 
 
 def make_model(**kwargs):
@@ -195,6 +197,20 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(starts, sorted(starts))
             # The tasks lie within the time of the profile's operations.
             self.assertBetween(starts[0], 0, until)
+
+    def test_means_where_some_are_split(self):
+        """Whole backward passes count as if they were split, too."""
+        pipeline = make_model(
+            schedule="eager_zero_bubble", remat="never"
+        )._pipeline
+        spans = simulate(
+            pipeline.schedule, 1.0, backward=5.0, weights=2.0, remat="never"
+        ).spans
+        found = stage_seconds(pipeline, spans)
+        self.assertEqual(found["F"], [1.0, 1.0])
+        # The first stage splits none.
+        self.assertAllClose(found["B"], [5.0, 3.0])
+        self.assertAllClose(found["W"], [0.0, 2.0])
 
     def test_same_numbers(self):
         x, y = make_data()

@@ -93,7 +93,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
     @pairwise.product(
         num_stages=(1, 2, 4),
         num_micro_batches=(1, 4, 7),
-        schedule=("gpipe", "1f1b", "zero_bubble"),
+        schedule=("gpipe", "1f1b", "zero_bubble", "eager_zero_bubble"),
         remat=("always", "except_last", "never"),
     )
     @pytest.mark.slow_after(1)
@@ -150,8 +150,22 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain_dense(rows), pipelined)
 
+    @parameterized.product(remat=("always", "never"), rows=(8, 7))
+    def test_some_are_split(self, remat, rows):
+        schedule = tf_gpipe.Schedule(
+            [
+                "F0.0 F0.1 F0.2 B0.0 W0.0 B0.1 B0.2".split(),
+                "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 W1.1".split(),
+            ]
+        )
+        pipelined = comparison.train(
+            dense, batches([rows]), **CLASSIFIES, schedule=schedule, remat=remat
+        )
+        comparison.assert_same(self, plain_dense(rows), pipelined)
+
     @parameterized.parameters(
         {"schedule": "gpipe", "remat": "except_last"},
+        {"schedule": "eager_zero_bubble", "remat": "always"},
         {"schedule": "1f1b", "remat": "always"},
         {"schedule": "zero_bubble", "remat": "except_last"},
     )

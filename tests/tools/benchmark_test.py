@@ -464,12 +464,13 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         peers.add_arguments(parser)
         programs, missing = peers._programs(parser.parse_args(flags))
         self.assertEqual(
-            list(programs)[:5],
+            list(programs)[:6],
             [
                 ("tf_gpipe", ""),
                 ("tf_gpipe", "1f1b"),
                 ("tf_gpipe", "eager_1f1b"),
                 ("tf_gpipe", "zero_bubble"),
+                ("tf_gpipe", "eager_zero_bubble"),
                 ("Keras fit", ""),
             ],
         )

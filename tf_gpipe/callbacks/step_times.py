@@ -98,17 +98,27 @@ class StepTimes(keras.callbacks.Callback):
 
 
 def stage_seconds(pipeline: Pipeline, spans: Iterable[Span]) -> StageSeconds:
-    """Returns the mean seconds of each kind of task in each stage."""
+    """Returns the mean seconds of each kind of task in each stage.
+
+    Where only some backward passes are split, the others count as if they were,
+    too, with the same time for weights.
+    """
     seconds: Any = collections.defaultdict(list)
     for _, task, start, end in spans:
         seconds[task.kind, task.stage].append(end - start)
-    return {
+    found = {
         kind: [
             statistics.mean(seconds[kind, stage.index] or [0.0])
             for stage in pipeline.stages
         ]
         for kind in (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)
     }
+    for stage, weights in enumerate(found[WEIGHTS]):
+        backward = seconds[BACKWARD, stage]
+        whole = len(backward) - len(seconds[WEIGHTS, stage])
+        if 0 < whole < len(backward):
+            found[BACKWARD][stage] -= weights * whole / len(backward)
+    return found
 
 
 def simulated(pipeline: Pipeline, seconds: StageSeconds) -> Execution:

@@ -66,12 +66,13 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             returns a number. Costs are those of a batch of one row, if the
             `Input` gives no batch size. Defaults to `"flops"`, or
             `"parameters"` where a layer's operations cannot be counted.
-        schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as
-            1F1B, with more forward passes ahead, which run while activations
-            and gradients travel), `"gpipe"` (all forward, then all backward),
-            `"zero_bubble"` (as 1F1B, with the gradients of weights in what
-            was bubble), `"interleaved"` and `"interleaved_zero_bubble"` (as
-            1F1B and zero-bubble, stage s on device s modulo the number of
+        schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as 1F1B,
+            with more forward passes ahead, which run while activations and
+            gradients travel), `"gpipe"` (all forward, then all backward),
+            `"zero_bubble"` (as 1F1B, with the gradients of weights in what was
+            bubble), `"eager_zero_bubble"` (as eager 1F1B, likewise, for the
+            last micro-batches), `"interleaved"` and `"interleaved_zero_bubble"`
+            (as 1F1B and zero-bubble, stage s on device s modulo the number of
             `devices`, so that `num_stages` is a multiple of it), `"zb_v"`,
             `"v_half"` and `"v_min"` (of D devices, stages s and 2D-1-s on
             device s, so that `num_stages` is 2D), `"auto"` (searched for what

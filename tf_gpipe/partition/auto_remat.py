@@ -329,7 +329,7 @@ class Search:
     def _with_choice(
         self, costs: StageCosts, choice: Recomputation
     ) -> StageCosts:
-        return costs.recomputing(choice, self._schedule.splits)
+        return costs.recomputing(choice, bool(self._schedule.split))
 
     def _times(self, found: AutoRemat | None, counts=None) -> list[float]:
         """Returns the time of each stage for a micro-batch.
@@ -357,7 +357,7 @@ class Search:
                 "gradients and the optimizer"
             )
         repair = "more stages, more micro-batches"
-        if self._schedule.splits:
+        if self._schedule.split:
             # With split backward passes, recomputed activations live until the
             # gradients of the weights are computed, later.
             repair += ", schedule='1f1b' (whose backward passes are not split)"

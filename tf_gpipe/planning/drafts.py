@@ -196,10 +196,13 @@ class Draft:
             for i in range(3)
         )
         start = [self._speeds[d].task for d in self._schedule.devices]
-        splits = 2 if self._schedule.splits else 1
+        # Tasks of a backward pass.
+        tasks = 1 + len(self._schedule.split) / (
+            self._schedule.num_stages * self._schedule.num_micro_batches
+        )
         self._stage_times = StageTimes(
             [x + s for x, s in zip(forward, start, strict=True)],
-            [x + splits * s for x, s in zip(backward, start, strict=True)],
+            [x + tasks * s for x, s in zip(backward, start, strict=True)],
             [
                 min(x, y) + s
                 for x, y, s in zip(weights, backward, start, strict=True)

@@ -137,7 +137,6 @@ def _peaks(
         held[holders[stage]] += own.fixed
         together[holders[stage]] += number * own.slices
     most = dict(held)
-    last = WEIGHTS if schedule.splits else BACKWARD
     rows = {schedule.devices[stage] for stage in sizes}
     alone = len(rows) == 1
     for task in schedule.tasks[rows.pop()] if alone else schedule.order:
@@ -152,7 +151,9 @@ def _peaks(
             held[holder] += own.added if recomputed else 0
             temporary = own.temporary
         most[holder] = max(most[holder], held[holder] + temporary)
-        if task.kind == last:
+        if task.kind == WEIGHTS or (
+            task.kind == BACKWARD and task not in schedule.split
+        ):
             held[holder] -= own.left(recomputed) + (
                 own.added if recomputed else 0
             )

@@ -78,6 +78,28 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 @functools.lru_cache(maxsize=8)
+def eager_zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
+    """`eager_1f1b` whose last backward passes are split.
+
+    To split a backward pass takes time, since the gradients of weights read
+    again what those of inputs have read. `zero_bubble` splits all. Here stage k
+    splits its last 2k: the stages before it, which have nothing else to do by
+    then, wait only for the gradients of inputs. With 4 K micro-batches or more
+    most backward passes stay whole. Stage k holds at most 2K-1 micro-batches.
+    """
+    plain = eager_one_f_one_b(num_stages, num_micro_batches)
+    rows = []
+    for stage, tasks in enumerate(plain.tasks):
+        first = num_micro_batches - 2 * stage
+        late = [
+            Task(WEIGHTS, stage, m)
+            for m in range(max(first, 0), num_micro_batches)
+        ]
+        rows.append([*tasks, *late])
+    return Schedule(rows, "eager_zero_bubble")
+
+
+@functools.lru_cache(maxsize=8)
 def interleaved(
     num_stages: int, num_micro_batches: int, num_devices: int
 ) -> Schedule:
@@ -198,6 +220,7 @@ def _alternating(
 _BY_NAME = {
     "1f1b": one_f_one_b,
     "eager_1f1b": eager_one_f_one_b,
+    "eager_zero_bubble": eager_zero_bubble,
     "gpipe": gpipe,
     "v_half": v_half,
     "v_min": v_min,

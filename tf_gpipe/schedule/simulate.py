@@ -189,13 +189,18 @@ class Execution:
             for stage, device in places
         }
         # A stage keeps tensors of a micro-batch until its last task for it.
-        splits = any(span.task.kind == WEIGHTS for span in self.spans)
-        last = WEIGHTS if splits else BACKWARD
+        split = {
+            span.task._replace(kind=BACKWARD)
+            for span in self.spans
+            if span.task.kind == WEIGHTS
+        }
         num_stages = 1 + max(span.task.stage for span in self.spans)
         kept, most = [0] * num_stages, [0] * num_stages
-        for _, (kind, stage, _), _, _ in self.spans:
-            kept[stage] += (kind == FORWARD) - (kind == last)
-            most[stage] = max(most[stage], kept[stage])
+        for _, task, _, _ in self.spans:
+            ends = task.kind == BACKWARD and task not in split
+            kept[task.stage] += task.kind == FORWARD
+            kept[task.stage] -= ends or task.kind == WEIGHTS
+            most[task.stage] = max(most[task.stage], kept[task.stage])
         self.peak_micro_batches = most
 
 
@@ -229,7 +234,7 @@ def simulate(
         remat: Which micro-batches are recomputed: `"always"`,
             `"except_last"` or `"never"`.
         weights: As `forward`, the part of `backward` that gradients of weights
-            take, if the schedule has tasks for them. Defaults to half of it.
+            take, where they have a task of their own. Defaults to half of it.
 
     Returns:
         An `Execution`.
@@ -253,10 +258,8 @@ def simulate(
         FORWARD: times.forward,
         RECOMPUTE: times.recompute,
         BACKWARD: times.backward,
+        WEIGHTS: times.weights,
     }
-    if schedule.splits:
-        durations[WEIGHTS] = times.weights
-        durations[BACKWARD] = times.by_inputs
     devices = schedule.devices
     # Transfers from other devices. By the task's kind and stage: the sending
     # stage and the time of the transfer.
@@ -280,7 +283,9 @@ def simulate(
                 ),
             ]
         )
-        end = start + durations[task.kind][task.stage]
+        split = task in schedule.split
+        costs = times.by_inputs if split else durations[task.kind]
+        end = start + costs[task.stage]
         if task.kind != RECOMPUTE or end > start:
             spans.append(Span(device, task, start, end))
         free[device] = ends[task] = end

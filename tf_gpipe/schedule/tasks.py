@@ -4,9 +4,9 @@ The engine executes a schedule, and it is drawn and tested, from the same list.
 This module imports no TensorFlow.
 
 Letters: K stages (k), M micro-batches (m). `F2.0` is the forward pass of
-micro-batch 0 through stage 2, `B2.0` its backward pass. If backward passes are
-split, `B2.0` computes the gradients of the stage's inputs, which another stage
-waits for, and `W2.0` those of its weights, which no other task waits for.
+micro-batch 0 through stage 2, `B2.0` its backward pass. If that is split,
+`B2.0` computes the gradients of the stage's inputs, which another stage waits
+for, and `W2.0` those of its weights, which no other task waits for.
 """
 
 import collections
@@ -88,8 +88,8 @@ class Schedule:
         tasks: One sequence of `Task`s (or of their texts, such as `"F2.0"`)
             for each device that runs a part of the pipeline. Every stage
             needs one forward and one backward task for every micro-batch, all
-            of them in the same sequence. If there is one for weights, `"W"`,
-            then backward passes are split, and all need one.
+            of them in the same sequence. A backward pass that has a task for
+            gradients of weights, `"W"`, too, is split.
         name: String, shown in summaries.
         description: String, shown after it.
 
@@ -98,7 +98,7 @@ class Schedule:
         num_stages: Integer K.
         num_micro_batches: Integer M.
         devices: List with the number of the device of each stage.
-        splits: Boolean, whether backward passes are split.
+        split: Set of the backward tasks that are split.
         order: Tuple of all tasks, in an order that every device can follow.
         direct: Set of the backward tasks that come right after their forward
             task, so that nothing is recomputed for them.
@@ -133,7 +133,11 @@ class Schedule:
             raise ValueError(f"Schedule '{name}' has no tasks.")
         self.num_stages = 1 + max(task.stage for task in flat)
         self.num_micro_batches = 1 + max(task.micro_batch for task in flat)
-        self.splits = any(task.kind == WEIGHTS for task in flat)
+        self.split = frozenset(
+            task._replace(kind=BACKWARD)
+            for task in flat
+            if task.kind == WEIGHTS
+        )
         self._check_complete(flat)
         homes: dict[int, int] = {}
         for i, row in enumerate(self.tasks):
@@ -184,23 +188,24 @@ class Schedule:
         """Raises an error if a task is missing, repeated or unknown."""
         expected = {
             Task(kind, stage, micro_batch)
-            for kind in (FORWARD, BACKWARD, WEIGHTS)[: 2 + self.splits]
+            for kind in (FORWARD, BACKWARD)
             for stage in range(self.num_stages)
             for micro_batch in range(self.num_micro_batches)
         }
         counts = collections.Counter(flat)
+        allowed = expected | {task._replace(kind=WEIGHTS) for task in expected}
         for problem, tasks in (
             ("lacks", expected - counts.keys()),
             ("repeats", {task for task, n in counts.items() if n > 1}),
-            ("has unknown", counts.keys() - expected),
+            ("has unknown", counts.keys() - allowed),
         ):
             if tasks:
                 raise ValueError(
                     f"Schedule '{self.name}' for {self.num_stages} stages and "
                     f"{self.num_micro_batches} micro-batches {problem} "
                     f"{', '.join(map(str, sorted(tasks)))}. Every stage needs "
-                    "one forward and one backward task a micro-batch, and one "
-                    "for weights if any has."
+                    "one forward and one backward task a micro-batch, and may "
+                    "have one for weights."
                 )
 
     def needs(self, task: Task) -> list[Task]:

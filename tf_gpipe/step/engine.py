@@ -188,7 +188,7 @@ class MiniBatch:
         stages = range(len(self.pipeline.stages))
         found = masks_ahead(
             self.pipeline,
-            [self._stages[k].function for k in stages],
+            [self._stages.of(k, splits=False).function for k in stages],
             self._exchange,
             self._versions,
             self.split.num_micro_batches,
@@ -235,14 +235,14 @@ class MiniBatch:
 
     def _forward(self, task: Task, tape: bool) -> None:
         k, m = task.stage, task.micro_batch
-        stage = self._stages[k]
+        backward = task._replace(kind=BACKWARD)
+        stage = self._stages.of(k, backward in self.pipeline.schedule.split)
         device = self.pipeline.stages[k].device
         function: StageFunction = stage.function
         inputs = self._exchange.inputs(k, m)
         carried = [self._versions.read(v, m, device) for v in function.carried]
         with self._order.task(task, inputs) as finish:
             if tape:
-                backward = task._replace(kind=BACKWARD)
                 remat = bool(
                     self.pipeline.recomputed(k)
                 ) and self.pipeline.schedule.recomputes(
@@ -291,7 +291,7 @@ class MiniBatch:
             inputs = call.backward(upstream + added, self._sums[k])
             self._exchange.put_gradients(k, m, inputs)
             # A split backward pass has a task of its own for weights.
-            splits = self.pipeline.schedule.splits
+            splits = task in self.pipeline.schedule.split
             rest = call.kept if splits else self._add_gradients(task)
             finish((inputs, rest))
 

@@ -83,7 +83,9 @@ class RunningStages:
         self._training = training
         self._gradients = gradients
         self._how = StageMode.INLINE if tf.executing_eagerly() else how
-        self._stages: dict[int, Any] = {}
+        # Keys are numbers of stages, and whether backward passes are split.
+        self._stages: dict[tuple[int, bool], Any] = {}
+        self._shared: dict[bool, LayerRunner] = {}
         # The graph that the stages run in, if `traced_before` returned them.
         self._graph: weakref.ref | None = None
         # State in `tf.Variable`s, which layers of several stages may share.
@@ -94,8 +96,7 @@ class RunningStages:
         # Kept alive for functions that read it after Keras has another one.
         pipeline.seeds.update((id(v), v) for v in self._seed)
 
-    @functools.cached_property
-    def _instead(self) -> LayerRunner:
+    def _instead(self, splits: bool) -> LayerRunner:
         """The `LayerRunner` by which blocks that are alike share phases."""
         if (
             self._how is not StageMode.FUNCTIONS
@@ -103,19 +104,26 @@ class RunningStages:
             or tf.distribute.has_strategy()
         ):
             return in_line
+        if splits not in self._shared:
+            self._shared[splits] = SharedLayers(
+                self._blocks,
+                self._seed,
+                self._training,
+                splits,
+                self._differentiated,
+            ).run
+        return self._shared[splits]
+
+    @functools.cached_property
+    def _blocks(self) -> list[Graph]:
+        """Blocks of layer calls that may share phases with others."""
         pipeline = self._pipeline
         found = blocks.find(
             pipeline.graph,
             [len(x.nodes) for x in pipeline.stages],
             self._pieces(),
         )
-        return SharedLayers(
-            [x for x in found if not self._would_keep(x)],
-            self._seed,
-            self._training,
-            pipeline.schedule.splits,
-            self._differentiated,
-        ).run
+        return [x for x in found if not self._would_keep(x)]
 
     def _would_keep(self, block: Graph) -> bool:
         """Returns whether sharing phases would keep recomputed values.
@@ -255,23 +263,31 @@ class RunningStages:
         """Returns a key that is equal for stages that run in the same way."""
         return self._pipeline, self._training, self._gradients, self._how
 
-    def __getitem__(self, k: int) -> Any:
-        """Returns the `StagePhases` or the `TapedStage` of a stage."""
-        if k not in self._stages:
+    def of(self, k: int, splits: bool) -> Any:
+        """Returns the `StagePhases` or the `TapedStage` of a stage.
+
+        Args:
+            k: The number of the stage.
+            splits: Whether it is for micro-batches whose backward pass is
+                split. They have a trace of their own: to make whole backward
+                passes of one for split ones takes 4 % longer.
+        """
+        splits = splits and self._differentiated
+        if (k, splits) not in self._stages:
             function = self._function(k)
-            self._stages[k] = (
+            self._stages[k, splits] = (
                 TapedStage(function, repeatable=self.asked_again)
                 if self.inline
                 else StagePhases(
                     function,
-                    self._pipeline.schedule.splits,
+                    splits,
                     self._parts(k),
                     jit_compile=self._how is StageMode.XLA_FUNCTIONS,
-                    instead=lambda: self._instead,
+                    instead=lambda: self._instead(splits),
                     differentiated=self._differentiated,
                 )
             )
-        return self._stages[k]
+        return self._stages[k, splits]
 
     def _function(self, k: int) -> StageFunction:
         stage = self._pipeline.stages[k]

@@ -44,7 +44,9 @@ class _Peer:
 
 _PEERS = {
     _US: _Peer(
-        "pipelined", "tensorflow", ("1f1b", "eager_1f1b", "zero_bubble")
+        "pipelined",
+        "tensorflow",
+        ("1f1b", "eager_1f1b", "zero_bubble", "eager_zero_bubble"),
     ),
     "Keras fit": _Peer("keras_fit", "tensorflow"),
     "torch.distributed.pipelining": _Peer(

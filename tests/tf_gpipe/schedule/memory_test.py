@@ -32,7 +32,8 @@ def by_hand(schedule, remat, sizes):
             there["again", k, m] = own.adds_at_a_time
         temporary = own.temporary if kind == "B" else 0
         most = max(most, sum(there.values()) + temporary)
-        if kind == ("W" if schedule.splits else "B"):
+        split = ("B", k, m) in schedule.split
+        if kind == ("W" if split else "B"):
             for what in ("input", "stored", "again"):
                 there.pop((what, k, m), None)
             there["slices", k, m] = own.slices
@@ -48,6 +49,7 @@ class MemoryTest(parameterized.TestCase):
             schedules.one_f_one_b(4, 6),
             schedules.gpipe(3, 1),
             schedules.zero_bubble(4, 5),
+            schedules.eager_zero_bubble(4, 5),
             schedules.get("interleaved", 6, 4, 2),
             schedules.get("zb_v", 6, 4, 3),
         ),

@@ -121,6 +121,33 @@ class SimulateTest(parameterized.TestCase):
             ],
         )
 
+    @parameterized.product(num_stages=(1, 2, 3, 4, 8), more=(0, 2, 8))
+    def test_eager_zero_bubble(self, num_stages, more):
+        num_micro_batches = 4 * num_stages + more
+        split, eager = (
+            simulate(schedules.get(name, num_stages, num_micro_batches))
+            for name in ("eager_zero_bubble", "eager_1f1b")
+        )
+        # Without counting what splitting costs.
+        self.assertLessEqual(split.makespan, eager.makespan - (num_stages - 1))
+        self.assertEqual(
+            max(split.peak_micro_batches), max(eager.peak_micro_batches)
+        )
+
+    def test_some_are_split(self):
+        schedule = tf_gpipe.Schedule(
+            [["F0.0", "B0.0", "F0.1", "B0.1", "W0.1"]], name="mine"
+        )
+        result = simulate(schedule, 1.0, 5.0, weights=2.0)
+        self.assertEqual(
+            written(result),
+            [["F0.0 0-1", "B0.0 1-6", "F0.1 6-7", "B0.1 7-10", "W0.1 10-12"]],
+        )
+        self.assertEqual(result.peak_micro_batches, [1])
+        # What the first one keeps is freed by its backward pass.
+        sizes = [Sizes(inputs=1, stored=4)]
+        self.assertEqual(device_peaks(schedule, "never", sizes), [5])
+
     def test_gradients_of_weights(self):
         schedule = schedules.zero_bubble(2, 2)
         spans = simulate(schedule, 1.0, 5.0, weights=[2.0, 1.0]).spans

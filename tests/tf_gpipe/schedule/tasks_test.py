@@ -87,6 +87,24 @@ class ScheduleTest(parameterized.TestCase):
         self.assertEqual(clock(plan), picture)
 
     @parameterized.product(
+        num_stages=(1, 2, 3, 5), num_micro_batches=(1, 2, 3, 7, 16)
+    )
+    def test_eager_zero_bubble(self, num_stages, num_micro_batches):
+        """The last backward passes of all stages but the first are split."""
+        plan = schedules.eager_zero_bubble(num_stages, num_micro_batches)
+        plain = schedules.eager_one_f_one_b(num_stages, num_micro_batches)
+        for k, row in enumerate(plan.tasks):
+            late = min(2 * k, num_micro_batches)
+            size = len(row) - late
+            self.assertEqual(row[:size], plain.tasks[k])
+            last = range(num_micro_batches - late, num_micro_batches)
+            self.assertEqual(
+                [str(x) for x in row[size:]], [f"W{k}.{m}" for m in last]
+            )
+            split = [x.micro_batch for x in plan.split if x.stage == k]
+            self.assertEqual(sorted(split), list(last))
+
+    @parameterized.product(
         name=("gpipe", "1f1b", "eager_1f1b"),
         num_stages=(1, 2, 3, 5, 8),
         num_micro_batches=(1, 2, 3, 7, 16),
@@ -225,6 +243,9 @@ class ScheduleTest(parameterized.TestCase):
     @parameterized.parameters(
         ([["F0.0"]], "lacks B0.0"),
         ([["F0.0", "F0.0", "B0.0"]], "repeats F0.0"),
+        ([["F0.0", "B0.0", "W0.0", "W0.0"]], "repeats W0.0"),
+        ([["F0.0", "B0.0", "R0.0"]], "'R0.0'"),
+        ([["F0.0", "W0.0", "B0.0"]], "W0.0 waits for B0.0"),
         ([["F0.0"], ["B0.0"]], "rows 0 and 1"),
         ([["B0.0", "F0.0"]], "B0.0 waits for F0.0"),
         (

@@ -141,7 +141,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @pairwise.product(
-        schedule=("1f1b", "zero_bubble", "gpipe"),
+        schedule=("1f1b", "zero_bubble", "gpipe", "eager_zero_bubble"),
         remat=("always", "never"),
         eager=(False, True),
     )

@@ -209,7 +209,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
 
     @pairwise.product(
         blocks=("plain", "frozen", "recurrent", "one_thrice", "small"),
-        schedule=("gpipe", "1f1b", "zero_bubble"),
+        schedule=("gpipe", "1f1b", "zero_bubble", "eager_zero_bubble"),
         remat=("always", "except_last", "never"),
         num_micro_batches=(1, 4),
     )
@@ -258,7 +258,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
 
     @pairwise.each(
         blocks=tuple(_ALONE),
-        schedule=("gpipe", "1f1b", "zero_bubble"),
+        schedule=("gpipe", "1f1b", "zero_bubble", "eager_zero_bubble"),
         remat=("always", "never"),
     )
     @pytest.mark.slow_after(1)

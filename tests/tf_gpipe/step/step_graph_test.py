@@ -13,7 +13,10 @@ import tf_gpipe
 from tests import pairwise
 from tests.tf_gpipe.step.executed_graph import executed_graph
 
-_SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "interleaved")
+_SCHEDULES = (
+    *("gpipe", "1f1b", "zero_bubble", "interleaved"),
+    "eager_zero_bubble",
+)
 _REMAT = ("always", "except_last", "never")
 
 
