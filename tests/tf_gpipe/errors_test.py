@@ -577,8 +577,14 @@ class LossTest(ErrorTest):
             ):
                 model.fit(*make_data(), verbose=0)
 
-    @parameterized.parameters("1f1b", "gpipe")
-    def test_no_loss_but_those_of_layers(self, schedule):
+    @parameterized.product(
+        schedule=("1f1b", "gpipe"),
+        dtype=(("float32", 1e-5), ("float64", 1e-12)),
+    )
+    def test_no_loss_but_those_of_layers(self, schedule, dtype):
+        dtype, rtol = dtype
+        keras.config.set_floatx(dtype)
+        self.addCleanup(keras.config.set_floatx, "float32")
         layers = [
             keras.Input((4,)),
             keras.layers.Dense(4, kernel_regularizer="l2"),
@@ -589,12 +595,12 @@ class LossTest(ErrorTest):
             keras.models.clone_model(plain).layers, schedule=schedule
         )
         model.set_weights(plain.get_weights())
-        x = np.ones((6, 4), "float32")
+        x = np.ones((6, 4), dtype)
         losses = []
         for each in (plain, model):
             each.compile("sgd")
             losses.append(each.fit(x, x, verbose=0).history["loss"])
-        self.assertAllClose(*losses, rtol=1e-5)
+        self.assertAllClose(*losses, rtol=rtol, atol=0)
 
     @parameterized.parameters((["mse", None],), ([None],))
     def test_no_loss_among_those_of_one_output(self, loss):

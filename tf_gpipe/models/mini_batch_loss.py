@@ -150,11 +150,12 @@ def by_micro_batch(
         penalties = model._get_regularization_losses()
         scaled = [tf.cast(added_scale, x.dtype) * x for x in penalties]
     by_variable = tape.gradient(scaled, model.trainable_variables)
-    added = [
-        tf.cast(upstream.scaled_for_replicas(x), total.dtype)
-        for x in [*run.losses(), *penalties]
+    losses = [
+        upstream.scaled_for_replicas(x) for x in [*run.losses(), *penalties]
     ]
-    loss = tf.add_n([total, *added])
+    if model._compile_loss is not None:
+        losses.insert(0, total)
+    loss = tf.add_n([tf.cast(x, losses[0].dtype) for x in losses])
     run.commit_state()
     y_pred = run.outputs().unpack()
     # Keras has a metric for each of several losses, and updates them only if

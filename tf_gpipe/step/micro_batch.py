@@ -281,8 +281,10 @@ class Split:
 def not_dense(x: Any) -> TypeError:
     """Returns the error for an input that is no dense tensor."""
     return TypeError(
-        "A pipeline splits dense tensors along their first axis. "
-        f"Received: {x} (of type {type(x).__name__})"
+        "A pipeline splits dense tensors along their first axis. Make others "
+        "dense before they reach the model, by `tf.sparse.to_dense` or the "
+        f"`to_tensor` of a ragged tensor. Received: {x} (of type "
+        f"{type(x).__name__})"
     )
 
 
