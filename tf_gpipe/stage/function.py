@@ -228,7 +228,10 @@ class StageFunction:
         variables = [*borrowed, *borrowed, *self._weights]
         sources = [flat[i] for i in by_input]
         sources += [carried[i] for i in self.borrowed]
-        sources += [v.value for v in [*borrowed, *self._weights]]
+        # Not `v.value`: in the scope of a stage that borrows it, a tensor.
+        sources += map(
+            upstream.tensorflow_variable, [*borrowed, *self._weights]
+        )
         with tf.GradientTape(
             persistent=repeatable, watch_accessed_variables=False
         ) as tape:
