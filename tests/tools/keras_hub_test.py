@@ -152,13 +152,16 @@ class SampleTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(*made)
 
     def test_float32_within_a_model_of_float64(self):
-        """Numbers differ only by what TensorFlow rewrites in float32."""
+        """Numbers differ only by what TensorFlow rewrites in float32.
+
+        And by the order of sums in the gradients of projections, in float64.
+        """
         x, y = trial.trained("LlamaBackbone", "LlamaCausalLM", "float64")[1:3]
         self.addCleanup(keras.config.set_floatx, "float32")
         differs = trial.as_written(
             "LlamaBackbone", "LlamaCausalLM", "float64", x, y, 4, 1
         )
-        self.assertEqual(differs, 0.0)
+        self.assertLess(differs, 1e-14)
 
 
 if __name__ == "__main__":
