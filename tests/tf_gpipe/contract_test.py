@@ -137,27 +137,21 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain_dense(rows), pipelined)
 
-    @parameterized.product(remat=("always", "never"), rows=(8, 7))
-    def test_last_micro_batch_first(self, remat, rows):
-        schedule = tf_gpipe.Schedule(
-            [
-                "F0.1 F0.0 B0.1 B0.0".split(),
-                "F1.1 B1.1 F1.0 B1.0".split(),
-            ]
-        )
-        pipelined = comparison.train(
-            dense, batches([rows]), **CLASSIFIES, schedule=schedule, remat=remat
-        )
-        comparison.assert_same(self, plain_dense(rows), pipelined)
-
-    @parameterized.product(remat=("always", "never"), rows=(8, 7))
-    def test_some_are_split(self, remat, rows):
-        schedule = tf_gpipe.Schedule(
-            [
-                "F0.0 F0.1 F0.2 B0.0 W0.0 B0.1 B0.2".split(),
-                "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 W1.1".split(),
-            ]
-        )
+    @parameterized.product(
+        tasks=(
+            # The last micro-batch first.
+            ("F0.1 F0.0 B0.1 B0.0", "F1.1 B1.1 F1.0 B1.0"),
+            # Some backward passes are split.
+            (
+                "F0.0 F0.1 F0.2 B0.0 W0.0 B0.1 B0.2",
+                "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 W1.1",
+            ),
+        ),
+        remat=("always", "never"),
+        rows=(8, 7),
+    )
+    def test_schedule_of_your_own(self, tasks, remat, rows):
+        schedule = tf_gpipe.Schedule([row.split() for row in tasks])
         pipelined = comparison.train(
             dense, batches([rows]), **CLASSIFIES, schedule=schedule, remat=remat
         )

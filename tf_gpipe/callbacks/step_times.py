@@ -116,7 +116,7 @@ def stage_seconds(pipeline: Pipeline, spans: Iterable[Span]) -> StageSeconds:
     for stage, weights in enumerate(found[WEIGHTS]):
         backward = seconds[BACKWARD, stage]
         whole = len(backward) - len(seconds[WEIGHTS, stage])
-        if 0 < whole < len(backward):
+        if backward:
             found[BACKWARD][stage] -= weights * whole / len(backward)
     return found
 

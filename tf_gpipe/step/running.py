@@ -270,7 +270,7 @@ class RunningStages:
             k: The number of the stage.
             splits: Whether it is for micro-batches whose backward pass is
                 split. They have a trace of their own: to make whole backward
-                passes of one for split ones takes 4 % longer.
+                passes of one for split ones takes longer.
         """
         splits = splits and self._differentiated
         if (k, splits) not in self._stages:

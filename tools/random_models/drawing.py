@@ -291,7 +291,8 @@ class Drawing:
             "num_stages": min(num_calls, draw.choice([1, 2, 3, 4])),
             "num_micro_batches": num_micro_batches,
             "schedule": draw.choice(
-                ["gpipe", "1f1b", "zero_bubble", "eager_zero_bubble"]
+                ["gpipe", "1f1b", "eager_1f1b", "zero_bubble"]
+                + ["eager_zero_bubble"]
             ),
             "remat": draw.choice(["always", "never", "except_last"]),
             "balance": draw.choice(["parameters", "flops"]),

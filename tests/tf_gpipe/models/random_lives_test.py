@@ -214,7 +214,9 @@ class RandomLivesTest(tf.test.TestCase, parameterized.TestCase):
         kwargs = {
             "num_stages": num_stages,
             "num_micro_batches": draw.choice([1, 2, 3]),
-            "schedule": draw.choice(["gpipe", "1f1b", "eager_zero_bubble"]),
+            "schedule": draw.choice(
+                ["gpipe", "1f1b", "zero_bubble", "eager_zero_bubble"]
+            ),
             "remat": draw.choice(["always", "never"]),
         }
         plain, pipelined = (

@@ -137,8 +137,8 @@ class ThreadsTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_many_models(self):
-        kinds = ["gpipe", "1f1b", "zero_bubble", "eager_zero_bubble"]
-        kinds += ["interleaved"]
+        kinds = ["gpipe", "zero_bubble", "1f1b", "eager_1f1b", "interleaved"]
+        kinds += ["eager_zero_bubble"]
         _assert_lives(4, kinds)
 
     def test_variables_have_their_own_values(self):
