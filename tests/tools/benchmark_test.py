@@ -174,6 +174,40 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(found["rows"], 2)
 
     @mock.patch.dict(workloads.WORKLOADS, SMALL)
+    def test_replicas(self):
+        one, alone, both = benchmark_here(
+            "pipeline",
+            "--on=local",
+            "--workload=convolutional",
+            "--num_replicas=1,2",
+            "--num_micro_batches=2",
+            "--batch_size=4",
+            "--num_steps=1",
+            "--num_repeats=1",
+        )["rows"]
+        copies = [x["num_replicas"] for x in (one, alone, both)]
+        self.assertEqual(copies, [1, 1, 2])
+        for name in ("ideal", "simulated"):
+            self.assertAllClose(both[name], 2 * alone[name])
+        for row in (alone, both):
+            speedup = row["samples_per_second"] / one["samples_per_second"]
+            self.assertAllClose(row["speedup"], speedup)
+
+    @parameterized.parameters(
+        ("local", "2,3", "1 and another one"),
+        ("simulated", "1,2,4", "1 and another one"),
+        ("workers", "2", "needs --on=local or --on=simulated"),
+    )
+    def test_replicas_that_no_strategy_has(self, where, numbers, message):
+        flags = (f"--on={where}", f"--num_replicas={numbers}")
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+            self.assertRaises(SystemExit),
+        ):
+            benchmark_here("pipeline", *flags)
+        self.assertIn(message, stderr.getvalue())
+
+    @mock.patch.dict(workloads.WORKLOADS, SMALL)
     def test_one_stage_with_xla(self):
         rows = benchmark_here(
             "pipeline",

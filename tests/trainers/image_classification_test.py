@@ -892,6 +892,25 @@ class CommandLineTest(TestCase):
             result.stderr.splitlines()[-1], "^Error: .*num_stages=10, 9 layers"
         )
 
+    @parameterized.parameters(
+        "sacrebleu", "sentencepiece", "tensorflow_datasets"
+    )
+    def test_library_that_is_not_installed(self, name):
+        code = (
+            "import runpy, sys\n"
+            f"sys.argv = ['-m']; sys.modules[{name!r}] = None\n"
+            "runpy.run_module('trainers.image_classification')"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=pathlib.Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(result.returncode, 1)
+        (line,) = result.stderr.splitlines()
+        self.assertRegex(line, rf"need {name}\..* pip install '.\[trainers\]'")
+
     def test_flags_are_used_and_kept(self):
         workdir = self.make_directory()
         with (

@@ -1,7 +1,6 @@
 """`Timeline`: records and draws when each task of a training step ran."""
 
 import collections
-import json
 import numbers
 import statistics
 from collections.abc import Collection
@@ -14,10 +13,10 @@ from tf_gpipe.callbacks.profile import Recorded
 from tf_gpipe.callbacks.step_times import StepTimes
 from tf_gpipe.callbacks.step_times import simulated
 from tf_gpipe.callbacks.step_times import stage_seconds
-from tf_gpipe.schedule import page
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import Span
+from tf_gpipe.schedule.step_files import StepFiles
 from tf_gpipe.stage.pipeline import Pipeline
 
 # The number of recorded steps that are kept, for charts and for a profile.
@@ -103,22 +102,12 @@ class Timeline(StepTimes):
         checks.boolean("chart", chart)
         if steps is not None:
             _check_steps(steps)
-        files = {"trace": trace, "picture": picture, "html": html}
-        for name, path in files.items():
-            if path is not None:
-                checks.writable(name, path)
-        if picture is not None:
-            timeline.check_picture(picture)
-        if html is not None:
-            page.check(html)
+        self._files = StepFiles(trace, picture, html)
         self._images = None if log_dir is None else images.Images(log_dir)
         self.spans: list[Span] = []
         self.devices: list[str] = []
         self._steps = steps
-        self._trace = trace
-        self._picture = picture
         self._chart = chart
-        self._html = html
         # The last steps, in seconds since 1970, for `name_tasks`.
         self._recorded: collections.deque[Recorded] = collections.deque(
             maxlen=_MOST_STEPS
@@ -175,13 +164,8 @@ class Timeline(StepTimes):
         self.model._stop_recording()
         if not self.spans:
             return
-        if self._trace:
-            with open(self._trace, "w") as f:
-                json.dump(timeline.chrome_trace(self._measured), f)
-        if self._picture:
-            timeline.picture(self._charts(), self._picture)
-        if self._html:
-            page.write(self._charts(), self._html, self._about())
+        if self._files:
+            self._files.write(self._charts(), self._about())
         if self._chart:
             print(timeline.text_chart(self._measured))
 

@@ -17,15 +17,14 @@ import json
 import math
 from collections.abc import Sequence
 
-from tf_gpipe import checks
 from tf_gpipe.commands import flags
-from tf_gpipe.schedule import page
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.search import search
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import Times
 from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.step_files import StepFiles
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 
 # The most characters of a line.
@@ -109,27 +108,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.width > _WIDEST:
         parser.error(f"--width must be at most {_WIDEST}, not {args.width}")
     with flags.in_effect(parser, args):
-        for name in ("html", "picture", "trace"):
-            if getattr(args, name) is not None:
-                checks.writable(name, getattr(args, name))
-        if args.picture is not None:
-            timeline.check_picture(args.picture)
-        if args.html is not None:
-            page.check(args.html)
+        files = StepFiles(args.trace, args.picture, args.html)
         if args.model:
             from tf_gpipe.commands import recording
 
             steps, ratio = recording.measured(args)
         else:
             steps, ratio = simulated(args), None
-        step = list(steps.values())[-1]
-        if args.picture is not None:
-            timeline.picture(steps, args.picture)
-        if args.html is not None:
-            page.write(steps, args.html)
-        if args.trace is not None:
-            with open(args.trace, "w") as f:
-                json.dump(timeline.chrome_trace(step), f)
+        files.write(steps)
+    step = list(steps.values())[-1]
     names = ("makespan", "busy", "bubble", "peak_micro_batches")
     totals = {name: getattr(step, name) for name in names}
     if args.schedule == schedules.AUTO:

@@ -17,6 +17,7 @@ drawn:
     search       schedule "auto": a search for the shortest order
     timeline     charts of a step: text, Chrome trace, image
     page         interactive charts of steps, as an HTML file
+    step_files   the files that a step is drawn in, checked before it runs
 
 Pure Python: TensorFlow is not imported here.
 """

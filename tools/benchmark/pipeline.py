@@ -1,13 +1,16 @@
 """`pipeline`: how much faster K devices are than one."""
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import time
 
 import keras
+import tensorflow as tf
 
 import tf_gpipe
+from tf_gpipe.commands import devices as command_devices
 from tf_gpipe.commands import workers
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.simulate import simulate
@@ -68,6 +71,13 @@ def add_arguments(parser):
         help="steps of each pipeline that follow one another in a graph",
     )
     parser.add_argument(
+        "--num_replicas",
+        type=command_line.positives,
+        default="1",
+        help="copies of each pipeline under a MirroredStrategy, on devices and "
+        "with a batch of their own. Either 1, another number, or both",
+    )
+    parser.add_argument(
         "--workload",
         choices=workloads.WORKLOADS,
         help="what stages compute; transformer if not given",
@@ -93,13 +103,14 @@ def main(args):
     """Pipelines against one device, for each K, M, schedule and remat mode.
 
     The ideal speed-up of K devices is K M / (M + K - 1), as in the GPipe paper,
-    times 3/4 with --remat=always. "simulated" is the speed-up of the schedule
-    with equal stages. It exceeds the ideal where the schedule recomputes less
-    or has a smaller bubble.
+    times 3/4 with --remat=always, and times the replicas. "simulated" is the
+    speed-up of the schedule with equal stages. It exceeds the ideal where the
+    schedule recomputes less or has a smaller bubble.
 
     With --on=simulated a worker is a simulated accelerator: its stage waits
     instead of computing, so that there may be more workers than cores. The
-    forward pass takes a third of a step.
+    forward pass takes a third of a step. With replicas these are logical
+    devices of this process, since a MirroredStrategy takes no others.
     """
     simulated = args.on == "simulated"
     for name in ("workload",) if simulated else ("wait",):
@@ -120,14 +131,33 @@ def main(args):
             args.schedule,
             args.remat,
             args.steps_per_execution,
+            args.num_replicas,
             (args.jit_compile,),
         )
     )
-    most = max(
+    row = max(
         schedules.num_devices_of(schedule, num_stages, args.num_devices)
         for num_stages, _, schedule, *_ in grid
     )
-    names, processes, note = devices(args.on, most)
+    num_replicas = max(args.num_replicas)
+    if not {1, num_replicas}.issuperset(args.num_replicas):
+        # A process can use one strategy.
+        raise argparse.ArgumentError(
+            None,
+            "--num_replicas must be one number, or 1 and another one. "
+            f"Received: {args.num_replicas}",
+        )
+    if num_replicas > 1 and args.on == "workers":
+        raise argparse.ArgumentError(
+            None, "--num_replicas needs --on=local or --on=simulated"
+        )
+    names, processes, note = devices(
+        args.on, row * num_replicas, num_replicas > 1
+    )
+    rows = [names[r * row : (r + 1) * row] for r in range(num_replicas)]
+    strategy = None
+    if num_replicas > 1:
+        strategy = tf.distribute.MirroredStrategy([x[0] for x in rows])
 
     def layers(num_stages):
         if not simulated:
@@ -136,32 +166,35 @@ def main(args):
         return workloads.waiting(num_stages, forward / num_stages)
 
     # This starts TensorFlow.
-    x, y = workloads.data(layers(1), args.batch_size)
+    x, y = workloads.data(layers(1), args.batch_size * num_replicas)
 
-    def run(num_stages, num_micro_batches, schedule, remat, steps, xla):
+    def run(num_stages, num_micro_batches, schedule, remat, steps, copies, xla):
         count = schedules.num_devices_of(schedule, num_stages, args.num_devices)
-        model = tf_gpipe.PipelinedSequential(
-            layers(num_stages),
-            num_stages=num_stages,
-            num_micro_batches=num_micro_batches,
-            balance=balance,
-            schedule=schedule,
-            remat=remat,
-            devices=names[:count],
-        )
-        workloads.compiled(model, xla, steps)
+        used = [x[:count] for x in rows[:copies]]
+        with strategy.scope() if copies > 1 else contextlib.nullcontext():
+            model = tf_gpipe.PipelinedSequential(
+                layers(num_stages),
+                num_stages=num_stages,
+                num_micro_batches=num_micro_batches,
+                balance=balance,
+                schedule=schedule,
+                remat=remat,
+                devices=used,
+            )
+            workloads.compiled(model, xla, steps)
         num_steps = max(args.num_steps, steps)
-        return Run(model, x, y, processes, num_steps)
+        size = args.batch_size * copies
+        return Run(model, x[:size], y[:size], processes, num_steps)
 
-    one = 1, 1, "1f1b", "never", 1, False
+    one = 1, 1, "1f1b", "never", 1, 1, False
     runs = {one: run(*one), **{key: run(*key) for key in grid}}
     seconds = timed(runs, args.num_repeats)
     found = []
     for key, each in runs.items():
-        num_stages, num_micro_batches, schedule, mode, steps, xla = key
-        speedup = timing.median_ratio(seconds[one], seconds[key])
+        num_stages, num_micro_batches, schedule, mode, steps, copies, xla = key
+        speedup = copies * timing.median_ratio(seconds[one], seconds[key])
         num_devices = len(each.model._pipeline.schedule.tasks)
-        ideal = ideal_speedup(num_devices, num_micro_batches, mode)
+        ideal = copies * ideal_speedup(num_devices, num_micro_batches, mode)
         found.append(
             {
                 "num_stages": num_stages,
@@ -170,20 +203,22 @@ def main(args):
                 "schedule": schedule,
                 "remat": mode,
                 "steps_per_execution": steps,
+                "num_replicas": copies,
                 "jit_compile": xla,
-                "samples_per_second": args.batch_size
+                "samples_per_second": copies
+                * args.batch_size
                 / statistics.median(seconds[key]),
                 "speedup": speedup,
                 "ideal": ideal,
                 "fraction": speedup / ideal,
-                "idle": 1 - speedup / num_devices,
-                "simulated": simulated_speedup(each.model),
+                "idle": 1 - speedup / (copies * num_devices),
+                "simulated": copies * simulated_speedup(each.model),
                 "cores_used": statistics.median(each.cores),
                 "client_cores_used": statistics.median(each.client),
             }
         )
     return Report(
-        f"{what}, batch of {args.batch_size}, on {note}",
+        f"{what}, batch of {args.batch_size} a replica, on {note}",
         [
             {
                 "K": row["num_stages"],
@@ -192,6 +227,7 @@ def main(args):
                 "schedule": row["schedule"],
                 "remat": row["remat"],
                 "steps": row["steps_per_execution"],
+                "replicas": row["num_replicas"],
                 "XLA": row["jit_compile"],
                 "samples/s": row["samples_per_second"],
                 "speed-up": row["speedup"],
@@ -209,12 +245,14 @@ def main(args):
     )
 
 
-def devices(where, count):
+def devices(where, count, for_replicas=False):
     """Finds devices for pipelines.
 
     Args:
         where: `"workers"`, `"local"` or `"simulated"`.
         count: Integer, number of devices.
+        for_replicas: Boolean, whether a `MirroredStrategy` shall have them,
+            which takes devices of this process alone.
 
     Returns:
         List of device names, list of `workers.Worker`s (empty for `"local"`),
@@ -223,6 +261,10 @@ def devices(where, count):
     if where == "local":
         names, note = local_devices.find(count)
         return names, [], note
+    if for_replicas:
+        command_devices.ensure(count)
+        names = [f"CPU:{k}" for k in range(count)]
+        return names, [], "simulated accelerators in one process"
     processes = workers.connected(count, one_core=where == "workers")
     note = "worker processes of one core"
     if where == "simulated":
