@@ -60,7 +60,8 @@ def serve(
         OSError: If the port is taken, or `bind` is no address of this host.
     """
     if not sockets:
-        port = listening.unused_port(bind, port)
+        # The claim ends with this function, which serves as long as it runs.
+        port, _claim = listening.claimed_port(bind, port)
     if with_stdin:
         threading.Thread(
             target=_end_with_stdin, args=(os.getppid(),), daemon=True

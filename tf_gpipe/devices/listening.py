@@ -6,6 +6,7 @@ A packet filter on their sockets drops packets sent to other addresses.
 
 import contextlib
 import ctypes
+import errno
 import ipaddress
 import os
 import socket
@@ -40,6 +41,38 @@ def unused_port(address: str, port: int = 0) -> int:
         # TensorFlow would silently share a port with another server.
         probe.bind((address, port))
         return probe.getsockname()[1]
+
+
+def claimed_port(address: str, port: int = 0) -> tuple[int, socket.socket]:
+    """Returns a port that no server uses, and a claim on it.
+
+    A worker's server lets others share its port, which it needs to restart. Two
+    workers that are started at the same moment would both find the same port
+    unused, and share it for good. A claim is what only one of them gets.
+
+    Args:
+        address: IP address that the server will listen at.
+        port: Integer, the wanted port, or 0 for any.
+
+    Returns:
+        Tuple of the port and of a socket, which claims it until it is closed.
+
+    Raises:
+        OSError: If the port is taken, or this host does not have the address.
+    """
+    while True:
+        found = unused_port(address, port)
+        # Linux gives a name that begins with a zero byte to one socket at a
+        # time, and it is no file that outlives a process.
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            if AVAILABLE:
+                claim.bind(f"\0tf_gpipe worker {found}")
+            return found, claim
+        except OSError as error:
+            claim.close()
+            if port or error.errno != errno.EADDRINUSE:
+                raise
 
 
 def address_towards(hosts: Sequence[str]) -> str:

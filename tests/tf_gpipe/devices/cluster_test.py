@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from absl.testing import parameterized
 
 from tf_gpipe.commands import workers
 from tf_gpipe.devices import cluster
+from tf_gpipe.devices import listening
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.listening import accept_only
 from tf_gpipe.devices.listening import address_towards
@@ -148,6 +150,7 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEmpty(_unreachable(self.addresses[0]))
         self.assertNotEmpty(_unreachable(f"127.0.0.2:{port}"))
 
+    @pytest.mark.slow
     def test_the_client_is_not_served_to_other_addresses(self):
         process = client("listening", [f"grpc://{self.addresses[0]}"])
         port = int(process.stdout.readline().removeprefix("port "))
@@ -156,6 +159,7 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
         process.kill()
         process.wait()
 
+    @pytest.mark.slow
     def test_the_heartbeat_ends_with_the_client(self):
         process = client("listening", self.addresses[:1])
         process.stdout.readline()
@@ -204,6 +208,44 @@ class ListeningTest(tf.test.TestCase):
         )
         own = socket.gethostbyname(socket.gethostname())
         self.assertEqual(address_towards(["localhost", own]), own)
+
+    def test_a_port_is_claimed_once(self):
+        port, claim = listening.claimed_port("127.0.0.1")
+        with claim:
+            # Nothing listens yet.
+            self.assertEqual(listening.unused_port("127.0.0.1", port), port)
+            with self.assertRaisesRegex(OSError, "already in use"):
+                listening.claimed_port("127.0.0.1", port)
+        again, claim = listening.claimed_port("127.0.0.1", port)
+        claim.close()
+        self.assertEqual(again, port)
+
+    def test_a_claimed_port_is_passed_over(self):
+        port, claim = listening.claimed_port("127.0.0.1")
+        other = listening.unused_port("127.0.0.1")
+        found = iter((port, port, other))
+        with (
+            claim,
+            mock.patch.object(
+                listening, "unused_port", lambda address, port: next(found)
+            ),
+        ):
+            chosen, second = listening.claimed_port("127.0.0.1")
+        second.close()
+        self.assertEqual(chosen, other)
+
+    @pytest.mark.slow
+    def test_a_worker_leaves_a_claimed_port(self):
+        """Another worker is about to listen there."""
+        port, claim = listening.claimed_port("127.0.0.1")
+        with claim:
+            result = subprocess.run(
+                [sys.executable, "-m", "tf_gpipe", "worker", f"--port={port}"],
+                capture_output=True,
+                text=True,
+            )
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("Address already in use", result.stderr)
 
 
 class ConnectTest(tf.test.TestCase, parameterized.TestCase):
