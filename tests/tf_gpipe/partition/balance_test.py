@@ -12,6 +12,7 @@ import tf_gpipe
 from tests.tf_gpipe import comparison
 from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.devices import slots
+from tf_gpipe.partition import balanced
 
 LAYERS = keras.layers
 
@@ -128,6 +129,38 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
         layers = [keras.Input((8,)), *(LAYERS.Dense(n) for n in widths)]
         model = pipelined(layers, "time", num_stages=3, remat="never")
         self.assertEqual(counts(model), [2, 1, 3])
+
+    def test_time_of_layers_with_any_results(self):
+        """Gradients that are slices or `None`, integers, and no elements."""
+
+        def ends(x):
+            return {
+                "count": keras.ops.argmax(x, -1),
+                "empty": x[:, :0],
+                "mean": keras.ops.mean(x, -1),
+            }
+
+        tokens = keras.Input((3,), dtype="int32")
+        x = LAYERS.Embedding(5, 4)(tokens)
+        x = LAYERS.Flatten()(x)
+        outputs = LAYERS.Lambda(ends)(LAYERS.Dropout(0.1)(x))
+        model = tf_gpipe.PipelinedModel(
+            tokens, outputs, num_stages=2, num_micro_batches=2, balance="time"
+        )
+        self.assertLen(model.stages, 2)
+
+    def test_measured_is_a_number_that_needs_all_results(self):
+        """Whole results would be sent here from the device."""
+        results = {
+            "slices": tf.IndexedSlices(tf.ones((2, 3)), tf.constant([0, 1])),
+            "pair": [None, tf.fill((2, 4), 3.0)],
+            "integers": tf.constant([[2, 2]]),
+            "empty": tf.zeros((0, 2)),
+        }
+        found = balanced._number(results)
+        self.assertEqual(found.shape, ())
+        self.assertAllClose(found, 1.0 + 0.0 + 3.0 + 2.0)
+        self.assertAllClose(balanced._number([None]), 0.0)
 
     @parameterized.parameters("time", "flops", "memory")
     def test_measuring_changes_nothing(self, balance):
@@ -392,6 +425,7 @@ class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_on_devices(model)
         self.assertEqual(adam.iterations, 2)
 
+    @pytest.mark.slow
     def test_multi_optimizer(self):
         # Layer 0 has one of its own.
         def make():
