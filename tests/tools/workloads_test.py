@@ -1,5 +1,6 @@
 """Simulated layers do what layers do: forward, backward, recomputation."""
 
+import time
 from unittest import mock
 
 import keras
@@ -65,6 +66,21 @@ class WaitTest(parameterized.TestCase, tf.test.TestCase):
         never, always = waits(make_model("never")), waits(make_model("always"))
         # Each of the two stages waits once more.
         self.assertEqual(always - never, 2)
+
+    def test_a_device_waits_for_one_layer_at_a_time(self):
+        """Four layers side by side, which TensorFlow starts at once."""
+        seconds = 0.05
+        layers = [workloads.Wait(seconds, name=f"wait_{i}") for i in range(4)]
+        x = tf.ones((1, workloads.NUM_CLASSES))
+        for layer in layers:
+            layer.build(x.shape)
+        run = tf.function(lambda x: tf.add_n([layer(x) for layer in layers]))
+        run(x)
+        start = time.perf_counter()
+        run(x).numpy()
+        # What a wait overruns by was measured, and is left out of each.
+        least = len(layers) * (seconds - workloads._lag())
+        self.assertGreater(time.perf_counter() - start, 0.9 * least)
 
     def test_plain_models_run_like_pipelines(self):
         """Without XLA on a GPU, where Keras would choose it."""

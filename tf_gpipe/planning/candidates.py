@@ -52,6 +52,11 @@ class Candidate:
     remat: str
 
     @property
+    def alone(self) -> bool:
+        """Whether it is the whole model on one device."""
+        return self.num_devices * self.num_replicas == 1
+
+    @property
     def key(self) -> tuple:
         """All fields but `remat`: the fastest choice is kept for each key."""
         return dataclasses.astuple(self)[:-1]

@@ -41,6 +41,23 @@ class Chooser:
         self._times = times
         self._machine = machine
 
+    def candidates(self, fixed: Fixed) -> list[Candidate]:
+        """Returns all candidates that `fixed` allows."""
+        bare = fixed
+        if fixed.schedule == schedules.AUTO:
+            bare = dataclasses.replace(bare, schedule=None)
+        if fixed.remat == AUTO_REMAT:
+            bare = dataclasses.replace(bare, remat=None)
+        return list(
+            candidates(
+                len(self._machine.devices),
+                len(self._layers.graph.nodes),
+                self._layers.rows,
+                bare,
+                self._machine.replicates,
+            )
+        )
+
     def ranked(
         self, fixed: Fixed, count: int, among: Iterable[Candidate] | None = None
     ) -> list[Choice]:
@@ -54,20 +71,7 @@ class Chooser:
         """
         layers, machine = self._layers, self._machine
         searched = fixed.schedule in (None, schedules.AUTO)
-        if among is None:
-            bare = fixed
-            if fixed.schedule == schedules.AUTO:
-                bare = dataclasses.replace(bare, schedule=None)
-            if fixed.remat == AUTO_REMAT:
-                bare = dataclasses.replace(bare, remat=None)
-            among = candidates(
-                len(machine.devices),
-                len(layers.graph.nodes),
-                layers.rows,
-                bare,
-                machine.replicates,
-            )
-        among = list(among)
+        among = self.candidates(fixed) if among is None else list(among)
         rows = [
             layers.micro_batch(x.num_micro_batches, x.num_replicas)
             for x in among
@@ -106,8 +110,7 @@ class Chooser:
         one = [
             x
             for x in found
-            if x.candidate.num_devices * x.candidate.num_replicas == 1
-            and x.seconds <= _NEGLIGIBLE * found[0].seconds
+            if x.candidate.alone and x.seconds <= _NEGLIGIBLE * found[0].seconds
         ]
         if one:
             found = [one[0], *(x for x in found if x is not one[0])]
@@ -234,7 +237,7 @@ def _fastest(best: dict[tuple, Choice]) -> list[Choice]:
 def explanation(choices: Sequence[Choice], machine: Machine) -> str:
     """Returns advice on how to use the best choice, or an empty string."""
     best = choices[0].candidate
-    if best.num_devices == 1 and best.num_replicas == 1:
+    if best.alone:
         if len(machine.devices) == 1:
             return ""
         return (

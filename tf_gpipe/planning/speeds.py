@@ -99,3 +99,15 @@ class Machine:
         """Returns the slowdown of each device when `count` work at once."""
         others = len(self.devices) - 1
         return 1 + (self.sharing - 1) * (count - 1) / max(others, 1)
+
+    def with_slowdown(self, count: int, slowdown: float) -> "Machine":
+        """Returns a machine whose devices have this `slowdown`, at least 1.
+
+        Args:
+            count: Integer above 1, the devices that work at once.
+            slowdown: Float.
+        """
+        each = max(slowdown - 1, 0.0) / (count - 1)
+        return dataclasses.replace(
+            self, sharing=1 + each * (len(self.devices) - 1)
+        )

@@ -20,6 +20,8 @@ _OPERATIONS = 100
 _SIDES = 512, 1024, 2048, 4096, 8192
 _FLOATS = 2**22, 2**24, 2**26
 _BUSY_SECONDS = 1e-3
+# Devices are alike if none has a smaller share of the fastest one's speed.
+_SIMILAR = 0.8
 
 
 def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
@@ -30,7 +32,7 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
     share cores or memory is measured with all working at once. The connection
     is that between the first two devices.
     """
-    speeds, sides = zip(*(_speed(name) for name in names), strict=True)
+    speeds, sides = zip(*_speeds(names), strict=True)
     # The size that keeps the fastest device busy.
     side = max(sides)
     together = _seconds(_products(names, side)) if len(names) > 1 else 0.0
@@ -55,10 +57,25 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
     )
 
 
+def _speeds(names: Sequence[str]) -> list[tuple[Speed, int]]:
+    """Returns `_speed` of each device, measured twice for slow ones.
+
+    Other programs may have held a device up for a moment.
+    """
+    found = [_speed(name) for name in names]
+    fastest = max(speed.flops for speed, _ in found)
+    return [
+        x
+        if x[0].flops > _SIMILAR * fastest
+        else max(x, _speed(name), key=lambda pair: pair[0].flops)
+        for name, x in zip(names, found, strict=True)
+    ]
+
+
 def _alike(speeds: Sequence[Speed]) -> list[Speed]:
     """Returns the median speed for all, if none is a quarter slower."""
     fastest = max(speeds, key=lambda x: x.flops)
-    if all(x.flops > 0.8 * fastest.flops for x in speeds):
+    if all(x.flops > _SIMILAR * fastest.flops for x in speeds):
         middle = sorted(speeds, key=lambda x: x.flops)[len(speeds) // 2]
         return [middle] * len(speeds)
     return list(speeds)

@@ -15,7 +15,11 @@ from tf_gpipe.planning.plans import Plan
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage import seeds
 
+# How many steps are timed: so many, or more until they take so many seconds.
 _NUM_STEPS = 3
+# How many long steps a trial takes, with the first one, which is traced.
+COUNT = 1 + _NUM_STEPS
+_SECONDS, _MOST_STEPS = 0.5, 30
 
 
 class _Clock(keras.callbacks.Callback):
@@ -70,14 +74,22 @@ def step_seconds(
             )
             clock = _Clock()
             batches = tf.data.Dataset.from_tensors((x, y))
-            for count in (1, _NUM_STEPS):
+
+            def shortest(count: int) -> float:
                 copy.fit(
                     batches.repeat(count),
                     shuffle=False,
                     verbose=0,
                     callbacks=[clock],
                 )
-            return min(clock.seconds)
+                return min(clock.seconds)
+
+            shortest(1)  # This step is traced.
+            seconds = shortest(_NUM_STEPS)
+            more = min(int(_SECONDS / seconds), _MOST_STEPS)
+            if more > _NUM_STEPS:
+                seconds = min(seconds, shortest(more))
+            return seconds
         except tf.errors.ResourceExhaustedError:
             return None
 

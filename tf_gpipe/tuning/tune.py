@@ -1,7 +1,7 @@
 """`tf_gpipe.tune`: the fastest pipeline for a model, a batch and devices."""
 
 import dataclasses
-import math
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -31,11 +31,12 @@ from tf_gpipe.schedule.tasks import REMAT_MODES
 from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import measured_speeds
 from tf_gpipe.tuning import trials
+from tf_gpipe.tuning.tried_choices import TriedChoices
 
 _MOST_DEVICES = 1024
-# How many choices train some steps, are ranked, and are listed in a plan.
-_NUM_TRIED = 3
-_NUM_RANKED = 6
+# The most choices that are tried, that are ranked, and that a plan lists.
+_NUM_TRIED = 12
+_NUM_RANKED = 30
 _NUM_RIVALS = 3
 
 
@@ -65,8 +66,8 @@ def tune(
     device's memory; and simulates the rest. A pass takes the time of its
     arithmetic, of the bytes that it moves, and of the starts of its operations.
     Where the devices are there, their speed and that of the layers is measured,
-    copies of the three best pipelines train a few steps, and what these steps
-    take decides. Weights, optimizer slots and seeds stay as they are.
+    copies of the best pipelines train a few steps, and what these steps take
+    decides. Weights, optimizer slots and seeds stay as they are.
 
     Args:
         layers: List of Keras layers, a `keras.Sequential`, or a functional
@@ -163,12 +164,19 @@ def tune(
     times = LayerTimes(known)
     if tries:
         times = _measured_times(known, machine, fixed, until)
-    ranked = Chooser(known, times, machine).ranked(fixed, _NUM_RANKED)
+    if tries:
+        ranked = _of_both_kinds(known, times, machine, fixed)
+    else:
+        ranked = Chooser(known, times, machine).ranked(fixed, 1 + _NUM_RIVALS)
     if not ranked:
         raise ValueError(_nothing_fits(known, machine, memories, fixed))
-    tried: dict[int, float] = {}
+    tried = TriedChoices([])
     if tries:
-        ranked, tried = _tried(ranked, layers, known, optimizer, until)
+        estimated = functools.partial(_of_both_kinds, known, times, fixed=fixed)
+        tried = _tried(
+            ranked, estimated, machine, layers, known, optimizer, until
+        )
+        ranked = tried.ranked()
     if not ranked:
         raise ValueError(
             "None of the pipelines that were tried fits the memory of the "
@@ -205,62 +213,52 @@ def _measured_times(known, machine, fixed, until) -> LayerTimes:
     )
 
 
-def _tried(ranked, layers, known, optimizer, until):
+def _of_both_kinds(known, times, machine, fixed) -> list[Choice]:
+    """Returns the best choices of one device, and the best of several."""
+    chooser = Chooser(known, times, machine)
+    ranked = chooser.ranked(fixed, _NUM_RANKED)
+    if len({x.candidate.alone for x in ranked}) == 1:
+        alone = ranked[0].candidate.alone
+        others = [x for x in chooser.candidates(fixed) if x.alone != alone]
+        ranked += chooser.ranked(fixed, _NUM_RANKED, others)
+    return ranked
+
+
+def _tried(
+    ranked, estimated, machine, layers, known, optimizer, until
+) -> TriedChoices:
     """Tries the best choices, as long as the time allows.
 
-    Returns:
-        List of choices, those that were tried and those with replicas (which
-        cannot be tried) first, by time; and a dictionary from the `id` of each
-        choice that was tried to its seconds. The `step_seconds` of the others
-        are corrected by how much the simulation was wrong for those tried.
+    `ranked` are those that `estimated` returns for the machine.
     """
     spec = known.input_spec
     optimizer = optimizers.get(optimizer)
-    left = list(ranked)
-    done: list[Choice] = []
-    tried: dict[int, float] = {}
-    longest = 0.0
-    while (
-        left
-        and len(done) < _NUM_TRIED
-        # A trial cannot be cut short, as most of it is tracing: none starts
-        # that may end too late.
-        and time.monotonic() + longest < until
-    ):
-        each = next((x for x in left if x.candidate.num_replicas == 1), None)
-        if each is None:
-            break
-        left.remove(each)
+    choices = TriedChoices(ranked)
+    setup = 0.0
+    for _ in range(_NUM_TRIED):
+        each = choices.next()
         start = time.monotonic()
+        # A trial cannot be cut short, as most of it is tracing: none starts
+        # that may end too late, after the first.
+        if each is None or (
+            setup
+            and start + setup + trials.COUNT * choices.corrected(each) > until
+        ):
+            break
         with progress.doing(f"trying {each.candidate}"):
             seconds = trials.step_seconds(layers, spec, optimizer, each.plan)
-        longest = max(longest, time.monotonic() - start)
-        if seconds is not None:
-            tried[id(each)] = seconds
-            done.append(each)
-    if not done:
-        return left, {}
-    # The geometric mean of measured to simulated times.
-    factor = math.exp(
-        sum(math.log(tried[id(x)] / x.seconds) for x in done) / len(done)
-    )
-    corrected = [
-        dataclasses.replace(
-            x,
-            plan=dataclasses.replace(x.plan, step_seconds=factor * x.seconds),
-        )
-        for x in left
-    ]
-    replicas = [x for x in corrected if x.candidate.num_replicas > 1]
-    first = sorted(
-        [*done, *replicas], key=lambda x: tried.get(id(x), x.seconds)
-    )
-    rest = [x for x in corrected if x.candidate.num_replicas == 1]
-    return [*first, *rest], tried
+        taken = time.monotonic() - start
+        setup = max(setup, taken - trials.COUNT * (seconds or 0.0))
+        if seconds is None:
+            continue
+        choices.add(each, seconds)
+        if other := choices.corrected_machine(machine):
+            choices.estimate_anew(estimated(other))
+    return choices
 
 
 def _decided(
-    ranked: list[Choice], tried: dict[int, float], machine: Machine
+    ranked: list[Choice], tried: TriedChoices, machine: Machine
 ) -> Plan:
     """Returns the plan of the first choice, with a reason and its rivals."""
     best = ranked[0]
@@ -272,14 +270,14 @@ def _decided(
         reason = "\n".join(filter(None, [left_out, reason]))
     return dataclasses.replace(
         best.plan,
-        measured_seconds=tried.get(id(best)),
+        measured_seconds=tried.measured(best),
         reason=reason,
         rivals=sorted(
             (
                 Rival(
                     str(x.candidate),
-                    tried.get(id(x), x.seconds),
-                    id(x) in tried,
+                    tried.measured(x) or x.seconds,
+                    tried.measured(x) is not None,
                 )
                 for x in ranked[1:]
             ),

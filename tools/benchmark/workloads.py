@@ -188,7 +188,24 @@ def _after(x, seconds):
 
 
 def _asleep(x, seconds):
-    """Returns `x` after this many seconds and the thread's time to wake up."""
+    """Returns `x` after this many seconds and the thread's time to wake up.
+
+    Several that run on a device wait one after another, as a device that
+    computes would make them.
+    """
+    mutex = tf.raw_ops.MutexV2(container="", shared_name="simulated device")
+    with tf.control_dependencies([x]):
+        lock = tf.raw_ops.MutexLock(mutex=mutex)
+    with tf.control_dependencies([lock]):
+        slept = _slept(x, seconds)
+    with tf.control_dependencies([slept]):
+        free = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+    with tf.control_dependencies([free]):
+        return tf.identity(slept)
+
+
+def _slept(x, seconds):
+    """Returns `x` after this many seconds, beside others on the device."""
     types = {"output_types": [x.dtype], "output_shapes": [x.shape]}
     # TensorFlow can sleep only in its data pipelines. It sleeps twice: before
     # the element, and before the end.

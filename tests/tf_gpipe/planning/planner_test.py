@@ -5,6 +5,7 @@ import random
 import time
 
 import keras
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -156,6 +157,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         schedule=("gpipe", "1f1b"), remat=("always", "never")
     )
+    @pytest.mark.slow_after(1)
     def test_activations_fall_with_micro_batches(self, schedule, remat):
         layers = make_blocks(4, 2, 32)
         bytes_of = [
@@ -386,6 +388,7 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
         loss_scaled,
         several,
     )
+    @pytest.mark.slow_after(1)
     def test_optimizers(self, optimizer):
         make = lambda: keras.optimizers.get(optimizer)
         if callable(optimizer):
@@ -403,6 +406,7 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
         # Weights stay in float32, but not activations between stages.
         self.assertEqual(planned.stages[0].boundary_bytes % 2, 0)
 
+    @pytest.mark.slow
     def test_dtype_policy(self):
         def make():
             return [
@@ -659,6 +663,7 @@ class NothingAllocatedTest(tf.test.TestCase):
         outputs = keras.Sequential(layers)(tf.ones((2, 144)))
         self.assertEqual(outputs.shape, (2, 3))
 
+    @pytest.mark.slow
     def test_84_billion_parameters(self):
         width, inner, num_blocks = 2048, 8192, 1663
         layers = make_blocks(num_blocks, 16, inner)

@@ -1,8 +1,10 @@
 """The pipeline that `tune` chooses, compared with all simulated candidates."""
 
+import dataclasses
 import json
 import os
 import tempfile
+from unittest import mock
 
 import keras
 import pytest
@@ -20,6 +22,9 @@ from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
+from tf_gpipe.tuning import measured_speeds
+from tf_gpipe.tuning import trials
+from tf_gpipe.tuning.tried_choices import TriedChoices
 
 SLOW = 1e9
 
@@ -52,6 +57,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         ([SLOW] * 3, 240_000),
         ([SLOW, SLOW / 3, SLOW / 2], None),
     )
+    @pytest.mark.slow_after(1)
     def test_it_is_the_best_of_all(self, speeds, memory):
         layers = KnownLayers(make_layers(5), (12, 64), "adam")
         layers.sampled = [1, 12]
@@ -89,6 +95,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertTrue(bound.fits)
 
+    @pytest.mark.slow
     def test_nothing_fits(self):
         with self.assertRaisesRegex(ValueError, "10 % to spare"):
             tuned(device_memory=1000)
@@ -101,6 +108,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn("One device is enough", str(found))
         self.assertIn("next best", str(found))
 
+    @pytest.mark.slow
     def test_data_parallelism(self):
         # Much work, and few weights, whose gradients are summed quickly.
         layers = [keras.layers.Conv2D(8, 3, padding="same") for _ in range(4)]
@@ -194,6 +202,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         found = tuned(make_layers(2, 4), (8192, 4), 1)
         self.assertLessEqual(found.num_micro_batches, 4096)
 
+    @pytest.mark.slow
     def test_same_arguments_same_plan(self):
         self.assertEqual(str(tuned()), str(tuned()))
 
@@ -262,6 +271,178 @@ class TrialTest(tf.test.TestCase):
         self.assertEqual([id(x) for x in after], [id(x) for x in variables])
         for x, y in zip(after, before, strict=True):
             self.assertAllEqual(x, y)
+
+
+class TriedChoicesTest(tf.test.TestCase):
+    """In which order choices are tried, and how trials correct the others."""
+
+    def setUp(self):
+        super().setUp()
+        layers = KnownLayers(make_layers(), (32, 64), "sgd")
+        self.chooser = Chooser(layers, LayerTimes(layers), machine([SLOW] * 2))
+        self.all = self.chooser.candidates(candidates.Fixed(remat="never"))
+
+    def choices(self, wanted, count=3):
+        return self.chooser.ranked(
+            candidates.Fixed(remat="never", schedule="1f1b"),
+            count,
+            [x for x in self.all if wanted(x)],
+        )
+
+    def test_the_other_kind_is_tried_and_corrects_its_kind(self):
+        several = self.choices(lambda x: x.num_devices == 2)
+        alone = self.choices(lambda x: x.alone)
+        self.assertLess(several[0].seconds, alone[0].seconds)
+        tried = TriedChoices([*several, *alone])
+        first = tried.next()
+        self.assertIs(first, several[0])
+        # Two devices turn out to share a core.
+        tried.add(first, 3 * first.seconds)
+        other = tried.next()
+        self.assertIs(other, alone[0])
+        tried.add(other, other.seconds)
+        self.assertIs(tried.next(), alone[1])
+        tried.add(alone[1], 1.5 * other.seconds)
+        best, *rest = tried.ranked()
+        self.assertIs(best, other)
+        self.assertEqual(tried.measured(first), 3 * first.seconds)
+        self.assertIsNone(tried.measured(several[1]))
+        corrected = {str(x.candidate): x.seconds for x in rest}
+        self.assertAllClose(
+            corrected[str(several[1].candidate)], 3 * several[1].seconds
+        )
+        # By the trial with the number of micro-batches that is nearest.
+        self.assertEqual(
+            [x.candidate.num_micro_batches for x in alone], [1, 2, 4]
+        )
+        factor = 1.5 * other.seconds / alone[1].seconds
+        self.assertAllClose(
+            corrected[str(alone[2].candidate)], factor * alone[2].seconds
+        )
+
+    def test_trials_end_when_none_may_be_faster(self):
+        found = self.choices(lambda x: x.num_devices == 2, 20)
+        numbers = {x.candidate.num_micro_batches for x in found}
+        self.assertGreater(len(numbers), 2)
+        tried, count = TriedChoices(found), 0
+        while (choice := tried.next()) is not None:
+            # One is twice as fast as was simulated, the others are not.
+            factor = 1 if choice is not found[2] else 0.5
+            tried.add(choice, factor * choice.seconds)
+            count += 1
+        best, *_ = tried.ranked()
+        self.assertIs(best, found[2])
+        self.assertBetween(count, 3, len(found) - 1)
+
+    def test_the_first_trials_tell_how_devices_slow_each_other_down(self):
+        (several, *_), (one, *_) = (
+            self.choices(lambda x: x.num_devices == 2),
+            self.choices(lambda x: x.alone),
+        )
+        # As if the devices had been taken to share what they do not.
+        where = machine([SLOW] * 2, sharing=4.0)
+        for factor, slowdown in ((1.0, 4.0), (0.5, 2.0), (0.1, 1.0)):
+            tried = TriedChoices([several, one])
+            self.assertIsNone(tried.corrected_machine(where))
+            # All layers are also twice as slow as was estimated.
+            tried.add(several, 2 * factor * several.seconds)
+            self.assertIsNone(tried.corrected_machine(where))
+            tried.add(one, 2 * one.seconds)
+            found = tried.corrected_machine(where)
+            if slowdown == 4.0:
+                self.assertIsNone(found)
+            else:
+                self.assertAllClose(found.slowdown(2), slowdown)
+
+    def test_a_device_that_was_held_up_is_measured_again(self):
+        found = iter((4.0, 1.0, 4.0, 1.5, 3.9, 1.4))
+        with mock.patch.object(
+            measured_speeds,
+            "_speed",
+            lambda name: (Speed.of_flops(next(found)), name),
+        ):
+            speeds = measured_speeds._speeds(["a", "b", "c", "d"])
+        self.assertEqual([x.flops for x, _ in speeds], [4.0, 3.9, 4.0, 1.5])
+        self.assertEqual([name for _, name in speeds], ["a", "b", "c", "d"])
+
+    def test_choices_that_are_estimated_anew(self):
+        several = self.choices(lambda x: x.num_devices == 2)
+        tried = TriedChoices(several)
+        tried.add(tried.next(), 3 * several[0].seconds)
+        halves = [
+            dataclasses.replace(
+                x,
+                plan=dataclasses.replace(x.plan, step_seconds=x.seconds / 2),
+            )
+            for x in several
+        ]
+        tried.estimate_anew(halves)
+        best, *rest = tried.ranked()
+        self.assertIs(best, several[0])
+        self.assertEqual(
+            [x.candidate for x in rest], [x.candidate for x in several[1:]]
+        )
+        # Three times as long as the old estimate is six times the new one.
+        for x, half in zip(rest, halves[1:], strict=True):
+            self.assertAllClose(x.seconds, 6 * half.seconds)
+
+    def test_machine_with_slowdown(self):
+        for count in (2, 3, 4):
+            found = machine([SLOW] * 4).with_slowdown(count, 2.5)
+            self.assertAllClose(found.slowdown(count), 2.5)
+            self.assertEqual(found.slowdown(1), 1.0)
+        self.assertEqual(found.with_slowdown(4, 0.5).sharing, 1.0)
+
+    def test_of_a_kind_that_is_too_large_one_is_tried(self):
+        several = self.choices(lambda x: x.num_devices == 2)
+        alone = self.choices(lambda x: x.alone)
+        tried = TriedChoices([*several, *alone])
+        tried.add(tried.next(), several[0].seconds)
+        self.assertIs(tried.next(), alone[0])
+        self.assertIs(tried.next(), several[1])
+
+    def test_one_that_is_too_large_is_gone(self):
+        found = self.choices(lambda x: x.num_devices == 2)
+        tried = TriedChoices(found)
+        self.assertIs(tried.next(), found[0])
+        self.assertIs(tried.next(), found[1])
+        tried.add(found[1], 1.0)
+        self.assertIs(tried.ranked()[0], found[1])
+        self.assertLen(tried.ranked(), 2)
+
+    def test_replicas_are_not_tried(self):
+        found = self.choices(lambda x: x.num_replicas == 2)
+        self.assertNotEmpty(found)
+        tried = TriedChoices(found)
+        self.assertIsNone(tried.next())
+        self.assertEqual(tried.ranked(), found)
+
+    def test_devices_that_seem_slow_together_are_tried(self):
+        """The simulation alone would take one device."""
+        layers = make_layers()
+        kwargs = {"devices": [f"{KIND}:0", f"{KIND}:1"], "budget_seconds": 200}
+        where = machine([SLOW] * 2, sharing=50.0, replicates=False)
+        where = dataclasses.replace(
+            where,
+            devices=[
+                dataclasses.replace(x, name=name)
+                for x, name in zip(
+                    where.devices, kwargs["devices"], strict=True
+                )
+            ],
+        )
+        seconds = {1: 2.0, 2: 1.0}
+        with (
+            mock.patch.object(measured_speeds, "measured", return_value=where),
+            mock.patch.object(
+                trials,
+                "step_seconds",
+                lambda layers, spec, optimizer, plan: seconds[plan.num_devices],
+            ),
+        ):
+            plan = tf_gpipe.tune(layers, (32, 64), **kwargs)
+        self.assertEqual(plan.num_devices, 2)
+        self.assertEqual(plan.measured_seconds, 1.0)
 
 
 class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
