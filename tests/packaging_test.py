@@ -107,6 +107,7 @@ def run(command, **kwargs):
 
 
 class InstallTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_install(self):
         with tempfile.TemporaryDirectory() as folder:
             # A copy: setuptools writes beside the sources.

@@ -78,6 +78,7 @@ class AmoebaNetTest(tf.test.TestCase, parameterized.TestCase):
         ((1, 33, 3), 3),
         ((1, 1, 1), 4),
     )
+    @pytest.mark.slow_after(1)
     def test_input_sizes(self, input_shape, num_stem_reductions):
         layers = amoebanet_d(3, 8, 5, input_shape, num_stem_reductions)
         model = keras.Sequential(layers)
@@ -94,6 +95,7 @@ class AmoebaNetTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(outputs.shape, (2, 5))
         self.assertAllEqual(np.isfinite(outputs), np.ones((2, 5), bool))
 
+    @pytest.mark.slow
     def test_unknown_size(self):
         fixed = keras.Sequential(amoebanet_d(**SMALL))
         free = keras.Sequential(
@@ -152,6 +154,7 @@ class AmoebaNetTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertLess(logs[0][-1]["loss"], logs[0][0]["loss"])
 
+    @pytest.mark.slow
     def test_micro_batches(self):
         model = tf_gpipe.PipelinedSequential(
             amoebanet_d(**SMALL), num_stages=3, num_micro_batches=2
@@ -185,6 +188,7 @@ class AmoebaNetTest(tf.test.TestCase, parameterized.TestCase):
             head((x, x), training=True), head((x, x), training=True)
         )
 
+    @pytest.mark.slow
     def test_saving(self):
         model = keras.Sequential(
             amoebanet_d(**SMALL, aux_head=True, drop_path=0.1)

@@ -4,6 +4,7 @@ import pathlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -40,6 +41,7 @@ class DtypePolicyTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters(*SIZES)
+    @pytest.mark.slow_after(1)
     def test_policy_of_another_time(self, name):
         keras.config.set_dtype_policy("mixed_bfloat16")
         model = keras.Sequential(model_zoo.get(name, **SIZES[name]))

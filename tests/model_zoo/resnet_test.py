@@ -173,6 +173,7 @@ class BottleneckTest(tf.test.TestCase, parameterized.TestCase):
                 trainable,
             )
 
+    @pytest.mark.slow
     def test_equals_keras_applications(self):
         shape = (45, 34, 3)
         reference = keras.applications.ResNet50(

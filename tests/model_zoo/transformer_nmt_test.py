@@ -267,6 +267,7 @@ class TransformerNmtTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(np.mean(decoded == labels), 0.9)
 
     @parameterized.parameters("mixed_float16", "mixed_bfloat16")
+    @pytest.mark.slow
     def test_mixed_precision(self, policy):
         exact = random_model()
         previous = keras.config.dtype_policy()
@@ -440,6 +441,7 @@ class DecodingTest(tf.test.TestCase, parameterized.TestCase):
             decoded, exhaustive_search(model, source, 5, 3, length_penalty)
         )
 
+    @pytest.mark.slow
     def test_padding_of_the_source(self):
         model = random_model(tie_weights=False)
         source = batch()["source"]
@@ -451,6 +453,7 @@ class DecodingTest(tf.test.TestCase, parameterized.TestCase):
                 decode(model, longer[1:], START, END, 5, 2), decoded[1:]
             )
 
+    @pytest.mark.slow
     def test_other_models(self):
         class Translator(keras.Model):
             pass

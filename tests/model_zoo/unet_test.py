@@ -42,6 +42,7 @@ class UNetTest(tf.test.TestCase, parameterized.TestCase):
         (24, 160, 7.80e9),
         (48, 160, 15.82e9),
     )
+    @pytest.mark.slow_after(1)
     def test_parameters(self, num_blocks, num_filters, expected):
         self.addCleanup(sys.setrecursionlimit, sys.getrecursionlimit())
         sys.setrecursionlimit(10_000)  # For 48 blocks a level.

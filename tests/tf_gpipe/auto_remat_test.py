@@ -64,6 +64,7 @@ def planned(**kwargs):
 
 class PlanTest(parameterized.TestCase):
     @parameterized.parameters(0.45, 0.6, 0.8)
+    @pytest.mark.slow_after(1)
     def test_fits_a_share_of_what_never_takes(self, share):
         never = planned(remat="never")
         auto = planned(remat="auto", memory_limit=share)
@@ -93,6 +94,7 @@ class PlanTest(parameterized.TestCase):
         schedule=("1f1b", "zero_bubble", "eager_zero_bubble"),
         balance=(None, "parameters"),
     )
+    @pytest.mark.slow_after(1)
     def test_tells_the_least_that_is_enough(self, **options):
         with self.assertRaisesRegex(ValueError, "too low") as raised:
             planned(remat="auto", memory_limit=1000, **options)
@@ -220,6 +222,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(loaded.memory_limit, limit)
         self.assertEqual(loaded._pipeline.chosen, model._pipeline.chosen)
 
+    @pytest.mark.slow
     def test_is_decided_again_for_new_weights(self):
         model = self.make(memory_limit=0.5)
         before = model.balance, model._pipeline.chosen
@@ -261,6 +264,7 @@ class TrainTest(tf.test.TestCase, parameterized.TestCase):
         for a, b in zip(never.weights, auto.weights, strict=True):
             self.assertAllClose(a, b, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_split_backward_passes(self):
         found = []
         for chosen in ((), (range(0, 5), range(5, 9))):
@@ -448,6 +452,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, text):
             self.make(**kwargs)
 
+    @pytest.mark.slow
     def test_counts_the_slots_of_the_optimizer(self):
         model = self.make(memory_limit="30KB", batch_size=12)
         before = model._pipeline
@@ -460,6 +465,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             sum(map(len, before.recomputed(0))),
         )
 
+    @pytest.mark.slow
     def test_a_limit_for_an_optimizer_without_slots(self):
         ((x, y),) = data()
         model = self.make(memory_limit="18KB", batch_size=12)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -44,6 +45,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         schedule=("1f1b", "gpipe"), remat=("always", "except_last", "never")
     )
+    @pytest.mark.slow_after(1)
     def test_records_all_tasks_in_order(self, schedule, remat):
         model = make_model(schedule=schedule, remat=remat)
         recorder = tf_gpipe.callbacks.Timeline()
@@ -65,6 +67,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         (bubble,) = history.history["bubble"]
         self.assertBetween(bubble, 0.0, 1.0)
 
+    @pytest.mark.slow
     def test_logs_reach_other_callbacks_in_any_order(self):
         names = {"bubble", "idle_stage_0", "idle_stage_1"}
         seen = []
@@ -150,6 +153,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         for title in ("simulated: makespan", "measured: makespan"):
             self.assertIn(title, text)
 
+    @pytest.mark.slow
     def test_names_tasks_in_a_profile(self):
         log_dir = self.enterContext(tempfile.TemporaryDirectory())
         recorder = tf_gpipe.callbacks.Timeline()
@@ -242,6 +246,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         # Step 4 is in the second epoch: the first one has no bubble.
         self.assertLen(history.history["bubble"], 1)
 
+    @pytest.mark.slow
     def test_chosen_steps_of_executions(self):
         model = make_model()
         model.compile("sgd", "mse", steps_per_execution=3)

@@ -7,6 +7,7 @@ import resource
 import shutil
 
 import keras
+import pytest
 import tensorflow as tf
 
 from tests.tf_gpipe import checkpoint_test
@@ -66,6 +67,7 @@ class FullDiskTest(checkpoint_test.TestCase):
             for name in self.names:
                 store.read(self.workdir / name)
 
+    @pytest.mark.slow
     def test_each_file(self):
         """The disk is full at the first byte, or near the end of a file."""
         self.fit(make(), DATA["arrays"], epochs=1, keep=1)
@@ -91,6 +93,7 @@ class FullDiskTest(checkpoint_test.TestCase):
             self.fit_limited(1, 0, Dying(STEPS + 2))
         self.assertEmpty(self.names)
 
+    @pytest.mark.slow
     def test_goes_on(self):
         whole = make()
         whole.fit(**DATA["arrays"](), epochs=EPOCHS, verbose=0)
@@ -112,6 +115,7 @@ class FullDiskTest(checkpoint_test.TestCase):
 
 
 class TwoTrainersTest(checkpoint_test.TestCase):
+    @pytest.mark.slow
     def test_the_second_one_is_refused(self):
         refused = []
 

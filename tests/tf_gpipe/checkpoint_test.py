@@ -221,6 +221,7 @@ class ResumptionTest(TestCase):
 
         self.compare(under_strategy, DATA["arrays"], (4, 5))
 
+    @pytest.mark.slow
     def test_other_stages(self):
         """A checkpoint does not depend on how the model is cut."""
         with self.assertRaises(Died):
@@ -252,6 +253,7 @@ class ResumptionTest(TestCase):
         with self.assertRaisesRegex(ValueError, "no multiple of steps_per_ex"):
             self.fit(several(), DATA["tf.data"], epochs=9)
 
+    @pytest.mark.slow
     def test_without_a_seed(self):
         """Python's random state, by which batches are shuffled, is restored."""
 
@@ -301,6 +303,7 @@ class ResumptionTest(TestCase):
 
         self.compare(counting, DATA["arrays"], (4,))
 
+    @pytest.mark.slow
     def test_callbacks_that_watch(self):
         def callbacks():
             watching = {"monitor": "loss", "min_delta": 10.0, "mode": "min"}
@@ -323,6 +326,7 @@ class ResumptionTest(TestCase):
         model, again = self.with_deaths(make, data, (), callbacks, epochs=9)
         self.assertEmpty(again.history)
 
+    @pytest.mark.slow
     def test_stopped_within_an_epoch(self):
         class Stopping(keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
@@ -335,6 +339,7 @@ class ResumptionTest(TestCase):
         parts, _ = self.with_deaths(make, DATA["arrays"], ())
         self.assert_same(whole, parts)
 
+    @pytest.mark.slow
     def test_initial_epoch(self):
         """The data begins with the `initial_epoch` of `fit`."""
         whole = make()
@@ -460,6 +465,7 @@ class DamageTest(TestCase):
         checkpoint = Checkpoint(self.workdir)
         self.assertEqual(checkpoint.restore(make()), (0, 4))
 
+    @pytest.mark.slow
     def test_exactly(self):
         self.damage("part_00001.bin", "bit")
         model = make()
@@ -468,6 +474,7 @@ class DamageTest(TestCase):
         self.assertEqual(Checkpoint(self.workdir).restore(make()), (1, 0))
 
     @parameterized.parameters("file", "link")
+    @pytest.mark.slow
     def test_something_else_in_place_of_a_checkpoint(self, kind):
         shutil.rmtree(self.newest)
         if kind == "file":

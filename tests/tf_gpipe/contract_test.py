@@ -150,6 +150,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         remat=("always", "never"),
         rows=(8, 7),
     )
+    @pytest.mark.slow_after(1)
     def test_schedule_of_your_own(self, tasks, remat, rows):
         schedule = tf_gpipe.Schedule([row.split() for row in tasks])
         pipelined = comparison.train(
@@ -329,6 +330,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
             comparison.assert_same(self, exact, narrow)
 
     @parameterized.parameters("mixed_bfloat16", "mixed_float16")
+    @pytest.mark.slow
     def test_mixed_precision(self, policy):
         self.addCleanup(keras.config.set_dtype_policy, "float32")
         keras.config.set_dtype_policy(policy)
@@ -516,6 +518,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         ("zero_bubble", "never", 0, 4),
         ("zero_bubble", "always", 1, 4),
     )
+    @pytest.mark.slow_after(1)
     def test_computes_as_often_as_asked(self, schedule, remat, stage, runs):
         calls = collections.Counter()
 

@@ -4,6 +4,7 @@ import re
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -386,6 +387,7 @@ class InLayerTest(ErrorTest):
         schedule=("1f1b", "gpipe"),
         run_eagerly=(False, True),
     )
+    @pytest.mark.slow_after(1)
     def test_while_training(self, error, schedule, run_eagerly):
         layers, layer = self._make(error)
         model = pipelined(layers, balance=[2, 2], schedule=schedule)
@@ -581,6 +583,7 @@ class LossTest(ErrorTest):
         schedule=("1f1b", "gpipe"),
         dtype=(("float32", 1e-5), ("float64", 1e-12)),
     )
+    @pytest.mark.slow_after(1)
     def test_no_loss_but_those_of_layers(self, schedule, dtype):
         dtype, rtol = dtype
         keras.config.set_floatx(dtype)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 
+import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -67,6 +68,7 @@ class LockTest(parameterized.TestCase):
         self.path = pathlib.Path(directory.name)
         self.file = self.path / ".lock"
 
+    @pytest.mark.slow
     def test_race(self):
         result = subprocess.run(
             [sys.executable, "-c", RACE, str(self.path)],

@@ -4,6 +4,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L  # noqa: N812
@@ -91,6 +92,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
         # M divides neither, and the second is smaller than M.
         rows=(ROWS, 3),
     )
+    @pytest.mark.slow
     def test_trains_as_plain(self, make, where, remat, schedule, rows):
         kwargs = {"remat": remat}
         if remat == 0.6:
@@ -111,6 +113,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain(make, rows), pipeline)
 
+    @pytest.mark.slow
     def test_one_row(self):
         # Nothing is split. Some of the layers are recomputed, part by part.
         pipeline = trained(
@@ -124,6 +127,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(len(pipeline[0]._pipeline.recomputed(0)), 1)
         comparison.assert_same(self, plain(attention, 1), pipeline)
 
+    @pytest.mark.slow
     def test_tuned(self):
         model, spec = attention(), keras.KerasTensor((8, 6), "int32")
         needs = tf_gpipe.plan(
@@ -137,6 +141,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
         pipeline = trained(attention, 8, plan=plan)
         comparison.assert_same(self, plain(attention, 8), pipeline)
 
+    @pytest.mark.slow
     def test_auto(self):
         pipeline = trained(
             functools.partial(attention, 8),

@@ -4,6 +4,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L  # noqa: N812
@@ -117,6 +118,7 @@ class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters(1, 2)
+    @pytest.mark.slow
     def test_layers_that_wait(self, steps_per_execution):
         model = make(waiting, rows=8)
         model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
@@ -142,6 +144,7 @@ class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
         for a, b in zip(plain.weights, model.weights, strict=True):
             self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.slow
     def test_a_memory_limit_that_refuses_a_cut(self):
         limit = tf_gpipe.plan(
             heavy(),

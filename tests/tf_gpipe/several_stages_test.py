@@ -125,6 +125,7 @@ class SeveralStagesTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             tf_gpipe.PipelinedSequential(dense(), **kwargs)
 
+    @pytest.mark.slow
     def test_saved(self):
         for schedule in ("auto", "v_half"):
             model = self.compare(
@@ -140,6 +141,7 @@ class SeveralStagesTest(tf.test.TestCase, parameterized.TestCase):
             ((x, _),) = data(8)
             self.assertAllClose(loaded(x), model(x))
 
+    @pytest.mark.slow
     def test_verify(self):
         model = self.compare(dense, 8, schedule="auto", num_micro_batches=2)
         (batch,) = data(8)
@@ -187,6 +189,7 @@ class AutoTest(tf.test.TestCase):
             "stages are taken for equal.*layer 'odd'",
         )
 
+    @pytest.mark.slow
     def test_follows_the_costs(self):
         """The search takes slow connections into account."""
         layers = [L.Dense(32 * (1 + i % 3)) for i in range(8)]

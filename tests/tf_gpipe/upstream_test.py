@@ -1011,6 +1011,7 @@ class ServerTest(tf.test.TestCase):
         )
         self.assertEqual(done.stdout.split(), [str(whole), "True"], done.stderr)
 
+    @pytest.mark.slow
     def test_server(self):
         """A worker starts, and restarts, in half a second."""
         self.assertIs(upstream_server.server(), tf.distribute.Server)

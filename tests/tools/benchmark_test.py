@@ -174,6 +174,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(found["rows"], 2)
 
     @mock.patch.dict(workloads.WORKLOADS, SMALL)
+    @pytest.mark.slow
     def test_replicas(self):
         one, alone, both = benchmark_here(
             "pipeline",
@@ -208,6 +209,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIn(message, stderr.getvalue())
 
     @mock.patch.dict(workloads.WORKLOADS, SMALL)
+    @pytest.mark.slow
     def test_one_stage_with_xla(self):
         rows = benchmark_here(
             "pipeline",
@@ -380,6 +382,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
                 )
             self.assertEqual(measure.call_count, is_new)
 
+    @pytest.mark.slow
     def test_auto_remat(self):
         def make():
             return keras.Sequential(workloads.convolutional(2, 4, 8))
@@ -413,6 +416,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         )
 
     @parameterized.parameters("plain", "remat", "accumulate", "tf_gpipe")
+    @pytest.mark.slow
     def test_a_step_on_one_device(self, way):
         def make(size):
             return workloads.convolutional(2, 4, size)
@@ -525,6 +529,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         )
 
     @mock.patch.dict(workloads.WORKLOADS, SMALL)
+    @pytest.mark.slow
     def test_step(self):
         found = benchmark_here(
             "step", "--batch_size=4", "--num_steps=1", "--num_repeats=1"

@@ -17,6 +17,7 @@ SAME = 0.02
 
 class PicturesTest(parameterized.TestCase):
     @parameterized.parameters(*pictures.SIMULATED)
+    @pytest.mark.slow_after(1)
     def test_simulated(self, name):
         found, drawn = self.draw(name)
         self.assertEqual(found.shape, drawn.shape, REDRAW)

@@ -43,6 +43,7 @@ class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
         drawing = Drawing(seed, has_state=seed % 3 == 0)
         self.assert_empty(drawing, comparing.training_differs(drawing))
 
+    @pytest.mark.slow
     def test_command(self):
         # The model of this seed is traced fast.
         status, text = self.run_command("--num=1", "--seed=4", "--json")

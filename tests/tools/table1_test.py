@@ -129,6 +129,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
         self.assertIn("the two seem to be swapped", text)
         self.assertNotIn("AmoebaNet", text)
 
+    @pytest.mark.slow
     def test_largest(self):
         largest = found("--model=transformer_lm", "--rows", "Pipeline-1")
         by_bytes = largest["rows"][0]["by_bytes"]

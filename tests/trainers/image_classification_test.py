@@ -314,6 +314,7 @@ class TrainTest(TestCase):
         self.assertAllEqual(table[:, 0], np.arange(len(table)))
         return table[:, 1]
 
+    @pytest.mark.slow
     def test_train_and_evaluate(self):
         workdir = self.make_directory()
         model, printed = self.train(num_epochs=1, workdir=workdir)
@@ -465,6 +466,7 @@ class TrainTest(TestCase):
         self.assertEqual(whole_scores, self.scores)
         self.assertAllEqual(self.losses(whole_dir), self.losses(parts_dir))
 
+    @pytest.mark.slow
     def test_other_batches_within_an_epoch(self):
         workdir = self.make_directory()
         with _signal_after(2), self.assertRaises(Stopped):
@@ -534,6 +536,7 @@ class TrainTest(TestCase):
         self.assertEqual(model.layers[-1].compute_dtype, policy[6:])
         self.assertEqual(keras.config.dtype_policy().name, "float32")
 
+    @pytest.mark.slow
     def test_stopped_without_workdir(self):
         with _signal_after(1), self.assertRaisesRegex(Stopped, "--workdir"):
             self.train()
@@ -610,6 +613,7 @@ class TrainTest(TestCase):
         with self.assertRaisesRegex(UserError, "No examples were yielded"):
             self.train(dataset="no_images")
 
+    @pytest.mark.slow
     def test_images_of_any_size(self):
         model, _ = self.train(
             dataset="tiny_images_of_any_shape", image_size=4, num_epochs=1
@@ -681,6 +685,7 @@ class TrainTest(TestCase):
         with self.assertRaisesRegex(UserError, f"{path} is damaged"):
             self.train(workdir=workdir)
 
+    @pytest.mark.slow
     def test_checkpoint_of_other_flags(self):
         workdir = self.make_directory()
         self.train(num_epochs=1, workdir=workdir)

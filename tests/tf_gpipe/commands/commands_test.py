@@ -142,6 +142,7 @@ class CommandsTest(parameterized.TestCase):
         code = f"import tf_gpipe, keras; keras.models.load_model({path!r})"
         subprocess.run([sys.executable, "-c", code], check=True)
 
+    @pytest.mark.slow
     def test_no_command_is_imported_before_it_is_known(self):
         code = (
             "import runpy, sys; sys.argv = ['tf_gpipe'];\n"

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import keras
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -106,6 +107,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         found = self.run_command(verify, name, "--num_micro_batches=2")
         self.assertTrue(found["ok"])
 
+    @pytest.mark.slow
     def test_timeline(self):
         found = self.run_command(
             timeline,

@@ -176,6 +176,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             plan = found(*args, f"{model}{num_blocks}")
             self.assertEqual(plan["fits"], fits)
 
+    @pytest.mark.slow
     def test_advice(self):
         self.assertIn("It would fit with", run("--device_memory=2MB"))
 
@@ -214,6 +215,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(raised.exception.code, 2)
         self.assertIn(message, stderr.getvalue().splitlines()[-1])
 
+    @pytest.mark.slow
     def test_a_search_ends_where_nothing_grows(self):
         # Any momentum takes the same memory.
         self.enterContext(mock.patch.object(command, "_LIMIT", 8))

@@ -61,6 +61,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertEqual(status, 0, text)
 
+    @pytest.mark.slow
     def test_fewer_devices_than_there_are(self):
         # On four of the devices, two micro-batches would be too few.
         status, text = run(

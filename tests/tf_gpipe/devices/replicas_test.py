@@ -219,6 +219,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             atol=1e-5,
         )
 
+    @pytest.mark.slow
     def test_interleaved(self):
         comparison.assert_same(
             self,
@@ -268,6 +269,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             first, second = components(variable)
             self.assertAllEqual(first, second)
 
+    @pytest.mark.slow
     def test_batch_normalization_is_keras_s_with_one_micro_batch(self):
         plain, plain_logs = train(normalized, 2)
         model, logs = train(normalized, 2, num_stages=2, num_micro_batches=1)
@@ -283,6 +285,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters(1, 4)
+    @pytest.mark.slow
     def test_synchronized_batch_normalization(self, num_micro_batches):
         def make():
             layers = normalized()
@@ -317,6 +320,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "several replicas"):
             model.fit(x, x, batch_size=16, verbose=0)
 
+    @pytest.mark.slow
     def test_dropout_differs_between_replicas_and_repeats(self):
         def make():
             return [
@@ -463,6 +467,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             for part in strategy.experimental_local_results(received):
                 self.assertAllClose(part, expected, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     def test_saved_in_a_strategy_loaded_without(self):
         model, _ = train(normalized, 2, num_stages=2, num_micro_batches=2)
         path = os.path.join(self.get_temp_dir(), "model.weights.h5")
@@ -482,6 +487,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             first, second = components(variable)
             self.assertAllEqual(first, second)
 
+    @pytest.mark.slow
     def test_built_by_fit(self):
         keras.utils.set_random_seed(1)
         with mirrored(2).scope():
@@ -526,6 +532,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         b = stays.fit(x, y, batch_size=16, shuffle=False, verbose=0)
         self.assertAllClose(a.history["loss"], b.history["loss"], rtol=1e-4)
 
+    @pytest.mark.slow
     def test_weights_loaded_outside_the_scope(self):
         options = {"num_stages": 2, "num_micro_batches": 2}
         path = os.path.join(self.get_temp_dir(), "file.weights.h5")
@@ -557,6 +564,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
         tasks = {str(s.task) for s in recorder.spans if s.task.kind in "FB"}
         self.assertLen(tasks, 16)
 
+    @pytest.mark.slow
     def test_summary_shows_all_devices(self):
         model, _ = train(dense, 2, num_stages=2, num_micro_batches=4)
         lines = []

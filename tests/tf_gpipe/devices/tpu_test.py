@@ -83,6 +83,7 @@ class XlaTest(tf.test.TestCase, parameterized.TestCase):
         for a, b in zip(train(True, 0.5), train(True, 0.5), strict=True):
             self.assertAllEqual(a, b)
 
+    @pytest.mark.slow
     def test_whole_step_with_masks_compiles(self):
         x, y = tf.reshape(tf.range(20) % 4, (4, 5)), tf.ones((4, 5), tf.int32)
 

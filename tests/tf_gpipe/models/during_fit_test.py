@@ -201,6 +201,7 @@ class DuringFitTest(parameterized.TestCase):
         self.assert_same(model, plain)
 
     @parameterized.parameters(False, True)
+    @pytest.mark.slow
     def test_trainable(self, compiled):
         """It takes effect at the next `compile`, as in the plain model."""
 
@@ -256,6 +257,7 @@ class DuringFitTest(parameterized.TestCase):
         self.assert_same_history(received, expected)
         self.assert_same(model, plain)
 
+    @pytest.mark.slow
     def test_steps_per_execution_cannot_change(self):
         model = _make()
         _compile(model)

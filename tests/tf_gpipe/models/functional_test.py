@@ -489,6 +489,7 @@ class LifeTest(tf.test.TestCase, parameterized.TestCase):
     def path(self, name):
         return pathlib.Path(self.get_temp_dir(), name)
 
+    @pytest.mark.slow
     def test_fit_evaluate_predict(self):
         ((x, y, _),) = two_by_two_data(8)
         model, plain = self.make(), two_by_two()
@@ -528,6 +529,7 @@ class LifeTest(tf.test.TestCase, parameterized.TestCase):
         x = numbers(4, 4)
         self.assertAllClose(loaded(x), model(x))
 
+    @pytest.mark.slow
     def test_saving(self):
         ((x, y, _),) = two_by_two_data(8)
         model = self.make()
@@ -547,6 +549,7 @@ class LifeTest(tf.test.TestCase, parameterized.TestCase):
             loaded.train_on_batch(x, y), model.train_on_batch(x, y)
         )
 
+    @pytest.mark.slow
     def test_weights_of_the_plain_model_and_back(self):
         ((x, y, _),) = two_by_two_data(8)
         model, plain = self.make(num_stages=4), two_by_two()
@@ -563,6 +566,7 @@ class LifeTest(tf.test.TestCase, parameterized.TestCase):
         logs = [each.train_on_batch(x, y) for each in (model, again)]
         self.assertAllClose(*logs)
 
+    @pytest.mark.slow
     def test_rebalance(self):
         ((x, y, _),) = two_by_two_data(8)
         model, twin = self.make(), self.make()
@@ -649,6 +653,7 @@ class LifeTest(tf.test.TestCase, parameterized.TestCase):
             for variable in stage.owned:
                 self.assertEndsWith(variable.value.device, stage.device[-5:])
 
+    @pytest.mark.slow
     def test_replicas(self):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:2"])
         ((x, y, weight),) = two_by_two_data(8)

@@ -139,6 +139,7 @@ class LifeTest(tf.test.TestCase, parameterized.TestCase):
 
 class FitTest(LifeTest):
     @parameterized.parameters("1f1b", "gpipe")
+    @pytest.mark.slow
     def test_arrays(self, schedule):
         x, y = make_data()
         vx, vy = make_data(7)
@@ -347,6 +348,7 @@ class FitTest(LifeTest):
             )
 
     @parameterized.parameters("1f1b", "gpipe")
+    @pytest.mark.slow
     def test_several_outputs(self, schedule):
         x, a = make_data()
         b = make_data(outputs=2)[1]
@@ -507,6 +509,7 @@ class CallbackTest(LifeTest):
         )
         self.assertEqual(history.epoch, [0, 1, 2])
 
+    @pytest.mark.slow
     def test_backup_and_restore(self):
         path = os.path.join(self.get_temp_dir(), "backup")
         x, y = make_data()
@@ -609,6 +612,7 @@ class StepTest(LifeTest):
             self.assertEqual(a.keys(), b.keys())
             self.assert_same_numbers(list(a.values()), list(b.values()))
 
+    @pytest.mark.slow
     def test_predict(self):
         plain, model = make_pair(num_micro_batches=4)
         for rows, batch_size in itertools.product((1, 2, 7, 20), (1, 4, 7, 32)):
@@ -1209,6 +1213,7 @@ class SubclassTest(LifeTest):
                 self.assert_same_numbers(a, b)
 
     @parameterized.parameters((Doubled, PlainDoubled), (Penalty, PlainPenalty))
+    @pytest.mark.slow
     def test_override_with_gpipe(self, cls, plain_cls):
         x, y = make_data()
         plain, model = make_pair(cls=cls, plain_cls=plain_cls, schedule="gpipe")

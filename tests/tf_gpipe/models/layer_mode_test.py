@@ -284,6 +284,7 @@ class ModelTest(LayerModeTest):
                 for variable in layer.variables:
                     self.assertEndsWith(variable.value.device, stage.device)
 
+    @pytest.mark.slow
     def test_saved_and_loaded(self):
         path = os.path.join(self.get_temp_dir(), "model.keras")
         model = around(pipelined(make_layers(), schedule="gpipe"))
@@ -348,6 +349,7 @@ class ModelTest(LayerModeTest):
             self.assert_same_numbers(a, b)
 
     @parameterized.parameters(*SCHEDULES)
+    @pytest.mark.slow
     def test_layer_that_was_made_frozen(self, schedule):
         x, y = make_data(8, 5), make_data(8, 1)
 
@@ -409,6 +411,7 @@ class TapeTest(LayerModeTest):
     @pairwise.product(
         schedule=SCHEDULES, remat=REMATS, compiled=("step", "call", None)
     )
+    @pytest.mark.slow_after(1)
     def test_remat_of_a_layer(self, schedule, remat, compiled):
         layers = [
             keras.Input((4,)),
@@ -422,6 +425,7 @@ class TapeTest(LayerModeTest):
         )
 
     @parameterized.product(compiled=("step", "call", None), remat=REMATS)
+    @pytest.mark.slow_after(1)
     def test_gradients_in_inference_mode(self, compiled, remat):
         layers = make_layers()
         layers.insert(2, keras.layers.Dropout(0.5))
@@ -474,6 +478,7 @@ class TapeTest(LayerModeTest):
         self.assert_same_numbers(expected, found)
 
     @parameterized.product(schedule=SCHEDULES, compiled=("step", "call", None))
+    @pytest.mark.slow_after(1)
     def test_persistent_tape(self, schedule, compiled):
         model = pipelined(make_layers(), schedule=schedule)
         x = tf.constant(make_data(7, 4))
@@ -501,6 +506,7 @@ class TapeTest(LayerModeTest):
         schedule=SCHEDULES,
         compiled=("step", "call", None),
     )
+    @pytest.mark.slow_after(1)
     def test_within_remat(self, remat, schedule, compiled):
         model = pipelined(make_layers(), schedule=schedule)
         x = tf.constant(make_data(7, 4))
@@ -521,6 +527,7 @@ class TapeTest(LayerModeTest):
     @parameterized.product(
         compiled=("step", "call", None), of_weights=(True, False)
     )
+    @pytest.mark.slow_after(1)
     def test_second_derivatives_are_refused(self, compiled, of_weights):
         model = pipelined(make_layers())
         x = tf.constant(make_data(7, 4))
@@ -585,6 +592,7 @@ class StructureTest(LayerModeTest):
     @pairwise.product(
         remat=REMATS, schedule=SCHEDULES, compiled=("step", "call", None)
     )
+    @pytest.mark.slow_after(1)
     def test_embedding_of_integers(self, remat, schedule, compiled):
         model = pipelined(
             [
@@ -605,6 +613,7 @@ class StructureTest(LayerModeTest):
     @pairwise.product(
         remat=REMATS, schedule=SCHEDULES, compiled=("step", "call", None)
     )
+    @pytest.mark.slow_after(1)
     def test_nested_between_stages(self, remat, schedule, compiled):
         model = pipelined(
             [keras.Input((4,)), keras.layers.Dense(4), Fork(), Cross()],
@@ -628,6 +637,7 @@ class StructureTest(LayerModeTest):
     @pairwise.product(
         remat=REMATS, schedule=SCHEDULES, compiled=("step", "call", None)
     )
+    @pytest.mark.slow_after(1)
     def test_integers_next_to_floats(self, remat, schedule, compiled):
         model = pipelined(
             [
@@ -646,6 +656,7 @@ class StructureTest(LayerModeTest):
     @pairwise.product(
         schedule=SCHEDULES, num_stages=(1, 3), outputs=("int", "nested")
     )
+    @pytest.mark.slow_after(1)
     def test_fit(self, schedule, num_stages, outputs):
         x = make_data(10, 4)
         if outputs == "int":

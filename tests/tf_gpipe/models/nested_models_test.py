@@ -548,6 +548,7 @@ class TrainingTest(Case):
             found.append([model(x, training=t) for t in (None, False, True)])
         self.assertAllClose(*found)
 
+    @pytest.mark.slow
     def test_draws_of_a_tower_that_is_called_twice(self):
         """Draws come in Keras's order, even if one call is nested deeper."""
 
@@ -854,6 +855,7 @@ class SequentialTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain, piped)
 
+    @pytest.mark.slow
     def test_verify(self):
         model = tf_gpipe.PipelinedModel.from_model(
             three_levels(), num_stages=3, devices=["CPU:0"] * 3
@@ -895,6 +897,7 @@ class FilesTest(Case):
         ):
             self.assertAllEqual(a, b)
 
+    @pytest.mark.slow
     def test_saved_and_loaded(self):
         path = str(pathlib.Path(self.get_temp_dir(), "a.keras"))
         model = self.make(True, 1)
@@ -909,6 +912,7 @@ class FilesTest(Case):
         for a, b in zip(model.variables, other.variables, strict=True):
             self.assertAllClose(a, b)
 
+    @pytest.mark.slow
     def test_what_keras_shows(self):
         model, plain = self.make(True, 1), self.make(False, 1)
         config = model.get_config()

@@ -167,6 +167,7 @@ class SharingTest(tf.test.TestCase, parameterized.TestCase):
 
 class ToKerasTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(True, False)
+    @pytest.mark.slow
     def test_is_the_plain_model(self, functional):
         model = pipelined(functional, num_stages=3, devices=DEVICES[:3])
         model.compile("adam", "mse")

@@ -91,6 +91,7 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(a, b)
 
     @parameterized.product(steps=(2, 3, 6), known=(False, True))
+    @pytest.mark.slow
     def test_losses_of_outputs(self, steps, known):
         """Keras weights them by rows where a dataset tells how many.
 
@@ -119,6 +120,7 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
         for name, values in expected.items():
             self.assertAllClose(values, found[name], rtol=1e-5)
 
+    @pytest.mark.slow
     def test_train_step_of_ones_own(self):
         def trained(steps):
             return _trained(
@@ -128,6 +130,7 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
         for a, b in zip(trained(1)[0], trained(4)[0], strict=True):
             self.assertAllEqual(a, b)
 
+    @pytest.mark.slow
     def test_data_that_is_no_dataset(self):
         def trained(steps):
             model = _make()

@@ -478,6 +478,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters((2, 8), (2, 7), (4, 3))
+    @pytest.mark.slow_after(1)
     def test_several_rows_of_one(self, num_micro_batches, rows):
         def train(**kwargs):
             x, y = numbers(rows, 3, 2), tokens(2, 3 * rows)
@@ -569,6 +570,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
     # Shapes (4, 4) and (4,) fit as arrays; the sizes of batches of 8 and 1
     # are unknown when the step is traced.
     @parameterized.parameters((4, 2), (4, 4), (9, 2), (9, 8))
+    @pytest.mark.slow_after(1)
     def test_refuses_weights_of_something_else(self, rows, num_micro_batches):
         model = tf_gpipe.PipelinedSequential(
             [keras.Input((4, 2)), L.Dense(4), L.Dense(1)],
@@ -614,6 +616,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(losses, 2)
         self.assertNotIn("Fill", [node.op for node in nodes])
 
+    @pytest.mark.slow
     def test_layers_run_for_micro_batches_alone(self):
         # Masks of the outputs, which the loss counts, need no layer to run.
         model = tf_gpipe.PipelinedSequential(

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -246,6 +247,7 @@ PREPROCESSING = {
 
 class PreprocessingTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(name=tuple(PREPROCESSING), balance=COSTS)
+    @pytest.mark.slow_after(1)
     def test_layers_behind(self, name, balance):
         layers = [*PREPROCESSING[name](), L.Dense(8), L.Dense(8)]
         plain = keras.Sequential(layers)

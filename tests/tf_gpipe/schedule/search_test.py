@@ -88,6 +88,7 @@ class SearchTest(parameterized.TestCase):
         relative = self.relative(times, num_micro_batches, num_devices, a[0])
         self.assertLessEqual(relative, 1.0 + 1e-9)
 
+    @pytest.mark.slow
     def test_shorter(self):
         draw = random.Random(0)
         found = [self.relative(uneven(draw, 8), 8, 4) for _ in range(6)]

@@ -128,6 +128,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters("of the length", "of rows", "fixed")
+    @pytest.mark.slow_after(1)
     def test_unknown_length(self, kind):
         self.assert_trains_alike(
             with_positions(kind, None), X, num_micro_batches=4
@@ -157,6 +158,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters("1f1b", "gpipe")
+    @pytest.mark.slow
     def test_layer_of_several_stages(self, schedule):
         self.assert_trains_alike(
             shared_by_stages,

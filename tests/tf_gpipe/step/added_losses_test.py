@@ -274,6 +274,7 @@ class AddedLossesTest(parameterized.TestCase, tf.test.TestCase):
         for a, b in zip(plain.weights, piped.weights, strict=True):
             self.assertAllClose(a, b, rtol=2e-5, atol=2e-6)
 
+    @pytest.mark.slow
     def test_shared_layer(self):
         def make():
             x = keras.Input((4,))
@@ -371,6 +372,7 @@ class AddedLossesTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "'average', of layer 'adds'"):
             train(stack(lambda: adds), num_stages=2, devices=["CPU:0"] * 2)
 
+    @pytest.mark.slow
     def test_replicas(self):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         make = adding(SUMS["sum"], MEANS["mean"], MEANS["penalty"])

@@ -104,6 +104,7 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
         ),
         devices=(["CPU:0", "CPU:1"], ["CPU:0"] * 4),
     )
+    @pytest.mark.slow_after(1)
     def test_order(self, schedule, devices):
         if schedule in schedules.TWO_STAGES_A_DEVICE:
             devices = devices[:2]

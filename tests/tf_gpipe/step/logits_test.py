@@ -163,6 +163,7 @@ class LogitsTest(tf.test.TestCase, parameterized.TestCase):
         options=({"run_eagerly": True}, {"run_eagerly": False}),
         schedule=("1f1b", "gpipe"),
     )
+    @pytest.mark.slow_after(1)
     def test_train_evaluate_eagerly_and_not(self, name, options, schedule):
         found = []
         for kwargs in (None, {"schedule": schedule, **TWO}):

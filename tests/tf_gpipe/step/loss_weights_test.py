@@ -215,6 +215,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         schedule=("1f1b", "zero_bubble", "gpipe"), dropout=(False, True)
     )
+    @pytest.mark.slow_after(1)
     def test_random_mask(self, schedule, dropout):
         """The loss of each micro-batch uses the mask that its outputs have."""
         model = tf_gpipe.PipelinedSequential(
@@ -277,6 +278,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
         taken.fit(X, Y, verbose=0)
 
     @parameterized.parameters(*SCHEDULES)
+    @pytest.mark.slow_after(1)
     def test_random_mask_as_in_the_plain_model(self, schedule):
         """A single micro-batch draws the plain model's mask."""
         layers = [

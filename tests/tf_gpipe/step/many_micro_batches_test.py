@@ -61,6 +61,7 @@ class ManyMicroBatchesTest(tf.test.TestCase, parameterized.TestCase):
             fit(each, 4)
         self.assert_same(plain, model)
 
+    @pytest.mark.slow
     def test_as_one_a_row(self):
         """Batch normalization tells how many micro-batches there are."""
         few, many = (pipeline(x, normalized=True) for x in (10, 10**6))

@@ -148,6 +148,7 @@ class RowsTest(parameterized.TestCase, tf.test.TestCase):
             found.append(tape.gradient(total, [x, *model.trainable_variables]))
         self.assert_same(*found)
 
+    @pytest.mark.slow
     def test_loss_of_the_whole(self):
         # The loss gets the outputs of the whole mini-batch, as in plain Keras.
         def loss(_, y):

@@ -135,6 +135,7 @@ class StepGraphTest(parameterized.TestCase, tf.test.TestCase):
         for a, b in zip(_weights_of_plain(), piped, strict=True):
             self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.slow
     def test_saved_function(self):
         """A saved step loads with TensorFlow alone."""
         model = _pipeline()

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -65,6 +66,7 @@ class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
             L.Dense.call = original
         return len(calls)
 
+    @pytest.mark.slow
     def test_fit_after_compile(self):
         x, y = _data()
         model, plain = self.model(), self.model()
@@ -100,6 +102,7 @@ class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
                 found = self.traces(run)
                 (self.assertEqual if i else self.assertGreater)(found, 0)
 
+    @pytest.mark.slow
     def test_equal_layers_in_inference(self):
         """Equal layers are traced once, and give the plain model's numbers."""
         x = np.random.default_rng(0).normal(size=(16, 8, 4)).astype("float32")

@@ -174,6 +174,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn(FAULTS[-1].__name__, str(report))
 
     @parameterized.parameters(WrongGradient, AddsProductOfMeans)
+    @pytest.mark.slow
     def test_a_fault(self, fault):
         self.assert_named(fault, "1f1b")
 
@@ -232,6 +233,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn("random numbers", str(report))
         self.assertIn("batch normalisation", str(report))
 
+    @pytest.mark.slow
     def test_training_goes_on_as_without(self):
         found = []
         for verified in (False, True):
@@ -329,6 +331,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertEqual(report.worst["metric"].ok, True)
 
+    @pytest.mark.slow
     def test_steps_of_ones_own(self):
         class Signs(tf_gpipe.PipelinedSequential):
             def train_step(self, data):
@@ -358,6 +361,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         report = self.assert_verified(compiled(model), *DATA)
         self.assertEqual(report.worst["gradient"].tolerance, 5e-2)
 
+    @pytest.mark.slow
     def test_rounding_that_an_optimizer_magnifies(self):
         # The bias has a gradient of zero, but for rounding.
         layers = [L.Dense(6, name="zero"), L.LayerNormalization()]
