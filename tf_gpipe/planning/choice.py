@@ -25,6 +25,29 @@ _NEGLIGIBLE = 1.02
 _NUM_SEARCHED = 3
 
 
+def allowed(
+    layers: KnownLayers, machine: Machine, fixed: Fixed
+) -> list[Candidate]:
+    """Returns all candidates that `fixed` allows.
+
+    What it asks to search for, an order of tasks or layers to recompute, is
+    left open.
+    """
+    if fixed.schedule == schedules.AUTO:
+        fixed = dataclasses.replace(fixed, schedule=None)
+    if fixed.remat == AUTO_REMAT:
+        fixed = dataclasses.replace(fixed, remat=None)
+    return list(
+        candidates(
+            len(machine.devices),
+            len(layers.graph.nodes),
+            layers.rows,
+            fixed,
+            machine.replicates,
+        )
+    )
+
+
 class Chooser:
     """Plans and ranks candidates.
 
@@ -41,23 +64,6 @@ class Chooser:
         self._times = times
         self._machine = machine
 
-    def candidates(self, fixed: Fixed) -> list[Candidate]:
-        """Returns all candidates that `fixed` allows."""
-        bare = fixed
-        if fixed.schedule == schedules.AUTO:
-            bare = dataclasses.replace(bare, schedule=None)
-        if fixed.remat == AUTO_REMAT:
-            bare = dataclasses.replace(bare, remat=None)
-        return list(
-            candidates(
-                len(self._machine.devices),
-                len(self._layers.graph.nodes),
-                self._layers.rows,
-                bare,
-                self._machine.replicates,
-            )
-        )
-
     def ranked(
         self, fixed: Fixed, count: int, among: Iterable[Candidate] | None = None
     ) -> list[Choice]:
@@ -71,7 +77,9 @@ class Chooser:
         """
         layers, machine = self._layers, self._machine
         searched = fixed.schedule in (None, schedules.AUTO)
-        among = self.candidates(fixed) if among is None else list(among)
+        among = list(
+            allowed(layers, machine, fixed) if among is None else among
+        )
         rows = [
             layers.micro_batch(x.num_micro_batches, x.num_replicas)
             for x in among

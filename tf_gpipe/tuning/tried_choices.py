@@ -38,8 +38,8 @@ class TriedChoices:
         self._tried: list[tuple[Choice, float]] = []
         # Those of which there are estimates to compare with.
         self._estimated: list[tuple[Choice, float]] = []
-        # Whether choices of one device, and of several, have been returned.
-        self._kinds: set[bool] = set()
+        # What `next` has returned.
+        self._taken: set[Candidate] = set()
 
     def next(self) -> Choice | None:
         """Removes the choice to be tried next, and returns it.
@@ -47,7 +47,8 @@ class TriedChoices:
         It is `None` if no other choice is likely to be faster.
         """
         possible = [x for x in self._left if x.candidate.num_replicas == 1]
-        new = [x for x in possible if x.candidate.alone not in self._kinds]
+        kinds = {x.alone for x in self._taken}
+        new = [x for x in possible if x.candidate.alone not in kinds]
         found = min(new or possible, key=self._least, default=None)
         if found is None:
             return None
@@ -55,7 +56,7 @@ class TriedChoices:
         if not new and self._least(found) >= best:
             return None
         self._left.remove(found)
-        self._kinds.add(found.candidate.alone)
+        self._taken.add(found.candidate)
         return found
 
     def add(self, choice: Choice, seconds: float) -> None:
@@ -86,11 +87,12 @@ class TriedChoices:
     def estimate_anew(self, choices: Iterable[Choice]) -> None:
         """Replaces the choices that are left, and the estimates of others."""
         found = {x.candidate: x for x in choices}
-        tried = {x.candidate: seconds for x, seconds in self._tried}
         self._estimated = [
-            (found[x], seconds) for x, seconds in tried.items() if x in found
+            (found[x.candidate], seconds)
+            for x, seconds in self._tried
+            if x.candidate in found
         ]
-        self._left = [x for key, x in found.items() if key not in tried]
+        self._left = [x for key, x in found.items() if key not in self._taken]
 
     def measured(self, choice: Choice) -> float | None:
         """Returns the measured seconds of a choice, if it was tried."""

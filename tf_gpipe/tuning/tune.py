@@ -15,7 +15,6 @@ from tf_gpipe.partition import sizes
 from tf_gpipe.planning import choice
 from tf_gpipe.planning import optimizers
 from tf_gpipe.planning.candidates import Fixed
-from tf_gpipe.planning.candidates import candidates
 from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.drafts import Choice
 from tf_gpipe.planning.known_layers import KnownLayers
@@ -161,13 +160,12 @@ def tune(
         ],
     )
     known = KnownLayers(layers, input_spec, optimizer)
-    times = LayerTimes(known)
     if tries:
         times = _measured_times(known, machine, fixed, until)
-    if tries:
         ranked = _of_both_kinds(known, times, machine, fixed)
     else:
-        ranked = Chooser(known, times, machine).ranked(fixed, 1 + _NUM_RIVALS)
+        chooser = Chooser(known, LayerTimes(known), machine)
+        ranked = chooser.ranked(fixed, 1 + _NUM_RIVALS)
     if not ranked:
         raise ValueError(_nothing_fits(known, machine, memories, fixed))
     tried = TriedChoices([])
@@ -190,12 +188,8 @@ def _measured_times(known, machine, fixed, until) -> LayerTimes:
     now = time.monotonic()
     numbers = [
         known.micro_batch(x.num_micro_batches, x.num_replicas)
-        for x in candidates(
-            len(machine.devices),
-            len(known.names),
-            known.rows,
-            dataclasses.replace(fixed, schedule=None),
-            machine.replicates,
+        for x in choice.allowed(
+            known, machine, dataclasses.replace(fixed, schedule=None)
         )
     ]
     if not numbers:
@@ -219,7 +213,8 @@ def _of_both_kinds(known, times, machine, fixed) -> list[Choice]:
     ranked = chooser.ranked(fixed, _NUM_RANKED)
     if len({x.candidate.alone for x in ranked}) == 1:
         alone = ranked[0].candidate.alone
-        others = [x for x in chooser.candidates(fixed) if x.alone != alone]
+        among = choice.allowed(known, machine, fixed)
+        others = [x for x in among if x.alone != alone]
         ranked += chooser.ranked(fixed, _NUM_RANKED, others)
     return ranked
 
@@ -351,31 +346,13 @@ def _nothing_fits(known, machine, memories, fixed) -> str:
 
     Or none exists, because of arguments that are fixed.
     """
-    free = Machine(
-        [dataclasses.replace(x, memory=None) for x in machine.devices],
-        replicates=machine.replicates,
-    )
-    among = list(
-        candidates(
-            len(free.devices),
-            len(known.names),
-            known.rows,
-            dataclasses.replace(
-                fixed,
-                schedule=None
-                if fixed.schedule == schedules.AUTO
-                else fixed.schedule,
-            ),
-            free.replicates,
-        )
-    )
     given = ", ".join(
         f"{k}={v!r}" for k, v in dataclasses.asdict(fixed).items() if v
     )
-    if not among:
+    if not choice.allowed(known, machine, fixed):
         return (
             f"No pipeline of {len(known.names)} layers, {known.rows} rows and "
-            f"{len(free.devices)} devices has {given}. Leave some of it out."
+            f"{len(machine.devices)} devices has {given}. Leave some of it out."
         )
     return (
         "No pipeline fits the memory of the devices with 10 % to spare: "

@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 import tf_gpipe
-from tf_gpipe.commands import devices as command_devices
 from tf_gpipe.commands import workers
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.simulate import simulate
@@ -262,8 +261,7 @@ def devices(where, count, for_replicas=False):
         names, note = local_devices.find(count)
         return names, [], note
     if for_replicas:
-        command_devices.ensure(count)
-        names = [f"CPU:{k}" for k in range(count)]
+        names = tf_gpipe.split_cpu(count)
         return names, [], "simulated accelerators in one process"
     processes = workers.connected(count, one_core=where == "workers")
     note = "worker processes of one core"

@@ -14,6 +14,7 @@ from absl.testing import parameterized
 import tf_gpipe
 from tests.devices import KIND
 from tf_gpipe.planning import candidates
+from tf_gpipe.planning import choice
 from tf_gpipe.planning import cuts
 from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.drafts import FITTING
@@ -279,8 +280,10 @@ class TriedChoicesTest(tf.test.TestCase):
     def setUp(self):
         super().setUp()
         layers = KnownLayers(make_layers(), (32, 64), "sgd")
-        self.chooser = Chooser(layers, LayerTimes(layers), machine([SLOW] * 2))
-        self.all = self.chooser.candidates(candidates.Fixed(remat="never"))
+        where = machine([SLOW] * 2)
+        self.chooser = Chooser(layers, LayerTimes(layers), where)
+        fixed = candidates.Fixed(remat="never")
+        self.all = choice.allowed(layers, where, fixed)
 
     def choices(self, wanted, count=3):
         return self.chooser.ranked(
@@ -399,7 +402,11 @@ class TriedChoicesTest(tf.test.TestCase):
         tried = TriedChoices([*several, *alone])
         tried.add(tried.next(), several[0].seconds)
         self.assertIs(tried.next(), alone[0])
+        # Also not once it is estimated anew.
+        tried.estimate_anew([*several, *alone])
         self.assertIs(tried.next(), several[1])
+        left = {x.candidate for x in tried.ranked()}
+        self.assertNotIn(alone[0].candidate, left)
 
     def test_one_that_is_too_large_is_gone(self):
         found = self.choices(lambda x: x.num_devices == 2)
