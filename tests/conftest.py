@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import gc
+import itertools
 import os
 
 import pytest
@@ -57,6 +58,7 @@ def pytest_configure():
                 "none. Install with `bash tools/setup_venv.sh --gpu`."
             )
         local_devices.split_gpu(gpus[0], NUM_DEVICES, GPU_MIB)
+    _tell_strategies_apart()
     # From here on no test can change the number of devices.
     tf.config.list_logical_devices()
     # Each garbage collection would visit all objects that the imports of
@@ -64,6 +66,19 @@ def pytest_configure():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+def _tell_strategies_apart():
+    """Gives each `MirroredStrategy` keys of its own for its all-reduces.
+
+    All strategies of a process count their all-reduces from the same key, and
+    TensorFlow refuses two of one key and different shapes, whichever
+    strategies, and so tests, they belong to. Its own tests set this number.
+    """
+    keys = itertools.count(0, 1000)
+    tf.distribute.MirroredStrategy._collective_key_base = property(
+        lambda strategy: next(keys)
+    )
 
 
 def pytest_report_header():

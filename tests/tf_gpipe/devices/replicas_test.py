@@ -49,8 +49,6 @@ def normalized():
     ]
 
 
-# One strategy for all tests: TensorFlow confuses the sums of two strategies on
-# the same devices.
 @functools.cache
 def mirrored(num_replicas):
     return tf.distribute.MirroredStrategy(
