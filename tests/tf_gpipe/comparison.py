@@ -62,12 +62,12 @@ def train(
     return model, logs
 
 
-# The newest results of `plain`, with their arguments.
+# The newest results of `train_plain`, with their arguments.
 _PLAIN: collections.OrderedDict = collections.OrderedDict()
 _NUM_PLAIN = 8
 
 
-def plain(make, data, **kwargs):
+def train_plain(make, data, **kwargs):
     """Trains the plain model, once for all cells of a grid.
 
     It is for tests that leave the model as it is.

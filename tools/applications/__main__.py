@@ -9,7 +9,7 @@ was stopped continues.
 
 import sys
 
-from tools import each_model
+from tools import model_trials
 from tools.applications import table
 
 # The smallest member of each family, and an image size that it accepts.
@@ -36,11 +36,11 @@ def models():
     return [(name, str(size)) for name, size in SIZES.items()]
 
 
-main = each_model.command(
+main = model_trials.command(
     __doc__,
     models,
     "tools.applications.trial",
-    each_model.BUILD / "applications.jsonl",
+    model_trials.BUILD / "applications.jsonl",
     table.markdown,
 )
 

@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 import tf_gpipe  # noqa: E402
 from tf_gpipe.commands import devices  # noqa: E402
 from tf_gpipe.partition import stage_costs  # noqa: E402
-from tools import same_steps  # noqa: E402
+from tools import step_differences  # noqa: E402
 
 ROWS = 4  # in each micro-batch
 # Recipe, K and M. Any two of their values meet in one trial.
@@ -98,7 +98,7 @@ def plain_step(model, x, y):
         if isinstance(layer, keras.layers.BatchNormalization)
         for v in (layer.moving_mean, layer.moving_variance)
     }
-    step = same_steps.step_of(model)
+    step = step_differences.step_of(model)
     for i in range(0, len(x), ROWS):
         model.set_weights(start)
         steps.append(step(x[i : i + ROWS], y[i : i + ROWS]))
@@ -150,7 +150,7 @@ def tried(name, size, recipe, num_stages, num_micro_batches):
             devices=[f"CPU:{i}" for i in range(num_stages)],
         )
     )
-    received = same_steps.step_of(model)(x, y)
+    received = step_differences.step_of(model)(x, y)
     received = keras.tree.map_structure(np.asarray, received)
     norms = [
         v
@@ -159,7 +159,7 @@ def tried(name, size, recipe, num_stages, num_micro_batches):
         for v in (layer.moving_mean, layer.moving_variance)
     ]
     norms = norms_of(model, {id(v) for v in norms})
-    differs = {"gradients": same_steps.difference([expected], [received])}
+    differs = {"gradients": step_differences.difference([expected], [received])}
     if norms:
         differs["statistics"] = max(
             float(

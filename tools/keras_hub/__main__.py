@@ -12,7 +12,7 @@ import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from tools import each_model  # noqa: E402
+from tools import model_trials  # noqa: E402
 from tools.keras_hub import backbones  # noqa: E402
 from tools.keras_hub import table  # noqa: E402
 
@@ -31,11 +31,11 @@ def models():
     return [x[1:] for x in sorted(found, key=lambda x: min(x[0], 1))]
 
 
-main = each_model.command(
+main = model_trials.command(
     __doc__,
     models,
     "tools.keras_hub.trial",
-    each_model.BUILD / "keras_hub.jsonl",
+    model_trials.BUILD / "keras_hub.jsonl",
     table.markdown,
 )
 

@@ -24,7 +24,7 @@ import tensorflow as tf  # noqa: E402
 import tf_gpipe  # noqa: E402
 from tf_gpipe.commands import devices  # noqa: E402
 from tf_gpipe.stage import opening  # noqa: E402
-from tools import same_steps  # noqa: E402
+from tools import step_differences  # noqa: E402
 from tools.keras_hub import backbones  # noqa: E402
 from tools.keras_hub import data  # noqa: E402
 from tools.keras_hub import table  # noqa: E402
@@ -149,8 +149,8 @@ def numbers(found, backbone, task):
             "parameters": [x.count_params() for x in model.stages],
             "warnings": told_of,
         }
-        received = same_steps.train(model, x_k, y_k, STEPS)
-        place[dtype] = same_steps.difference(expected_k, received)
+        received = step_differences.train(model, x_k, y_k, STEPS)
+        place[dtype] = step_differences.difference(expected_k, received)
         if place[dtype] > table.LIMITS[dtype]:
             same = (backbone, task, dtype, x_k, y_k)
             place["as written"] = as_written(*same, stages, rows)
@@ -169,7 +169,7 @@ def trained(backbone, task, dtype):
         keras.tree.map_structure(np.asarray, plain(x, training=False))
     )
     compile_for_numbers(plain)
-    return plain, x, y, same_steps.train(plain, x, y, STEPS)
+    return plain, x, y, step_differences.train(plain, x, y, STEPS)
 
 
 def rounding(backbone, task, dtype, x, y, expected):
@@ -182,7 +182,7 @@ def rounding(backbone, task, dtype, x, y, expected):
     compile_for_numbers(model)
     tf.config.run_functions_eagerly(True)
     try:
-        eager = same_steps.train(model, x, y, STEPS)
+        eager = step_differences.train(model, x, y, STEPS)
     finally:
         tf.config.run_functions_eagerly(False)
     model = make(backbone, task, dtype)
@@ -192,8 +192,10 @@ def rounding(backbone, task, dtype, x, y, expected):
         towards = rng.choice([-np.inf, np.inf], value.shape)
         variable.assign(np.nextafter(value, towards.astype(value.dtype)))
     compile_for_numbers(model)
-    changed = same_steps.train(model, x, y, STEPS)
-    return max(same_steps.difference(expected, x) for x in (eager, changed))
+    changed = step_differences.train(model, x, y, STEPS)
+    return max(
+        step_differences.difference(expected, x) for x in (eager, changed)
+    )
 
 
 def as_written(backbone, task, dtype, x, y, num_stages, num_micro_batches):
@@ -209,15 +211,15 @@ def as_written(backbone, task, dtype, x, y, num_stages, num_micro_batches):
     try:
         model = make(backbone, task, dtype)
         compile_for_numbers(model)
-        expected = same_steps.train(model, x, y, STEPS, num_micro_batches)
+        expected = step_differences.train(model, x, y, STEPS, num_micro_batches)
         model, _ = pipelined(
             make(backbone, task, dtype),
             num_stages,
             num_micro_batches=num_micro_batches,
         )
         compile_for_numbers(model)
-        return same_steps.difference(
-            expected, same_steps.train(model, x, y, STEPS)
+        return step_differences.difference(
+            expected, step_differences.train(model, x, y, STEPS)
         )
     finally:
         tf.config.optimizer.set_experimental_options(

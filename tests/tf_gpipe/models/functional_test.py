@@ -134,7 +134,7 @@ class FunctionalTest(tf.test.TestCase, parameterized.TestCase):
             "loss_weights": loss_weights,
             "optimizer": optimizer,
         }
-        plain = comparison.plain(make, data, **common)
+        plain = comparison.train_plain(make, data, **common)
         pipelined = comparison.train(make, data, **common, **kwargs)
         comparison.assert_same(self, plain, pipelined)
         return pipelined[0]

@@ -362,7 +362,7 @@ class Case(tf.test.TestCase, parameterized.TestCase):
         data = data or [data_of(make())]
         devices = [f"CPU:{i}" for i in range(num_stages)]
 
-        plain = comparison.plain(named_alike(make), data, loss="mse")
+        plain = comparison.train_plain(named_alike(make), data, loss="mse")
         piped = comparison.train(
             named_alike(make),
             data,

@@ -9,7 +9,7 @@ from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.memory import peak_activations
 
 
-class SlicesTest(parameterized.TestCase):
+class SparseGradientsTest(parameterized.TestCase):
     def activations(self, tokens, num_micro_batches):
         inputs = keras.Input((10,), dtype="int32")
         layer = keras.layers.Embedding(50, 8)

@@ -55,9 +55,9 @@ def skips():
     return keras.Model(inputs, L.Dense(6)(L.Concatenate()([x, first])))
 
 
-class SeveralStagesTest(tf.test.TestCase, parameterized.TestCase):
+class StagesPerDeviceTest(tf.test.TestCase, parameterized.TestCase):
     def compare(self, make, rows, **kwargs):
-        plain = comparison.plain(make, data(rows), loss="mse")
+        plain = comparison.train_plain(make, data(rows), loss="mse")
         pipelined = comparison.train(
             make,
             data(rows),

@@ -63,7 +63,7 @@ def counts(model):
     return [len(stage.nodes) for stage in model.stages]
 
 
-class LengthsTest(tf.test.TestCase, parameterized.TestCase):
+class NominalLengthTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(balance=COSTS, functional=(True, False))
     def test_is_known_by_its_name(self, balance, functional):
         layers = [
