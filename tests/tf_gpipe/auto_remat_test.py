@@ -1,6 +1,7 @@
 """`remat="auto"`: layers are recomputed as far as a memory limit requires."""
 
 import collections
+import itertools
 import os
 import re
 from unittest import mock
@@ -14,6 +15,7 @@ from keras import layers as L  # noqa: N812
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
+from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.partition import stage_costs
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.memory import Sizes
@@ -174,6 +176,44 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
             plan.arguments["balance"], alone.arguments["balance"]
         )
 
+    @parameterized.parameters(
+        (2, [32] * 6, [512, 10]),
+        (3, [32] * 6, [512, 10]),
+        (2, [8] * 4, [1024, 256, 64, 10]),
+        (4, [16] * 9, [256, 256, 10]),
+    )
+    @pytest.mark.slow_after(2)
+    def test_heavy_last_stages(self, num_stages, filters, units):
+        """The search finds the cut that needs least, or one close to it."""
+
+        def least(**kwargs):
+            with self.assertRaises(ValueError) as caught:
+                tf_gpipe.plan(
+                    [
+                        *(L.Conv2D(n, 3, padding="same") for n in filters),
+                        L.Flatten(),
+                        *(L.Dense(n) for n in units),
+                    ],
+                    (64, 16, 16, 3),
+                    num_stages=num_stages,
+                    remat="auto",
+                    memory_limit=1000,
+                    **kwargs,
+                )
+            return caught.exception.least
+
+        count = len(filters) + 1 + len(units)
+        cuts = [*itertools.combinations(range(1, count), num_stages - 1)]
+        fewest = min(
+            least(
+                balance=[
+                    b - a for a, b in itertools.pairwise([0, *bounds, count])
+                ]
+            )
+            for bounds in cuts[:: 1 + len(cuts) // 20]
+        )
+        self.assertLessEqual(least(), fewest * 1.001)
+
     def test_layers_without_operations(self):
         def make(**kwargs):
             layers = [L.Embedding(n, 4) for n in (10, 300)]
@@ -233,6 +273,100 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(before, (other.balance, other._pipeline.chosen))
         for stage in model.stages:
             self.assertLen(stage.used(), len(stage.variables))
+
+    def frozen(self, limit, optimizer):
+        """Returns a compiled model of which the second half alone trains."""
+        model = residual()
+        for layer in model.layers[: len(model.layers) // 2]:
+            layer.trainable = False
+        made = tf_gpipe.PipelinedModel.from_model(
+            model, **_RUN, remat="auto", memory_limit=limit, batch_size=12
+        )
+        made.compile(optimizer, "mse")
+        made.train_on_batch(*data()[0])
+        return made
+
+    @parameterized.parameters(
+        ("24KB", {}, True),
+        ("16KB", {"momentum": 0.9}, False),
+        ("16KB", {"use_ema": True}, False),
+        (0.5, {}, True),
+    )
+    @pytest.mark.slow_after(2)
+    def test_is_decided_again_for_what_is_trained(
+        self, limit, arguments, thaws
+    ):
+        """The steps of fine-tuning: thaw layers, compile, fit."""
+        kind = keras.optimizers.SGD
+        model = self.frozen(limit, kind())
+        if thaws:
+            for layer in model.layers:
+                layer.trainable = True
+        model.compile(kind(**arguments), "mse")
+        model.train_on_batch(*data()[0])
+        other = tf_gpipe.PipelinedModel.from_model(
+            residual(), **_RUN, remat="auto", memory_limit=limit, batch_size=12
+        )
+        if not thaws:
+            other = self.frozen(limit, kind(**arguments))
+        other.compile(kind(**arguments), "mse")
+        other.train_on_batch(*data()[0])
+        self.assertEqual(model._pipeline.chosen, other._pipeline.chosen)
+        self.assertEqual(
+            [len(x.nodes) for x in model.stages],
+            [len(x.nodes) for x in other.stages],
+        )
+
+    def test_is_kept_if_nothing_else_is_trained(self):
+        model = self.frozen("26KB", keras.optimizers.SGD())
+        before = model._pipeline
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        model.train_on_batch(*data()[0])
+        self.assertIs(model._pipeline, before)
+
+    @parameterized.parameters(
+        {"remat": "auto", "memory_limit": "1GB", "batch_size": 4},
+        {"remat": "auto", "memory_limit": 1.0},
+        {"balance": "time"},
+        {"balance": "memory"},
+        {"schedule": "auto"},
+    )
+    def test_of_a_model_that_fit_builds(self, **arguments):
+        """Keras builds a model without an `Input` as it traces the step."""
+        model = tf_gpipe.PipelinedSequential(
+            [L.Dense(8), L.BatchNormalization(), L.Dense(1)],
+            num_stages=2,
+            num_micro_batches=2,
+            devices=["CPU:0", "CPU:1"],
+            **arguments,
+        )
+        model.compile("adam", "mse")
+        model.fit(np.ones((4, 4)), np.ones((4, 1)), batch_size=4, verbose=0)
+        self.assertLen(model.stages, 2)
+
+    def test_fewer_rows_than_micro_batches(self):
+        """The limit is for the micro-batches that there are."""
+        options = {
+            **_RUN,
+            "num_micro_batches": 16,
+            "schedule": "gpipe",
+            "remat": "auto",
+            "memory_limit": "24KB",
+        }
+        devices = options.pop("devices")
+        plan = tf_gpipe.plan(residual(), (4, 8), **options)
+        model = tf_gpipe.PipelinedModel.from_model(
+            residual(), **options, devices=devices, batch_size=4
+        )
+        self.assertEqual(
+            [x.recomputed for x in plan.stages],
+            [
+                [stage.layers[i].name for r in ranges for i in r]
+                for stage, ranges in zip(
+                    model.stages, model._pipeline.chosen, strict=True
+                )
+            ],
+        )
 
 
 class TrainTest(tf.test.TestCase, parameterized.TestCase):
@@ -474,6 +608,17 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         model.compile("adam", "mse")
         with self.assertRaisesRegex(ValueError, "too low for stage"):
             model.train_on_batch(x, y)
+
+    def test_names_another_mode_for_a_layer_without_costs(self):
+        with self.assertRaisesRegex(ValueError, "'endless'.*such as 'always'"):
+            tf_gpipe.PipelinedSequential(
+                [keras.Input((4,)), L.Dense(4), Endless(name="endless")],
+                num_stages=2,
+                devices=["CPU:0", "CPU:1"],
+                balance=[1, 1],
+                remat="auto",
+                memory_limit=0.5,
+            )
 
     def test_saves_its_arguments(self):
         model = self.make(memory_limit=0.6)

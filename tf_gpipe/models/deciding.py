@@ -17,6 +17,7 @@ from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.partition.uncounted import UncountedError
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
@@ -38,6 +39,29 @@ class Decision(NamedTuple):
     recomputed: tuple[tuple[range, ...], ...] | None
     schedule: Schedule
     devices: list[list[str]]
+
+
+def depends_on(graph: Graph, config: PipelineConfig, optimizer: Any) -> Any:
+    """Returns what a decision depends on that may change once it is made.
+
+    With `remat="auto"` these are the weights that are trained and, if the
+    memory limit is in bytes, those of their slots; otherwise it is `None`.
+
+    Args:
+        graph: `Graph` of built layers.
+        config: The `PipelineConfig`.
+        optimizer: The model's optimizer, or `None`.
+    """
+    if config.remat != AUTO_REMAT:
+        return None
+    trained = is_trained(graph)
+    in_bytes = not MemoryLimit.of(config.memory_limit).is_share
+    return trained, _fixed(graph, optimizer) if optimizer and in_bytes else None
+
+
+def is_trained(graph: Graph) -> list[bool]:
+    """Returns, for each weight of a graph, whether it is trained."""
+    return [v.trainable for x in balanced.weights_of_calls(graph) for v in x]
 
 
 def decide(
@@ -142,8 +166,19 @@ def _recomputed(
             "that with `batch_size`, or a share such as memory_limit=0.5. "
             f"Received: memory_limit={config.memory_limit!r}, batch_size=None"
         )
+    if size is not None:
+        # A small mini-batch has fewer micro-batches.
+        schedule = config.schedule_of(
+            len(graph.nodes), len(schedule.tasks), rows=size
+        )
     rows = layer_costs.rows_of_micro_batch(size, schedule.num_micro_batches)
-    traces, specs = layer_costs.trace(graph, rows, config.nominal_length)
+    try:
+        traces, specs = layer_costs.trace(graph, rows, config.nominal_length)
+    except UncountedError as error:
+        raise ValueError(
+            "remat='auto' must know the memory of each layer. "
+            f"{error.reason} Use another `remat`, such as 'always'."
+        ) from error
 
     def found(fixed: list[int]) -> auto_remat.AutoRemat:
         return auto_remat.Search(
@@ -170,12 +205,12 @@ def _recomputed(
 
 def _fixed(graph: Graph, optimizer: keras.optimizers.Optimizer) -> list[int]:
     """Returns the bytes of each call's weights, their gradients and slots."""
-    found = []
-    for new in balanced.weights_of_calls(graph):
-        trained = [v for v in new if v.trainable]
-        found.append(
-            layer_costs.size_in_bytes(
-                [new, trained, slots.planned(optimizer, trained)]
-            )
-        )
-    return found
+    weights = balanced.weights_of_calls(graph)
+    trained = [v for new in weights for v in new if v.trainable]
+    planned = zip(trained, slots.planned(optimizer, trained), strict=True)
+    # A trained weight has a gradient of its size.
+    more = {id(v): [v, own] for v, own in planned}
+    return [
+        layer_costs.size_in_bytes([new, [more.get(id(v), []) for v in new]])
+        for new in weights
+    ]

@@ -14,6 +14,8 @@ from tf_gpipe.devices import worker_lost
 from tf_gpipe.models import refused
 from tf_gpipe.models.arguments import Arguments
 from tf_gpipe.models.deciding import decide
+from tf_gpipe.models.deciding import depends_on
+from tf_gpipe.models.deciding import is_trained
 from tf_gpipe.models.placing import form_stages
 from tf_gpipe.models.placing import put_on_devices
 from tf_gpipe.models.saving import Saving
@@ -23,7 +25,6 @@ from tf_gpipe.models.summary import stage_table
 from tf_gpipe.models.training import PipelinedTraining
 from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition.config import PipelineConfig
-from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import seeds
@@ -53,7 +54,8 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     # A hash of the variables that the step functions have been traced with.
     _traced_with: int | None
     # The class of the optimizer when the stages were formed.
-    _decided_for: type | None
+    # The optimizer, the weights that it trains, and what `depends_on` returns.
+    _decided_for: tuple
     # Whether the class is derived from a user's class and a pipeline's.
     _keeps_class = False
 
@@ -227,7 +229,8 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         worker_lost.note_devices(self, devices)
         optimizer = getattr(self, "optimizer", None)
         found = decide(self.name, graph, config, schedule, devices, optimizer)
-        self._decided_for = type(optimizer)
+        basis = depends_on(graph, config, optimizer)
+        self._note_decision(graph, optimizer, basis)
         stages = form_stages(graph, found.counts, found.devices)
         with self._strategy_scope():
             put_on_devices(stages)
@@ -245,21 +248,27 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             chosen=found.recomputed,
         )
 
-    def _decide_again(self) -> None:
-        """Cuts the model anew if its optimizer's class has changed.
+    def _note_decision(self, graph: Graph, optimizer: Any, basis: Any) -> None:
+        # Past `__setattr__`, with which Keras would track the optimizer.
+        vars(self)["_decided_for"] = optimizer, is_trained(graph), basis
 
-        Only where the cut depends on the optimizer's slots: with
-        `remat="auto"` and a memory limit in bytes.
+    def _decide_again(self) -> None:
+        """Cuts the model anew if it trains other weights, or with more slots.
+
+        Only where the cut depends on them: with `remat="auto"`.
         """
         config = self._config
-        if (
-            self._pipeline is None
-            or config.remat != AUTO_REMAT
-            or MemoryLimit.of(config.memory_limit).is_share
-            or self._decided_for is type(self.optimizer)
-        ):
+        if self._pipeline is None or config.remat != AUTO_REMAT:
             return
-        self.rebalance(config.balance)
+        graph = self._pipeline.graph
+        optimizer, trained, basis = self._decided_for
+        if optimizer is self.optimizer and trained == is_trained(graph):
+            return
+        found = depends_on(graph, config, self.optimizer)
+        if found == basis:
+            self._note_decision(graph, self.optimizer, basis)
+        else:
+            self.rebalance(config.balance)
 
     def _follow_changes(self) -> None:
         """Places weights that layers have got since, as by `enable_lora`.

@@ -7,6 +7,7 @@ slowest stage, recomputation included, is as fast as possible.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -146,54 +147,66 @@ class Search:
         counts = cut(factors=[1.0] * num_stages)
         limit = self._bytes(counts)
         best: AutoRemat | None = None
-        least = float("inf")
         refused: TooLittleMemoryError | None = None
+        # The best cut so far, and how good it is: that of least time, or as
+        # long as none fits, the one that needs least memory.
+        nearest, score = counts, (math.inf, math.inf)
         seen: set[tuple[int, ...]] = set()
         factors = [1.0] * num_stages
 
-        def tried(counts: list[int]) -> list[float] | None:
-            """Returns the time of each stage; `None` if seen or too large."""
-            nonlocal best, least, refused
-            if tuple(counts) in seen:
-                return None
+        def tried(counts: list[int]) -> AutoRemat | TooLittleMemoryError:
+            """Returns what a cut leads to."""
+            nonlocal best, refused, nearest, score
             seen.add(tuple(counts))
             try:
                 found = self._fitted(counts, limit)
             except TooLittleMemoryError as error:
-                if refused is None or error.least < refused.least:
-                    refused = error
-                return None
-            times = self._times(found)
-            if max(times) < least * (1 - 1e-9):
-                best, least = found, max(times)
-            return times
+                new = math.inf, error.least
+                if new < score:
+                    refused, nearest, score = error, counts, new
+                return error
+            new = max(self._times(found)), 0.0
+            if new[0] < score[0] * (1 - 1e-9):
+                best, nearest, score = found, counts, new
+            return found
 
+        found: AutoRemat | TooLittleMemoryError | None = None
         for _ in range(_NUM_CUTS):
-            times = tried(counts)
-            if times is None:
-                # As nothing has fitted yet, move calls away from the first
-                # stages, which hold the most micro-batches.
-                if best is not None:
-                    break
-                factors = [
-                    x * (1 + 0.1 * (num_stages - 1 - k) / num_stages)
-                    for k, x in enumerate(factors)
-                ]
-            else:
+            if tuple(counts) not in seen:
+                found = tried(counts)
+            elif best is not None:
+                break
+            if isinstance(found, AutoRemat):
                 alone = self._times(None, counts)
                 factors = [
                     t / a if a else 1.0
-                    for t, a in zip(times, alone, strict=True)
+                    for t, a in zip(self._times(found), alone, strict=True)
                 ]
+            elif found is not None and best is None:
+                # Move calls away from the fullest device, and from the first
+                # stages, which hold the most micro-batches. By how much does
+                # not depend on the limit, so that a lower one than the error
+                # asks for is refused, too.
+                factors = [
+                    x
+                    * (1 + 0.1 * (num_stages - 1 - k) / num_stages)
+                    * (1.5 if k in found.stages else 1.0)
+                    for k, x in enumerate(factors)
+                ]
+            else:
+                break
             counts = cut(factors=factors)
-        while best is not None:
+        while True:
             # Hill climbing: move one call from a stage to the next or back.
-            before = least
-            for counts in _neighbours(best.counts):
-                tried(counts)
-            if not least < before:
-                return best
-        raise refused  # type: ignore[misc]
+            before = score
+            for counts in _neighbours(nearest):
+                if tuple(counts) not in seen:
+                    tried(counts)
+            if not score < before:
+                break
+        if best is None:
+            raise refused  # type: ignore[misc]
+        return best
 
     def _bytes(self, counts: list[int]) -> float:
         """Returns the limit in bytes, which as a share depends on the cut."""
@@ -369,6 +382,7 @@ class Search:
             "the default `balance` (which cuts the model for the limit), or "
             "a higher limit.",
             least,
+            own,
         )
 
 

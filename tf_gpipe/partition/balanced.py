@@ -228,16 +228,22 @@ def seconds(node: Node, contents: list, backward: bool = True) -> float:
         return _number(run(*args)[1 if backward else 0])
 
     with uncounted.naming(node):
-        args = keras.tree.map_structure(
-            _made_up, (contents, layer_costs.variables_of(node.layer))
+        like = contents, layer_costs.variables_of(node.layer)
+        concrete = function.get_concrete_function(
+            *keras.tree.map_structure(_tensor_spec, like)
         )
+        # Within `fit` Keras builds a model as it traces the step.
+        with tf.init_scope():
+            args = keras.tree.map_structure(_made_up, like)
 
-        def pass_and_wait() -> None:
-            function(*args).numpy()
+            def pass_and_wait() -> None:
+                concrete(*args).numpy()
 
-        pass_and_wait()  # traces
-        # The minimum: other work of the machine can only add to the time.
-        return min(timeit.repeat(pass_and_wait, number=1, repeat=_NUM_TIMINGS))
+            pass_and_wait()
+            # The minimum: other work of the machine can only add to the time.
+            return min(
+                timeit.repeat(pass_and_wait, number=1, repeat=_NUM_TIMINGS)
+            )
 
 
 def _number(results: Any) -> tf.Tensor:
@@ -256,9 +262,13 @@ def _number(results: Any) -> tf.Tensor:
     )
 
 
-def _made_up(like: Any) -> tf.Tensor:
+def _tensor_spec(like: Any) -> tf.TensorSpec:
     if None in like.shape:
         raise ValueError(f"the shape of '{like.name}' is not known")
+    return tf.TensorSpec(like.shape, like.dtype)
+
+
+def _made_up(like: Any) -> tf.Tensor:
     dtype = tf.as_dtype(like.dtype)
     if dtype.is_floating:
         return tf.cast(tf.random.stateless_normal(like.shape, (0, 1)), dtype)

@@ -4,10 +4,10 @@ Variables are traced by shape and dtype: they need no values.
 """
 
 import dataclasses
-import json
 import math
 import weakref
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +23,7 @@ from tf_gpipe.partition.peak_memory import peak
 from tf_gpipe.partition.tensor_memory import kept_bytes
 from tf_gpipe.partition.tensor_memory import memory_owner
 from tf_gpipe.partition.tensor_memory import size_in_bytes
+from tf_gpipe.stage import likeness
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import NestedInput
 from tf_gpipe.stage.graph import Node
@@ -113,7 +114,7 @@ def walk(
     visit: Callable[[Node, Specs], tuple],
     rows: int | None = None,
     length: int = NOMINAL_LENGTH,
-    known: dict[str, tuple] | None = None,
+    known: dict[Hashable, tuple] | None = None,
 ) -> tuple[list, Specs]:
     """Visits each layer call of a graph, with the specs of its inputs.
 
@@ -307,39 +308,37 @@ def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
     )
 
 
-def _key(node: Node, specs: Specs) -> str:
+def _key(node: Node, specs: Specs) -> Hashable:
     """Returns a key that is the same for calls with the same costs.
 
-    It describes the layer's class, its config but for names, which weights are
-    trainable, and the arguments, tensors by dtype and shape.
+    They are calls of layers that are alike, with equal arguments: tensors of
+    equal dtypes and shapes. A layer that cannot be compared with others is like
+    itself alone.
     """
-    try:
-        config = keras.saving.serialize_keras_object(node.layer)
-    except Exception:  # whatever a layer's `get_config` raises
-        config = id(node.layer)
-    nameless = json.loads(
-        json.dumps(config, default=str),
-        # A config with nothing but a name is a dtype policy, which the name
-        # tells from others; every other name is erased.
-        object_hook=lambda x: x if {*x} == {"name"} else {**x, "name": None},
-    )
     numbers = {value: i for i, value in enumerate(node.inputs)}
 
-    def described(x: Value | NestedInput) -> tuple:
-        return (
-            *(f"input {numbers[value]}" for value in x.values),
-            keras.tree.map_structure(
-                lambda x: f"{x.dtype}{tuple(x.shape)}",
-                [x.content(specs), *(specs[value] for value in x.values)],
-            ),
-        )
+    def described(x: Value | NestedInput) -> list:
+        return [
+            *((numbers[value], _described(specs[value])) for value in x.values),
+            _described(x.content(specs)),
+        ]
 
+    arguments = node.filled(described)
+    # Without variables the layer tells by itself which of them it will train.
     layer = node.layer
-    parts = (
-        upstream.layers_within(layer) if isinstance(layer, keras.Layer) else []
+    trained = (
+        [x.trainable for x in upstream.layers_within(layer)]
+        if isinstance(layer, keras.Layer)
+        else []
     )
-    trained = [x.trainable for x in (*parts, *variables_of(layer))]
-    return json.dumps(
-        [id(type(node.layer)), nameless, trained, node.filled(described)],
-        default=str,
+    found = likeness.of((layer, trained, arguments))
+    if found is not None:
+        return found.form
+    found = likeness.of((trained, arguments))
+    return id(layer), id(node) if found is None else found.form
+
+
+def _described(spec: Any) -> Any:
+    return keras.tree.map_structure(
+        lambda x: f"{x.dtype}{tuple(x.shape)}", spec
     )

@@ -12,11 +12,13 @@ class TooLittleMemoryError(ValueError):
 
     Attributes:
         least: The least limit in bytes that its device would need.
+        stages: List of the indices of the stages on that device.
     """
 
-    def __init__(self, message: str, least: float):
+    def __init__(self, message: str, least: float, stages: list[int]):
         super().__init__(message)
         self.least = least
+        self.stages = stages
 
 
 @dataclasses.dataclass(frozen=True)

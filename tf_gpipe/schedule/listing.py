@@ -107,8 +107,8 @@ class _Stage:
         self.size = size
         # Memory that a forward pass leaves, at most, and that a backward pass
         # adds.
-        self.keeps = size.left(self.recomputed[0])
-        self.adds = size.temporary + (size.added if self.recomputed[0] else 0)
+        self.keeps = max(map(size.left, self.recomputed))
+        self.adds = size.temporary + (size.added if any(self.recomputed) else 0)
         # Numbers of forward, backward and weights tasks that have run.
         self.done = [0, 0, 0]
         # By micro-batch: when the inputs of the task are ready.

@@ -97,14 +97,13 @@ def search(
     rows = _improved(problem, [x.devices for x in known])
     if rows:
         found = Schedule(rows, schedules.AUTO)
-        shorter = 1 - seconds(found) / least if least < math.inf else 1.0
-        if shorter > 1e-9:
-            found.description = (
-                f"searched for these stages, {shorter:.1%} shorter than "
-                f"'{best.name}'"
-                if least < math.inf
-                else "searched for these stages"
-            )
+        end = seconds(found)
+        if end < least * (1 - 1e-9):
+            found.description = "searched for these stages"
+            if least < math.inf:
+                found.description += (
+                    f", {1 - end / least:.1%} shorter than '{best.name}'"
+                )
             return found
     if least == math.inf:
         raise ValueError(

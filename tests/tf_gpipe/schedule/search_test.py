@@ -140,6 +140,25 @@ class SearchTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "no order .*memory=3, where"):
             search(times, 8, 3, remat, sizes, memory=3)
 
+    @parameterized.parameters((0.0,), ([0.0, 0.0, 0.0, 1.0],))
+    def test_stages_without_cost(self, costs):
+        """Embeddings and additions have no FLOPs."""
+        found = search(Times.of(4, costs, costs), 4, 2)
+        self.assertLen(found.tasks, 2)
+
+    @parameterized.parameters("slices", "temporary", "fixed", "stored")
+    def test_returns_nothing_above_the_memory(self, kind):
+        """Whatever a stage keeps too much of."""
+        sizes = [Sizes(**{kind: 10 if i == 1 else 1}) for i in range(4)]
+        for remat in ("never", "except_last", "always"):
+            for memory in (14, 24, 34, 44, 54):
+                try:
+                    found = search(Times.of(4), 2, 2, remat, sizes, memory)
+                except ValueError:
+                    continue
+                most = max(device_peaks(found, remat, sizes))
+                self.assertLessEqual(most, memory, (remat, memory))
+
     def test_refuses(self):
         with self.assertRaisesRegex(ValueError, "num_stages=5, 2 devices"):
             search(Times.of(5), 4, 2)
