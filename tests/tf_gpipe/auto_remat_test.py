@@ -107,6 +107,34 @@ class PlanTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "too low"):
             planned(remat="auto", memory_limit=least - 1, **options)
 
+    @parameterized.parameters(
+        (512, 16, [64] * 4 + [2048, 64] + [512] * 6),
+        (4096, 8, [4096] + [256] * 9),
+        (4096, 8, [256] * 6 + [8192]),
+    )
+    @pytest.mark.slow_after(1)
+    def test_a_searched_order_keeps_the_limit(self, rows, count, units):
+        """With weights that differ much from stage to stage."""
+
+        def largest(limit):
+            found = tf_gpipe.plan(
+                [*(L.Dense(n, "gelu") for n in units), L.Dense(16)],
+                (rows, 256),
+                num_stages=4,
+                num_micro_batches=count,
+                num_devices=2,
+                schedule="auto",
+                remat="auto",
+                memory_limit=int(limit),
+            )
+            return max(found.device_bytes)
+
+        with self.assertRaises(ValueError) as caught:
+            largest(1000)
+        least = caught.exception.least
+        for share in (1.0, 1.1):
+            self.assertLessEqual(largest(share * least), share * least)
+
     def test_split_backward_passes_save_little(self):
         with self.assertRaisesRegex(ValueError, "schedule='1f1b'"):
             planned(remat="auto", memory_limit=0.3, schedule="zero_bubble")

@@ -1,5 +1,6 @@
 """The decisions made when a model is built: cut, schedule, recomputation."""
 
+import collections
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -88,27 +89,26 @@ def decide(
             of a mini-batch is needed and not known.
     """
     counts = functools.partial(_counts, name, graph, config, schedule, devices)
-    recomputed = costs = None
+    found = None
     if config.remat == AUTO_REMAT:
         found = _recomputed(graph, config, schedule, devices, optimizer, counts)
-        decided, recomputed, costs = found.counts, found.parts, found.costs
-    else:
-        decided = counts()
+    decided = found.counts if found else counts()
     if config.schedule == schedules.AUTO:
         rows = [
             devices[schedule.devices.index(i)]
             for i in range(len(schedule.tasks))
         ]
-        schedule = stage_costs.resolved(
-            graph,
-            decided,
-            schedule,
-            config.remat,
-            config.nominal_length,
-            costs,
-        )
+        if found:
+            names = collections.Counter(row[0] for row in rows)
+            schedule = found.ordered(
+                schedule, {}, num_sharing=max(names.values())
+            )
+        else:
+            schedule = stage_costs.resolved(
+                graph, decided, schedule, config.remat, config.nominal_length
+            )
         devices = [rows[i] for i in schedule.devices]
-    return Decision(decided, recomputed, schedule, devices)
+    return Decision(decided, found and found.parts, schedule, devices)
 
 
 def _counts(

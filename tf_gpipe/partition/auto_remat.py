@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from tf_gpipe.partition.recomputed import Recomputation
 from tf_gpipe.partition.recomputed import StageCalls
 from tf_gpipe.partition.stage_costs import StageCosts
 from tf_gpipe.partition.stage_costs import find
+from tf_gpipe.partition.stage_costs import searched
+from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.memory import peak_activations
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
@@ -46,6 +49,8 @@ class AutoRemat:
         given: The `memory_limit` with which these counts lead to the same
             parts: the user's, or `limit` as a share of the bytes that this cut
             takes without recomputation.
+        fixed: List of the bytes of each stage's weights, gradients and slots
+            that count for the limit.
     """
 
     counts: list[int]
@@ -53,6 +58,42 @@ class AutoRemat:
     costs: list[StageCosts]
     limit: float
     given: Any
+    fixed: list[int]
+
+    def ordered(
+        self,
+        schedule: Schedule,
+        transfer: Mapping[tuple[int, int], float],
+        device_flops: float = 1.0,
+        num_sharing: int = 1,
+    ) -> Schedule:
+        """Returns the order of tasks that is searched within the limit.
+
+        Args:
+            schedule: The `Schedule` that has been fitted to the limit. Its
+                order is taken if none is found.
+            transfer: As of `stage_costs.searched`.
+            device_flops: As of `stage_costs.searched`.
+            num_sharing: Integer, how many of the schedule's devices share the
+                memory of one.
+        """
+        try:
+            return searched(
+                self.costs,
+                schedule.num_micro_batches,
+                len(schedule.tasks),
+                AUTO_REMAT,
+                transfer,
+                device_flops,
+                self.limit / num_sharing,
+                self.fixed,
+            )
+        except ValueError:
+            return Schedule(
+                schedule.tasks,
+                schedules.AUTO,
+                f"that of '{schedule.name}', which keeps within the limit",
+            )
 
 
 def cuts(balance: Any) -> bool:
@@ -277,6 +318,7 @@ class Search:
             costs,
             limit,
             self._limit_for_cut(counts, limit),
+            fixed,
         )
 
     def _fitted_device(self, own, parts, spans, plain, fixed, limit):

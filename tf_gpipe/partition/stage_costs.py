@@ -171,6 +171,8 @@ def searched(
     remat: str,
     transfer: Mapping[tuple[int, int], float],
     device_flops: float = 1.0,
+    memory: float | None = None,
+    fixed: Sequence[float] | None = None,
 ) -> Schedule:
     """Searches the schedule `"auto"` for the costs of stages.
 
@@ -182,6 +184,13 @@ def searched(
         transfer: Dictionary from pairs of stages to the time of a transfer.
         device_flops: Float, FLOPs in a unit of time. By default one FLOP is
             the unit.
+        memory: Bytes of a device. Defaults to the activations of the fullest
+            one under 1F1B.
+        fixed: Bytes of the weights, gradients and slots of each stage, which
+            count if `memory` is given. By default none.
+
+    Raises:
+        ValueError: If no order is found that needs at most `memory`.
     """
     times = Times.of(
         len(costs),
@@ -192,7 +201,11 @@ def searched(
         weights=[x.weight_flops / device_flops for x in costs],
     )
     sizes = [x.of_micro_batches(num_micro_batches) for x in costs]
-    return search(times, num_micro_batches, num_devices, remat, sizes)
+    sizes = [
+        x._replace(fixed=x.fixed + more)
+        for x, more in zip(sizes, fixed or [0] * len(sizes), strict=True)
+    ]
+    return search(times, num_micro_batches, num_devices, remat, sizes, memory)
 
 
 def sends(parts: Sequence[Graph | Stage], k: int, size: Callable) -> dict:
@@ -214,7 +227,6 @@ def resolved(
     schedule: Schedule,
     remat: str,
     length: int = layer_costs.NOMINAL_LENGTH,
-    costs: Sequence[StageCosts] | None = None,
 ) -> Schedule:
     """Searches the schedule `"auto"` for a graph that is cut.
 
@@ -228,14 +240,13 @@ def resolved(
         schedule: A `Schedule` of as many stages, micro-batches and devices.
         remat: The remat mode.
         length: As of `of_graph`.
-        costs: The `StageCosts`, if they are known.
     """
     num_micro_batches, num_devices = (
         schedule.num_micro_batches,
         len(schedule.tasks),
     )
     try:
-        costs = costs or of_graph(graph, counts, length)
+        costs = of_graph(graph, counts, length)
     except ValueError as error:
         times = Times.of(
             len(counts), recompute=0.0 if remat == "never" else 1.0

@@ -196,7 +196,7 @@ class _Planner:
             self._num_devices or config.num_stages or 1,
             rows=layers.rows,
         )
-        counts, costs, recomputed, limit = self._costs(config, schedule)
+        counts, costs, decided = self._costs(config, schedule)
         # One transfer for each pair of stages, however many tensors it has.
         transfer = {
             (k, to): self._latency + size / (self._bandwidth or math.inf)
@@ -206,13 +206,17 @@ class _Planner:
         # Without a speed, the time of one FLOP is the unit.
         unit = self._device_flops or 1.0
         if config.schedule == schedules.AUTO:
-            schedule = stage_costs.searched(
-                costs,
-                schedule.num_micro_batches,
-                len(schedule.tasks),
-                config.remat,
-                transfer,
-                unit,
+            schedule = (
+                decided.ordered(schedule, transfer, unit)
+                if decided
+                else stage_costs.searched(
+                    costs,
+                    schedule.num_micro_batches,
+                    len(schedule.tasks),
+                    config.remat,
+                    transfer,
+                    unit,
+                )
             )
         found = estimate(
             layers,
@@ -228,14 +232,14 @@ class _Planner:
                 [x.before_flops / unit for x in costs],
                 [x.within_flops / unit for x in costs],
             ),
-            recomputed,
+            decided and decided.parts,
         )
         return dataclasses.replace(
             found,
             device_memory=self._device_memory,
             step_seconds=found.step_seconds if self._device_flops else None,
-            memory_limit=limit,
-            batch_size=None if limit is None else layers.rows,
+            memory_limit=decided and decided.given,
+            batch_size=layers.rows if decided else None,
         )
 
     def changes(self, config, found):
@@ -264,19 +268,19 @@ class _Planner:
         return changes
 
     def _costs(self, config, schedule):
-        """Returns the cut, its `StageCosts`, recomputed parts, memory limit."""
+        """Returns the cut, its `StageCosts`, and the `AutoRemat` or `None`."""
         layers = self._layers
         rows = layers.micro_batch(schedule.num_micro_batches)
         if config.remat != AUTO_REMAT:
             counts = self._counts(config, schedule)
-            return counts, layers.stages(counts, rows), None, None
+            return counts, layers.stages(counts, rows), None
         search = layers.recomputation(
             rows, schedule, MemoryLimit.of(config.memory_limit)
         )
         decided = search.decided(
             config.balance, lambda: self._counts(config, schedule)
         )
-        return decided.counts, decided.costs, decided.parts, decided.given
+        return decided.counts, decided.costs, decided
 
     def _counts(self, config, schedule):
         """Returns the number of calls in each stage, by `config.balance`."""
