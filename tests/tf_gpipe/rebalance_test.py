@@ -1,5 +1,6 @@
 """The Rebalance callback cuts a model anew where that pays off."""
 
+import warnings
 from unittest import mock
 
 import keras
@@ -10,6 +11,7 @@ from absl.testing import parameterized
 from keras import layers as L  # noqa: N812
 
 import tf_gpipe
+from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.callbacks import rebalance
 from tf_gpipe.schedule.tasks import BACKWARD
 from tf_gpipe.schedule.tasks import FORWARD
@@ -38,6 +40,14 @@ class HeavyWait(Wait):
 
     def call(self, x):
         return super().call(x) + self.rest[0]
+
+
+class Particular(Endless):
+    """A layer that refuses negative inputs, and cannot be counted."""
+
+    def call(self, x):
+        with tf.control_dependencies([tf.debugging.assert_positive(x)]):
+            return super().call(tf.identity(x))
 
 
 def heavy():
@@ -202,6 +212,26 @@ class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
         self.fitted(model, callback, timeline, epochs=2)
         self.assertLen(timeline.spans, 2 * 2 * 2 + 2)
         self.assertNotEmpty(callback._seen)
+
+    @parameterized.parameters("time", "flops")
+    def test_keeps_the_cut_where_costs_cannot_be_found(self, by):
+        """Training goes on, and the warning comes once."""
+        first = L.Dense(6, "softplus")
+        model = make(lambda: [first, Particular(), L.Dense(6), L.Dense(6)])
+        callback = tf_gpipe.callbacks.Rebalance(every=1, by=by)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.fitted(model, callback, epochs=3)
+        (found,) = [x for x in caught if "keeps the cut" in str(x.message)]
+        self.assertIn("'particular'", str(found.message))
+        self.assertEqual(callback.cuts, {})
+
+    def test_refuses_several_hosts(self):
+        """They would not all cut at the same step."""
+        with tf.distribute.MultiWorkerMirroredStrategy().scope():
+            model = make(devices=[["CPU:0", "CPU:1"]])
+        with self.assertRaisesRegex(ValueError, "model.rebalance"):
+            self.fitted(model, tf_gpipe.callbacks.Rebalance(), epochs=1)
 
     @parameterized.parameters(
         ({"every": 0}, "`every` must be a positive integer"),

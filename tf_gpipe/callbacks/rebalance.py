@@ -2,6 +2,7 @@
 
 import collections
 import time
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.partition.uncounted import UncountedError
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.pipeline import Pipeline
@@ -52,12 +54,15 @@ class Rebalance(StepTimes):
 
     Args:
         every: Integer, the number of steps from one decision to the next.
-        by: `"time"`, the seconds that layers take alone on the first device,
-            which are measured once, at the first decision; or `"flops"`, the
-            operations of layers.
+        by: `"time"`, the seconds that layers take alone on the devices of their
+            stages, which are measured once, at the first decision; or
+            `"flops"`, the operations of layers. Where a layer has neither, such
+            as one that refuses made-up inputs, a warning says so, and the cut
+            is kept.
 
     Raises:
-        ValueError: If an argument is not valid.
+        ValueError: If an argument is not valid; or, as training begins, if
+            replicas are on several hosts, which would not decide alike.
 
     Attributes:
         cuts: Dictionary from the numbers of the steps of `fit` after which the
@@ -88,10 +93,18 @@ class Rebalance(StepTimes):
 
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
+        strategy = self.model.distribute_strategy
+        if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            raise ValueError(
+                "`Rebalance` is for pipelines of one program: each host would "
+                "cut the model by times of its own. Call `model.rebalance` "
+                "with the same layer counts on all hosts. Received: a model "
+                f"under {type(strategy).__name__}"
+            )
         self.cuts = {}
         self._first = self._next = 0
         self._epoch = 0
-        self._costs: tuple[Graph, list[float]] | None = None
+        self._costs: tuple[Graph, list[float] | None] | None = None
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -129,12 +142,15 @@ class Rebalance(StepTimes):
     def _decide(self) -> None:
         """Cuts the model anew, if that saves more time than tracing takes."""
         pipeline = self._seen[-1][0]
+        costs = self._costs_of(pipeline)
+        if costs is None:
+            return
         steps = [step for x, step in self._seen if x is pipeline]
         fastest = min(steps, key=lambda x: x.makespan)
         found = new_cut(
             pipeline,
             stage_seconds(pipeline, fastest.spans),
-            self._costs_of(pipeline),
+            costs,
         )
         if found is None:
             return
@@ -160,11 +176,20 @@ class Rebalance(StepTimes):
             0, steps * (epochs - self._epoch) - (self._next - self._first)
         )
 
-    def _costs_of(self, pipeline: Pipeline) -> list[float]:
-        """Returns the cost of each layer call, for dividing a stage's time."""
+    def _costs_of(self, pipeline: Pipeline) -> list[float] | None:
+        """Returns the cost of each layer call, for dividing a stage's time.
+
+        `None` if a cost cannot be found.
+        """
         graph = pipeline.graph
         if self._costs is None or self._costs[0] is not graph:
-            self._costs = graph, self._weighed(pipeline)
+            try:
+                self._costs = graph, self._weighed(pipeline)
+            except UncountedError as error:
+                self._costs = graph, None
+                warnings.warn(
+                    f"`Rebalance` keeps the cut. {error.reason}", stacklevel=2
+                )
         return self._costs[1]
 
     def _weighed(self, pipeline: Pipeline) -> list[float]:
@@ -177,9 +202,15 @@ class Rebalance(StepTimes):
             traces, _ = layer_costs.trace(graph, rows, config.nominal_length)
             return [x.forward_flops + x.backward_flops for x in traces]
 
+        devices = {
+            id(node): stage.device
+            for stage in pipeline.stages
+            for node in stage.nodes
+        }
+
         def visit(node, specs):
             contents = [specs[value] for value in node.inputs]
-            with tf.device(pipeline.stages[0].device):
+            with tf.device(devices[id(node)]):
                 seconds = balanced.seconds(node, contents)
             return seconds, balanced.specs_of(node, specs)[1]
 
