@@ -34,6 +34,7 @@ class KnownLayers:
         bytes: List of the bytes of these weights, of the sums of their
             gradients and of their optimizer slots.
         input_spec: Nested structure of `KerasTensor`s, the mini-batch.
+        output_spec: Likewise, what the model returns for it.
         rows: Integer, rows of the mini-batch.
         sampled: List of the sizes of a micro-batch, in rows, for which layers
             are traced; their costs for others are interpolated. If empty, each
@@ -58,6 +59,9 @@ class KnownLayers:
             nodes.append(dataclasses.replace(node, layer=copy))
         self.graph = dataclasses.replace(graph, nodes=nodes)
         self.input_spec = planned_graph.spec_of(input_spec)
+        self.output_spec = keras.tree.map_structure(
+            lambda x: x.spec, graph.outputs
+        )
         self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
         self.sampled: list[int] = []
         # Cached by the rows of a micro-batch.

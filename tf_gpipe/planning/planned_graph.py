@@ -10,6 +10,7 @@ from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.planning import layer_copies
 from tf_gpipe.planning import optimizers
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.graph import Graph
@@ -119,29 +120,16 @@ def copies(
         if not isinstance(layer, keras.Layer):
             return (layer, 0), layer.compute_output_spec(*args, **kwargs)
         try:
-            config = keras.tree.traverse(
-                lambda x: new if x == old else None, layer.get_config()
-            )
-            copy = type(layer).from_config(config)
-        except Exception as e:  # whatever a layer's own methods raise
+            copy = layer_copies.copied(layer, [] if old == new else [old, new])
+        except layer_copies.NoCopyError as error:
             if not layer.built or old != new:
                 raise ValueError(
-                    f"Layer '{layer.name}' (of type {type(layer).__name__}) "
-                    f"cannot be copied for the plan: {e}. Its `from_config` "
-                    "must take what its `get_config` returns; or give layers "
-                    "that are built, and no `dtype_policy`."
-                ) from e
+                    f"{error} Or give layers that are built, and no "
+                    "`dtype_policy`."
+                ) from error
             return (layer, bytes_of(layer)), layer.compute_output_spec(
                 *args, **kwargs
             )
-        # Configs have `trainable` of the layer, not of the layers within it.
-        pairs = zip(
-            upstream.layers_within(copy),
-            upstream.layers_within(layer),
-            strict=False,
-        )
-        for x, original in pairs:
-            upstream.set_trainable_alone(x, original.trainable)
         with abstract.NoValues():
             outputs = copy(*args, **kwargs)
         upstream.forget_waiting(copy.variables)

@@ -18,6 +18,7 @@ from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.drafts import Choice
 from tf_gpipe.planning.known_layers import KnownLayers
+from tf_gpipe.planning.layer_copies import NoCopyError
 from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.plans import Rival
@@ -168,10 +169,10 @@ def tune(
         ranked = chooser.ranked(fixed, 1 + _NUM_RIVALS)
     if not ranked:
         raise ValueError(_nothing_fits(known, machine, memories, fixed))
-    tried = TriedChoices([])
+    tried, untried = TriedChoices([]), ""
     if tries:
         estimated = functools.partial(_of_both_kinds, known, times, fixed=fixed)
-        tried = _tried(
+        tried, untried = _tried(
             ranked, estimated, machine, layers, known, optimizer, until
         )
         ranked = tried.ranked()
@@ -180,7 +181,7 @@ def tune(
             "None of the pipelines that were tried fits the memory of the "
             "devices. Use more devices, or a smaller mini-batch."
         )
-    return _decided(ranked, tried, machine)
+    return _decided(ranked, tried, machine, untried)
 
 
 def _measured_times(known, machine, fixed, until) -> LayerTimes:
@@ -221,15 +222,21 @@ def _of_both_kinds(known, times, machine, fixed) -> list[Choice]:
 
 def _tried(
     ranked, estimated, machine, layers, known, optimizer, until
-) -> TriedChoices:
+) -> tuple[TriedChoices, str]:
     """Tries the best choices, as long as the time allows.
 
-    `ranked` are those that `estimated` returns for the machine.
+    `ranked` are those that `estimated` returns for the machine. Choices whose
+    steps raise an error are dropped.
+
+    Returns:
+        `TriedChoices`, and the reason if none can be tried.
+
+    Raises:
+        Exception: The first error, if no step ran.
     """
-    spec = known.input_spec
     optimizer = optimizers.get(optimizer)
     choices = TriedChoices(ranked)
-    setup = 0.0
+    setup, refused = 0.0, None
     for _ in range(_NUM_TRIED):
         each = choices.next()
         start = time.monotonic()
@@ -241,7 +248,15 @@ def _tried(
         ):
             break
         with progress.doing(f"trying {each.candidate}"):
-            seconds = trials.step_seconds(layers, spec, optimizer, each.plan)
+            try:
+                seconds = trials.step_seconds(
+                    layers, known, optimizer, each.plan
+                )
+            except NoCopyError as error:
+                what = str(error).partition(". ")[0]
+                return TriedChoices(ranked), f"Nothing was tried. {what}."
+            except Exception as error:  # Other candidates may run.
+                refused, seconds = refused or error, None
         taken = time.monotonic() - start
         setup = max(setup, taken - trials.COUNT * (seconds or 0.0))
         if seconds is None:
@@ -249,24 +264,25 @@ def _tried(
         choices.add(each, seconds)
         if other := choices.corrected_machine(machine):
             choices.estimate_anew(estimated(other))
-    return choices
+    if refused and not choices.any_tried:
+        raise refused
+    return choices, ""
 
 
 def _decided(
-    ranked: list[Choice], tried: TriedChoices, machine: Machine
+    ranked: list[Choice], tried: TriedChoices, machine: Machine, untried: str
 ) -> Plan:
     """Returns the plan of the first choice, with a reason and its rivals."""
     best = ranked[0]
-    reason = choice.explanation(ranked, machine)
+    reasons = [untried, choice.explanation(ranked, machine)]
     count = len(machine.devices)
     used = best.candidate.num_devices * best.candidate.num_replicas
     if 1 < used < count:
-        left_out = f"{count - used} of {count} devices are left out."
-        reason = "\n".join(filter(None, [left_out, reason]))
+        reasons.insert(0, f"{count - used} of {count} devices are left out.")
     return dataclasses.replace(
         best.plan,
         measured_seconds=tried.measured(best),
-        reason=reason,
+        reason="\n".join(filter(None, reasons)),
         rivals=sorted(
             (
                 Rival(

@@ -91,6 +91,66 @@ def changes(advice):
     return {x.arg: ast.literal_eval(x.value) for x in keywords}
 
 
+class NoConfig(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.1
+
+
+class OwnOptimizer(keras.optimizers.SGD):
+    def __init__(self, factor):
+        super().__init__(momentum=factor)
+
+
+class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
+    """Optimizers that Keras trains with, but cannot write into a file."""
+
+    @parameterized.named_parameters(
+        ("schedule", lambda: keras.optimizers.Adam(NoConfig()), 2),
+        ("function", lambda: keras.optimizers.Adam(lambda: 0.1), 2),
+        ("class", lambda: OwnOptimizer(0.9), 1),
+        (
+            "chosen",
+            lambda: keras.optimizers.MultiOptimizer(
+                lambda variable: OwnOptimizer(0.9)
+            ),
+            1,
+        ),
+    )
+    def test_slots(self, make, count):
+        optimizer = make()
+        found = plan(
+            make_dense(), (12, 4), num_stages=1, optimizer=optimizer
+        ).stages[0]
+        self.assertEqual(
+            found.parameter_bytes, 4 * (2 + count) * found.parameters
+        )
+        self.assertFalse(optimizer.built)
+
+    def test_none(self):
+        for call in (
+            lambda: plan(make_dense(), (12, 4), num_stages=1, optimizer=None),
+            lambda: tf_gpipe.tune(make_dense(), (12, 4), 1, optimizer=None),
+        ):
+            with self.assertRaisesRegex(ValueError, "Received: optimizer=None"):
+                call()
+
+    def test_in_fit(self):
+        """A model that `fit` builds decides while its step is traced."""
+        layers = [LAYERS.Dense(8) for _ in range(3)]
+        model = tf_gpipe.PipelinedSequential(
+            layers,
+            num_stages=2,
+            num_micro_batches=2,
+            remat="auto",
+            memory_limit="1MB",
+            batch_size=8,
+        )
+        model.compile(keras.optimizers.Adam(NoConfig()), "mse")
+        x = tf.ones((8, 8))
+        model.fit(x, x, batch_size=8, verbose=0)
+        self.assertTrue(model.built)
+
+
 class PlanTest(tf.test.TestCase, parameterized.TestCase):
     def plan(self, **kwargs):
         """Plans micro-batches of 4 rows of `make_dense`."""

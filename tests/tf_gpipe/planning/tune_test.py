@@ -274,6 +274,124 @@ class TrialTest(tf.test.TestCase):
             self.assertAllEqual(x, y)
 
 
+def two_outputs():
+    inputs = keras.Input((8,))
+    return keras.Model(inputs, [keras.layers.Dense(n)(inputs) for n in (1, 2)])
+
+
+def two_inputs():
+    a, b = keras.Input((8,)), keras.Input((8,))
+    return keras.Model(
+        [a, b], keras.layers.Dense(2)(keras.layers.Dense(2)(a) + b[:, :2])
+    )
+
+
+def compiled():
+    inputs = keras.Input((8,))
+    first, second = make_layers(2, 8)
+    model = keras.Model(inputs, second(first(inputs)))
+    model.compile("adam", lambda y, x: tf.reduce_mean(tf.square(x - y)))
+    return model
+
+
+def around_compiled():
+    inputs = keras.Input((3, 8))
+    inner = keras.layers.TimeDistributed(compiled())
+    return keras.Model(inputs, keras.layers.Dense(2)(inner(inputs)))
+
+
+class NoCopy(keras.layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+class NoConfig(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.1
+
+
+class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
+    """Models and optimizers that plain Keras trains are tried."""
+
+    def tried(self, model, spec, optimizer="adam", **kwargs):
+        options = {**TrialTest.ONE_PIPELINE, **kwargs}
+        where = machine([SLOW] * 2, replicates=False)
+        where = dataclasses.replace(
+            where,
+            devices=[
+                dataclasses.replace(x, name=name)
+                for x, name in zip(
+                    where.devices, options["devices"], strict=True
+                )
+            ],
+        )
+        with mock.patch.object(measured_speeds, "measured", return_value=where):
+            return tf_gpipe.tune(
+                model, spec, optimizer=optimizer, budget_seconds=120, **options
+            )
+
+    @parameterized.named_parameters(
+        ("compiled", compiled, (8, 8)),
+        ("around compiled", around_compiled, (8, 3, 8)),
+        ("two outputs", two_outputs, (8, 8)),
+        ("two inputs", two_inputs, [(8, 8), (8, 8)]),
+        (
+            "list into layers",
+            lambda: [keras.layers.Add(), *make_layers(2, 8)],
+            [(8, 8), (8, 8)],
+        ),
+        (
+            "lambda",
+            lambda: [
+                *make_layers(2, 8),
+                keras.layers.Lambda(lambda x: x * SLOW),
+            ],
+            (8, 8),
+        ),
+    )
+    def test_model(self, make, spec):
+        model = make()
+        found = self.tried(model, spec)
+        self.assertIsNotNone(found.measured_seconds)
+        self.assertNotIn("tried.", found.reason)
+
+    def test_optimizer(self):
+        optimizer = keras.optimizers.Adam(NoConfig())
+        found = self.tried(make_layers(2, 8), (8, 8), optimizer)
+        self.assertIsNotNone(found.measured_seconds)
+        self.assertFalse(optimizer.built)
+
+    def test_no_copy(self):
+        layer = NoCopy(tf.nn.relu)
+        layer(tf.ones((8, 8)))
+        found = self.tried([layer, *make_layers(2, 8)], (8, 8))
+        self.assertIsNone(found.measured_seconds)
+        self.assertRegex(
+            found.reason,
+            r"Nothing was tried. Layer 'no_copy.*' .*cannot be copied\.$",
+        )
+        with self.assertRaisesRegex(
+            ValueError, "Or give layers that are built"
+        ):
+            self.tried([NoCopy(tf.nn.relu), *make_layers(2, 8)], (8, 8))
+
+    def test_refused_choices_are_dropped(self):
+        def layers():
+            norm = keras.layers.BatchNormalization(renorm=True)
+            return [*make_layers(1), norm, *make_layers(1)]
+
+        # The fastest have several micro-batches, whose statistics are refused.
+        found = self.tried(layers(), (512, 64), num_micro_batches=None)
+        self.assertIsNotNone(found.measured_seconds)
+        self.assertEqual(found.num_micro_batches, 1)
+        with self.assertRaisesRegex(ValueError, "with renorm=True"):
+            self.tried(layers(), (512, 64))
+
+
 class TriedChoicesTest(tf.test.TestCase):
     """In which order choices are tried, and how trials correct the others."""
 
