@@ -23,6 +23,7 @@ from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
+from tf_gpipe.schedule import schedules
 from tf_gpipe.tuning import measured_speeds
 from tf_gpipe.tuning import trials
 from tf_gpipe.tuning.tried_choices import TriedChoices
@@ -598,6 +599,41 @@ class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
         loaded = keras.saving.load_model(path)
         self.assertEqual(loaded.balance, plan.arguments["balance"])
         self.assertEqual(loaded._pipeline.schedule.tasks, plan.tasks.tasks)
+
+    @parameterized.parameters(
+        # Of 2 devices, however many there are.
+        ({"schedule": "interleaved", "num_stages": 4, "num_devices": 2},),
+        ({"schedule": "interleaved_zero_bubble", "num_devices": 1},),
+        ({"schedule": "auto", "num_stages": 4, "num_devices": 2},),
+        # Not the library's, in spite of its name.
+        ({"schedule": "1f1b"}, "1f1b"),
+        ({"schedule": "1f1b"}, "zb_v"),
+        ({"schedule": "1f1b"}, "interleaved"),
+    )
+    def test_a_model_of_a_plan_keeps_its_schedule(self, options, name=None):
+        options = {"num_stages": 2, "num_micro_batches": 4, **options}
+        if name is not None:
+            options["schedule"] = tf_gpipe.Schedule(
+                schedules.gpipe(2, 4).tasks, name=name
+            )
+        layers = make_layers()
+        plan = tf_gpipe.plan(layers, (8, 64), **options)
+        path = os.path.join(self.get_temp_dir(), "plan.json")
+        plan.save(path)
+        for each in (plan, tf_gpipe.Plan.load(path)):
+            model = tf_gpipe.PipelinedSequential(
+                [keras.Input((64,)), *layers], plan=each
+            )
+            found = model._pipeline.schedule
+            self.assertEqual(found.tasks, plan.tasks.tasks)
+            self.assertEqual(found.name, plan.schedule)
+
+    def test_a_schedule_that_its_name_tells(self):
+        for name in ("gpipe", "1f1b", "zero_bubble", "zb_v"):
+            plan = tf_gpipe.plan(
+                make_layers(), (8, 64), num_stages=2, schedule=name
+            )
+            self.assertEqual(plan.arguments["schedule"], name)
 
     def test_functional(self):
         x = inputs = keras.Input((64,))
