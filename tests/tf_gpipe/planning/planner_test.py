@@ -624,6 +624,94 @@ class FitsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertNotEmpty(found.advice)
 
 
+def two_inputs(nested=list):
+    b, a = keras.Input((3,), name="b"), keras.Input((5,), name="a")
+    outputs = LAYERS.Dense(2)(LAYERS.Dense(2)(b) + LAYERS.Dense(2)(a))
+    return keras.Model([b, a] if nested is list else {"b": b, "a": a}, outputs)
+
+
+def built_layers():
+    model = keras.Sequential([keras.Input((4,)), *make_dense()])
+    return list(model.layers)
+
+
+class InputsTest(tf.test.TestCase, parameterized.TestCase):
+    """`input_spec`, compared with the inputs of the model."""
+
+    @parameterized.parameters(list, dict)
+    def test_by_name(self, nested):
+        model = two_inputs(nested)
+        found = [
+            plan(model, spec, num_stages=2)
+            for spec in (
+                {"a": (8, 5), "b": (8, 3)},
+                [(8, 3), (8, 5)] if nested is list else [(8, 5), (8, 3)],
+            )
+        ]
+        self.assertEqual(found[0], found[1])
+        self.assertEqual(sum(x.parameters for x in found[0].stages), 8 + 12 + 6)
+
+    def test_any_size(self):
+        inputs = keras.Input((None, 4), batch_size=2)
+        model = keras.Model(inputs, LAYERS.Dense(2)(LAYERS.Dense(3)(inputs)))
+        found = plan(model, (8, 6, 4), num_stages=2)
+        self.assertEqual(found.stages[0].parameters, 15)
+
+    @parameterized.named_parameters(
+        ("functional", two_inputs, [(8, 3), (8, 4)]),
+        ("order", two_inputs, [(8, 5), (8, 3)]),
+        ("number", two_inputs, [(8, 5)]),
+        ("names", two_inputs, {"a": (8, 3), "c": (8, 5)}),
+        ("sizes by name", two_inputs, {"a": (8, 3), "b": (8, 5)}),
+        (
+            "sequential",
+            lambda: keras.Sequential([keras.Input((4,)), *make_dense()]),
+            (8, 5),
+        ),
+        (
+            "sequential rank",
+            lambda: keras.Sequential([keras.Input((4,)), *make_dense()]),
+            (8, 4, 4),
+        ),
+        ("input", lambda: [keras.Input((4,)), *make_dense()], (8, 5)),
+        ("layer", lambda: [LAYERS.InputLayer((4,)), *make_dense()], (8, 5)),
+    )
+    def test_other_inputs(self, make, spec):
+        with self.assertRaisesRegex(
+            ValueError, "must be like the inputs of the model"
+        ):
+            plan(make(), spec, num_stages=2)
+
+    def test_built_for_others(self):
+        layers = built_layers()
+        self.assertLen(plan(layers, (8, 4), num_stages=2).stages, 2)
+        with self.assertRaisesRegex(
+            ValueError, r"Layer 'a' is built for other inputs.*\(4, 8\)"
+        ):
+            plan(layers, (8, 5), num_stages=2)
+
+    @parameterized.named_parameters(
+        ("functional", two_inputs),
+        ("layers", lambda: [LAYERS.Add(), LAYERS.Dense(2)]),
+    )
+    def test_one_batch_size(self, make):
+        with self.assertRaisesRegex(ValueError, "the same batch size"):
+            plan(make(), [(8, 3), (4, 5)], num_stages=1)
+
+    @parameterized.named_parameters(
+        ("dataset", lambda: tf.data.Dataset.from_tensors((8, 4)).repeat()),
+        ("generator", lambda: iter(int, 1)),
+        ("range", lambda: range(2, 4)),
+        ("text", lambda: "84"),
+        ("number", lambda: 3.5),
+        ("none", lambda: None),
+    )
+    def test_no_shape(self, make):
+        for given in (make(), [make(), (8, 4)]):
+            with self.assertRaisesRegex(TypeError, "`input_spec` must be a sh"):
+                plan(make_dense(), given, num_stages=2)
+
+
 class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ({"layers": []}, "needs layers"),

@@ -281,7 +281,7 @@ def two_outputs():
 
 
 def two_inputs():
-    a, b = keras.Input((8,)), keras.Input((8,))
+    a, b = keras.Input((8,), name="a"), keras.Input((8,), name="b")
     return keras.Model(
         [a, b], keras.layers.Dense(2)(keras.layers.Dense(2)(a) + b[:, :2])
     )
@@ -340,6 +340,7 @@ class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
         ("around compiled", around_compiled, (8, 3, 8)),
         ("two outputs", two_outputs, (8, 8)),
         ("two inputs", two_inputs, [(8, 8), (8, 8)]),
+        ("inputs by name", two_inputs, {"b": (8, 8), "a": (8, 8)}),
         (
             "list into layers",
             lambda: [keras.layers.Add(), *make_layers(2, 8)],
