@@ -98,7 +98,7 @@ def _plan(args, changed, device_memory, **kwargs):
         device_memory=device_memory,
         device_flops=args.device_flops,
         bandwidth=args.bandwidth,
-        latency=args.latency,
+        latency=args.latency or 0.0,
     )
 
 

@@ -191,10 +191,11 @@ class _Planner:
     def plan(self, config: PipelineConfig) -> Plan:
         """Returns the plan for a config, whether it fits or not."""
         layers = self._layers
+        rows, num_stages = layers.rows, config.num_stages or 1
+        if config.num_micro_batches is None:
+            rows = min(rows, schedules.most_rows(num_stages))
         schedule = config.schedule_of(
-            len(layers.graph.nodes),
-            self._num_devices or config.num_stages or 1,
-            rows=layers.rows,
+            len(layers.graph.nodes), self._num_devices or num_stages, rows=rows
         )
         counts, costs, recomputed, limit = self._costs(config, schedule)
         # One transfer for each pair of stages, however many tensors it has.
@@ -244,8 +245,10 @@ class _Planner:
             return [{"memory_limit": found.device_memory}]
         changes: list[dict[str, Any]] = []
         named = not isinstance(config.schedule, Schedule)
-        m = found.num_micro_batches
-        while named and (m := 2 * m) <= self._layers.rows:
+        m, most = found.num_micro_batches, schedules.most_rows
+        while named and (m := 2 * m) <= min(
+            self._layers.rows, most(len(found.stages))
+        ):
             changes.append({"num_micro_batches": m})
         if found.remat != "always":
             again = {"remat": "always"}
@@ -260,6 +263,7 @@ class _Planner:
                     len(self._layers.graph.nodes) + 1,
                     each,
                 )
+                if (config.num_micro_batches or 1) <= most(k)
             ]
         return changes
 

@@ -56,7 +56,7 @@ def tune(
     replicas: bool = True,
     device_flops: float | Sequence[float] | None = None,
     bandwidth: float | None = None,
-    latency: float = 0.0,
+    latency: float | None = None,
 ) -> Plan:
     """Returns the plan of the fastest pipeline that fits the devices.
 
@@ -96,9 +96,9 @@ def tune(
         device_flops: Float, operations a second of a device, or a list with
             one a device. Defaults to what is measured, or that of a large
             accelerator.
-        bandwidth: Float, bytes a second from device to device. Defaults to
-            what is measured; without measurements transfers take no time.
-        latency: Float, seconds that a transfer takes besides.
+        bandwidth: Float, bytes a second from device to device.
+        latency: Float, seconds that a transfer takes besides. Either defaults
+            to what is measured; without measurements transfers take no time.
 
     Returns:
         A `Plan`, for the argument `plan` of the classes of pipelines.
@@ -122,7 +122,10 @@ def tune(
     )
     if bandwidth is not None:
         checks.number("bandwidth", bandwidth, "a positive number", above=True)
-    checks.number("latency", latency, "a number of seconds, 0 or more")
+        bandwidth = float(bandwidth)
+    if latency is not None:
+        checks.number("latency", latency, "a number of seconds, 0 or more")
+        latency = float(latency)
     names = _names(devices)
     memories = _each(
         "device_memory",
@@ -142,16 +145,15 @@ def tune(
     machine = Machine(
         [Device(*x, Speed()) for x in zip(names, memories, strict=True)],
         bandwidth,
-        latency,
+        latency or 0.0,
         replicates=all("/job:worker" not in str(x) for x in names),
     )
     if tries:
         found = measured_speeds.measured([str(x) for x in names], memories)
-        if bandwidth is not None or latency:
-            found = dataclasses.replace(
-                found, bandwidth=bandwidth, latency=latency
-            )
-        machine = found
+        given = {"bandwidth": bandwidth, "latency": latency}
+        machine = dataclasses.replace(
+            found, **{k: x for k, x in given.items() if x is not None}
+        )
     machine = dataclasses.replace(
         machine,
         replicates=machine.replicates and replicas,

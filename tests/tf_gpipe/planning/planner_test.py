@@ -3,6 +3,7 @@
 import ast
 import random
 import time
+from unittest import mock
 
 import keras
 import pytest
@@ -12,6 +13,7 @@ from absl.testing import parameterized
 import tf_gpipe
 from tf_gpipe.devices import slots
 from tf_gpipe.planning.planner import plan
+from tf_gpipe.schedule import schedules
 from tools.benchmark.workloads import FeedForward
 from tools.benchmark.workloads import SelfAttention
 
@@ -595,6 +597,23 @@ class FitsTest(tf.test.TestCase, parameterized.TestCase):
         change = self.advised(3 * weights, num_micro_batches=64)
         self.assertEqual(set(change) - {"remat"}, {"num_stages"})
         self.assertBetween(change["num_stages"], 3, 8)
+
+    def test_no_more_micro_batches_than_can_be_traced(self):
+        # Limits that a test reaches in little time.
+        with (
+            mock.patch.object(schedules, "MOST_MICRO_BATCHES", 16),
+            mock.patch.object(schedules, "_MOST_PASSES", 40),
+        ):
+            options = {"device_memory": 16, "num_stages": 2}
+            found = plan(make_dense(), (64, 4), **options)
+            self.assertStartsWith(found.advice, "Nothing that the planner")
+            found = plan(make_dense(), (64, 4), num_micro_batches=16, **options)
+            self.assertStartsWith(found.advice, "Nothing that the planner")
+            layers = [LAYERS.Dense(2) for _ in range(4)]
+            found = plan(layers, (64, 2), num_stages=4)
+            self.assertEqual(found.num_micro_batches, 10)
+            with self.assertRaisesRegex(ValueError, "at most 40 passes"):
+                plan(layers, (64, 2), num_stages=4, num_micro_batches=11)
 
     @parameterized.parameters("1f1b", "gpipe", "interleaved")
     def test_nothing_helps(self, schedule):

@@ -7,6 +7,7 @@ import tempfile
 from unittest import mock
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
@@ -318,9 +319,9 @@ class NoConfig(keras.optimizers.schedules.LearningRateSchedule):
 class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
     """Models and optimizers that plain Keras trains are tried."""
 
-    def tried(self, model, spec, optimizer="adam", **kwargs):
+    def tried(self, model, spec, optimizer="adam", measured=None, **kwargs):
         options = {**TrialTest.ONE_PIPELINE, **kwargs}
-        where = machine([SLOW] * 2, replicates=False)
+        where = measured or machine([SLOW] * 2, replicates=False)
         where = dataclasses.replace(
             where,
             devices=[
@@ -366,6 +367,27 @@ class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
         found = self.tried(make_layers(2, 8), (8, 8), optimizer)
         self.assertIsNotNone(found.measured_seconds)
         self.assertFalse(optimizer.built)
+
+    @parameterized.parameters(
+        # Each is slow alone: the one that is given, or the measured one.
+        ({"latency": 1e-9}, 1e3, 0.0, True),
+        ({"bandwidth": 1e12}, 1e12, 10.0, True),
+        ({"bandwidth": 1e12}, 1e3, 0.0, False),
+        ({"latency": 0.0}, 1e12, 10.0, False),
+        ({"bandwidth": np.float32(1e12), "latency": 0}, 1e3, 10.0, False),
+    )
+    def test_given_speeds(self, given, bandwidth, latency, slow):
+        where = dataclasses.replace(
+            machine([SLOW] * 2, replicates=False),
+            bandwidth=bandwidth,
+            latency=latency,
+        )
+        with mock.patch.object(trials, "step_seconds", return_value=1.0):
+            found = self.tried(make_layers(2), (8, 64), measured=where, **given)
+        if slow:
+            self.assertGreater(found.transfer_share, 0.8)
+        else:
+            self.assertLess(found.transfer_share, 0.2)
 
     def test_no_copy(self):
         layer = NoCopy(tf.nn.relu)
