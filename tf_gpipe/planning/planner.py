@@ -290,8 +290,14 @@ class _Planner:
             return [len(self._layers.graph.nodes)]
         # The same for any number of stages, which `changes` varies.
         if config.remat not in self._balanced:
+            balance = config.balance
+            if callable(balance):
+
+                def balance(layer, shape):
+                    return config.balance(self._layers.original(layer), shape)
+
             self._balanced[config.remat] = balanced.costs_of_calls(
-                config.balance,
+                balance,
                 self._layers.graph,
                 config.remat,
                 weights=self._layers.weights,

@@ -731,6 +731,56 @@ class InputsTest(tf.test.TestCase, parameterized.TestCase):
                 plan(make_dense(), given, num_stages=2)
 
 
+class CostsTest(tf.test.TestCase, parameterized.TestCase):
+    """A cost function is asked with the layers that a model would give it."""
+
+    @parameterized.named_parameters(
+        ("name", lambda x, _: {"a": 9, "c": 5}.get(x.name, 1), False),
+        ("name of built", lambda x, _: {"a": 9}.get(x.name, 1), True),
+        ("weights", lambda x, shape: x.count_params() * shape[-1], False),
+        ("own attribute", lambda x, _: getattr(x, "cost", 1), True),
+        ("other operations", lambda x, _: 9 if x.name == "b_relu" else 1, True),
+    )
+    def test_as_in_a_model(self, cost, built):
+        layers = [LAYERS.Dense(8, name=x) for x in "abcdef"]
+        layers[3].cost = 12
+        layers += [LAYERS.ReLU(name=f"{x}_relu") for x in "ab"]
+        layers.append(layers[0])
+        if built:
+            keras.Sequential([keras.Input((8,)), *layers[:-1]])
+        found = plan(layers, (8, 8), num_stages=3, balance=cost)
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((8,)), *layers], num_stages=3, balance=cost
+        )
+        self.assertEqual(found.arguments["balance"], model.balance)
+
+    def test_names_in_errors(self):
+        layers = [LAYERS.Dense(8, name=x) for x in "abc"]
+        with self.assertRaisesRegex(ValueError, "-1 for layer 'b'"):
+            plan(
+                layers,
+                (8, 8),
+                num_stages=2,
+                balance=lambda x, _: -1 if x.name == "b" else 1,
+            )
+
+    def test_layers_called_again(self):
+        shared = LAYERS.Dense(8)
+        x = inputs = keras.Input((8,))
+        for layer in (shared, LAYERS.Dense(8), shared):
+            x = layer(x)
+        asked = []
+
+        def cost(layer, shape):
+            asked.append(layer)
+            return 1
+
+        found = plan(keras.Model(inputs, x), (8, 8), num_stages=3, balance=cost)
+        self.assertIs(asked[0], shared)
+        self.assertIs(asked[2], shared)
+        self.assertEqual([x.parameters for x in found.stages], [72, 72, 0])
+
+
 class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ({"layers": []}, "needs layers"),
