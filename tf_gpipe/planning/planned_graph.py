@@ -121,7 +121,7 @@ def _with_all_sizes(x: Any) -> keras.KerasTensor:
     if not shape or not all(map(checks.is_positive_integer, shape)):
         raise ValueError(f"{expected}a shape of {shape}")
     dtype = keras.backend.standardize_dtype(getattr(x, "dtype", "float32"))
-    return keras.KerasTensor(shape, dtype)
+    return keras.KerasTensor(tuple(map(int, shape)), dtype)
 
 
 def copies(

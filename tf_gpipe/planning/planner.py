@@ -128,13 +128,16 @@ def plan(
         )
     if device_memory is not None:
         device_memory = sizes.to_bytes(device_memory, "device_memory")
-    for name, value in (
-        ("device_flops", device_flops),
-        ("bandwidth", bandwidth),
-    ):
-        if value is not None:
-            checks.number(name, value, "a positive number", above=True)
+    if device_flops is not None:
+        checks.number(
+            "device_flops", device_flops, "a positive number", above=True
+        )
+        device_flops = float(device_flops)
+    if bandwidth is not None:
+        checks.number("bandwidth", bandwidth, "a positive number", above=True)
+        bandwidth = float(bandwidth)
     checks.number("latency", latency, "a number of seconds, 0 or more")
+    latency = float(latency)
     if device_flops is None and (bandwidth is not None or latency):
         raise ValueError(
             "What transfers cost depends on the speed of the devices: "

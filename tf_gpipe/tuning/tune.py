@@ -150,7 +150,7 @@ def tune(
     )
     if tries:
         found = measured_speeds.measured([str(x) for x in names], memories)
-        given = {"bandwidth": bandwidth, "latency": latency}
+        given: dict[str, Any] = {"bandwidth": bandwidth, "latency": latency}
         machine = dataclasses.replace(
             found, **{k: x for k, x in given.items() if x is not None}
         )

@@ -698,6 +698,40 @@ class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
             with self.assertRaisesRegex(error, message):
                 tf_gpipe.PipelinedSequential(some, **kwargs)
 
+    @parameterized.parameters(
+        ({"device_flops": np.float32(1e9), "bandwidth": np.float32(1e9)},),
+        ({"device_flops": 1e9, "latency": np.float32(1e-3)},),
+        ({"device_memory": np.int64(10**9)},),
+        ({"remat": "auto", "memory_limit": np.int64(10**9)},),
+        ({"remat": "auto", "memory_limit": np.float32(1)},),
+        ({"num_micro_batches": np.int32(4), "balance": np.array([4, 4])},),
+    )
+    def test_numbers_of_numpy_in_a_file(self, options):
+        path = os.path.join(self.get_temp_dir(), "numpy.json")
+        spec = keras.KerasTensor((np.int64(8), np.int32(64)))
+        plan = tf_gpipe.plan(make_layers(), spec, num_stages=2, **options)
+        plan.save(path)
+        self.assertEqual(tf_gpipe.Plan.load(path).arguments, {**plan.arguments})
+        json.dumps(plan.to_dict())
+
+    def test_a_file_stays_whole(self):
+        directory = tempfile.mkdtemp()
+        path = os.path.join(directory, "plan.json")
+        link = os.path.join(directory, "link.json")
+        os.symlink(path, link)
+        plan = self.make()
+        plan.save(link)
+        os.chmod(path, 0o640)
+        with self.assertRaises(TypeError):
+            dataclasses.replace(plan, reason=object()).save(path)
+        self.assertEqual(str(tf_gpipe.Plan.load(path)), str(plan))
+        other = dataclasses.replace(plan, reason="another")
+        other.save(link)
+        self.assertEqual(str(tf_gpipe.Plan.load(path)), str(other))
+        self.assertTrue(os.path.islink(link))
+        self.assertEqual(os.stat(path).st_mode & 0o777, 0o640)
+        self.assertCountEqual(os.listdir(directory), ["plan.json", "link.json"])
+
     def test_file(self):
         plan = self.make(schedule="auto", device_memory="1GB")
         path = os.path.join(tempfile.mkdtemp(), "plan.json")
