@@ -85,12 +85,14 @@ def plan(
         latency: Float, seconds that each transfer takes in addition.
 
     Returns:
-        A `Plan`. If it does not fit, `Plan.advice` tells the smallest change
-        that would help.
+        A `Plan`. If it does not fit in `device_memory`, `Plan.advice` tells the
+        smallest change that would help.
 
     Raises:
         ValueError: If an argument is not valid, the batch size is not known,
-            or the costs of a layer cannot be found.
+            the costs of a layer cannot be found, or a stage cannot keep within
+            the `memory_limit` of `remat="auto"`.
+        TypeError: If an argument is of a wrong type.
 
     Example:
 

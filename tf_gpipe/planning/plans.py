@@ -99,8 +99,8 @@ class Plan:
             device of the same speed without micro-batches or recomputation.
         step_seconds: Float, the time of a step; `None` where the speed of the
             devices is not known.
-        transfer_share: Float, the share of that time by which the transfers
-            between stages lengthen the step.
+        transfer_share: Float, by which share of its time the transfers between
+            stages lengthen a step.
         device_memory: Integer, bytes of each device, or a list with those of
             each one, or `None`.
         advice: String, the smallest change with which it would fit; empty

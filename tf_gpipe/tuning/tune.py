@@ -14,6 +14,7 @@ from tf_gpipe.devices import placement
 from tf_gpipe.partition import sizes
 from tf_gpipe.planning import choice
 from tf_gpipe.planning import optimizers
+from tf_gpipe.planning import speeds
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.drafts import Choice
@@ -78,7 +79,8 @@ def tune(
         devices: List of TensorFlow device strings, which may also be those of
             `tf_gpipe.connect`; or an integer, of as many devices that are not
             here, for which nothing is measured. Defaults to the visible
-            accelerators (CPUs where there are none).
+            accelerators (CPUs where there are none). One that is named more
+            than once may get so many stages, which share its memory.
         device_memory: Integer, the bytes that a device has for weights and
             activations, or a string such as `"16GB"`; or a list with one a
             device. Defaults to `None`: all fits.
@@ -87,7 +89,8 @@ def tune(
             With 0 there are none, and the same arguments give the same plan.
         num_stages: Integer K, if it is not to be chosen.
         num_micro_batches: Integer M, likewise.
-        schedule: String, likewise; `"gpipe"` for losses that need it.
+        schedule: String, likewise; `"gpipe"` for losses that need it. `"auto"`
+            is for devices that are alike.
         remat: String, likewise; `"auto"` needs a `device_memory`, of which it
             gets 90 %.
         replicas: Boolean, whether there may be several pipelines, or several
@@ -107,6 +110,8 @@ def tune(
     Raises:
         ValueError: If an argument is not valid, nothing fits the devices, or
             the costs of a layer cannot be found.
+        TypeError: If an argument is of a wrong type.
+        Exception: What the first trial raised, if none could train.
 
     Example:
 
@@ -133,10 +138,14 @@ def tune(
         len(names),
         lambda x: sizes.to_bytes(x, "device_memory"),
     )
-    if remat == AUTO_REMAT and (len(set(memories)) > 1 or None in memories):
+    twice = speeds.any_twice(names)
+    if remat == AUTO_REMAT and (
+        len(set(memories)) > 1 or None in memories or twice
+    ):
         raise ValueError(
-            "remat='auto' needs the `device_memory` of devices that are alike. "
-            f"Received: device_memory={device_memory!r}"
+            "remat='auto' needs the `device_memory` of devices that are alike "
+            "and named once. Received: "
+            f"device_memory={device_memory!r}, devices={devices!r}"
         )
     flops = _each("device_flops", device_flops, len(names), _flops)
     until = time.monotonic() + float(budget_seconds)
@@ -156,12 +165,20 @@ def tune(
         )
     machine = dataclasses.replace(
         machine,
-        replicates=machine.replicates and replicas,
+        replicates=machine.replicates and replicas and not twice,
         devices=[
             x if speed is None else dataclasses.replace(x, speed=speed)
             for x, speed in zip(machine.devices, flops, strict=True)
         ],
     )
+    if schedule == schedules.AUTO and not machine.alike:
+        seen = [(x.memory, f"{x.speed.flops:.3g}") for x in machine.devices]
+        raise ValueError(
+            "schedule='auto' searches an order of tasks for devices that are "
+            "alike. Leave `schedule` out, to try all others; or give one "
+            "`device_memory` and `device_flops` for all. Received devices with "
+            f"these bytes and operations a second: {seen}"
+        )
     known = KnownLayers(layers, input_spec, optimizer)
     if tries:
         times = _measured_times(known, machine, fixed, until)
@@ -183,7 +200,9 @@ def tune(
             "None of the pipelines that were tried fits the memory of the "
             "devices. Use more devices, or a smaller mini-batch."
         )
-    return _decided(ranked, tried, machine, untried)
+    compared = any(not x.alone for x in choice.allowed(known, machine, fixed))
+    reason = choice.explanation(ranked[0], machine, compared)
+    return _decided(ranked, tried, machine, [untried, reason])
 
 
 def _measured_times(known, machine, fixed, until) -> LayerTimes:
@@ -272,15 +291,18 @@ def _tried(
 
 
 def _decided(
-    ranked: list[Choice], tried: TriedChoices, machine: Machine, untried: str
+    ranked: list[Choice],
+    tried: TriedChoices,
+    machine: Machine,
+    reasons: list[str],
 ) -> Plan:
-    """Returns the plan of the first choice, with a reason and its rivals."""
+    """Returns the plan of the first choice, with reasons and its rivals."""
     best = ranked[0]
-    reasons = [untried, choice.explanation(ranked, machine)]
     count = len(machine.devices)
     used = best.candidate.num_devices * best.candidate.num_replicas
     if 1 < used < count:
-        reasons.insert(0, f"{count - used} of {count} devices are left out.")
+        left_out = f"{count - used} of {count} devices are left out."
+        reasons = [left_out, *reasons]
     return dataclasses.replace(
         best.plan,
         measured_seconds=tried.measured(best),

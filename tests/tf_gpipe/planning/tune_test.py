@@ -111,6 +111,91 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn("One device is enough", str(found))
         self.assertIn("next best", str(found))
 
+    @parameterized.parameters(
+        # Nothing is said of pipelines that were not compared.
+        ({"num_stages": 1, "replicas": False}, "Plain Keras does the same."),
+        ({"num_stages": 1, "devices": 1}, ""),
+        (
+            {"num_stages": 1, "replicas": False, "num_micro_batches": 4},
+            "",
+        ),
+        ({"num_stages": 1, "replicas": False, "remat": "always"}, ""),
+        (
+            {"replicas": False, "device_flops": 1e13, "num_micro_batches": 2},
+            "One device is enough: a pipeline over more would not be faster.",
+        ),
+        (
+            {"replicas": False, "device_flops": 1e13},
+            "One device is enough: a pipeline over more would not be faster. "
+            "Plain Keras does the same.",
+        ),
+    )
+    def test_reason_for_one_device(self, options, reason):
+        found = tuned(**{"spec": (8, 64), "devices": 2, **options})
+        self.assertLen(found.stages, 1)
+        self.assertEqual(found.reason, reason)
+
+    @parameterized.parameters(
+        ({"device_flops": [SLOW, SLOW / 2]},),
+        ({"device_memory": ["1GB", "2GB"]},),
+    )
+    def test_an_order_is_searched_for_devices_that_are_alike(self, options):
+        with self.assertRaisesRegex(ValueError, "devices that are alike"):
+            tuned(devices=2, schedule="auto", **options)
+        self.assertNotEqual(tuned(devices=2, **options).schedule, "auto")
+
+    def test_a_searched_order_or_none(self):
+        found = tuned(devices=2, schedule="auto", num_stages=4)
+        self.assertEqual(found.schedule, "auto")
+        # The only order that there is.
+        self.assertEqual(tuned(devices=1, schedule="auto").num_devices, 1)
+        with self.assertRaisesRegex(ValueError, "has num_stages=3, schedule="):
+            tuned(devices=2, schedule="auto", num_stages=3)
+
+    def test_a_device_that_is_named_twice(self):
+        options = {"spec": (64, 64), "num_micro_batches": 8, "num_stages": 2}
+        one, two = f"{KIND}:0", f"{KIND}:1"
+        free = tuned(devices=[one, two], **options)
+        memory = int(max(free.device_bytes) / FITTING) + 1
+        names = [one, one]
+        self.assertTrue(
+            tuned(devices=[one, two], device_memory=memory, **options).fits
+        )
+        # It has not twice as much.
+        found = tuned(devices=names, device_memory=2 * memory, **options)
+        self.assertLessEqual(sum(found.device_bytes), FITTING * 2 * memory)
+        self.assertLen(set(found.device_names), 1)
+        with self.assertRaisesRegex(ValueError, "10 % to spare"):
+            tuned(devices=names, device_memory=memory, **options)
+        # Once, it has all of its memory.
+        alone = tuned(
+            devices=names,
+            device_memory=2 * memory,
+            **options | {"num_stages": 1},
+        )
+        self.assertEqual(
+            (alone.num_replicas, alone.memories), (1, [2 * memory])
+        )
+        with self.assertRaisesRegex(ValueError, "alike and named once"):
+            tuned(devices=names, device_memory=memory, remat="auto")
+
+    def test_share_of_transfers(self):
+        slow, fast = (
+            tuned(
+                devices=2,
+                num_stages=2,
+                num_micro_batches=4,
+                schedule="1f1b",
+                remat="never",
+                bandwidth=x,
+            )
+            for x in (1e6, 1e15)
+        )
+        self.assertGreater(slow.transfer_share, 0.1)
+        self.assertAllClose(
+            slow.step_seconds * (1 - slow.transfer_share), fast.step_seconds
+        )
+
     @pytest.mark.slow
     def test_data_parallelism(self):
         # Much work, and few weights, whose gradients are summed quickly.
