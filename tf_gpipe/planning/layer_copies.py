@@ -72,15 +72,22 @@ def copied(
 
 
 def _custom_objects(layer: keras.Layer) -> dict[str, Any]:
-    """Returns the classes and functions in a layer, by names in its config."""
+    """Returns the classes and functions in a layer, by names in its config.
+
+    Without names that stand for several of them.
+    """
     found: dict[str, Any] = {}
+    several = set()
     for each in upstream.layers_within(layer):
         for x in (each, *vars(each).values()):
             if not isinstance(x, types.FunctionType):
                 x = type(x)
-            if x.__module__.split(".")[0] in ("builtins", "keras"):
-                continue
             for name in {x.__name__, upstream.registered_name(x)}:
                 if found.setdefault(name, x) is not x:
-                    raise ValueError(f"it has two objects named '{name}'")
-    return found
+                    several.add(name)
+    return {
+        name: x
+        for name, x in found.items()
+        if name not in several
+        and str(x.__module__).split(".")[0] not in ("builtins", "keras")
+    }
