@@ -173,7 +173,8 @@ def writable(name: str, value: Any) -> None:
         with open(place, "ab"):
             pass
         if not existed:
-            os.remove(place)
+            # If it is a link, what the link points to.
+            os.remove(os.path.realpath(place))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"`{name}` must be the path of a file that can be written, in a "

@@ -25,7 +25,9 @@ from keras.src.losses import loss as keras_loss
 from keras.src.models import functional
 from keras.src.random import seed_generator
 from keras.src.saving import object_registration
+from keras.src.saving import serialization_lib
 from keras.src.trainers import data_adapters
+from keras.src.utils import python_utils
 from keras.src.utils import tracking
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import device_lib
@@ -281,6 +283,54 @@ def functional_arguments(config: dict, custom_objects: Any) -> dict[str, Any]:
 def layer_from_hdf5(config: dict, custom_objects: Any) -> keras.Layer:
     """Returns the layer made from a config in an HDF5 file."""
     return saving_utils.model_from_config(config, custom_objects=custom_objects)
+
+
+def with_copied_operations(
+    model: keras.Model, copied: Callable[[keras.Operation], keras.Operation]
+) -> keras.Model:
+    """Returns a functional model like one, uncompiled, of copied operations.
+
+    Its class is Keras's own. `keras.models.clone_model` also compiles, which
+    needs a loss that can be serialised, and values for variables.
+    """
+    inputs = keras.tree.map_structure(
+        lambda x: keras.Input(
+            batch_shape=x.shape,
+            dtype=x.dtype,
+            sparse=x.sparse,
+            ragged=getattr(x, "ragged", False),
+            name=x.name,
+            optional=is_optional(x),
+        ),
+        inputs_of(model),
+    )
+    outputs = model._run_through_graph(inputs, operation_fn=copied)
+    return Functional(inputs, outputs, name=model.name)
+
+
+def renamed(layer: Any, name: str) -> Any:
+    """Returns a twin of a layer with another name and the same variables."""
+    twin = object.__new__(type(layer))
+    vars(twin).update(vars(layer))
+    vars(twin)["name"] = name
+    return twin
+
+
+def uncalled(operation: keras.Operation) -> keras.Operation:
+    """Returns a twin of an operation without weights that is not called."""
+    twin = renamed(operation, operation.name)
+    vars(twin).update(_inbound_nodes=[], _outbound_nodes=[])
+    return twin
+
+
+def unsafe_deserialization() -> contextlib.AbstractContextManager:
+    """Returns a scope in which Keras makes lambdas from their code."""
+    return serialization_lib.SafeModeScope(False)
+
+
+def made_from_code(function: Any) -> bool:
+    """Returns whether a lambda was made from its code, without its globals."""
+    return getattr(function, "__globals__", None) is vars(python_utils)
 
 
 def registered_name(cls: type) -> str:
@@ -722,6 +772,78 @@ def sum_gradients_by(
 ) -> None:
     """Sets the function by which an optimizer sums gradients over replicas."""
     optimizer._all_reduce_sum_gradients = function
+
+
+# What building an optimizer sets, and what belongs to one optimizer alone.
+_OF_BUILT = {
+    "_all_reduce_sum_gradients",
+    "_distribution_strategy",
+    "_iterations",
+    "_learning_rate",
+    "_lock",
+    "_tracker",
+    "_trainable_variables",
+    "_trainable_variables_indices",
+    "_variables",
+    "built",
+}
+
+
+def unbuilt(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """Returns a copy of an optimizer that is not built, with own variables.
+
+    Nothing is serialised or read, as users' schedules and classes need not
+    allow it, and variables have no values in a trace: those of the copy are 0,
+    the learning rate, too.
+    """
+    # With the originals, whose ids no other object can get meanwhile.
+    made: dict[int, tuple[Any, Any]] = {}
+
+    def of_optimizer(x: Any) -> Any:
+        if id(x) not in made:
+            new = object.__new__(type(x))
+            made[id(x)] = x, new
+            rate = x._learning_rate
+            keras.optimizers.Optimizer.__init__(
+                new,
+                0.0 if isinstance(rate, keras.Variable) else rate,
+                name=x.name,
+            )
+            for name, value in vars(x).items():
+                if name not in _OF_BUILT and not name.startswith("_self_"):
+                    vars(new)[name] = of(value, new)
+            chosen_by = getattr(x, "_optimizer_map", None)
+            if callable(chosen_by) and not isinstance(
+                chosen_by, keras.optimizers.OptimizerMap
+            ):
+                new._optimizer_map = lambda v: of_optimizer(chosen_by(v))
+        return made[id(x)][1]
+
+    def of(x: Any, owner: Any) -> Any:
+        if isinstance(x, keras.optimizers.Optimizer):
+            return of_optimizer(x)
+        if isinstance(x, keras.Variable):
+            return owner.add_variable(x.shape, dtype=x.dtype, name=x.name)
+        # Building makes the variables in these anew.
+        if isinstance(x, dict):
+            return {
+                k: of(v, owner)
+                for k, v in x.items()
+                if not isinstance(v, keras.Variable)
+            }
+        if isinstance(x, list):
+            return [
+                of(v, owner) for v in x if not isinstance(v, keras.Variable)
+            ]
+        if isinstance(x, keras.optimizers.OptimizerMap):
+            new = object.__new__(type(x))
+            vars(new).update({k: of(v, owner) for k, v in vars(x).items()})
+            return new
+        return x
+
+    return of_optimizer(optimizer)
 
 
 def rekey_weights(optimizer: keras.optimizers.Optimizer) -> None:

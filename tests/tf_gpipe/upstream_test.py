@@ -21,6 +21,7 @@ from tests.devices import KIND
 from tests.tf_gpipe.step.executed_graph import executed_graph
 from tf_gpipe import upstream
 from tf_gpipe import upstream_server
+from tf_gpipe.devices import slots
 
 L = keras.layers
 PACKAGE = pathlib.Path(tf_gpipe.__file__).parent
@@ -265,6 +266,53 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         model = keras.Model(x, -x)
         model.call = lambda x: x
         self.assertFalse(upstream.runs_its_graph(model))
+
+    def test_copied_operations(self):
+        """`tune` trains a copy of a model, and leaves the model alone."""
+        model = self.make()
+        model.compile("adam", lambda y, x: keras.ops.mean(x - y))
+        add = model.layers[-1]
+        called = list(add._inbound_nodes)
+        twins = {}
+
+        def copied(x):
+            if x is add:
+                return twins.setdefault("add", upstream.uncalled(x))
+            return type(x).from_config(x.get_config())
+
+        copy = upstream.with_copied_operations(model, copied)
+        self.assertFalse(copy.compiled)
+        self.assertEqual(set(copy.input), {"x"})
+        self.assertIsInstance(copy.output, list)
+        self.assertIn(twins["add"], copy.layers)
+        self.assertEqual(add._inbound_nodes, called)
+        self.assertIsNot(copy.weights[0], model.weights[0])
+        inputs = keras.Input((2,), optional=True, name="maybe")
+        copy = upstream.with_copied_operations(
+            keras.Model(inputs, L.Identity()(inputs)), upstream.uncalled
+        )
+        self.assertTrue(upstream.is_optional(copy.inputs[0]))
+        self.assertEqual(copy.inputs[0].name, "maybe")
+
+    def test_renamed(self):
+        """A plan's cost function is asked with the names of all layers."""
+        layer = L.Dense(2, name="a")
+        layer.build((1, 2))
+        twin = upstream.renamed(layer, "b")
+        self.assertEqual((layer.name, twin.name), ("a", "b"))
+        self.assertIs(twin.kernel, layer.kernel)
+        self.assertEqual(twin.count_params(), 6)
+
+    def test_lambdas(self):
+        """A copied `Lambda` gets the function whose code was copied."""
+        layer = L.Lambda(lambda x: L)
+        with self.assertRaisesRegex(ValueError, "unsafe|safe_mode"):
+            type(layer).from_config(layer.get_config())
+        with upstream.unsafe_deserialization():
+            copy = type(layer).from_config(layer.get_config())
+        self.assertTrue(upstream.made_from_code(copy.function))
+        self.assertFalse(upstream.made_from_code(layer.function))
+        self.assertFalse(upstream.made_from_code(3))
 
     def test_only_checks(self):
         """Tasks of KerasHub can become pipelines."""
@@ -687,6 +735,101 @@ class OptimizersTest(tf.test.TestCase):
         self.assertNotAllClose(self.weights[0], [1.0])
         # Neither by a gradient, nor by decay.
         self.assertAllEqual(self.weights[1], [2.0, 3.0])
+
+
+class UnbuiltTest(tf.test.TestCase, parameterized.TestCase):
+    """Optimizers are planned and tried that Keras cannot write into a file."""
+
+    class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.1
+
+    class Own(keras.optimizers.Optimizer):
+        def __init__(self, factor):
+            super().__init__(0.1)
+            self.factor = factor
+            self.slots = []
+            self.count = keras.Variable(3.0)
+
+        def build(self, variables):
+            super().build(variables)
+            for x in variables:
+                self.slots.append(self.add_variable_from_reference(x, "slot"))
+
+        def update_step(self, gradient, variable, learning_rate):
+            slot = self.slots[self._get_variable_index(variable)]
+            self.assign(slot, gradient * self.factor)
+
+    @staticmethod
+    def chosen():
+        adam = keras.optimizers.Adam()
+        return keras.optimizers.MultiOptimizer(lambda variable: adam)
+
+    @parameterized.named_parameters(
+        ("schedule", lambda: keras.optimizers.Adam(UnbuiltTest.Schedule())),
+        ("function", lambda: keras.optimizers.Nadam(lambda: 0.1)),
+        ("class", lambda: UnbuiltTest.Own(3)),
+        ("averages", lambda: keras.optimizers.SGD(use_ema=True)),
+        (
+            "accumulating",
+            lambda: keras.optimizers.Adam(gradient_accumulation_steps=2),
+        ),
+        (
+            "loss scale",
+            lambda: keras.optimizers.LossScaleOptimizer(UnbuiltTest.Own(3)),
+        ),
+        (
+            "several",
+            lambda: keras.optimizers.MultiOptimizer(
+                keras.optimizers.OptimizerMap(
+                    keras.optimizers.Adam(), {"a": keras.optimizers.SGD()}
+                )
+            ),
+        ),
+        ("chosen", lambda: UnbuiltTest.chosen()),
+    )
+    def test_unbuilt(self, make):
+        weights = [keras.Variable(tf.ones(n), name="a") for n in (1, 2)]
+        optimizer = make()
+        for built in (False, True):
+            if built:
+                optimizer.build(weights)
+                optimizer.apply([tf.ones(1), tf.ones(2)])
+            before = [x.numpy() for x in optimizer.variables]
+            copy = upstream.unbuilt(optimizer)
+            self.assertIs(type(copy), type(optimizer))
+            self.assertEqual(copy.name, optimizer.name)
+            self.assertEqual((copy.built, optimizer.built), (False, built))
+            copy.build(weights)
+            copy.apply([tf.ones(1), tf.ones(2)])
+            self.assertAllClose(
+                [x.numpy() for x in optimizer.variables], before
+            )
+            own = {id(x) for x in optimizer.variables}
+            self.assertTrue(own.isdisjoint(map(id, copy.variables)))
+            if built:
+                found, expected = (
+                    sorted(
+                        tuple(y.shape)
+                        for inner in slots.with_inner(x)
+                        for each in upstream.slot_lists(inner)
+                        for y in each
+                        if isinstance(y, keras.Variable)
+                    )
+                    for x in (copy, optimizer)
+                )
+                self.assertEqual(found, expected)
+
+    def test_in_a_trace(self):
+        optimizer = keras.optimizers.Adam()
+
+        @tf.function
+        def traced():
+            with tf.Graph().as_default():
+                upstream.unbuilt(optimizer)
+            return 1
+
+        self.assertEqual(traced(), 1)
 
 
 class TapesTest(tf.test.TestCase):

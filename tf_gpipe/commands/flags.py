@@ -147,7 +147,6 @@ def add_costs(parser: argparse.ArgumentParser, of_speed: str) -> None:
     parser.add_argument(
         "--latency",
         type=float,
-        default=0.0,
         help="seconds that each transfer takes in addition",
     )
 

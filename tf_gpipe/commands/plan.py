@@ -98,19 +98,24 @@ def _plan(args, changed, device_memory, **kwargs):
         device_memory=device_memory,
         device_flops=args.device_flops,
         bandwidth=args.bandwidth,
-        latency=args.latency,
+        latency=args.latency or 0.0,
     )
 
 
 def _find_largest(args: argparse.Namespace) -> int:
     """Returns the largest value of a hyper-parameter that fits in memory."""
+    from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+
     name = args.find_largest
 
     def fits(value: int) -> bool:
         # Planned without a device memory, so that the planner does not search
         # for advice if the model does not fit.
         with progress.doing(f"{name}={value}"):
-            found = _plan(args, {name: value}, None)
+            try:
+                found = _plan(args, {name: value}, None)
+            except TooLittleMemoryError:
+                return False
         return dataclasses.replace(found, device_memory=args.device_memory).fits
 
     low, high = 0, args.model_args.get(name, 1)

@@ -13,6 +13,7 @@ model takes the plan with `plan=tf_gpipe.Plan.load("plan.json")`.
 import json
 from collections.abc import Sequence
 
+from tf_gpipe import checks
 from tf_gpipe.commands import flags
 
 # The flags that are chosen if the user does not give them.
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--remat=auto"
         )
     with flags.in_effect(parser, args):
+        if args.save:
+            checks.writable("save", args.save)
         from tf_gpipe.commands import models
         from tf_gpipe.tuning.tune import tune
 
@@ -67,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             latency=args.latency,
             **{name: getattr(args, name) for name in _CHOSEN},
         )
+        print(found, end="")
+        if args.json:
+            print(json.dumps(found.to_dict()))
         if args.save:
             found.save(args.save)
-    print(found, end="")
-    if args.json:
-        print(json.dumps(found.to_dict()))

@@ -72,10 +72,9 @@ def planned(
     As `of_optimizer`, for a copy of the optimizer that is built in a graph, so
     that no memory is allocated. The weights need no values.
     """
-    config = optimizer.get_config()
     # The variables of a graph have no memory until it runs.
     with tf.Graph().as_default():
-        optimizer = type(optimizer).from_config(config)
+        optimizer = upstream.unbuilt(optimizer)
         own = [
             keras.Variable("zeros", w.shape, w.dtype, name=w.name)
             for w in weights

@@ -108,7 +108,7 @@ class PipelineConfig:
                 "activations that the fullest device takes with "
                 "remat='never', such as 0.5. Received: memory_limit=None"
             )
-        MemoryLimit.of(self.memory_limit)
+        self.memory_limit = MemoryLimit.of(self.memory_limit).given
 
     def _check_counts(self, counts: list) -> None:
         if not all(map(checks.is_positive_integer, counts)):

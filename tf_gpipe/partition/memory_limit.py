@@ -29,7 +29,7 @@ class MemoryLimit:
         value: Bytes; or a share, above 0 and up to 1, of the activation bytes
             of the fullest device without recomputation.
         is_share: Whether `value` is a share.
-        given: The user's argument.
+        given: The user's argument, without the number types of NumPy.
     """
 
     value: float
@@ -53,5 +53,6 @@ class MemoryLimit:
                     "integer of bytes, or a size such as '8GB'. Received: "
                     f"memory_limit={given!r}"
                 )
-            return cls(float(given), True, given)
-        return cls(sizes.to_bytes(given, "memory_limit"), False, given)
+            return cls(float(given), True, float(given))
+        size = sizes.to_bytes(given, "memory_limit")
+        return cls(size, False, given if isinstance(given, str) else size)

@@ -9,6 +9,7 @@ estimates      bytes, bubble and step time for decided arguments
 layer_times    seconds of the passes of each layer on a device
 speeds         FLOPs and bytes a second of devices and connections
 known_layers   copies of the layers without values, and their costs
+layer_copies   copies of layers, as far as their configs make them
 planned_graph  the model's graph with all sizes known and no values
 optimizers     the optimizer whose slots are planned
 plans          `Plan`, the result, as data

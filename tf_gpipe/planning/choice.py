@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Iterable
-from collections.abc import Sequence
 
 from tf_gpipe.planning.candidates import Candidate
 from tf_gpipe.planning.candidates import Fixed
@@ -14,6 +13,7 @@ from tf_gpipe.planning.drafts import Draft
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.planning.speeds import Machine
+from tf_gpipe.planning.speeds import any_twice
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
@@ -123,9 +123,10 @@ class Chooser:
         if one:
             found = [one[0], *(x for x in found if x is not one[0])]
         if fixed.schedule == schedules.AUTO:
+            # On one device, all orders of tasks take the same time.
             found = [
                 x for x in found if x.candidate.schedule == schedules.AUTO
-            ] or found
+            ] or [x for x in found if x.candidate.num_devices == 1]
         return found[:count]
 
     def _with_auto_remat(
@@ -136,6 +137,8 @@ class Chooser:
     ) -> dict[tuple, Choice]:
         """Adds choices with `remat="auto"`, if all devices have equal memory.
 
+        And each has its own, as a model counts what all stages of a name take.
+
         They are made from the best choices that recompute whole stages, and
         from the fastest that do not fit without recomputation. If `fixed` asks
         for `"auto"`, only they are returned.
@@ -144,7 +147,8 @@ class Chooser:
         if fixed.remat is not None and not alone:
             return best
         memories = {x.memory for x in machine.devices}
-        if len(memories) > 1 or None in memories:
+        twice = any_twice([x.name for x in machine.devices])
+        if len(memories) > 1 or None in memories or twice:
             return best
         found = {} if alone else dict(best)
         known = [
@@ -242,16 +246,27 @@ def _fastest(best: dict[tuple, Choice]) -> list[Choice]:
     )
 
 
-def explanation(choices: Sequence[Choice], machine: Machine) -> str:
-    """Returns advice on how to use the best choice, or an empty string."""
-    best = choices[0].candidate
+def explanation(chosen: Choice, machine: Machine, compared: bool) -> str:
+    """Returns advice on how to use a choice, or an empty string.
+
+    Args:
+        chosen: The best `Choice`.
+        machine: `Machine`.
+        compared: Boolean, whether others have several devices.
+    """
+    best = chosen.candidate
     if best.alone:
-        if len(machine.devices) == 1:
-            return ""
-        return (
-            "One device is enough: a pipeline over more would not be faster. "
-            "Plain Keras does the same."
-        )
+        found = []
+        if compared:
+            found = [
+                "One device is enough: a pipeline over more would not be "
+                "faster."
+            ]
+        recomputes = any(x.recomputed for x in chosen.plan.stages)
+        several = len(machine.devices) > 1
+        if several and best.num_micro_batches == 1 and not recomputes:
+            found.append("Plain Keras does the same.")
+        return " ".join(found)
     if best.num_devices == 1:
         return (
             f"Use data parallelism: {best.num_replicas} replicas of the whole "

@@ -1,5 +1,6 @@
 """A candidate placed on devices: its cut, its stages' times, its plan."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -77,8 +78,14 @@ class Draft:
             min((x.speed for x in column), key=lambda x: x.flops).slower(slow)
             for column in columns
         ]
+        # A device that is named more than once has its memory once.
+        uses = collections.Counter(x.name for row in rows for x in row)
+        uses[None] = 1
         self._memory: list[Any] = [
-            min((x.memory for x in column if x.memory), default=None)
+            min(
+                (x.memory // uses[x.name] for x in column if x.memory),
+                default=None,
+            )
             for column in columns
         ]
         self._micro_batch = layers.micro_batch(
@@ -292,11 +299,16 @@ class Draft:
         there = all(x is not None for row in names for x in row)
         alike = len(set(self._memory)) == 1
         copies = self.candidate.num_replicas
+        passes = plan.step_seconds or 0.0
+        seconds = passes + max(self._updates)
         return Choice(
             self.candidate,
             dataclasses.replace(
                 plan,
-                step_seconds=(plan.step_seconds or 0.0) + max(self._updates),
+                step_seconds=seconds,
+                transfer_share=plan.transfer_share * passes / seconds
+                if seconds
+                else 0.0,
                 relative_step_time=plan.relative_step_time / copies,
                 device_memory=self._memory[0] if alike else self._memory,
                 num_replicas=copies,

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from tf_gpipe import upstream
 from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition import flops
 from tf_gpipe.partition import layer_costs
@@ -34,6 +35,7 @@ class KnownLayers:
         bytes: List of the bytes of these weights, of the sums of their
             gradients and of their optimizer slots.
         input_spec: Nested structure of `KerasTensor`s, the mini-batch.
+        output_spec: Likewise, what the model returns for it.
         rows: Integer, rows of the mini-batch.
         sampled: List of the sizes of a micro-batch, in rows, for which layers
             are traced; their costs for others are interpolated. If empty, each
@@ -48,21 +50,38 @@ class KnownLayers:
             value.spec = spec
         self.weights: list[list] = []
         self.bytes: list[int] = []
-        nodes, seen = [], set()
+        # From the id of each of the user's layers to its copy.
+        own: dict[int, Any] = {}
+        self._originals: dict[int, Any] = {}
         for node, (copy, size) in zip(graph.nodes, copies, strict=True):
             # A layer that is called again adds no weights.
-            again = id(node.layer) in seen
-            seen.add(id(node.layer))
+            again = id(node.layer) in own
             self.weights.append([] if again else getattr(copy, "weights", []))
             self.bytes.append(0 if again else size)
-            nodes.append(dataclasses.replace(node, layer=copy))
+            if not again:
+                # Equal calls share one copy.
+                twin = upstream.renamed(copy, node.layer.name)
+                own[id(node.layer)] = twin
+                self._originals[id(twin)] = node.layer
+        nodes = [
+            dataclasses.replace(node, layer=own[id(node.layer)])
+            for node in graph.nodes
+        ]
         self.graph = dataclasses.replace(graph, nodes=nodes)
         self.input_spec = planned_graph.spec_of(input_spec)
+        self.output_spec = keras.tree.map_structure(
+            lambda x: x.spec, graph.outputs
+        )
         self.rows = keras.tree.flatten(graph.inputs[0].spec)[0].shape[0]
         self.sampled: list[int] = []
         # Cached by the rows of a micro-batch.
         self._traced = functools.cache(self._trace)
         self.costs = functools.cache(self._costs)
+
+    def original(self, copy: keras.Operation) -> keras.Operation:
+        """Returns the user's layer of a copy; the copy if that is not built."""
+        layer = self._originals[id(copy)]
+        return layer if getattr(layer, "built", True) else copy
 
     def micro_batch(self, num_micro_batches: int, num_replicas: int = 1) -> int:
         """Returns the rows of the largest micro-batch."""

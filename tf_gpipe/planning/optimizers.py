@@ -17,7 +17,10 @@ def get(optimizer: Any) -> keras.optimizers.Optimizer:
         ValueError: If it is something else; of a name, with the nearest one.
     """
     try:
-        return keras.optimizers.get(optimizer)
+        # Keras takes `None`, and returns it.
+        if found := keras.optimizers.get(optimizer):
+            return found
+        raise ValueError
     except ValueError as error:
         names = [
             name.lower()

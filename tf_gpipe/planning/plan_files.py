@@ -3,8 +3,11 @@
 This module imports no TensorFlow.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
+import shutil
 from typing import Any
 
 from tf_gpipe import checks
@@ -19,15 +22,42 @@ _VERSION = 1
 def save(plan: Any, path: Any) -> None:
     """Writes a plan into a file; see `Plan.save`."""
     checks.writable("path", path)
+    place = checks.path("path", path)
     config = dataclasses.asdict(dataclasses.replace(plan, tasks=None))
     for stage in config["stages"]:
         stage["sends"] = {str(k): v for k, v in stage["sends"].items()}
     if plan.tasks is not None:
         config["tasks"] = plan.tasks.get_config()
-    with open(path, "w") as file:
-        json.dump(
-            {"format": _FORMAT, "version": _VERSION, **config}, file, indent=1
-        )
+    text = json.dumps(
+        {"format": _FORMAT, "version": _VERSION, **config}, indent=1
+    )
+    there = os.path.exists(place)
+    try:
+        if there and not os.path.isfile(place):  # a pipe
+            _write(place, text)
+            return
+        # A file that is there stays whole until the new one is.
+        place = os.path.realpath(place)
+        new = f"{place}.{os.getpid()}.tmp"
+        try:
+            _write(new, text)
+            if there:
+                shutil.copymode(place, new)
+            os.replace(new, place)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(new)
+            raise
+    except OSError as error:
+        raise ValueError(
+            "`path` must be the path of a file that can be written. Received: "
+            f"path={path!r} ({error})"
+        ) from error
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def load(path: Any, plan_of: Any, stage_of: Any, rival_of: Any) -> Any:

@@ -135,8 +135,13 @@ def _of_rivals(plan: Any) -> list[str]:
         more = x.seconds / own - 1
         words = f"{more:.1%} slower"
         if more < 0:
-            # The plan is one device's, hardly slower than with more devices.
-            words = f"{-more:.1%} faster, too little for more devices"
+            words = f"{-more:.1%} faster"
+            one = plan.num_devices * plan.num_replicas == 1
+            if one and plan.measured_seconds is None:
+                # `tune` prefers one device that is hardly slower than more.
+                words += ", too little for more devices"
+            else:
+                words += " by an estimate"
         found.append(
             f"{'then' if i else 'next best'}: {x.words}, {words}"
             + (", tried" if x.tried else "")

@@ -10,6 +10,7 @@ from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.planning import layer_copies
 from tf_gpipe.planning import optimizers
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage.graph import Graph
@@ -22,11 +23,10 @@ def of(model: Any, input_spec: Any) -> Graph:
     spec = spec_of(input_spec)
     if isinstance(model, upstream.Functional):
         graph, flat = functional(model), keras.tree.flatten(spec)
-        if [x.ndim for x in flat] != [x.spec.ndim for x in graph.inputs]:
-            raise ValueError(
-                "`input_spec` must be like the inputs of the model, "
-                f"{model.input}. Received: input_spec={input_spec}"
-            )
+        if isinstance(spec, dict):  # by the names of inputs
+            call = upstream.arguments_of_call(model, (spec,), {})
+            flat = [] if call is None else call[0]
+        _check([x.spec for x in graph.inputs], flat, input_spec)
         for value, x in zip(graph.inputs, flat, strict=True):
             value.spec = keras.KerasTensor(x.shape, value.spec.dtype)
         return graph
@@ -45,9 +45,18 @@ def of(model: Any, input_spec: Any) -> Graph:
         "`layers` must be a list of Keras layers, a `keras.Sequential` or a "
         f"functional `keras.Model`. Received: layers={layers!r}"
     )
+    given = checks.items(layers, expected)
+    inputs = [
+        x if isinstance(x, keras.KerasTensor) else x.output
+        for x in given
+        if isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
+    ]
+    if isinstance(model, keras.Sequential) and upstream.graph_of(model):
+        inputs = upstream.graph_of(model).inputs
+    _check(inputs, keras.tree.flatten(spec), input_spec)
     layers = [
         x
-        for x in checks.items(layers, expected)
+        for x in given
         if not isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
     ]
     if not layers:
@@ -57,10 +66,37 @@ def of(model: Any, input_spec: Any) -> Graph:
     return chain(layers, spec)
 
 
+def _check(inputs: list, flat: list, input_spec: Any) -> None:
+    """Refuses specs that are not like the inputs, if the model has any.
+
+    As in Keras, inputs may have any number of rows, but all the same.
+    """
+    shapes = [x.shape for x in inputs]
+    if inputs and not (
+        [len(x) for x in shapes] == [x.ndim for x in flat]
+        and all(
+            size in (None, given)
+            for shape, x in zip(shapes, flat, strict=True)
+            for size, given in zip(shape[1:], x.shape[1:], strict=True)
+        )
+    ):
+        raise ValueError(
+            "`input_spec` must be like the inputs of the model, in their "
+            f"order or with their names, of the shapes {shapes}. Received: "
+            f"input_spec={input_spec}"
+        )
+    if len({x.shape[0] for x in flat}) != 1:
+        raise ValueError(
+            "`input_spec` must give all inputs the same batch size. Received: "
+            f"input_spec={input_spec}"
+        )
+
+
 def spec_of(input_spec: Any) -> Any:
     """Returns `input_spec` as a nested structure of `KerasTensor`s.
 
     Raises:
+        TypeError: If it has something else than shapes and specs.
         ValueError: If a size is unknown or no positive integer.
     """
     return keras.tree.map_shape_structure(_with_all_sizes, input_spec)
@@ -73,13 +109,19 @@ def _with_all_sizes(x: Any) -> keras.KerasTensor:
         "positive integers. Received: "
     )
     shape = getattr(x, "shape", x)
+    # Other iterables, such as datasets, may have no end.
+    if not isinstance(shape, (tuple, list, tf.TensorShape)):
+        raise TypeError(
+            "`input_spec` must be a shape, a tensor spec, or a nested "
+            f"structure of them. Received: {x!r}"
+        )
     if isinstance(shape, tf.TensorShape) and shape.rank is None:
         raise ValueError(f"{expected}{x!r}")
-    shape = tuple(checks.items(shape, f"{expected}{x!r}"))
+    shape = tuple(shape)
     if not shape or not all(map(checks.is_positive_integer, shape)):
         raise ValueError(f"{expected}a shape of {shape}")
     dtype = keras.backend.standardize_dtype(getattr(x, "dtype", "float32"))
-    return keras.KerasTensor(shape, dtype)
+    return keras.KerasTensor(tuple(map(int, shape)), dtype)
 
 
 def copies(
@@ -119,32 +161,29 @@ def copies(
         if not isinstance(layer, keras.Layer):
             return (layer, 0), layer.compute_output_spec(*args, **kwargs)
         try:
-            config = keras.tree.traverse(
-                lambda x: new if x == old else None, layer.get_config()
-            )
-            copy = type(layer).from_config(config)
-        except Exception as e:  # whatever a layer's own methods raise
+            copy = layer_copies.copied(layer, [] if old == new else [old, new])
+        except layer_copies.NoCopyError as error:
             if not layer.built or old != new:
                 raise ValueError(
-                    f"Layer '{layer.name}' (of type {type(layer).__name__}) "
-                    f"cannot be copied for the plan: {e}. Its `from_config` "
-                    "must take what its `get_config` returns; or give layers "
-                    "that are built, and no `dtype_policy`."
-                ) from e
+                    f"{error} Or give layers that are built, and no "
+                    "`dtype_policy`."
+                ) from error
             return (layer, bytes_of(layer)), layer.compute_output_spec(
                 *args, **kwargs
             )
-        # Configs have `trainable` of the layer, not of the layers within it.
-        pairs = zip(
-            upstream.layers_within(copy),
-            upstream.layers_within(layer),
-            strict=False,
-        )
-        for x, original in pairs:
-            upstream.set_trainable_alone(x, original.trainable)
         with abstract.NoValues():
             outputs = copy(*args, **kwargs)
         upstream.forget_waiting(copy.variables)
+        shapes, built = (
+            sorted(tuple(w.shape) for w in x.weights) for x in (copy, layer)
+        )
+        if len(built) == len(shapes) and built != shapes:
+            raise ValueError(
+                f"Layer '{layer.name}' is built for other inputs than those "
+                "that follow from `input_spec`: its weights have the shapes "
+                f"{built}. Received: `input_spec` with which they would have "
+                f"the shapes {shapes}. Give the sizes of the model's inputs."
+            )
         if len(copy.weights) == len(layer.weights):
             for x, original in zip(copy.weights, layer.weights, strict=True):
                 x.trainable = original.trainable

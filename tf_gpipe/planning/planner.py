@@ -85,12 +85,14 @@ def plan(
         latency: Float, seconds that each transfer takes in addition.
 
     Returns:
-        A `Plan`. If it does not fit, `Plan.advice` tells the smallest change
-        that would help.
+        A `Plan`. If it does not fit in `device_memory`, `Plan.advice` tells the
+        smallest change that would help.
 
     Raises:
         ValueError: If an argument is not valid, the batch size is not known,
-            or the costs of a layer cannot be found.
+            the costs of a layer cannot be found, or a stage cannot keep within
+            the `memory_limit` of `remat="auto"`.
+        TypeError: If an argument is of a wrong type.
 
     Example:
 
@@ -128,13 +130,16 @@ def plan(
         )
     if device_memory is not None:
         device_memory = sizes.to_bytes(device_memory, "device_memory")
-    for name, value in (
-        ("device_flops", device_flops),
-        ("bandwidth", bandwidth),
-    ):
-        if value is not None:
-            checks.number(name, value, "a positive number", above=True)
+    if device_flops is not None:
+        checks.number(
+            "device_flops", device_flops, "a positive number", above=True
+        )
+        device_flops = float(device_flops)
+    if bandwidth is not None:
+        checks.number("bandwidth", bandwidth, "a positive number", above=True)
+        bandwidth = float(bandwidth)
     checks.number("latency", latency, "a number of seconds, 0 or more")
+    latency = float(latency)
     if device_flops is None and (bandwidth is not None or latency):
         raise ValueError(
             "What transfers cost depends on the speed of the devices: "
@@ -191,10 +196,11 @@ class _Planner:
     def plan(self, config: PipelineConfig) -> Plan:
         """Returns the plan for a config, whether it fits or not."""
         layers = self._layers
+        rows, num_stages = layers.rows, config.num_stages or 1
+        if config.num_micro_batches is None:
+            rows = min(rows, schedules.most_rows(num_stages))
         schedule = config.schedule_of(
-            len(layers.graph.nodes),
-            self._num_devices or config.num_stages or 1,
-            rows=layers.rows,
+            len(layers.graph.nodes), self._num_devices or num_stages, rows=rows
         )
         counts, costs, decided = self._costs(config, schedule)
         # One transfer for each pair of stages, however many tensors it has.
@@ -248,8 +254,10 @@ class _Planner:
             return [{"memory_limit": found.device_memory}]
         changes: list[dict[str, Any]] = []
         named = not isinstance(config.schedule, Schedule)
-        m = found.num_micro_batches
-        while named and (m := 2 * m) <= self._layers.rows:
+        m, most = found.num_micro_batches, schedules.most_rows
+        while named and (m := 2 * m) <= min(
+            self._layers.rows, most(len(found.stages))
+        ):
             changes.append({"num_micro_batches": m})
         if found.remat != "always":
             again = {"remat": "always"}
@@ -264,6 +272,7 @@ class _Planner:
                     len(self._layers.graph.nodes) + 1,
                     each,
                 )
+                if (config.num_micro_batches or 1) <= most(k)
             ]
         return changes
 
@@ -290,8 +299,14 @@ class _Planner:
             return [len(self._layers.graph.nodes)]
         # The same for any number of stages, which `changes` varies.
         if config.remat not in self._balanced:
+            balance = config.balance
+            if callable(balance):
+
+                def balance(layer, shape):
+                    return config.balance(self._layers.original(layer), shape)
+
             self._balanced[config.remat] = balanced.costs_of_calls(
-                config.balance,
+                balance,
                 self._layers.graph,
                 config.remat,
                 weights=self._layers.weights,

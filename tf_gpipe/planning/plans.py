@@ -99,8 +99,8 @@ class Plan:
             device of the same speed without micro-batches or recomputation.
         step_seconds: Float, the time of a step; `None` where the speed of the
             devices is not known.
-        transfer_share: Float, the share of that time by which the transfers
-            between stages lengthen the step.
+        transfer_share: Float, by which share of its time the transfers between
+            stages lengthen a step.
         device_memory: Integer, bytes of each device, or a list with those of
             each one, or `None`.
         advice: String, the smallest change with which it would fit; empty
@@ -152,16 +152,11 @@ class Plan:
     @property
     def arguments(self) -> dict[str, Any]:
         """Dictionary of the keyword arguments of `PipelinedSequential`."""
-        # A searched order is passed as a `Schedule`, not searched again.
-        named = self.schedule in schedules.NAMES
-        schedule: Any = self.schedule
-        if not named or self.schedule == schedules.AUTO:
-            schedule = self.tasks
         return {
             "num_stages": len(self.stages),
             "num_micro_batches": self.num_micro_batches,
             "balance": [len(stage.layers) for stage in self.stages],
-            "schedule": schedule,
+            "schedule": self._schedule,
             "remat": self.remat,
             "devices": self.device_names,
             **(
@@ -173,6 +168,23 @@ class Plan:
                 }
             ),
         }
+
+    @property
+    def _schedule(self) -> str | Schedule | None:
+        """The name of the schedule if that says all of it, else itself.
+
+        A model would search an order anew, and spread the stages over as many
+        devices as there are; and users' schedules may have any name.
+        """
+        name = self.schedule
+        if name not in schedules.NAMES or name in schedules.ANY_STAGES_A_DEVICE:
+            return self.tasks
+        try:
+            same = schedules.get(name, len(self.stages), self.num_micro_batches)
+        except ValueError:  # The name is for other numbers of stages.
+            return self.tasks
+        found = self.tasks is None or self.tasks.tasks == same.tasks
+        return name if found else self.tasks
 
     @property
     def num_devices(self) -> int:

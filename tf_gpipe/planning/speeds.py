@@ -4,6 +4,7 @@ This module imports no TensorFlow.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 # FLOPs a second of an accelerator of unknown speed: of the times in its plans,
 # only ratios have a meaning.
@@ -68,6 +69,12 @@ class Device:
     name: str | None = None
     memory: int | None = None
     speed: Speed = Speed()
+
+
+def any_twice(names: Sequence[str | None]) -> bool:
+    """Returns whether a device is named more than once."""
+    known = [x for x in names if x is not None]
+    return len(set(known)) < len(known)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Measured seconds of training steps of a pipeline made from copied layers."""
 
 import contextlib
+import functools
 import random
 import time
 from collections.abc import Iterator
@@ -9,8 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import upstream
 from tf_gpipe.models.functional import PipelinedModel
 from tf_gpipe.models.sequential import PipelinedSequential
+from tf_gpipe.planning import layer_copies
+from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage import seeds
@@ -36,7 +40,7 @@ class _Clock(keras.callbacks.Callback):
 
 
 def step_seconds(
-    model: Any, spec: Any, optimizer: Any, plan: Plan
+    model: Any, known: KnownLayers, optimizer: Any, plan: Plan
 ) -> float | None:
     """Measures training steps of a copy of a model.
 
@@ -45,35 +49,36 @@ def step_seconds(
 
     Args:
         model: As of `tf_gpipe.tune`.
-        spec: Nested structure of `KerasTensor`s, the mini-batch.
+        known: Its `KnownLayers`.
         optimizer: A Keras optimizer.
         plan: The `Plan` of a single replica.
 
     Returns:
         Float, seconds of the fastest step; `None` if a device runs out of
         memory.
+
+    Raises:
+        NoCopyError: If a layer cannot be copied.
     """
     with _nothing_drawn():
         try:
-            copy = _copy(model, spec, plan)
+            copy = _copy(model, known.input_spec, plan)
             x = keras.tree.map_structure(
-                lambda s: tf.ones(s.shape, s.dtype), spec
-            )
-            outputs = (
-                copy.output
-                if isinstance(copy, PipelinedModel)
-                else copy.compute_output_spec(spec)
-            )
-            copy.compile(
-                type(optimizer).from_config(optimizer.get_config()),
-                keras.tree.map_structure(lambda _: mean_square, outputs),
+                lambda s: tf.ones(s.shape, s.dtype), known.input_spec
             )
             y = keras.tree.map_structure(
-                lambda s: tf.ones([len(_first(x)), *[1] * (len(s.shape) - 1)]),
-                outputs,
+                lambda s: tf.ones([known.rows, *[1] * (len(s.shape) - 1)]),
+                known.output_spec,
+            )
+            copy.compile(
+                upstream.unbuilt(optimizer),
+                keras.tree.map_structure(lambda _: mean_square, y),
             )
             clock = _Clock()
-            batches = tf.data.Dataset.from_tensors((x, y))
+            # `tf.data` would make one tensor of a list.
+            batches = tf.data.Dataset.from_tensors(
+                keras.tree.lists_to_tuples((x, y))
+            )
 
             def shortest(count: int) -> float:
                 copy.fit(
@@ -105,21 +110,16 @@ def mean_square(y_true: Any, y_pred: Any) -> Any:
     return size if len(size.shape) else size[None]
 
 
-def _first(x: Any) -> Any:
-    return keras.tree.flatten(x)[0]
-
-
 def _copy(model: Any, spec: Any, plan: Plan) -> Any:
     """Returns a pipeline of copies of the layers, with weights of its own."""
     arguments = {**plan.arguments, "name": "tried"}
-    if isinstance(model, keras.Model) and not isinstance(
-        model, keras.Sequential
-    ):
+    copied = functools.cache(layer_copies.copied)
+    if isinstance(model, upstream.Functional):
         # Without values, so that weights are initialised on the devices of
         # their stages.
-        with abstract.NoValues() as scope:
-            clone = keras.models.clone_model(model)
-        _freeze(clone.layers, model.layers)
+        clone, scope = abstract.made(
+            lambda _: upstream.with_copied_operations(model, copied), {}
+        )
         made = PipelinedModel.from_model(clone, **arguments)
         scope.assign()
         return made
@@ -128,26 +128,14 @@ def _copy(model: Any, spec: Any, plan: Plan) -> Any:
         layers = model.layers
     elif isinstance(model, keras.Layer):
         layers = [model]
-    layers = [
-        x
+    copies = [
+        copied(x)
         for x in layers
         if not isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
     ]
-    copies: dict[int, Any] = {}
-    for x in layers:
-        if id(x) not in copies:
-            copies[id(x)] = type(x).from_config(x.get_config())
-    clones = [copies[id(x)] for x in layers]
-    _freeze(clones, layers)
     if isinstance(spec, keras.KerasTensor):
-        clones.insert(0, keras.Input(spec.shape[1:], dtype=spec.dtype))
-    return PipelinedSequential(clones, **arguments)
-
-
-def _freeze(copies: Any, originals: Any) -> None:
-    for copy, original in zip(copies, originals, strict=True):
-        if isinstance(original, keras.Layer) and not original.trainable:
-            copy.trainable = False
+        copies.insert(0, keras.Input(spec.shape[1:], dtype=spec.dtype))
+    return PipelinedSequential(copies, **arguments)
 
 
 @contextlib.contextmanager

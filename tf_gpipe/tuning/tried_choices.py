@@ -94,6 +94,11 @@ class TriedChoices:
         ]
         self._left = [x for key, x in found.items() if key not in self._taken]
 
+    @property
+    def any_tried(self) -> bool:
+        """Whether the seconds of a choice have been added."""
+        return bool(self._tried)
+
     def measured(self, choice: Choice) -> float | None:
         """Returns the measured seconds of a choice, if it was tried."""
         return next((s for x, s in self._tried if x is choice), None)

@@ -14,10 +14,12 @@ from tf_gpipe.devices import placement
 from tf_gpipe.partition import sizes
 from tf_gpipe.planning import choice
 from tf_gpipe.planning import optimizers
+from tf_gpipe.planning import speeds
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.drafts import Choice
 from tf_gpipe.planning.known_layers import KnownLayers
+from tf_gpipe.planning.layer_copies import NoCopyError
 from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.plans import Rival
@@ -55,7 +57,7 @@ def tune(
     replicas: bool = True,
     device_flops: float | Sequence[float] | None = None,
     bandwidth: float | None = None,
-    latency: float = 0.0,
+    latency: float | None = None,
 ) -> Plan:
     """Returns the plan of the fastest pipeline that fits the devices.
 
@@ -77,7 +79,8 @@ def tune(
         devices: List of TensorFlow device strings, which may also be those of
             `tf_gpipe.connect`; or an integer, of as many devices that are not
             here, for which nothing is measured. Defaults to the visible
-            accelerators (CPUs where there are none).
+            accelerators (CPUs where there are none). One that is named more
+            than once may get so many stages, which share its memory.
         device_memory: Integer, the bytes that a device has for weights and
             activations, or a string such as `"16GB"`; or a list with one a
             device. Defaults to `None`: all fits.
@@ -86,7 +89,8 @@ def tune(
             With 0 there are none, and the same arguments give the same plan.
         num_stages: Integer K, if it is not to be chosen.
         num_micro_batches: Integer M, likewise.
-        schedule: String, likewise; `"gpipe"` for losses that need it.
+        schedule: String, likewise; `"gpipe"` for losses that need it. `"auto"`
+            is for devices that are alike.
         remat: String, likewise; `"auto"` needs a `device_memory`, of which it
             gets 90 %.
         replicas: Boolean, whether there may be several pipelines, or several
@@ -95,9 +99,9 @@ def tune(
         device_flops: Float, operations a second of a device, or a list with
             one a device. Defaults to what is measured, or that of a large
             accelerator.
-        bandwidth: Float, bytes a second from device to device. Defaults to
-            what is measured; without measurements transfers take no time.
-        latency: Float, seconds that a transfer takes besides.
+        bandwidth: Float, bytes a second from device to device.
+        latency: Float, seconds that a transfer takes besides. Either defaults
+            to what is measured; without measurements transfers take no time.
 
     Returns:
         A `Plan`, for the argument `plan` of the classes of pipelines.
@@ -106,6 +110,8 @@ def tune(
     Raises:
         ValueError: If an argument is not valid, nothing fits the devices, or
             the costs of a layer cannot be found.
+        TypeError: If an argument is of a wrong type.
+        Exception: What the first trial raised, if none could train.
 
     Example:
 
@@ -121,7 +127,10 @@ def tune(
     )
     if bandwidth is not None:
         checks.number("bandwidth", bandwidth, "a positive number", above=True)
-    checks.number("latency", latency, "a number of seconds, 0 or more")
+        bandwidth = float(bandwidth)
+    if latency is not None:
+        checks.number("latency", latency, "a number of seconds, 0 or more")
+        latency = float(latency)
     names = _names(devices)
     memories = _each(
         "device_memory",
@@ -129,10 +138,14 @@ def tune(
         len(names),
         lambda x: sizes.to_bytes(x, "device_memory"),
     )
-    if remat == AUTO_REMAT and (len(set(memories)) > 1 or None in memories):
+    twice = speeds.any_twice(names)
+    if remat == AUTO_REMAT and (
+        len(set(memories)) > 1 or None in memories or twice
+    ):
         raise ValueError(
-            "remat='auto' needs the `device_memory` of devices that are alike. "
-            f"Received: device_memory={device_memory!r}"
+            "remat='auto' needs the `device_memory` of devices that are alike "
+            "and named once. Received: "
+            f"device_memory={device_memory!r}, devices={devices!r}"
         )
     flops = _each("device_flops", device_flops, len(names), _flops)
     until = time.monotonic() + float(budget_seconds)
@@ -141,24 +154,31 @@ def tune(
     machine = Machine(
         [Device(*x, Speed()) for x in zip(names, memories, strict=True)],
         bandwidth,
-        latency,
+        latency or 0.0,
         replicates=all("/job:worker" not in str(x) for x in names),
     )
     if tries:
         found = measured_speeds.measured([str(x) for x in names], memories)
-        if bandwidth is not None or latency:
-            found = dataclasses.replace(
-                found, bandwidth=bandwidth, latency=latency
-            )
-        machine = found
+        given: dict[str, Any] = {"bandwidth": bandwidth, "latency": latency}
+        machine = dataclasses.replace(
+            found, **{k: x for k, x in given.items() if x is not None}
+        )
     machine = dataclasses.replace(
         machine,
-        replicates=machine.replicates and replicas,
+        replicates=machine.replicates and replicas and not twice,
         devices=[
             x if speed is None else dataclasses.replace(x, speed=speed)
             for x, speed in zip(machine.devices, flops, strict=True)
         ],
     )
+    if schedule == schedules.AUTO and not machine.alike:
+        seen = [(x.memory, f"{x.speed.flops:.3g}") for x in machine.devices]
+        raise ValueError(
+            "schedule='auto' searches an order of tasks for devices that are "
+            "alike. Leave `schedule` out, to try all others; or give one "
+            "`device_memory` and `device_flops` for all. Received devices with "
+            f"these bytes and operations a second: {seen}"
+        )
     known = KnownLayers(layers, input_spec, optimizer)
     if tries:
         times = _measured_times(known, machine, fixed, until)
@@ -168,10 +188,10 @@ def tune(
         ranked = chooser.ranked(fixed, 1 + _NUM_RIVALS)
     if not ranked:
         raise ValueError(_nothing_fits(known, machine, memories, fixed))
-    tried = TriedChoices([])
+    tried, untried = TriedChoices([]), ""
     if tries:
         estimated = functools.partial(_of_both_kinds, known, times, fixed=fixed)
-        tried = _tried(
+        tried, untried = _tried(
             ranked, estimated, machine, layers, known, optimizer, until
         )
         ranked = tried.ranked()
@@ -180,7 +200,9 @@ def tune(
             "None of the pipelines that were tried fits the memory of the "
             "devices. Use more devices, or a smaller mini-batch."
         )
-    return _decided(ranked, tried, machine)
+    compared = any(not x.alone for x in choice.allowed(known, machine, fixed))
+    reason = choice.explanation(ranked[0], machine, compared)
+    return _decided(ranked, tried, machine, [untried, reason])
 
 
 def _measured_times(known, machine, fixed, until) -> LayerTimes:
@@ -221,15 +243,21 @@ def _of_both_kinds(known, times, machine, fixed) -> list[Choice]:
 
 def _tried(
     ranked, estimated, machine, layers, known, optimizer, until
-) -> TriedChoices:
+) -> tuple[TriedChoices, str]:
     """Tries the best choices, as long as the time allows.
 
-    `ranked` are those that `estimated` returns for the machine.
+    `ranked` are those that `estimated` returns for the machine. Choices whose
+    steps raise an error are dropped.
+
+    Returns:
+        `TriedChoices`, and the reason if none can be tried.
+
+    Raises:
+        Exception: The first error, if no step ran.
     """
-    spec = known.input_spec
     optimizer = optimizers.get(optimizer)
     choices = TriedChoices(ranked)
-    setup = 0.0
+    setup, refused = 0.0, None
     for _ in range(_NUM_TRIED):
         each = choices.next()
         start = time.monotonic()
@@ -241,7 +269,15 @@ def _tried(
         ):
             break
         with progress.doing(f"trying {each.candidate}"):
-            seconds = trials.step_seconds(layers, spec, optimizer, each.plan)
+            try:
+                seconds = trials.step_seconds(
+                    layers, known, optimizer, each.plan
+                )
+            except NoCopyError as error:
+                what = str(error).partition(". ")[0]
+                return TriedChoices(ranked), f"Nothing was tried. {what}."
+            except Exception as error:  # Other candidates may run.
+                refused, seconds = refused or error, None
         taken = time.monotonic() - start
         setup = max(setup, taken - trials.COUNT * (seconds or 0.0))
         if seconds is None:
@@ -249,24 +285,28 @@ def _tried(
         choices.add(each, seconds)
         if other := choices.corrected_machine(machine):
             choices.estimate_anew(estimated(other))
-    return choices
+    if refused and not choices.any_tried:
+        raise refused
+    return choices, ""
 
 
 def _decided(
-    ranked: list[Choice], tried: TriedChoices, machine: Machine
+    ranked: list[Choice],
+    tried: TriedChoices,
+    machine: Machine,
+    reasons: list[str],
 ) -> Plan:
-    """Returns the plan of the first choice, with a reason and its rivals."""
+    """Returns the plan of the first choice, with reasons and its rivals."""
     best = ranked[0]
-    reason = choice.explanation(ranked, machine)
     count = len(machine.devices)
     used = best.candidate.num_devices * best.candidate.num_replicas
     if 1 < used < count:
         left_out = f"{count - used} of {count} devices are left out."
-        reason = "\n".join(filter(None, [left_out, reason]))
+        reasons = [left_out, *reasons]
     return dataclasses.replace(
         best.plan,
         measured_seconds=tried.measured(best),
-        reason=reason,
+        reason="\n".join(filter(None, reasons)),
         rivals=sorted(
             (
                 Rival(

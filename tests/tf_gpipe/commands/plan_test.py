@@ -177,6 +177,19 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(plan["fits"], fits)
 
     @pytest.mark.slow
+    def test_find_largest_within_a_limit(self):
+        args = ["--device_memory=300KB", "--num_stages=2", "--remat=auto"]
+        args += ["--memory_limit=300KB", "--batch_size=16"]
+        model = "--model_args=num_filters=8,num_blocks="
+        text = run(*args, f"{model}1", "--find_largest=num_blocks", "--json")
+        largest = json.loads(text.splitlines()[-1])["num_blocks"]
+        self.assertTrue(found(*args, f"{model}{largest}")["fits"])
+        with self.assertRaises(SystemExit):
+            with contextlib.redirect_stderr(io.StringIO()) as stderr:
+                run(*args, f"{model}{largest + 1}")
+        self.assertIn("memory limit is too low", stderr.getvalue())
+
+    @pytest.mark.slow
     def test_advice(self):
         self.assertIn("It would fit with", run("--device_memory=2MB"))
 

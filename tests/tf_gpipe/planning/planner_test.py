@@ -3,6 +3,7 @@
 import ast
 import random
 import time
+from unittest import mock
 
 import keras
 import pytest
@@ -12,6 +13,7 @@ from absl.testing import parameterized
 import tf_gpipe
 from tf_gpipe.devices import slots
 from tf_gpipe.planning.planner import plan
+from tf_gpipe.schedule import schedules
 from tools.benchmark.workloads import FeedForward
 from tools.benchmark.workloads import SelfAttention
 
@@ -89,6 +91,66 @@ def changes(advice):
     call = advice.removeprefix("It would fit with ").removesuffix(".")
     keywords = ast.parse(f"_({call})", mode="eval").body.keywords
     return {x.arg: ast.literal_eval(x.value) for x in keywords}
+
+
+class NoConfig(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.1
+
+
+class OwnOptimizer(keras.optimizers.SGD):
+    def __init__(self, factor):
+        super().__init__(momentum=factor)
+
+
+class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
+    """Optimizers that Keras trains with, but cannot write into a file."""
+
+    @parameterized.named_parameters(
+        ("schedule", lambda: keras.optimizers.Adam(NoConfig()), 2),
+        ("function", lambda: keras.optimizers.Adam(lambda: 0.1), 2),
+        ("class", lambda: OwnOptimizer(0.9), 1),
+        (
+            "chosen",
+            lambda: keras.optimizers.MultiOptimizer(
+                lambda variable: OwnOptimizer(0.9)
+            ),
+            1,
+        ),
+    )
+    def test_slots(self, make, count):
+        optimizer = make()
+        found = plan(
+            make_dense(), (12, 4), num_stages=1, optimizer=optimizer
+        ).stages[0]
+        self.assertEqual(
+            found.parameter_bytes, 4 * (2 + count) * found.parameters
+        )
+        self.assertFalse(optimizer.built)
+
+    def test_none(self):
+        for call in (
+            lambda: plan(make_dense(), (12, 4), num_stages=1, optimizer=None),
+            lambda: tf_gpipe.tune(make_dense(), (12, 4), 1, optimizer=None),
+        ):
+            with self.assertRaisesRegex(ValueError, "Received: optimizer=None"):
+                call()
+
+    def test_in_fit(self):
+        """A model that `fit` builds decides while its step is traced."""
+        layers = [LAYERS.Dense(8) for _ in range(3)]
+        model = tf_gpipe.PipelinedSequential(
+            layers,
+            num_stages=2,
+            num_micro_batches=2,
+            remat="auto",
+            memory_limit="1MB",
+            batch_size=8,
+        )
+        model.compile(keras.optimizers.Adam(NoConfig()), "mse")
+        x = tf.ones((8, 8))
+        model.fit(x, x, batch_size=8, verbose=0)
+        self.assertTrue(model.built)
 
 
 class PlanTest(tf.test.TestCase, parameterized.TestCase):
@@ -536,6 +598,23 @@ class FitsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(set(change) - {"remat"}, {"num_stages"})
         self.assertBetween(change["num_stages"], 3, 8)
 
+    def test_no_more_micro_batches_than_can_be_traced(self):
+        # Limits that a test reaches in little time.
+        with (
+            mock.patch.object(schedules, "MOST_MICRO_BATCHES", 16),
+            mock.patch.object(schedules, "_MOST_PASSES", 40),
+        ):
+            options = {"device_memory": 16, "num_stages": 2}
+            found = plan(make_dense(), (64, 4), **options)
+            self.assertStartsWith(found.advice, "Nothing that the planner")
+            found = plan(make_dense(), (64, 4), num_micro_batches=16, **options)
+            self.assertStartsWith(found.advice, "Nothing that the planner")
+            layers = [LAYERS.Dense(2) for _ in range(4)]
+            found = plan(layers, (64, 2), num_stages=4)
+            self.assertEqual(found.num_micro_batches, 10)
+            with self.assertRaisesRegex(ValueError, "at most 40 passes"):
+                plan(layers, (64, 2), num_stages=4, num_micro_batches=11)
+
     @parameterized.parameters("1f1b", "gpipe", "interleaved")
     def test_nothing_helps(self, schedule):
         found = plan(
@@ -562,6 +641,144 @@ class FitsTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertEqual(found.schedule, "mine")
         self.assertNotEmpty(found.advice)
+
+
+def two_inputs(nested=list):
+    b, a = keras.Input((3,), name="b"), keras.Input((5,), name="a")
+    outputs = LAYERS.Dense(2)(LAYERS.Dense(2)(b) + LAYERS.Dense(2)(a))
+    return keras.Model([b, a] if nested is list else {"b": b, "a": a}, outputs)
+
+
+def built_layers():
+    model = keras.Sequential([keras.Input((4,)), *make_dense()])
+    return list(model.layers)
+
+
+class InputsTest(tf.test.TestCase, parameterized.TestCase):
+    """`input_spec`, compared with the inputs of the model."""
+
+    @parameterized.parameters(list, dict)
+    def test_by_name(self, nested):
+        model = two_inputs(nested)
+        found = [
+            plan(model, spec, num_stages=2)
+            for spec in (
+                {"a": (8, 5), "b": (8, 3)},
+                [(8, 3), (8, 5)] if nested is list else [(8, 5), (8, 3)],
+            )
+        ]
+        self.assertEqual(found[0], found[1])
+        self.assertEqual(sum(x.parameters for x in found[0].stages), 8 + 12 + 6)
+
+    def test_any_size(self):
+        inputs = keras.Input((None, 4), batch_size=2)
+        model = keras.Model(inputs, LAYERS.Dense(2)(LAYERS.Dense(3)(inputs)))
+        found = plan(model, (8, 6, 4), num_stages=2)
+        self.assertEqual(found.stages[0].parameters, 15)
+
+    @parameterized.named_parameters(
+        ("functional", two_inputs, [(8, 3), (8, 4)]),
+        ("order", two_inputs, [(8, 5), (8, 3)]),
+        ("number", two_inputs, [(8, 5)]),
+        ("names", two_inputs, {"a": (8, 3), "c": (8, 5)}),
+        ("sizes by name", two_inputs, {"a": (8, 3), "b": (8, 5)}),
+        (
+            "sequential",
+            lambda: keras.Sequential([keras.Input((4,)), *make_dense()]),
+            (8, 5),
+        ),
+        (
+            "sequential rank",
+            lambda: keras.Sequential([keras.Input((4,)), *make_dense()]),
+            (8, 4, 4),
+        ),
+        ("input", lambda: [keras.Input((4,)), *make_dense()], (8, 5)),
+        ("layer", lambda: [LAYERS.InputLayer((4,)), *make_dense()], (8, 5)),
+    )
+    def test_other_inputs(self, make, spec):
+        with self.assertRaisesRegex(
+            ValueError, "must be like the inputs of the model"
+        ):
+            plan(make(), spec, num_stages=2)
+
+    def test_built_for_others(self):
+        layers = built_layers()
+        self.assertLen(plan(layers, (8, 4), num_stages=2).stages, 2)
+        with self.assertRaisesRegex(
+            ValueError, r"Layer 'a' is built for other inputs.*\(4, 8\)"
+        ):
+            plan(layers, (8, 5), num_stages=2)
+
+    @parameterized.named_parameters(
+        ("functional", two_inputs),
+        ("layers", lambda: [LAYERS.Add(), LAYERS.Dense(2)]),
+    )
+    def test_one_batch_size(self, make):
+        with self.assertRaisesRegex(ValueError, "the same batch size"):
+            plan(make(), [(8, 3), (4, 5)], num_stages=1)
+
+    @parameterized.named_parameters(
+        ("dataset", lambda: tf.data.Dataset.from_tensors((8, 4)).repeat()),
+        ("generator", lambda: iter(int, 1)),
+        ("range", lambda: range(2, 4)),
+        ("text", lambda: "84"),
+        ("number", lambda: 3.5),
+        ("none", lambda: None),
+    )
+    def test_no_shape(self, make):
+        for given in (make(), [make(), (8, 4)]):
+            with self.assertRaisesRegex(TypeError, "`input_spec` must be a sh"):
+                plan(make_dense(), given, num_stages=2)
+
+
+class CostsTest(tf.test.TestCase, parameterized.TestCase):
+    """A cost function is asked with the layers that a model would give it."""
+
+    @parameterized.named_parameters(
+        ("name", lambda x, _: {"a": 9, "c": 5}.get(x.name, 1), False),
+        ("name of built", lambda x, _: {"a": 9}.get(x.name, 1), True),
+        ("weights", lambda x, shape: x.count_params() * shape[-1], False),
+        ("own attribute", lambda x, _: getattr(x, "cost", 1), True),
+        ("other operations", lambda x, _: 9 if x.name == "b_relu" else 1, True),
+    )
+    def test_as_in_a_model(self, cost, built):
+        layers = [LAYERS.Dense(8, name=x) for x in "abcdef"]
+        layers[3].cost = 12
+        layers += [LAYERS.ReLU(name=f"{x}_relu") for x in "ab"]
+        layers.append(layers[0])
+        if built:
+            keras.Sequential([keras.Input((8,)), *layers[:-1]])
+        found = plan(layers, (8, 8), num_stages=3, balance=cost)
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((8,)), *layers], num_stages=3, balance=cost
+        )
+        self.assertEqual(found.arguments["balance"], model.balance)
+
+    def test_names_in_errors(self):
+        layers = [LAYERS.Dense(8, name=x) for x in "abc"]
+        with self.assertRaisesRegex(ValueError, "-1 for layer 'b'"):
+            plan(
+                layers,
+                (8, 8),
+                num_stages=2,
+                balance=lambda x, _: -1 if x.name == "b" else 1,
+            )
+
+    def test_layers_called_again(self):
+        shared = LAYERS.Dense(8)
+        x = inputs = keras.Input((8,))
+        for layer in (shared, LAYERS.Dense(8), shared):
+            x = layer(x)
+        asked = []
+
+        def cost(layer, shape):
+            asked.append(layer)
+            return 1
+
+        found = plan(keras.Model(inputs, x), (8, 8), num_stages=3, balance=cost)
+        self.assertIs(asked[0], shared)
+        self.assertIs(asked[2], shared)
+        self.assertEqual([x.parameters for x in found.stages], [72, 72, 0])
 
 
 class ErrorsTest(tf.test.TestCase, parameterized.TestCase):

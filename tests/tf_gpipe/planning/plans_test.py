@@ -4,6 +4,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from tf_gpipe.planning.plans import Plan
+from tf_gpipe.planning.plans import Rival
 from tf_gpipe.planning.plans import StagePlan
 
 
@@ -67,6 +68,25 @@ class PlansTest(parameterized.TestCase):
             cells(text, 1, 6), [["0 to 127", "1.0 to"], ["", "128.0"]]
         )
         self.assertLessEqual(max(map(len, text.splitlines())), 80)
+
+    @parameterized.parameters(
+        (1, None, "1.0% faster, too little for more devices"),
+        # Tried, but not the rival.
+        (1, 2.0, "1.0% faster by an estimate"),
+        (2, None, "1.0% faster by an estimate"),
+        (2, 2.0, "1.0% faster by an estimate"),
+    )
+    def test_a_rival_that_is_faster(self, count, measured, words):
+        text = str(
+            plan(
+                [stage(k) for k in range(count)],
+                step_seconds=2.0,
+                measured_seconds=measured,
+                rivals=[Rival("K=4", 1.98), Rival("K=8", 2.02)],
+            )
+        )
+        self.assertIn(f"next best: K=4, {words}\n", text)
+        self.assertIn("then: K=8, 1.0% slower\n", text)
 
     @parameterized.parameters(
         # Interleaved, and a V.

@@ -7,6 +7,7 @@ import tempfile
 from unittest import mock
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
@@ -23,6 +24,7 @@ from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
+from tf_gpipe.schedule import schedules
 from tf_gpipe.tuning import measured_speeds
 from tf_gpipe.tuning import trials
 from tf_gpipe.tuning.tried_choices import TriedChoices
@@ -108,6 +110,91 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(found.num_replicas, 1)
         self.assertIn("One device is enough", str(found))
         self.assertIn("next best", str(found))
+
+    @parameterized.parameters(
+        # Nothing is said of pipelines that were not compared.
+        ({"num_stages": 1, "replicas": False}, "Plain Keras does the same."),
+        ({"num_stages": 1, "devices": 1}, ""),
+        (
+            {"num_stages": 1, "replicas": False, "num_micro_batches": 4},
+            "",
+        ),
+        ({"num_stages": 1, "replicas": False, "remat": "always"}, ""),
+        (
+            {"replicas": False, "device_flops": 1e13, "num_micro_batches": 2},
+            "One device is enough: a pipeline over more would not be faster.",
+        ),
+        (
+            {"replicas": False, "device_flops": 1e13},
+            "One device is enough: a pipeline over more would not be faster. "
+            "Plain Keras does the same.",
+        ),
+    )
+    def test_reason_for_one_device(self, options, reason):
+        found = tuned(**{"spec": (8, 64), "devices": 2, **options})
+        self.assertLen(found.stages, 1)
+        self.assertEqual(found.reason, reason)
+
+    @parameterized.parameters(
+        ({"device_flops": [SLOW, SLOW / 2]},),
+        ({"device_memory": ["1GB", "2GB"]},),
+    )
+    def test_an_order_is_searched_for_devices_that_are_alike(self, options):
+        with self.assertRaisesRegex(ValueError, "devices that are alike"):
+            tuned(devices=2, schedule="auto", **options)
+        self.assertNotEqual(tuned(devices=2, **options).schedule, "auto")
+
+    def test_a_searched_order_or_none(self):
+        found = tuned(devices=2, schedule="auto", num_stages=4)
+        self.assertEqual(found.schedule, "auto")
+        # The only order that there is.
+        self.assertEqual(tuned(devices=1, schedule="auto").num_devices, 1)
+        with self.assertRaisesRegex(ValueError, "has num_stages=3, schedule="):
+            tuned(devices=2, schedule="auto", num_stages=3)
+
+    def test_a_device_that_is_named_twice(self):
+        options = {"spec": (64, 64), "num_micro_batches": 8, "num_stages": 2}
+        one, two = f"{KIND}:0", f"{KIND}:1"
+        free = tuned(devices=[one, two], **options)
+        memory = int(max(free.device_bytes) / FITTING) + 1
+        names = [one, one]
+        self.assertTrue(
+            tuned(devices=[one, two], device_memory=memory, **options).fits
+        )
+        # It has not twice as much.
+        found = tuned(devices=names, device_memory=2 * memory, **options)
+        self.assertLessEqual(sum(found.device_bytes), FITTING * 2 * memory)
+        self.assertLen(set(found.device_names), 1)
+        with self.assertRaisesRegex(ValueError, "10 % to spare"):
+            tuned(devices=names, device_memory=memory, **options)
+        # Once, it has all of its memory.
+        alone = tuned(
+            devices=names,
+            device_memory=2 * memory,
+            **options | {"num_stages": 1},
+        )
+        self.assertEqual(
+            (alone.num_replicas, alone.memories), (1, [2 * memory])
+        )
+        with self.assertRaisesRegex(ValueError, "alike and named once"):
+            tuned(devices=names, device_memory=memory, remat="auto")
+
+    def test_share_of_transfers(self):
+        slow, fast = (
+            tuned(
+                devices=2,
+                num_stages=2,
+                num_micro_batches=4,
+                schedule="1f1b",
+                remat="never",
+                bandwidth=x,
+            )
+            for x in (1e6, 1e15)
+        )
+        self.assertGreater(slow.transfer_share, 0.1)
+        self.assertAllClose(
+            slow.step_seconds * (1 - slow.transfer_share), fast.step_seconds
+        )
 
     @pytest.mark.slow
     def test_data_parallelism(self):
@@ -272,6 +359,146 @@ class TrialTest(tf.test.TestCase):
         self.assertEqual([id(x) for x in after], [id(x) for x in variables])
         for x, y in zip(after, before, strict=True):
             self.assertAllEqual(x, y)
+
+
+def two_outputs():
+    inputs = keras.Input((8,))
+    return keras.Model(inputs, [keras.layers.Dense(n)(inputs) for n in (1, 2)])
+
+
+def two_inputs():
+    a, b = keras.Input((8,), name="a"), keras.Input((8,), name="b")
+    return keras.Model(
+        [a, b], keras.layers.Dense(2)(keras.layers.Dense(2)(a) + b[:, :2])
+    )
+
+
+def compiled():
+    inputs = keras.Input((8,))
+    first, second = make_layers(2, 8)
+    model = keras.Model(inputs, second(first(inputs)))
+    model.compile("adam", lambda y, x: tf.reduce_mean(tf.square(x - y)))
+    return model
+
+
+def around_compiled():
+    inputs = keras.Input((3, 8))
+    inner = keras.layers.TimeDistributed(compiled())
+    return keras.Model(inputs, keras.layers.Dense(2)(inner(inputs)))
+
+
+class NoCopy(keras.layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+class NoConfig(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.1
+
+
+class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
+    """Models and optimizers that plain Keras trains are tried."""
+
+    def tried(self, model, spec, optimizer="adam", measured=None, **kwargs):
+        options = {**TrialTest.ONE_PIPELINE, **kwargs}
+        where = measured or machine([SLOW] * 2, replicates=False)
+        where = dataclasses.replace(
+            where,
+            devices=[
+                dataclasses.replace(x, name=name)
+                for x, name in zip(
+                    where.devices, options["devices"], strict=True
+                )
+            ],
+        )
+        with mock.patch.object(measured_speeds, "measured", return_value=where):
+            return tf_gpipe.tune(
+                model, spec, optimizer=optimizer, budget_seconds=120, **options
+            )
+
+    @parameterized.named_parameters(
+        ("compiled", compiled, (8, 8)),
+        ("around compiled", around_compiled, (8, 3, 8)),
+        ("two outputs", two_outputs, (8, 8)),
+        ("two inputs", two_inputs, [(8, 8), (8, 8)]),
+        ("inputs by name", two_inputs, {"b": (8, 8), "a": (8, 8)}),
+        (
+            "list into layers",
+            lambda: [keras.layers.Add(), *make_layers(2, 8)],
+            [(8, 8), (8, 8)],
+        ),
+        (
+            "lambda",
+            lambda: [
+                *make_layers(2, 8),
+                keras.layers.Lambda(lambda x: x * SLOW),
+            ],
+            (8, 8),
+        ),
+    )
+    def test_model(self, make, spec):
+        model = make()
+        found = self.tried(model, spec)
+        self.assertIsNotNone(found.measured_seconds)
+        self.assertNotIn("tried.", found.reason)
+
+    def test_optimizer(self):
+        optimizer = keras.optimizers.Adam(NoConfig())
+        found = self.tried(make_layers(2, 8), (8, 8), optimizer)
+        self.assertIsNotNone(found.measured_seconds)
+        self.assertFalse(optimizer.built)
+
+    @parameterized.parameters(
+        # Each is slow alone: the one that is given, or the measured one.
+        ({"latency": 1e-9}, 1e3, 0.0, True),
+        ({"bandwidth": 1e12}, 1e12, 10.0, True),
+        ({"bandwidth": 1e12}, 1e3, 0.0, False),
+        ({"latency": 0.0}, 1e12, 10.0, False),
+        ({"bandwidth": np.float32(1e12), "latency": 0}, 1e3, 10.0, False),
+    )
+    def test_given_speeds(self, given, bandwidth, latency, slow):
+        where = dataclasses.replace(
+            machine([SLOW] * 2, replicates=False),
+            bandwidth=bandwidth,
+            latency=latency,
+        )
+        with mock.patch.object(trials, "step_seconds", return_value=1.0):
+            found = self.tried(make_layers(2), (8, 64), measured=where, **given)
+        if slow:
+            self.assertGreater(found.transfer_share, 0.8)
+        else:
+            self.assertLess(found.transfer_share, 0.2)
+
+    def test_no_copy(self):
+        layer = NoCopy(tf.nn.relu)
+        layer(tf.ones((8, 8)))
+        found = self.tried([layer, *make_layers(2, 8)], (8, 8))
+        self.assertIsNone(found.measured_seconds)
+        self.assertRegex(
+            found.reason,
+            r"Nothing was tried. Layer 'no_copy.*' .*cannot be copied\.$",
+        )
+        with self.assertRaisesRegex(
+            ValueError, "Or give layers that are built"
+        ):
+            self.tried([NoCopy(tf.nn.relu), *make_layers(2, 8)], (8, 8))
+
+    def test_refused_choices_are_dropped(self):
+        def layers():
+            norm = keras.layers.BatchNormalization(renorm=True)
+            return [*make_layers(1), norm, *make_layers(1)]
+
+        # The fastest have several micro-batches, whose statistics are refused.
+        found = self.tried(layers(), (512, 64), num_micro_batches=None)
+        self.assertIsNotNone(found.measured_seconds)
+        self.assertEqual(found.num_micro_batches, 1)
+        with self.assertRaisesRegex(ValueError, "with renorm=True"):
+            self.tried(layers(), (512, 64))
 
 
 class TriedChoicesTest(tf.test.TestCase):
@@ -481,6 +708,41 @@ class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(loaded.balance, plan.arguments["balance"])
         self.assertEqual(loaded._pipeline.schedule.tasks, plan.tasks.tasks)
 
+    @parameterized.parameters(
+        # Of 2 devices, however many there are.
+        ({"schedule": "interleaved", "num_stages": 4, "num_devices": 2},),
+        ({"schedule": "interleaved_zero_bubble", "num_devices": 1},),
+        ({"schedule": "auto", "num_stages": 4, "num_devices": 2},),
+        # Not the library's, in spite of its name.
+        ({"schedule": "1f1b"}, "1f1b"),
+        ({"schedule": "1f1b"}, "zb_v"),
+        ({"schedule": "1f1b"}, "interleaved"),
+    )
+    def test_a_model_of_a_plan_keeps_its_schedule(self, options, name=None):
+        options = {"num_stages": 2, "num_micro_batches": 4, **options}
+        if name is not None:
+            options["schedule"] = tf_gpipe.Schedule(
+                schedules.gpipe(2, 4).tasks, name=name
+            )
+        layers = make_layers()
+        plan = tf_gpipe.plan(layers, (8, 64), **options)
+        path = os.path.join(self.get_temp_dir(), "plan.json")
+        plan.save(path)
+        for each in (plan, tf_gpipe.Plan.load(path)):
+            model = tf_gpipe.PipelinedSequential(
+                [keras.Input((64,)), *layers], plan=each
+            )
+            found = model._pipeline.schedule
+            self.assertEqual(found.tasks, plan.tasks.tasks)
+            self.assertEqual(found.name, plan.schedule)
+
+    def test_a_schedule_that_its_name_tells(self):
+        for name in ("gpipe", "1f1b", "zero_bubble", "zb_v"):
+            plan = tf_gpipe.plan(
+                make_layers(), (8, 64), num_stages=2, schedule=name
+            )
+            self.assertEqual(plan.arguments["schedule"], name)
+
     def test_functional(self):
         x = inputs = keras.Input((64,))
         for layer in make_layers():
@@ -520,6 +782,40 @@ class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
             some = layers if "every" not in message else layers[:-1]
             with self.assertRaisesRegex(error, message):
                 tf_gpipe.PipelinedSequential(some, **kwargs)
+
+    @parameterized.parameters(
+        ({"device_flops": np.float32(1e9), "bandwidth": np.float32(1e9)},),
+        ({"device_flops": 1e9, "latency": np.float32(1e-3)},),
+        ({"device_memory": np.int64(10**9)},),
+        ({"remat": "auto", "memory_limit": np.int64(10**9)},),
+        ({"remat": "auto", "memory_limit": np.float32(1)},),
+        ({"num_micro_batches": np.int32(4), "balance": np.array([4, 4])},),
+    )
+    def test_numbers_of_numpy_in_a_file(self, options):
+        path = os.path.join(self.get_temp_dir(), "numpy.json")
+        spec = keras.KerasTensor((np.int64(8), np.int32(64)))
+        plan = tf_gpipe.plan(make_layers(), spec, num_stages=2, **options)
+        plan.save(path)
+        self.assertEqual(tf_gpipe.Plan.load(path).arguments, {**plan.arguments})
+        json.dumps(plan.to_dict())
+
+    def test_a_file_stays_whole(self):
+        directory = tempfile.mkdtemp()
+        path = os.path.join(directory, "plan.json")
+        link = os.path.join(directory, "link.json")
+        os.symlink(path, link)
+        plan = self.make()
+        plan.save(link)
+        os.chmod(path, 0o640)
+        with self.assertRaises(TypeError):
+            dataclasses.replace(plan, reason=object()).save(path)
+        self.assertEqual(str(tf_gpipe.Plan.load(path)), str(plan))
+        other = dataclasses.replace(plan, reason="another")
+        other.save(link)
+        self.assertEqual(str(tf_gpipe.Plan.load(path)), str(other))
+        self.assertTrue(os.path.islink(link))
+        self.assertEqual(os.stat(path).st_mode & 0o777, 0o640)
+        self.assertCountEqual(os.listdir(directory), ["plan.json", "link.json"])
 
     def test_file(self):
         plan = self.make(schedule="auto", device_memory="1GB")
