@@ -58,6 +58,9 @@ class PipelinedCalls(_Mixin):
     `Pipeline` and a tuple of the inputs of its graph, taken from `x`.
     """
 
+    # What `compile` was given as `jit_compile`.
+    _stage_jit_compile: bool = False
+
     @property
     def jit_compile(self) -> bool:
         """False: XLA compiles stages, if `compile` says so, not whole steps."""
@@ -220,7 +223,7 @@ class PipelinedCalls(_Mixin):
                 "the whole step, as it does on TPUs."
             )
         stages = StageMode.FUNCTIONS
-        if getattr(self, "_stage_jit_compile", False):
+        if self._stage_jit_compile:
             stages = StageMode.XLA_FUNCTIONS
             if needs_all_reduce:
                 raise ValueError(

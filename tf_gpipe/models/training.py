@@ -58,6 +58,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     _previous: list | None = None
     # While `fit` runs: read by `callbacks.Checkpoint`.
     _training_run: Run | None = None
+    # Set by `worker_lost`, for the messages of errors.
+    _newest_checkpoint: str | None = None
 
     evaluate = worker_lost.naming_failures(keras.Model.evaluate)
     predict = worker_lost.naming_failures(keras.Model.predict)

@@ -324,7 +324,9 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "overrides `call`"):
             tf_gpipe.PipelinedModel.from_model(model, **ARGUMENTS)
 
-    @parameterized.parameters("_config", "stages", "rebalance", "_place")
+    @parameterized.parameters(
+        *("_config", "stages", "rebalance", "_place", "_running")
+    )
     def test_refuses_names_of_a_pipeline(self, name):
         by_class = type("Clash", (keras.Model,), {name: 3})(*graph())
         by_model = keras.Model(*graph())
