@@ -233,9 +233,8 @@ class PipelinedCalls(_Mixin):
                 )
         if needs_all_reduce or within_xla or self.run_eagerly:
             stages = StageMode.INLINE
-        rows = self._most_rows(micro_batch.static_rows(inputs), training)
         return MiniBatch(
-            pipeline.with_rows(rows),
+            self._with_rows_of(inputs, pipeline, training),
             inputs,
             training,
             gradients,
@@ -243,6 +242,11 @@ class PipelinedCalls(_Mixin):
             timed,
             previous,
         )
+
+    def _with_rows_of(self, inputs, pipeline, training):
+        """Returns the pipeline for as many rows as inputs have at most."""
+        rows = self._most_rows(micro_batch.static_rows(inputs), training)
+        return pipeline.with_rows(rows)
 
     def _most_rows(self, rows: int | None, training: bool | None) -> int:
         """Returns an upper bound of the rows of a mini-batch.

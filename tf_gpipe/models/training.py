@@ -110,6 +110,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         True
         """
         pipeline, inputs = self._pipeline_for(x)
+        pipeline = self._with_rows_of(inputs, pipeline, training=True)
         overridden = [
             name
             for name in (*CALLS, "compute_loss", "_compute_loss", "losses")
@@ -136,7 +137,6 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         if self._previous is not None:
             self._previous[:] = [run]
         # Eager tasks do not overlap, so their order does not matter.
-        forwards_first = run.pipeline.schedule.forwards_first
         if forwards_first or tf.executing_eagerly():
             return mini_batch_loss.after_all_forwards(
                 self, run, x, y, sample_weight

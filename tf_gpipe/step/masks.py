@@ -25,9 +25,9 @@ def masks_ahead(
     """Returns the masks of the outputs of each micro-batch.
 
     A masked loss divides by the unmasked values of the whole mini-batch; 1F1B
-    needs that number before the last forward pass. Masks mostly depend on inputs alone; the operations that
-    make them are run once more, here. `keras.random` gives the same numbers as
-    in the forward tasks.
+    needs that number before the last forward pass. Masks mostly depend on
+    inputs alone; the operations that make them are run once more, here.
+    `keras.random` gives the same numbers as in the forward tasks.
 
     Args:
         pipeline: The `Pipeline`.
