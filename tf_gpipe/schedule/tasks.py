@@ -157,13 +157,13 @@ class Schedule:
         )
         # Backward tasks that come right after their forward task, as in the
         # last stage: its activations are still in memory, so that nothing is
-        # recomputed. There are none if the loss of the whole mini-batch is
+        # recomputed. There are none if the loss of several micro-batches is
         # computed between the two.
+        mixed = not self.forwards_first or self.num_micro_batches == 1
         self.direct = frozenset(
             following
             for task, following in itertools.pairwise(self.order)
-            if following == task._replace(kind=BACKWARD)
-            and not self.forwards_first
+            if mixed and following == task._replace(kind=BACKWARD)
         )
 
     def of_first(self, num_micro_batches: int) -> "Schedule":
