@@ -271,11 +271,11 @@ class PipelinedCalls(_Mixin):
         if not training:
             return _ROWS_ASKED
         raise ValueError(
-            "There are as many micro-batches as a mini-batch has rows, where "
-            "`num_micro_batches` is larger. But how many rows these "
-            "mini-batches have is not known when the step is traced. Make "
-            "them with `dataset.batch(batch_size, drop_remainder=True)`, or "
-            "make the pipeline with num_micro_batches=batch_size. Received: "
+            "`num_micro_batches` is capped at the number of rows of a "
+            "mini-batch, which is unknown when the step is traced. Make the "
+            "mini-batches with `dataset.batch(batch_size, "
+            "drop_remainder=True)`, or the pipeline with "
+            "num_micro_batches=batch_size. Received: "
             f"num_micro_batches={asked}"
         )
 

@@ -243,7 +243,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         super()._maybe_symbolic_build(iterator, data_batch)
 
     def _note_run(self, run):
-        # Past `__setattr__`, by which Keras would track it.
+        # Keras's `__setattr__` would track the callbacks and the data in it.
         attributes: Any = vars(self)
         attributes["_training_run"] = run
 
@@ -255,7 +255,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     def _build_optimizer(self):
         """Makes the optimizer's slots, each on the device of its weight.
 
-        Before the step is traced: made in the trace, they would not be there.
+        Call it before the step is traced: slots created within the trace would
+        not be on those devices.
         """
         if self.trainable_variables and not self.optimizer.built:
             with (

@@ -300,7 +300,7 @@ def _check_weight(
 def _is_unreduced(loss: keras.Loss) -> bool:
     """Returns whether a loss is one value a sample or position.
 
-    Of which Keras shows the mean, and differentiates the sum.
+    Keras reports the mean of these values, but differentiates their sum.
     """
     return loss.reduction in ("none", None)
 
