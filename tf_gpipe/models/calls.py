@@ -107,27 +107,23 @@ class PipelinedCalls(_Mixin):
     @tf.autograph.experimental.do_not_convert
     def _run(self, inputs, training):
         pipeline, inputs = self._pipeline_for(inputs)
-        run: Any = None
+        mini_batch: Any = None
         outputs: Any = None
-        if (
-            not training
-            and pipeline.graph.outputs_are_reused
-            and upstream.tapes_record()
-        ):
-            return self._run_layers(pipeline, inputs, training)
         if not training:
-            differentiated = (
-                not _in_inference_step.get() or upstream.tapes_record()
-            )
-            run = self._mini_batch(
+            recorded = upstream.tapes_record()
+            if recorded and pipeline.graph.outputs_are_reused:
+                return self._run_layers(pipeline, inputs, training)
+            mini_batch = self._mini_batch(
                 pipeline,
                 inputs,
                 training,
-                Gradients.OF_ALL if differentiated else Gradients.OF_NONE,
+                Gradients.INPUTS_AND_WEIGHTS
+                if recorded or not _in_inference_step.get()
+                else Gradients.NONE,
             )
-            run.forward(tape=False)
-            self._finish(run, run.losses())
-            return run.outputs().unpack()
+            mini_batch.forward(tape=False)
+            self._finish(mini_batch, mini_batch.losses())
+            return mini_batch.outputs().unpack()
 
         given = Activations.of(inputs)
         flat = given.parts()
@@ -135,38 +131,38 @@ class PipelinedCalls(_Mixin):
 
         @tf.custom_gradient
         def pipelined(*args):
-            nonlocal run, outputs
+            nonlocal mini_batch, outputs
             # Hidden from the tapes around the call, which would otherwise
             # record the pipeline's operations and differentiate them again.
             for i, x in zip(floats, args, strict=False):
                 flat[i] = tf.stop_gradient(x)
-            run = self._mini_batch(
+            mini_batch = self._mini_batch(
                 pipeline,
                 given.with_parts(flat).unpack(),
                 training,
-                Gradients.OF_LAYER,
+                Gradients.FOR_OUTER_TAPE,
             )
-            run.forward(tape=True)
-            outputs = run.outputs()
+            mini_batch.forward(tape=True)
+            outputs = mini_batch.outputs()
             values = outputs.parts()
             differentiable = [x for x in values if x.dtype.is_floating]
-            losses = run.losses()
+            losses = mini_batch.losses()
 
             def gradient(*arrived, variables=None):
                 found = iter(arrived)
-                run.backward(
+                mini_batch.backward(
                     [
                         next(found) if x.dtype.is_floating else None
                         for x in values
                     ],
                     list(found),
                 )
-                by_input = run.input_gradients()
-                by_input = [by_input[i] for i in floats] or [None]
+                found_by_part = mini_batch.input_gradients()
+                input_gradients = [found_by_part[i] for i in floats] or [None]
                 # `None` for a `tf.Variable` that is no weight of the model.
                 ids = {v.value.ref(): id(v) for v in self.variables}
-                found_by_id = run.gradients() if variables else {}
-                by_weight = [
+                found_by_id = mini_batch.gradients() if variables else {}
+                weight_gradients = [
                     found_by_id.get(ids.get(v.ref())) for v in variables or ()
                 ]
                 sources = [
@@ -174,8 +170,12 @@ class PipelinedCalls(_Mixin):
                     *arrived,
                     *(v.handle for v in variables or ()),
                 ]
-                _refuse_gradients(by_input + by_weight, sources)
-                return by_input if variables is None else (by_input, by_weight)
+                _refuse_gradients(input_gradients + weight_gradients, sources)
+                return (
+                    input_gradients
+                    if variables is None
+                    else (input_gradients, weight_gradients)
+                )
 
             return differentiable + losses, gradient
 
@@ -185,7 +185,7 @@ class PipelinedCalls(_Mixin):
         values = [
             next(results) if x.dtype.is_floating else x for x in outputs.parts()
         ]
-        self._finish(run, list(results))
+        self._finish(mini_batch, list(results))
         return outputs.with_parts(values).unpack()
 
     def _run_layers(self, pipeline, inputs, training):
@@ -205,7 +205,7 @@ class PipelinedCalls(_Mixin):
         pipeline,
         inputs,
         training,
-        gradients=Gradients.OF_ALL,
+        gradients=Gradients.INPUTS_AND_WEIGHTS,
         timed=False,
         previous=None,
     ):
@@ -279,11 +279,11 @@ class PipelinedCalls(_Mixin):
             f"num_micro_batches={asked}"
         )
 
-    def _finish(self, run: MiniBatch, losses: list) -> None:
+    def _finish(self, mini_batch: MiniBatch, losses: list) -> None:
         for loss in losses:
             # Not `self.add_loss`, which a functional model refuses.
             keras.Layer.add_loss(self, loss)
-        run.commit_state()
+        mini_batch.commit_state()
 
 
 def _check_mask(mask: Any) -> None:

@@ -130,7 +130,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             pipeline,
             inputs,
             training=True,
-            gradients=Gradients.OF_STEP,
+            gradients=Gradients.WEIGHTS,
             timed=self._record_times is not None,
             previous=self._previous[-1] if self._previous else None,
         )

@@ -54,27 +54,18 @@ class GradientSum:
         """
         self._placed[tuple(map(id, variables))][2][:] = done
 
-    def add(
-        self, gradients: Iterable[tuple[keras.Variable, Any]]
-    ) -> list[tf.Tensor]:
+    def add(self, gradients: Iterable[tuple[keras.Variable, Any]]) -> None:
         """Adds gradients of one micro-batch, dense or sparse.
 
         Args:
             gradients: Pairs of a variable and its gradient.
-
-        Returns:
-            List of tensors that are ready once all gradients have been added.
         """
-        done = []
         for variable, x in gradients:
             key = id(variable)
             if isinstance(x, tf.IndexedSlices):
                 self._sparse.setdefault(key, []).append(x)
-                done.append(x.values)
             else:
                 self._dense[key] = add(self._dense.get(key), x)
-                done.append(self._dense[key])
-        return done
 
     def add_lookups(
         self,
