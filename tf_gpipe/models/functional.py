@@ -164,24 +164,21 @@ class PipelinedModel(Pipelined, upstream.Functional):
     ):
         with depth.told():
             super().__init__(inputs, outputs, name=name, trainable=trainable)
-        arguments = planned.arguments(
-            plan,
-            {
-                "num_stages": num_stages,
-                "num_micro_batches": num_micro_batches,
-                "balance": balance,
-                "schedule": schedule,
-                "remat": remat,
-                "devices": devices,
-                "memory_limit": memory_limit,
-                "batch_size": batch_size,
-            },
-            lambda: planned.of_model(self),
-        )
         self._configure(
-            **arguments,
-            boundary_dtype=boundary_dtype,
-            nominal_length=nominal_length,
+            **planned.arguments(
+                plan,
+                lambda: planned.of_model(self),
+                num_stages=num_stages,
+                num_micro_batches=num_micro_batches,
+                balance=balance,
+                schedule=schedule,
+                remat=remat,
+                devices=devices,
+                boundary_dtype=boundary_dtype,
+                nominal_length=nominal_length,
+                memory_limit=memory_limit,
+                batch_size=batch_size,
+            )
         )
         for x in self.inputs:
             if upstream.is_optional(x):

@@ -168,24 +168,21 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         name: str | None = None,
     ):
         super().__init__(trainable=trainable, name=name)
-        arguments = planned.arguments(
-            plan,
-            {
-                "num_stages": num_stages,
-                "num_micro_batches": num_micro_batches,
-                "balance": balance,
-                "schedule": schedule,
-                "remat": remat,
-                "devices": devices,
-                "memory_limit": memory_limit,
-                "batch_size": batch_size,
-            },
-            lambda: planned.of_layers(layers),
-        )
         self._configure(
-            **arguments,
-            boundary_dtype=boundary_dtype,
-            nominal_length=nominal_length,
+            **planned.arguments(
+                plan,
+                lambda: planned.of_layers(layers),
+                num_stages=num_stages,
+                num_micro_batches=num_micro_batches,
+                balance=balance,
+                schedule=schedule,
+                remat=remat,
+                devices=devices,
+                boundary_dtype=boundary_dtype,
+                nominal_length=nominal_length,
+                memory_limit=memory_limit,
+                batch_size=batch_size,
+            )
         )
         if layers is None:
             return
