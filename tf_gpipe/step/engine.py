@@ -99,7 +99,10 @@ class MiniBatch:
         self._outputs = Outputs(
             pipeline, self.split, self._exchange, self._dependence
         )
-        self._steps = pipeline.steps
+        # A tape asks for gradients after all forward tasks: there, too much
+        # would be kept of stages whose backward tasks should follow at once.
+        self._steps = pipeline.steps(gradients is not Gradients.FOR_OUTER_TAPE)
+        self._recomputed = {t for t in self._steps if t.kind == RECOMPUTE}
         clock = Clock() if timed and not tf.executing_eagerly() else None
         self._order = TaskOrder(pipeline, clock)
         if previous is not None:
@@ -247,11 +250,7 @@ class MiniBatch:
         carried = [self._versions.read(v, m, device) for v in function.carried]
         with self._order.task(task, inputs) as finish:
             if tape:
-                remat = bool(
-                    self.pipeline.recomputed(k)
-                ) and self.pipeline.schedule.recomputes(
-                    backward, self.pipeline.remat
-                )
+                remat = task._replace(kind=RECOMPUTE) in self._recomputed
                 call = stage.start(inputs, carried, remat)
                 self._calls[k, m] = call
                 result = call.result

@@ -197,6 +197,37 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
         last = 2 * parts if schedule == "gpipe" and parts > 1 else parts
         self.assertEqual(counts, [*[2 * parts] * (num_stages - 1), last])
 
+    @parameterized.parameters("1f1b", "zero_bubble")
+    def test_all_stages_recompute_for_a_tape(self, schedule):
+        """It asks for gradients when all forward passes are done."""
+        log = []
+        layers = [
+            x
+            for k in range(2)
+            for x in (Logged(log, k), keras.layers.Dense(1))
+        ]
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((1,)), *layers],
+            num_stages=2,
+            num_micro_batches=3,
+            balance=[2, 2],
+            schedule=schedule,
+            devices=["CPU:0"] * 2,
+        )
+
+        @tf.function
+        def gradients(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x, training=True) ** 2)
+            return tape.gradient(loss, model.trainable_weights)
+
+        x = tf.constant([[1.0], [2.0], [3.0]])
+        gradients(x)
+        log.clear()
+        gradients(x)
+        for k in range(2):
+            self.assertLen([x for x in log if x.startswith(f"F{k}")], 6)
+
     @pairwise.product(
         layers=(_with_effects, _recurrent),
         schedule=(
