@@ -101,7 +101,12 @@ class MiniBatch:
         )
         # A tape asks for gradients after all forward tasks: there, too much
         # would be kept of stages whose backward tasks should follow at once.
-        self._steps = pipeline.steps(gradients is not Gradients.FOR_OUTER_TAPE)
+        # Not eagerly: if all stages recompute, a `ForwardAccumulator` finds no
+        # derivatives, instead of an error that it cannot have them.
+        at_once = (
+            gradients is not Gradients.FOR_OUTER_TAPE or tf.executing_eagerly()
+        )
+        self._steps = pipeline.steps(at_once)
         self._recomputed = {t for t in self._steps if t.kind == RECOMPUTE}
         clock = Clock() if timed and not tf.executing_eagerly() else None
         self._order = TaskOrder(pipeline, clock)
