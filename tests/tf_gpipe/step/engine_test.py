@@ -202,9 +202,7 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
         """It asks for gradients when all forward passes are done."""
         log = []
         layers = [
-            x
-            for k in range(2)
-            for x in (Logged(log, k), keras.layers.Dense(1))
+            x for k in range(2) for x in (Logged(log, k), keras.layers.Dense(1))
         ]
         model = tf_gpipe.PipelinedSequential(
             [keras.Input((1,)), *layers],
