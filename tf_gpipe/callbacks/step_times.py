@@ -87,7 +87,7 @@ class StepTimes(keras.callbacks.Callback):
         spans = [
             Span(schedule.devices[task.stage], task, start, end)
             for task, (start, end) in zip(
-                pipeline.steps, times.tolist(), strict=True
+                pipeline.steps(), times.tolist(), strict=True
             )
         ]
         devices = [

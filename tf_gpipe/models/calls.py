@@ -58,6 +58,9 @@ class PipelinedCalls(_Mixin):
     `Pipeline` and a tuple of the inputs of its graph, taken from `x`.
     """
 
+    # What `compile` was given as `jit_compile`.
+    _stage_jit_compile: bool = False
+
     @property
     def jit_compile(self) -> bool:
         """False: XLA compiles stages, if `compile` says so, not whole steps."""
@@ -104,27 +107,23 @@ class PipelinedCalls(_Mixin):
     @tf.autograph.experimental.do_not_convert
     def _run(self, inputs, training):
         pipeline, inputs = self._pipeline_for(inputs)
-        run: Any = None
+        mini_batch: Any = None
         outputs: Any = None
-        if (
-            not training
-            and pipeline.graph.outputs_are_reused
-            and upstream.tapes_record()
-        ):
-            return self._run_layers(pipeline, inputs, training)
         if not training:
-            differentiated = (
-                not _in_inference_step.get() or upstream.tapes_record()
-            )
-            run = self._mini_batch(
+            recorded = upstream.tapes_record()
+            if recorded and pipeline.graph.outputs_are_reused:
+                return self._run_layers(pipeline, inputs, training)
+            mini_batch = self._mini_batch(
                 pipeline,
                 inputs,
                 training,
-                Gradients.OF_ALL if differentiated else Gradients.OF_NONE,
+                Gradients.INPUTS_AND_WEIGHTS
+                if recorded or not _in_inference_step.get()
+                else Gradients.NONE,
             )
-            run.forward(tape=False)
-            self._finish(run, run.losses())
-            return run.outputs().unpack()
+            mini_batch.forward(tape=False)
+            self._finish(mini_batch, mini_batch.losses())
+            return mini_batch.outputs().unpack()
 
         given = Activations.of(inputs)
         flat = given.parts()
@@ -132,38 +131,38 @@ class PipelinedCalls(_Mixin):
 
         @tf.custom_gradient
         def pipelined(*args):
-            nonlocal run, outputs
+            nonlocal mini_batch, outputs
             # Hidden from the tapes around the call, which would otherwise
             # record the pipeline's operations and differentiate them again.
             for i, x in zip(floats, args, strict=False):
                 flat[i] = tf.stop_gradient(x)
-            run = self._mini_batch(
+            mini_batch = self._mini_batch(
                 pipeline,
                 given.with_parts(flat).unpack(),
                 training,
-                Gradients.OF_LAYER,
+                Gradients.FOR_OUTER_TAPE,
             )
-            run.forward(tape=True)
-            outputs = run.outputs()
+            mini_batch.forward(tape=True)
+            outputs = mini_batch.outputs()
             values = outputs.parts()
             differentiable = [x for x in values if x.dtype.is_floating]
-            losses = run.losses()
+            losses = mini_batch.losses()
 
             def gradient(*arrived, variables=None):
                 found = iter(arrived)
-                run.backward(
+                mini_batch.backward(
                     [
                         next(found) if x.dtype.is_floating else None
                         for x in values
                     ],
                     list(found),
                 )
-                by_input = run.input_gradients()
-                by_input = [by_input[i] for i in floats] or [None]
+                found_by_part = mini_batch.input_gradients()
+                input_gradients = [found_by_part[i] for i in floats] or [None]
                 # `None` for a `tf.Variable` that is no weight of the model.
                 ids = {v.value.ref(): id(v) for v in self.variables}
-                found_by_id = run.gradients() if variables else {}
-                by_weight = [
+                found_by_id = mini_batch.gradients() if variables else {}
+                weight_gradients = [
                     found_by_id.get(ids.get(v.ref())) for v in variables or ()
                 ]
                 sources = [
@@ -171,8 +170,12 @@ class PipelinedCalls(_Mixin):
                     *arrived,
                     *(v.handle for v in variables or ()),
                 ]
-                _refuse_gradients(by_input + by_weight, sources)
-                return by_input if variables is None else (by_input, by_weight)
+                _refuse_gradients(input_gradients + weight_gradients, sources)
+                return (
+                    input_gradients
+                    if variables is None
+                    else (input_gradients, weight_gradients)
+                )
 
             return differentiable + losses, gradient
 
@@ -182,7 +185,7 @@ class PipelinedCalls(_Mixin):
         values = [
             next(results) if x.dtype.is_floating else x for x in outputs.parts()
         ]
-        self._finish(run, list(results))
+        self._finish(mini_batch, list(results))
         return outputs.with_parts(values).unpack()
 
     def _run_layers(self, pipeline, inputs, training):
@@ -202,7 +205,7 @@ class PipelinedCalls(_Mixin):
         pipeline,
         inputs,
         training,
-        gradients=Gradients.OF_ALL,
+        gradients=Gradients.INPUTS_AND_WEIGHTS,
         timed=False,
         previous=None,
     ):
@@ -220,7 +223,7 @@ class PipelinedCalls(_Mixin):
                 "the whole step, as it does on TPUs."
             )
         stages = StageMode.FUNCTIONS
-        if getattr(self, "_stage_jit_compile", False):
+        if self._stage_jit_compile:
             stages = StageMode.XLA_FUNCTIONS
             if needs_all_reduce:
                 raise ValueError(
@@ -230,9 +233,8 @@ class PipelinedCalls(_Mixin):
                 )
         if needs_all_reduce or within_xla or self.run_eagerly:
             stages = StageMode.INLINE
-        rows = self._most_rows(micro_batch.static_rows(inputs), training)
         return MiniBatch(
-            pipeline.with_rows(rows),
+            self._with_rows_of(inputs, pipeline, training),
             inputs,
             training,
             gradients,
@@ -240,6 +242,11 @@ class PipelinedCalls(_Mixin):
             timed,
             previous,
         )
+
+    def _with_rows_of(self, inputs, pipeline, training):
+        """Returns the pipeline for as many rows as inputs have at most."""
+        rows = self._most_rows(micro_batch.static_rows(inputs), training)
+        return pipeline.with_rows(rows)
 
     def _most_rows(self, rows: int | None, training: bool | None) -> int:
         """Returns an upper bound of the rows of a mini-batch.
@@ -264,19 +271,19 @@ class PipelinedCalls(_Mixin):
         if not training:
             return _ROWS_ASKED
         raise ValueError(
-            "There are as many micro-batches as a mini-batch has rows, where "
-            "`num_micro_batches` is larger. But how many rows these "
-            "mini-batches have is not known when the step is traced. Make "
-            "them with `dataset.batch(batch_size, drop_remainder=True)`, or "
-            "make the pipeline with num_micro_batches=batch_size. Received: "
+            "`num_micro_batches` is capped at the number of rows of a "
+            "mini-batch, which is unknown when the step is traced. Make the "
+            "mini-batches with `dataset.batch(batch_size, "
+            "drop_remainder=True)`, or the pipeline with "
+            "num_micro_batches=batch_size. Received: "
             f"num_micro_batches={asked}"
         )
 
-    def _finish(self, run: MiniBatch, losses: list) -> None:
+    def _finish(self, mini_batch: MiniBatch, losses: list) -> None:
         for loss in losses:
             # Not `self.add_loss`, which a functional model refuses.
             keras.Layer.add_loss(self, loss)
-        run.commit_state()
+        mini_batch.commit_state()
 
 
 def _check_mask(mask: Any) -> None:

@@ -79,16 +79,16 @@ def after_all_forwards(
             finally:
                 model._losses_override = []
             scaled = model._scale_loss(loss)
-        by_output, by_added, by_variable = tape.gradient(
+        output_gradients, added_gradients, variable_gradients = tape.gradient(
             scaled, (parts, added, model.trainable_variables)
         )
-    by_added = [
+    added_gradients = [
         tf.zeros_like(x) if gradient is None else gradient
-        for x, gradient in zip(added, by_added, strict=True)
+        for x, gradient in zip(added, added_gradients, strict=True)
     ]
-    run.backward(by_output, by_added)
+    run.backward(output_gradients, added_gradients)
     run.commit_state()
-    return loss, _gradients(model, run, by_variable), y_pred
+    return loss, _gradients(model, run, variable_gradients), y_pred
 
 
 def by_micro_batch(
@@ -149,7 +149,7 @@ def by_micro_batch(
     with tf.GradientTape() as tape:
         penalties = model._get_regularization_losses()
         scaled = [tf.cast(added_scale, x.dtype) * x for x in penalties]
-    by_variable = tape.gradient(scaled, model.trainable_variables)
+    variable_gradients = tape.gradient(scaled, model.trainable_variables)
     losses = [
         upstream.scaled_for_replicas(x) for x in [*run.losses(), *penalties]
     ]
@@ -168,7 +168,7 @@ def by_micro_batch(
             upstream.unscaled_for_replicas(value),
             sample_weight=split.static_rows,
         )
-    return loss, _gradients(model, run, by_variable), y_pred
+    return loss, _gradients(model, run, variable_gradients), y_pred
 
 
 def penalty(variable: keras.Variable, device: str) -> tf.Tensor:
@@ -190,10 +190,12 @@ def penalty(variable: keras.Variable, device: str) -> tf.Tensor:
         return of_value(tf.convert_to_tensor(variable.value))
 
 
-def _gradients(model: Any, run: MiniBatch, by_variable: list[Any]) -> list[Any]:
+def _gradients(
+    model: Any, run: MiniBatch, variable_gradients: list[Any]
+) -> list[Any]:
     """Returns the gradients of trainable variables, in their order.
 
-    Those that the pipeline has accumulated, plus `by_variable`: gradients of
+    Those that the pipeline has accumulated, plus `variable_gradients`, those of
     losses that use variables directly, such as regularisers.
     """
     accumulated = run.gradients()
@@ -202,7 +204,7 @@ def _gradients(model: Any, run: MiniBatch, by_variable: list[Any]) -> list[Any]:
         model._record_times(times, run.pipeline)
     gradients = []
     for variable, direct in zip(
-        model.trainable_variables, by_variable, strict=True
+        model.trainable_variables, variable_gradients, strict=True
     ):
         with tf.device(run.pipeline.device_of(variable)):
             gradients.append(add(accumulated.get(id(variable)), direct))

@@ -193,7 +193,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     def stateless_call(self, *args, **kwargs):
-        """Not there for pipelines, which have their weights on devices.
+        """Not supported: a pipeline reads its weights from their devices.
 
         Raises:
             NotImplementedError: Always.

@@ -31,15 +31,15 @@ _DECIDED: dict[str, Any] = {
 
 
 def arguments(
-    plan: Any, given: dict[str, Any], layers: Callable[[], Any]
+    plan: Any, layers: Callable[[], Any], **given: Any
 ) -> dict[str, Any]:
     """Returns the constructor arguments, with those of the plan filled in.
 
     Args:
         plan: `Plan` or `None`. With `num_stages="auto"` one is made here.
-        given: Dictionary from the names of arguments to the user's values.
         layers: Function that returns the layers or the model, and the spec of
             its inputs. Called for `num_stages="auto"` only.
+        **given: The user's values.
 
     Raises:
         TypeError: If `plan` is something else.

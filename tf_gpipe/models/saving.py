@@ -173,7 +173,7 @@ def _plain_model(model: Any) -> keras.Model:
             upstream.outputs_of(model),
             name=model.name,
         )
-    user_class.carry(model, made, without=user_class.OF_PIPELINES)
+    user_class.carry(model, made)
     upstream.set_trainable_alone(made, model.trainable)
     upstream.count_as_called(made)
     return made

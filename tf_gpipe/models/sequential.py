@@ -58,14 +58,14 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         num_micro_batches: Integer M. Batches need not be divisible by it. One
             of fewer rows is cut into as many micro-batches as it has rows.
             Defaults to 4 a device, the paper's rule for a small bubble.
-        balance: List of K layer counts; or what stages shall have in nearly
-            equal parts: `"flops"`, operations of the forward pass; `"time"`,
-            measured on the first device when the model is built;
-            `"parameters"`; `"memory"`, for weights and what is kept for the
-            backward pass; or a function `cost(layer, input_shape)` that
-            returns a number. Costs are those of a batch of one row, if the
-            `Input` gives no batch size. Defaults to `"flops"`, or
-            `"parameters"` where a layer's operations cannot be counted.
+        balance: List of K layer counts; or the cost to balance across stages:
+            `"flops"`, operations of the forward pass; `"time"`, measured on
+            the first device when the model is built; `"parameters"`;
+            `"memory"`, for weights and what is kept for the backward pass; or
+            a function `cost(layer, input_shape)` that returns a number. Costs
+            are those of a batch of one row, if the `Input` gives no batch
+            size. Defaults to `"flops"`, or `"parameters"` where a layer's
+            operations cannot be counted.
         schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as 1F1B,
             with more forward passes ahead, which run while activations and
             gradients travel), `"gpipe"` (all forward, then all backward),
@@ -105,8 +105,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             relative error of up to 2^-8 or 2^-11 in each number; with float16
             those beyond 65,504 overflow. Defaults to `None`: they travel
             as they are, and the numbers are those of the plain model.
-        nominal_length: Integer, what any size but the batch's that is not
-            known counts as where `balance` finds costs. Defaults to 128.
+        nominal_length: Integer that stands for every unknown dimension except
+            the batch when `balance` computes costs. Defaults to 128.
         memory_limit: What a device may take, with `remat="auto"`: an integer
             of bytes, or a string such as `"8GB"`, for weights, the sums of
             their gradients, the optimizer's slots and activations; or a
@@ -114,8 +114,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             with `remat="never"`.
         batch_size: Integer, the rows of the mini-batches that a
             `memory_limit` in bytes is for; by default those of the model's
-            `Input`. A share is that of micro-batches of 32 rows where it is
-            not known.
+            `Input`. If the batch size is unknown, a share is computed for
+            micro-batches of 32 rows.
         plan: `tf_gpipe.Plan`, which `tf_gpipe.tune` or `tf_gpipe.plan` has
             made for these layers. It decides `num_stages`,
             `num_micro_batches`, `balance`, `schedule`, `remat`,
@@ -168,24 +168,21 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         name: str | None = None,
     ):
         super().__init__(trainable=trainable, name=name)
-        arguments = planned.arguments(
-            plan,
-            {
-                "num_stages": num_stages,
-                "num_micro_batches": num_micro_batches,
-                "balance": balance,
-                "schedule": schedule,
-                "remat": remat,
-                "devices": devices,
-                "memory_limit": memory_limit,
-                "batch_size": batch_size,
-            },
-            lambda: planned.of_layers(layers),
-        )
         self._configure(
-            **arguments,
-            boundary_dtype=boundary_dtype,
-            nominal_length=nominal_length,
+            **planned.arguments(
+                plan,
+                lambda: planned.of_layers(layers),
+                num_stages=num_stages,
+                num_micro_batches=num_micro_batches,
+                balance=balance,
+                schedule=schedule,
+                remat=remat,
+                devices=devices,
+                boundary_dtype=boundary_dtype,
+                nominal_length=nominal_length,
+                memory_limit=memory_limit,
+                batch_size=batch_size,
+            )
         )
         if layers is None:
             return

@@ -106,6 +106,19 @@ class StepFunctions(_Mixin):
     It must come before the `keras.Model` among the bases.
     """
 
+    # The values of the properties below.
+    _train_function: Any
+    _test_function: Any
+    _predict_function: Any
+    # By kind of step: how many of `fit` and its like run, one in another.
+    _running: collections.Counter
+    # `steps_per_execution` when the outermost of them started.
+    _running_steps: int
+    # For each of them, the rows of its largest mini-batch.
+    _expected_rows: list[float]
+    # By kind of step: the most rows that the function was traced for.
+    _traced_rows: dict[str, float]
+
     train_function = _remade("train")
     test_function = _remade("test")
     predict_function = _remade("predict")

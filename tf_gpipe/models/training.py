@@ -58,6 +58,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     _previous: list | None = None
     # While `fit` runs: read by `callbacks.Checkpoint`.
     _training_run: Run | None = None
+    # Set by `worker_lost`, for the messages of errors.
+    _newest_checkpoint: str | None = None
 
     evaluate = worker_lost.naming_failures(keras.Model.evaluate)
     predict = worker_lost.naming_failures(keras.Model.predict)
@@ -108,6 +110,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         True
         """
         pipeline, inputs = self._pipeline_for(x)
+        pipeline = self._with_rows_of(inputs, pipeline, training=True)
         overridden = [
             name
             for name in (*CALLS, "compute_loss", "_compute_loss", "losses")
@@ -127,14 +130,13 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             pipeline,
             inputs,
             training=True,
-            gradients=Gradients.OF_STEP,
+            gradients=Gradients.WEIGHTS,
             timed=self._record_times is not None,
             previous=self._previous[-1] if self._previous else None,
         )
         if self._previous is not None:
             self._previous[:] = [run]
         # Eager tasks do not overlap, so their order does not matter.
-        forwards_first = run.pipeline.schedule.forwards_first
         if forwards_first or tf.executing_eagerly():
             return mini_batch_loss.after_all_forwards(
                 self, run, x, y, sample_weight
@@ -241,7 +243,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         super()._maybe_symbolic_build(iterator, data_batch)
 
     def _note_run(self, run):
-        # Past `__setattr__`, by which Keras would track it.
+        # Keras's `__setattr__` would track the callbacks and the data in it.
         attributes: Any = vars(self)
         attributes["_training_run"] = run
 
@@ -253,7 +255,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     def _build_optimizer(self):
         """Makes the optimizer's slots, each on the device of its weight.
 
-        Before the step is traced: made in the trace, they would not be there.
+        Call it before the step is traced: slots created within the trace would
+        not be on those devices.
         """
         if self.trainable_variables and not self.optimizer.built:
             with (

@@ -7,7 +7,6 @@ methods and attributes of the user's model.
 import functools
 import types
 from collections.abc import Callable
-from collections.abc import Collection
 from typing import Any
 
 import keras
@@ -17,22 +16,15 @@ from tf_gpipe import upstream
 # Methods that compute a model's outputs; the pipeline replaces them.
 CALLS = ("call", "__call__")
 
-# Attributes that are not copied: those that `compile` and `fit` set, and
-# Keras's records of the model itself (its graph, its constructor arguments).
+# Attributes of Keras that are not copied: those that `compile` and `fit` set,
+# and records of the model itself (its graph, its constructor arguments).
 _NOT_CARRIED = (
     "_auto_config",
     "_compile_config",
     "_compiled_trainable_state",
     "_distributed_dataset",
     "_eval_epoch_iterator",
-    "_expected_rows",
     "_functional",
-    "_predict_function",
-    "_running",
-    "_running_steps",
-    "_test_function",
-    "_traced_rows",
-    "_train_function",
     "history",
     "optimizer",
     "predict_function",
@@ -41,20 +33,6 @@ _NOT_CARRIED = (
     "stop_training",
     "test_function",
     "train_function",
-)
-
-
-# Attributes of pipelines, not copied to a plain model.
-OF_PIPELINES = (
-    "_config",
-    "_decided_for",
-    "_newest_checkpoint",
-    "_pipeline",
-    "_record_times",
-    "_stage_devices",
-    "_stage_jit_compile",
-    "_traced_with",
-    "supports_jit",
 )
 
 
@@ -133,24 +111,21 @@ def without_pipeline(cls: type) -> type:
     )
 
 
-def carry(
-    model: keras.Model, made: keras.Model, without: Collection[str] = ()
-) -> None:
+def carry(model: keras.Model, made: keras.Model) -> None:
     """Copies a model's attributes and tracked objects to another model.
 
     Metrics, hyper-parameters, weights and layers that only a loss uses:
     everything beside the graph of layers, in the order of `model`, but not the
-    state of `compile`.
+    state of `compile` and `fit`, nor what a pipeline notes of itself.
 
     Args:
         model: The model to copy from.
         made: The pipeline or plain model to copy to.
-        without: Names of attributes that are not copied.
     """
-    given = {*vars(made), *without}
+    left = {*vars(made), *_NOT_CARRIED, *_of_pipelines(type(model))}
     sequential = isinstance(model, keras.Sequential)
     for name, value in list(vars(model).items()):
-        if name in given or name in _NOT_CARRIED or name.startswith("_self_"):
+        if name in left or name.startswith("_self_"):
             continue
         if isinstance(value, types.MethodType) and value.__self__ is model:
             value = types.MethodType(value.__func__, made)
@@ -292,8 +267,22 @@ def _check_names(model: keras.Model, base: type) -> None:
         )
 
 
+def _of_pipelines(cls: type) -> set[str]:
+    """Returns the attributes that a class's bases in this library annotate."""
+    return {
+        name
+        for owner in cls.__mro__
+        if _is_ours(owner)
+        for name in owner.__annotations__
+    }
+
+
 def _is_pipeline(cls: type) -> bool:
-    return any(x.__module__.split(".")[0] == "tf_gpipe" for x in cls.__mro__)
+    return any(map(_is_ours, cls.__mro__))
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.split(".")[0] == "tf_gpipe"
 
 
 def _is_library(cls: type) -> bool:

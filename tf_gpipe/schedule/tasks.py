@@ -157,13 +157,13 @@ class Schedule:
         )
         # Backward tasks that come right after their forward task, as in the
         # last stage: its activations are still in memory, so that nothing is
-        # recomputed. There are none if the loss of the whole mini-batch is
+        # recomputed. There are none if the loss of several micro-batches is
         # computed between the two.
+        mixed = not self.forwards_first or self.num_micro_batches == 1
         self.direct = frozenset(
             following
             for task, following in itertools.pairwise(self.order)
-            if following == task._replace(kind=BACKWARD)
-            and not self.forwards_first
+            if mixed and following == task._replace(kind=BACKWARD)
         )
 
     def of_first(self, num_micro_batches: int) -> "Schedule":
@@ -264,12 +264,14 @@ class Schedule:
                 )
         return tuple(done)
 
-    def recomputes(self, task: Task, remat: str) -> bool:
+    def recomputes(self, task: Task, remat: str, at_once: bool = True) -> bool:
         """Returns whether a backward task recomputes, in a remat mode.
 
         Args:
             task: A `Task` of kind `"B"`.
             remat: `"always"`, `"except_last"`, `"auto"` or `"never"`.
+            at_once: Boolean, whether tasks run in the order of the schedule,
+                and not all backward tasks later, as for a tape.
 
         Returns:
             Boolean.
@@ -278,7 +280,7 @@ class Schedule:
             # Even right after the forward task: to recompute some layers at a
             # time needs less memory than to keep all activations.
             return True
-        if remat == "never" or task in self.direct:
+        if remat == "never" or (at_once and task in self.direct):
             return False
         is_last = task.micro_batch == self.num_micro_batches - 1
         return remat == "always" or not is_last
@@ -298,7 +300,7 @@ class Schedule:
             for m in range(self.num_micro_batches)
         )
 
-    def steps(self, remat: str) -> list[Task]:
+    def steps(self, remat: str, at_once: bool = True) -> list[Task]:
         """Returns the tasks of `order` and, in a remat mode, recomputations.
 
         Each comes before its backward task as a task of its own, which waits
@@ -307,13 +309,14 @@ class Schedule:
 
         Args:
             remat: `"always"`, `"except_last"` or `"never"`.
+            at_once: Boolean, as for `recomputes`.
 
         Returns:
             List of `Task`s.
         """
         steps = []
         for task in self.order:
-            if task.kind == BACKWARD and self.recomputes(task, remat):
+            if task.kind == BACKWARD and self.recomputes(task, remat, at_once):
                 steps.append(task._replace(kind=RECOMPUTE))
             steps.append(task)
         return steps

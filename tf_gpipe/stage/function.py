@@ -21,8 +21,9 @@ from tf_gpipe.stage.stage import AddedLoss
 from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import adder
-from tf_gpipe.stage.stage import in_line
 from tf_gpipe.stage.stage import run_stage
+from tf_gpipe.stage.stage import share_nothing
+from tf_gpipe.stage.stage import trainable
 from tf_gpipe.stage.tensorflow_state import TensorFlowState
 from tf_gpipe.stage.tensorflow_state import holding
 from tf_gpipe.stage.tensorflow_state import not_followed
@@ -86,11 +87,9 @@ class StageFunction:
         self._foreign = foreign
         self._stopped = [value in stopped for value in stage.inputs]
         ids = {id(v) for v in carried}
-        self._weights = [
-            v for v in stage.trainable(stage.owned) if id(v) not in ids
-        ]
+        self._weights = [v for v in trainable(stage.owned) if id(v) not in ids]
         # The carried values that have a gradient.
-        ids = {id(v) for v in stage.trainable(carried)}
+        ids = {id(v) for v in trainable(carried)}
         self.borrowed = [i for i, v in enumerate(carried) if id(v) in ids]
         # Frozen weights, whose `tf.Variable`s are trainable: without
         # `tf.stop_gradient` TensorFlow would compute gradients for them.
@@ -104,7 +103,10 @@ class StageFunction:
         return tf.device(self.stage.device)
 
     def __call__(
-        self, inputs: Activations, carried: list, instead: LayerRunner = in_line
+        self,
+        inputs: Activations,
+        carried: list,
+        instead: LayerRunner = share_nothing,
     ) -> Result:
         given = inputs.with_parts(
             tf.stop_gradient(x) if stop else x
@@ -188,13 +190,13 @@ class StageFunction:
                 raise not_followed(operation, self.stage.layers)
         return [v for handle, v in handles.items() if handle in made]
 
-    def differentiable(
+    def with_gradient(
         self,
         inputs: Activations,
         carried: list,
         remat: bool = False,
         repeatable: bool = False,
-        instead: LayerRunner = in_line,
+        instead: LayerRunner = share_nothing,
     ) -> tuple[Result, Callable[[list], tuple[list, list]]]:
         """Runs the stage under a tape, which keeps its activations.
 
@@ -216,7 +218,7 @@ class StageFunction:
         """
         flat = inputs.parts()
         stopped = self._stopped_parts(inputs)
-        by_input = [
+        differentiated = [
             i
             for i, x in enumerate(flat)
             if x.dtype.is_floating and not stopped[i]
@@ -226,7 +228,7 @@ class StageFunction:
         # variable, which a layer's own `keras.remat` reads: see
         # `AssignmentScope.get_current_value`.
         variables = [*borrowed, *borrowed, *self._weights]
-        sources = [flat[i] for i in by_input]
+        sources = [flat[i] for i in differentiated]
         sources += [carried[i] for i in self.borrowed]
         # Not `v.value`: in the scope of a stage that borrows it, a tensor.
         sources += map(
@@ -259,11 +261,11 @@ class StageFunction:
                     )
                 )
             input_gradients: list = [None] * len(flat)
-            for i, x in zip(by_input, found, strict=False):
+            for i, x in zip(differentiated, found, strict=False):
                 if x is not None:
                     # The gradient of a gather along the rows is sparse.
                     input_gradients[i] = tf.convert_to_tensor(x)
-            pairs = zip(variables, found[len(by_input) :], strict=True)
+            pairs = zip(variables, found[len(differentiated) :], strict=True)
             return input_gradients, [(v, x) for v, x in pairs if x is not None]
 
         return result, gradient

@@ -25,8 +25,8 @@ class GradientSum:
         # embedding may have sparse and dense gradients.
         self._dense: dict[int, tf.Tensor] = {}
         self._sparse: dict[int, list[tf.IndexedSlices]] = {}
-        # Keys are the indices of lookups in their stage.
-        self._repeated: dict[int, tuple[int, tf.IndexedSlices]] = {}
+        # Keys are the id of a variable and the index of one of its lookups.
+        self._repeated: dict[tuple[int, int], tf.IndexedSlices] = {}
         # The variables, the handle of their accumulator, and tensors that are
         # ready once all gradients have been added.
         self._placed: dict[tuple, tuple[Sequence, tf.Tensor, list]] = {}
@@ -54,27 +54,18 @@ class GradientSum:
         """
         self._placed[tuple(map(id, variables))][2][:] = done
 
-    def add(
-        self, gradients: Iterable[tuple[keras.Variable, Any]]
-    ) -> list[tf.Tensor]:
+    def add(self, gradients: Iterable[tuple[keras.Variable, Any]]) -> None:
         """Adds gradients of one micro-batch, dense or sparse.
 
         Args:
             gradients: Pairs of a variable and its gradient.
-
-        Returns:
-            List of tensors that are ready once all gradients have been added.
         """
-        done = []
         for variable, x in gradients:
             key = id(variable)
             if isinstance(x, tf.IndexedSlices):
                 self._sparse.setdefault(key, []).append(x)
-                done.append(x.values)
             else:
                 self._dense[key] = add(self._dense.get(key), x)
-                done.append(self._dense[key])
-        return done
 
     def add_lookups(
         self,
@@ -87,16 +78,16 @@ class GradientSum:
             if not lookup.repeated:
                 self._sparse.setdefault(key, []).append(x)
                 continue
-            if i in self._repeated:
-                before = self._repeated[i][1]
+            before = self._repeated.get((key, i))
+            if before is not None:
                 values = before.values + x.values
                 x = tf.IndexedSlices(values, x.indices, x.dense_shape)
-            self._repeated[i] = key, x
+            self._repeated[key, i] = x
 
     def by_variable(self) -> dict[int, Any]:
         """Returns the sums by the ids of their variables."""
         sums: dict[int, Any] = {k: _concat(x) for k, x in self._sparse.items()}
-        for key, slices in self._repeated.values():
+        for (key, _), slices in self._repeated.items():
             sums[key] = add(sums.get(key), slices)
         for key, total in self._dense.items():
             sums[key] = add(sums.get(key), total)

@@ -15,7 +15,7 @@ from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import LayerRunner
-from tf_gpipe.stage.stage import in_line
+from tf_gpipe.stage.stage import share_nothing
 from tf_gpipe.stage.traced_phases import Phases
 from tf_gpipe.stage.traced_phases import Trace
 
@@ -58,7 +58,7 @@ class StagePhases:
         splits: bool,
         recomputed: Sequence[range],
         jit_compile: bool,
-        instead: Callable[[], LayerRunner] = lambda: in_line,
+        instead: Callable[[], LayerRunner] = lambda: share_nothing,
         differentiated: bool = True,
     ):
         self.function = function
@@ -138,10 +138,10 @@ class StagePhases:
         with self.function.on_device(), upstream.tapes_restarted():
             graph = tf.compat.v1.get_default_graph()
             arriving: list = []
-            by_input: list = []
-            by_variable: list = []
+            input_gradients: list = []
+            variable_gradients: list = []
             if self._differentiated:
-                result, gradient = self.function.differentiable(
+                result, gradient = self.function.with_gradient(
                     inputs, carried, instead=instead
                 )
             else:
@@ -158,15 +158,15 @@ class StagePhases:
                 ]
                 # The name by which an error in the backward phase is placed.
                 with tf.name_scope(f"{self.function.stage.scope}/backward"):
-                    by_input, by_variable = gradient(arriving)
+                    input_gradients, variable_gradients = gradient(arriving)
             self._traces[graph] = Trace(
                 len(tensors(inputs)),
                 num_forward,
                 self.function.ends,
                 result,
                 arriving,
-                by_input,
-                by_variable,
+                input_gradients,
+                variable_gradients,
             )
 
 
@@ -204,11 +204,11 @@ class PhasedCall:
             )
         return self._stored
 
-    def backward(self, upstream: list, sums: GradientSum) -> list:
+    def backward(self, output_gradients: list, sums: GradientSum) -> list:
         """Runs the backward phase.
 
         Args:
-            upstream: A gradient or `None` for each of `Result.targets`.
+            output_gradients: A gradient or `None` for each of `Result.targets`.
             sums: The `GradientSum` of the stage.
 
         Returns:
@@ -216,7 +216,9 @@ class PhasedCall:
         """
         pairs = [
             (x, arrived)
-            for x, arrived in zip(self.result.targets, upstream, strict=True)
+            for x, arrived in zip(
+                self.result.targets, output_gradients, strict=True
+            )
             if x.dtype.is_floating
         ]
         self._backward = self._phases.backward(
@@ -226,13 +228,13 @@ class PhasedCall:
             tf.zeros_like(x) if arrived is None else tf.cast(arrived, x.dtype)
             for x, arrived in pairs
         ]
-        by_input, self.kept = self._backward.run(
+        input_gradients, self.kept = self._backward.run(
             self._phases.weights(),
             self._stored,
             values,
             [] if self._phases.splits else sums.place(self._backward.dense),
         )
-        return by_input
+        return input_gradients
 
     def weights(self, sums: GradientSum) -> list[tf.Tensor]:
         """Adds the gradients of weights to `sums`, after the backward phase.

@@ -91,12 +91,15 @@ class Pipeline:
             return (range(len(self.stages[k].nodes)),)
         return self.chosen[k]
 
-    @functools.cached_property
-    def steps(self) -> list[Task]:
-        """The tasks of a step in order, with recomputations."""
+    def steps(self, at_once: bool = True) -> list[Task]:
+        """Returns the tasks of a step in order, with recomputations.
+
+        Args:
+            at_once: As for `Schedule.recomputes`.
+        """
         return [
             task
-            for task in self.schedule.steps(self.remat)
+            for task in self.schedule.steps(self.remat, at_once)
             if task.kind != RECOMPUTE or self.recomputed(task.stage)
         ]
 

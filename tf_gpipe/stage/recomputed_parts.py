@@ -40,21 +40,18 @@ class RecomputedParts:
         self._parts = [part - drawn for part in parts]
         self._places = {op: i for i, op in enumerate(traced.operations)}
 
-    def kept(
-        self, stored: list[tf.Tensor], early: set[tf.Operation]
-    ) -> list[tf.Tensor]:
+    def kept(self, stored: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the tensors that the forward pass stores for the parts.
 
         Args:
             stored: Tensors of the forward pass that the backward pass reads.
-            early: All operations that run before the backward pass.
         """
         again = set().union(*self._parts)
         found = {id(x): x for x in stored if x.op not in again}
         for part in self._parts:
             made = [x for x in stored if x.op in part]
             found.update(
-                (id(x), x) for x in self._traced.live(made, early - part)
+                (id(x), x) for x in self._traced.live(made, self._early - part)
             )
         return self._in_order(found.values())
 

@@ -23,6 +23,7 @@ from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
+from tf_gpipe.stage.stage import trainable
 from tf_gpipe.stage.traced_phases import Phases
 
 # A trace with fewer operations is not shared: to trace it again is faster than
@@ -130,7 +131,7 @@ class _Shared:
             differentiated=differentiated,
         )
         known = {id(v) for v in [*seeds, *self._variables]}
-        self._weights = stage.trainable(self._variables)
+        self._weights = trainable(self._variables)
         self._can_share: dict[Phases, bool] = {}
         self._sharing_disabled = any(id(v) not in known for v in stage.used())
 
@@ -211,11 +212,11 @@ class _Shared:
             return result
         parts = inputs.parts()
         floats = [i for i, x in enumerate(parts) if x.dtype.is_floating]
-        trained = [v for v, _ in phases.trace.by_variable]
+        trained = [v for v, _ in phases.trace.variable_gradients]
 
         def gradient(arrived: tf.Tensor) -> list:
             backward = phases.backward((True,), False)
-            by_input, kept = backward.run(
+            input_gradients, kept = backward.run(
                 weights, stored, [tf.convert_to_tensor(arrived)], []
             )
             if phases.splits:
@@ -225,7 +226,7 @@ class _Shared:
             )
             found = dict(zip(map(id, backward.dense), dense, strict=True))
             return [
-                *(by_input[i] for i in floats),
+                *(input_gradients[i] for i in floats),
                 *(found.get(id(v)) for v in trained),
             ]
 

@@ -114,22 +114,20 @@ class Stage:
             for v in upstream.own_weights(x)
         }
 
-    def trainable(self, variables: Sequence[keras.Variable]) -> list:
-        """Returns the given variables that are trained.
-
-        As `keras.Model.trainable_variables` does it for a model that is not
-        frozen itself: it asks the variables, since a frozen layer may have a
-        variable that is trained. Tapes do not watch a `tf.Variable` that was
-        created as not trainable.
-
-        Args:
-            variables: List of `keras.Variable`s.
-        """
-        return [v for v in variables if v.trainable and v.value.trainable]
-
     def __repr__(self) -> str:
         names = ", ".join(node.layer.name for node in self.nodes)
         return f"<Stage {self.index} on {', '.join(self.devices)}: {names}>"
+
+
+def trainable(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """Returns those of a stage's variables that are trained.
+
+    As `keras.Model.trainable_variables` does it for a model that is not frozen
+    itself: it asks the variables, since a frozen layer may have a variable that
+    is trained. Tapes do not watch a `tf.Variable` that was created as not
+    trainable.
+    """
+    return [v for v in variables if v.trainable and v.value.trainable]
 
 
 class Activations(NamedTuple):
@@ -254,8 +252,10 @@ class AddedLoss(NamedTuple):
 LayerRunner = Callable[[Node, dict[Value, Any], keras.StatelessScope], bool]
 
 
-def in_line(node: Node, values: dict, scope: keras.StatelessScope) -> bool:
-    """The `LayerRunner` that runs nothing, so that each layer is called."""
+def share_nothing(
+    node: Node, values: dict, scope: keras.StatelessScope
+) -> bool:
+    """A `LayerRunner` that shares nothing: every layer is called."""
     del node, values, scope
     return False
 

@@ -14,6 +14,6 @@ def straight_through(value: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def of_source(source):
         del source
-        return tf.stop_gradient(value), lambda upstream: upstream
+        return tf.stop_gradient(value), lambda gradient: gradient
 
     return of_source(source)

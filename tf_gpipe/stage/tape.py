@@ -46,7 +46,9 @@ class TapedStage:
         """Returns the lookups of a call of the stage, found in a trace."""
         phases = self._phases.traced(inputs, carried)
         if phases not in self._lookups:
-            self._lookups[phases] = phases.lookups(phases.trace.by_variable)
+            self._lookups[phases] = phases.lookups(
+                phases.trace.variable_gradients
+            )
         return self._lookups[phases]
 
 
@@ -69,14 +71,14 @@ class TapedCall:
         self._stage = stage
         self._given = inputs, carried
         self._gradient: Any = None
-        self._by_variable: list = []
+        self._variable_gradients: list = []
         self.kept: list[tf.Tensor] = []
         # A Jacobian traces the backward pass of what ran eagerly.
         self._runs_again = remat and tf.executing_eagerly()
         if self._runs_again:
             self.result = stage.function(inputs, carried)
         else:
-            self.result, self._gradient = stage.function.differentiable(
+            self.result, self._gradient = stage.function.with_gradient(
                 inputs, carried, remat, stage.repeatable
             )
 
@@ -88,22 +90,24 @@ class TapedCall:
         if self._runs_again:
             function = self._stage.function
             with function.on_device():
-                _, self._gradient = function.differentiable(
+                _, self._gradient = function.with_gradient(
                     *self._given, repeatable=self._stage.repeatable
                 )
         return []
 
-    def backward(self, upstream: list, sums: GradientSum) -> list:
+    def backward(self, output_gradients: list, sums: GradientSum) -> list:
         """Runs the backward pass. Returns the gradients of the inputs."""
         del sums
-        by_input, self._by_variable = self._gradient(upstream)
-        self.kept = tensors([x for _, x in self._by_variable])
-        return by_input
+        input_gradients, self._variable_gradients = self._gradient(
+            output_gradients
+        )
+        self.kept = tensors([x for _, x in self._variable_gradients])
+        return input_gradients
 
     def weights(self, sums: GradientSum) -> list[tf.Tensor]:
         """Adds the gradients of weights to `sums`."""
         dense = []
-        for variable, x in self._by_variable:
+        for variable, x in self._variable_gradients:
             if not isinstance(x, tf.IndexedSlices):
                 dense.append((variable, x))
                 continue

@@ -47,10 +47,10 @@ class Backward:
         self._phases = phases
         self._fed = phases.kept if again else phases.stored
         self._after = phases.parts.waits(alive, phases.kept) if again else {}
-        self._by_input = [
-            x if lives(x) else None for x in phases.trace.by_input
+        self._input_gradients = [
+            x if lives(x) else None for x in phases.trace.input_gradients
         ]
-        pairs = [p for p in phases.trace.by_variable if lives(p[1])]
+        pairs = [p for p in phases.trace.variable_gradients if lives(p[1])]
         dense = [p for p in pairs if not isinstance(p[1], tf.IndexedSlices)]
         self.dense = [v for v, _ in dense]
         self.sparse = phases.lookups(pairs)
@@ -59,8 +59,8 @@ class Backward:
         # Tensors that the backward phase computes for the weights phase.
         self._kept: list[tf.Tensor] = []
         if phases.splits:
-            done = {*phases.early, *(x.op for x in phases.upstream)}
-            made = tensors(self._by_input)
+            done = {*phases.early, *(x.op for x in phases.output_gradients)}
+            made = tensors(self._input_gradients)
             done |= phases.traced.makers(made, phases.late_effects)
             self._kept = phases.traced.live(self._gradients, done)
         self.run = FunctionCall(self._run)
@@ -73,8 +73,8 @@ class Backward:
         values: list[tf.Tensor],
         place: list[tf.Tensor],
     ) -> tuple:
-        phases, by_input = self._phases, tensors(self._by_input)
-        size = len(by_input)
+        phases, input_gradients = self._phases, tensors(self._input_gradients)
+        size = len(input_gradients)
 
         def then(found: Sequence[tf.Tensor], place: list[tf.Tensor]) -> tuple:
             rest = found[size:]
@@ -82,13 +82,14 @@ class Backward:
             return found[:size], kept
 
         part = self._ending(
-            self._fed + phases.upstream,
-            by_input + (self._kept if phases.splits else self._gradients),
+            self._fed + phases.output_gradients,
+            input_gradients
+            + (self._kept if phases.splits else self._gradients),
             then,
             phases.late_effects,
         )
         made, kept = part(weights, [*unpack(packed, self._fed), *values], place)
-        return filled(self._by_input, made), kept
+        return filled(self._input_gradients, made), kept
 
     def _weights(
         self,

@@ -34,9 +34,9 @@ class Trace(NamedTuple):
     result: Result
     # A placeholder for the gradient, or None, for each of `result.targets`.
     # This and the next two lists are empty if the trace has no gradient.
-    upstream: list
-    by_input: list  # a gradient or None for each flat input
-    by_variable: list  # pairs of a variable and its gradient
+    output_gradients: list
+    input_gradients: list  # a gradient or None for each flat input
+    variable_gradients: list  # pairs of a variable and its gradient
 
 
 class Phases:
@@ -91,9 +91,11 @@ class Phases:
         self.jit_compile = jit_compile
         size = len(concrete.inputs) - len(concrete.captured_inputs)
         self.inputs = concrete.inputs[:size]
-        self.upstream = [x for x in trace.upstream if x is not None]
+        self.output_gradients = [
+            x for x in trace.output_gradients if x is not None
+        ]
         self.traced = TracedFunction(
-            concrete, [*self.inputs, *self.upstream], jit_compile
+            concrete, [*self.inputs, *self.output_gradients], jit_compile
         )
         # All operations of the gradient, even those that depend on the forward
         # pass alone: computed early, their results would have to be stored.
@@ -101,7 +103,9 @@ class Phases:
         effects = self.traced.effects()
         self._early_effects = effects - late
         self.late_effects = effects & late
-        fetches = tensors((trace.by_input, [x for _, x in trace.by_variable]))
+        fetches = tensors(
+            (trace.input_gradients, [x for _, x in trace.variable_gradients])
+        )
         self.early = self.traced.makers(fetches, self.late_effects) - late
         self.stored = self.traced.live(fetches, self.early, self.late_effects)
         if jit_compile and any(x.dtype == tf.variant for x in self.stored):
@@ -113,7 +117,7 @@ class Phases:
         self.parts = RecomputedParts(
             self.traced, self._of_calls(recomputed), self.early
         )
-        self.kept = self.parts.kept(self.stored, self.early)
+        self.kept = self.parts.kept(self.stored)
         self.recomputes_before = len(recomputed) == 1
         if self.recomputes_before:
             # The recompute phase is given the stage's inputs as well.
@@ -175,9 +179,10 @@ class Phases:
         Python.
         """
         read = {id(x) for x, _ in self._reads}
-        gradients = [x for _, x in self.trace.by_variable]
+        gradients = [x for _, x in self.trace.variable_gradients]
         return (
-            len(self.upstream) == min(len(self.trace.upstream), 1)
+            len(self.output_gradients)
+            == min(len(self.trace.output_gradients), 1)
             and {*map(id, self.traced.captured())} <= read <= set(handles)
             and not self.traced.effects()
             and not self.traced.draws(self.traced.operations)
@@ -266,7 +271,7 @@ class Phases:
         again = remat and not self.recomputes_before
         key = arrived, again
         if key not in self._backward:
-            there = itertools.compress(self.upstream, arrived)
+            there = itertools.compress(self.output_gradients, arrived)
             self._backward[key] = Backward(
                 self, self.traced.users(there), again
             )

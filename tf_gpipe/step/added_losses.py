@@ -80,11 +80,11 @@ class AddedLosses:
         return totals
 
     def gradients(
-        self, k: int, m: int, upstream: Sequence[tf.Tensor]
+        self, k: int, m: int, loss_gradients: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Returns the gradients of the losses of one stage and micro-batch.
 
-        `upstream` has the gradient of each of `totals()`.
+        `loss_gradients` has the gradient of each of `totals()`.
         """
         first = sum(len(self._losses[i, m]) for i in range(k))
         return [
@@ -92,7 +92,7 @@ class AddedLosses:
             * self._share(k, i, x, m)
             * tf.cast(gradient, x.dtype)
             for i, (x, gradient) in enumerate(
-                zip(self._losses[k, m], upstream[first:], strict=False)
+                zip(self._losses[k, m], loss_gradients[first:], strict=False)
             )
         ]
 

@@ -72,7 +72,7 @@ class MiniBatch:
         pipeline: Pipeline,
         inputs: tuple,
         training: bool | None,
-        gradients: Gradients = Gradients.OF_ALL,
+        gradients: Gradients = Gradients.INPUTS_AND_WEIGHTS,
         stages: StageMode = StageMode.FUNCTIONS,
         timed: bool = False,
         previous: "MiniBatch | None" = None,
@@ -87,7 +87,7 @@ class MiniBatch:
         self._dependence = RowDependence(pipeline.graph, inputs, training)
         self._added = AddedLosses(pipeline.stages, self.split, self._dependence)
         # By micro-batch: the gradient of each part of the outputs, or `None`.
-        self._upstream: dict[int, list] = {}
+        self._output_gradients: dict[int, list] = {}
         self._sums: list[GradientSum] = []
         self._loss_sum = GradientSum(self.split.num_micro_batches > 1)
         self._loss_weights: list[keras.Variable] = []
@@ -99,7 +99,15 @@ class MiniBatch:
         self._outputs = Outputs(
             pipeline, self.split, self._exchange, self._dependence
         )
-        self._steps = pipeline.steps
+        # A tape asks for gradients after all forward tasks: there, too much
+        # would be kept of stages whose backward tasks should follow at once.
+        # Not eagerly: if all stages recompute, a `ForwardAccumulator` finds no
+        # derivatives, instead of an error that it cannot have them.
+        at_once = (
+            gradients is not Gradients.FOR_OUTER_TAPE or tf.executing_eagerly()
+        )
+        self._steps = pipeline.steps(at_once)
+        self._recomputed = {t for t in self._steps if t.kind == RECOMPUTE}
         clock = Clock() if timed and not tf.executing_eagerly() else None
         self._order = TaskOrder(pipeline, clock)
         if previous is not None:
@@ -126,7 +134,9 @@ class MiniBatch:
             loss_gradients: A scalar gradient for each of `losses()`.
         """
         self._sums = self._no_gradients()
-        self._upstream.update(self._outputs.split_gradients(output_gradients))
+        self._output_gradients.update(
+            self._outputs.split_gradients(output_gradients)
+        )
         # A tape may run this after the model's call has returned.
         with placement.eagerly_alone():
             for task in self._steps:
@@ -168,15 +178,17 @@ class MiniBatch:
                         loss = make_loss(self.pipeline.packed(outputs), m)
                         differentiate = self._on_last_device(loss)
                         weights = self._weights_of(loss)
-                    losses[m], self._upstream[m], by_weight = differentiate(
-                        outputs, weights, *loss_inputs(m)
+                    losses[m], self._output_gradients[m], weight_gradients = (
+                        differentiate(outputs, weights, *loss_inputs(m))
                     )
                     self._loss_sum.add(
                         (v, x)
-                        for v, x in zip(loss.weights, by_weight, strict=True)
+                        for v, x in zip(
+                            loss.weights, weight_gradients, strict=True
+                        )
                         if x is not None
                     )
-                    self._outputs.check_loss(outputs, self._upstream[m])
+                    self._outputs.check_loss(outputs, self._output_gradients[m])
             self._after_forward(task, [loss_gradient] * self._added.count(m))
         return [losses[m] for m in range(self.split.num_micro_batches)]
 
@@ -243,11 +255,7 @@ class MiniBatch:
         carried = [self._versions.read(v, m, device) for v in function.carried]
         with self._order.task(task, inputs) as finish:
             if tape:
-                remat = bool(
-                    self.pipeline.recomputed(k)
-                ) and self.pipeline.schedule.recomputes(
-                    backward, self.pipeline.remat
-                )
+                remat = task._replace(kind=RECOMPUTE) in self._recomputed
                 call = stage.start(inputs, carried, remat)
                 self._calls[k, m] = call
                 result = call.result
@@ -277,18 +285,22 @@ class MiniBatch:
         k, m = task.stage, task.micro_batch
         call = self._calls[k, m]
         last = k == self.pipeline.last
-        arrived = self._upstream.pop(m) if last else self._exchange.back(k, m)
+        arrived = (
+            self._output_gradients.pop(m)
+            if last
+            else self._exchange.output_gradients(k, m)
+        )
         with self._order.task(task, arrived) as finish:
             if last:
                 # The gradient of a loss that gathers rows is sparse.
-                upstream = [
+                output_gradients = [
                     None if x is None else tf.convert_to_tensor(x)
                     for x in arrived
                 ]
             else:
-                upstream = [total(x) for x in arrived]
+                output_gradients = [total(x) for x in arrived]
             added = self._added.gradients(k, m, loss_gradients)
-            inputs = call.backward(upstream + added, self._sums[k])
+            inputs = call.backward(output_gradients + added, self._sums[k])
             self._exchange.put_gradients(k, m, inputs)
             # A split backward pass has a task of its own for weights.
             splits = task in self.pipeline.schedule.split

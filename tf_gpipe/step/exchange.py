@@ -38,15 +38,17 @@ class Exchange:
     def __init__(self, pipeline: Pipeline, split: Split, inputs: Sequence[Any]):
         self._pipeline = pipeline
         self._split = split
-        self._given = dict(zip(pipeline.graph.inputs, inputs, strict=True))
-        self._made: dict[tuple[int, int], Activations] = {}
+        self._model_inputs = dict(
+            zip(pipeline.graph.inputs, inputs, strict=True)
+        )
+        self._stage_outputs: dict[tuple[int, int], Activations] = {}
         # By value, micro-batch and device: activations that the device has.
-        self._there: dict[tuple[Value, int, str], Activations] = {}
+        self._received: dict[tuple[Value, int, str], Activations] = {}
         # By part and micro-batch: gradients by the device that made them.
         self._gradients: dict[tuple[_Part, int], dict[str, Any]] = {}
         self._num_parts = {
             value: len(Activations.of(x).parts())
-            for value, x in self._given.items()
+            for value, x in self._model_inputs.items()
         }
 
     def inputs(self, k: int, m: int) -> Activations:
@@ -57,18 +59,20 @@ class Exchange:
 
     def put(self, k: int, m: int, outputs: Activations) -> None:
         """Records the outputs of stage `k` for micro-batch `m`."""
-        self._made[k, m] = outputs
+        self._stage_outputs[k, m] = outputs
         made = self._pipeline.stages[k].outputs
         for value, x in zip(made, outputs.each(), strict=True):
             self._num_parts[value] = len(x.parts())
 
     def outputs(self, m: int) -> Activations:
         """Returns the outputs of the last stage for micro-batch `m`."""
-        return self._made[self._pipeline.last, m]
+        return self._stage_outputs[self._pipeline.last, m]
 
-    def done(self) -> int:
+    def first_finished(self) -> int:
         """Returns the index of the last stage's first finished micro-batch."""
-        return next(m for k, m in self._made if k == self._pipeline.last)
+        return next(
+            m for k, m in self._stage_outputs if k == self._pipeline.last
+        )
 
     def put_gradients(self, k: int, m: int, gradients: Sequence) -> None:
         """Records the gradient or `None` of each part of stage `k`'s inputs."""
@@ -79,7 +83,7 @@ class Exchange:
             before = by_device.get(stage.device)
             by_device[stage.device] = add(before, gradient)
 
-    def back(self, k: int, m: int) -> list[list]:
+    def output_gradients(self, k: int, m: int) -> list[list]:
         """Returns the gradients of stage `k`'s outputs.
 
         A list for each part, with a gradient from each device that sent one.
@@ -108,21 +112,21 @@ class Exchange:
     def value(self, value: Value, device: str, m: int) -> Activations:
         """Returns a value of micro-batch `m` for a stage on `device`."""
         key = value, m, device
-        if key not in self._there:
-            if value in self._given:
-                whole = Activations.of(self._given[value])
+        if key not in self._received:
+            if value in self._model_inputs:
+                whole = Activations.of(self._model_inputs[value])
                 # Inputs are cut into micro-batches on each device that uses
                 # them.
                 with tf.device(device):
                     parts = [self._split.take(x, m) for x in whole]
-                self._there[key] = Activations(*parts)
+                self._received[key] = Activations(*parts)
             else:
                 maker, i = self._pipeline.maker[value]
-                made = self._made[maker.index, m].each()[i]
-                self._there[key] = made.with_parts(
+                made = self._stage_outputs[maker.index, m].each()[i]
+                self._received[key] = made.with_parts(
                     self._sent(x, maker.device, device) for x in made.parts()
                 )
-        return self._there[key]
+        return self._received[key]
 
     def _parts_of(self, values: Iterable[Value]) -> list[_Part]:
         return [

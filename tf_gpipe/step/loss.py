@@ -25,9 +25,7 @@ from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.straight_through import straight_through
 from tf_gpipe.stage.traced_function import pruned
-
-# Number of rows in a trace: a prime, which is hardly the size of another axis.
-_ROWS = 1009
+from tf_gpipe.step.trials import ROWS
 
 
 class MicroBatchLoss:
@@ -234,7 +232,7 @@ def _needs_values(
         # One row of labels may be broadcast to all samples.
         if not x.shape.rank or (x.shape[0] == 1 and num_rows != 1):
             return tf.TensorSpec(x.shape, x.dtype)
-        return tf.TensorSpec([_ROWS, *x.shape[1:]], x.dtype)
+        return tf.TensorSpec([ROWS, *x.shape[1:]], x.dtype)
 
     def call(y_true, y_pred):
         with scope:
@@ -263,7 +261,7 @@ def _needs_values(
     if shape.rank == 0:
         raise _whole(loss, "returns one number, not one a sample")
     rows = shape[0] if shape.rank else None
-    if rows is not None and rows % _ROWS:
+    if rows is not None and rows % ROWS:
         raise _whole(loss, f"returns {rows} numbers for all samples")
     if isinstance(loss, keras.losses.Circle):
         raise _whole(loss, "compares samples with one another")
@@ -300,7 +298,7 @@ def _check_weight(
 def _is_unreduced(loss: keras.Loss) -> bool:
     """Returns whether a loss is one value a sample or position.
 
-    Of which Keras shows the mean, and differentiates the sum.
+    Keras reports the mean of these values, but differentiates their sum.
     """
     return loss.reduction in ("none", None)
 

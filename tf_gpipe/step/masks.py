@@ -24,10 +24,10 @@ def masks_ahead(
 ) -> list[Any]:
     """Returns the masks of the outputs of each micro-batch.
 
-    A loss divides by counts of masks, which are needed before all forward
-    tasks are done. Masks mostly depend on inputs alone; the operations that
-    make them are run once more, here. `keras.random` gives the same numbers as
-    in the forward tasks.
+    A masked loss divides by the unmasked values of the whole mini-batch; 1F1B
+    needs that number before the last forward pass. Masks mostly depend on
+    inputs alone; the operations that make them are run once more, here.
+    `keras.random` gives the same numbers as in the forward tasks.
 
     Args:
         pipeline: The `Pipeline`.
@@ -40,7 +40,8 @@ def masks_ahead(
         For each micro-batch a nested structure like the outputs.
 
     Raises:
-        ValueError: If masks depend on other random numbers.
+        ValueError: If masks may be others when they are computed again, as by
+            other random numbers or by Python.
     """
     stages = pipeline.stages
     device = stages[0].device
@@ -74,11 +75,12 @@ def masks_ahead(
     traced = TracedFunction(concrete, feeds)
     for op in traced.draws(traced.makers(concrete.outputs)):
         raise ValueError(
-            "A Keras mask of the model's outputs is drawn at random (by "
-            f"operation '{op.name}' of type {op.type}), so that it is not "
-            "known what a loss divides by before all forward passes are "
-            "done. Draw with `keras.random` and a "
-            "`keras.random.SeedGenerator`, or use schedule='gpipe'."
+            "A Keras mask of the model's outputs may be another one when it "
+            f"is computed again, by operation '{op.name}' of type {op.type}. "
+            "So it is not known what a loss divides by before all forward "
+            "passes are done. Use schedule='gpipe'; or, where the mask is "
+            "random, draw it with `keras.random` and a "
+            "`keras.random.SeedGenerator`."
         )
     part = traced.part(feeds, concrete.outputs)
     return [

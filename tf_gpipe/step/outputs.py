@@ -90,7 +90,7 @@ class Outputs:
     @functools.cached_property
     def _kinds(self) -> list[str]:
         """How each flat tensor that the model returns is merged."""
-        m = self._exchange.done()
+        m = self._exchange.first_finished()
         outputs = self._exchange.outputs(m).tensors
         if self._split.num_micro_batches == 1:
             return [ROWS] * len(keras.tree.flatten(outputs))
@@ -105,7 +105,9 @@ class Outputs:
     @property
     def _kinds_of_parts(self) -> list[str]:
         """`_kinds` for each part of the outputs."""
-        tensors = self._exchange.outputs(self._exchange.done()).by_tensor()
+        tensors = self._exchange.outputs(
+            self._exchange.first_finished()
+        ).by_tensor()
         return [
             kind
             for kind, parts in zip(self._kinds, tensors, strict=True)

@@ -23,7 +23,7 @@ from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.seeds import global_seed
 from tf_gpipe.stage.shared_layers import SharedLayers
 from tf_gpipe.stage.stage import LayerRunner
-from tf_gpipe.stage.stage import in_line
+from tf_gpipe.stage.stage import share_nothing
 from tf_gpipe.stage.tape import TapedStage
 from tf_gpipe.stage.tensorflow_state import TensorFlowState
 from tf_gpipe.stage.tensorflow_state import find
@@ -36,18 +36,19 @@ _MOST_TRACED = 8
 class Gradients(enum.Enum):
     """The gradients that a mini-batch is run for.
 
-    `OF_ALL`: of inputs and weights. `OF_STEP`: of weights alone, for a training
-    step. `OF_NONE`: none, in a step of `evaluate` or `predict`. `OF_LAYER`: of
-    both, for a gradient tape around the call of a model. That tape may ask more
-    than once, and must not record reads of weights: stages get weights as
-    tensors, which costs a copy in each recomputation, instead of reading their
-    variables.
+    `INPUTS_AND_WEIGHTS`: all, asked for once.
+    `WEIGHTS`: those of weights alone, for a training step.
+    `NONE`: no gradients, in a step of `evaluate` or `predict`.
+    `FOR_OUTER_TAPE`: all, for a gradient tape around the call of a model. It
+    may ask more than once, and must not record reads of weights: stages get
+    weights as tensors, which costs a copy in each recomputation, instead of
+    reading their variables.
     """
 
-    OF_ALL = enum.auto()
-    OF_STEP = enum.auto()
-    OF_NONE = enum.auto()
-    OF_LAYER = enum.auto()
+    INPUTS_AND_WEIGHTS = enum.auto()
+    WEIGHTS = enum.auto()
+    NONE = enum.auto()
+    FOR_OUTER_TAPE = enum.auto()
 
 
 class StageMode(enum.Enum):
@@ -100,10 +101,10 @@ class RunningStages:
         """The `LayerRunner` by which blocks that are alike share phases."""
         if (
             self._how is not StageMode.FUNCTIONS
-            or self._gradients is Gradients.OF_LAYER
+            or self._gradients is Gradients.FOR_OUTER_TAPE
             or tf.distribute.has_strategy()
         ):
-            return in_line
+            return share_nothing
         if splits not in self._shared:
             self._shared[splits] = SharedLayers(
                 self._blocks,
@@ -166,7 +167,7 @@ class RunningStages:
 
     @property
     def _differentiated(self) -> bool:
-        return self._gradients is not Gradients.OF_NONE
+        return self._gradients is not Gradients.NONE
 
     @property
     def inline(self) -> bool:
@@ -175,7 +176,7 @@ class RunningStages:
     @property
     def asked_again(self) -> bool:
         """Whether gradients may be asked for more than once."""
-        return self._gradients is Gradients.OF_LAYER
+        return self._gradients is Gradients.FOR_OUTER_TAPE
 
     def serving(self, others: "RunningStages") -> "RunningStages":
         """Returns the stages for the next training step in the same graph.
@@ -296,7 +297,8 @@ class RunningStages:
         states = [
             v
             for v in stage.owned
-            if self._gradients is Gradients.OF_LAYER or not v.value.trainable
+            if self._gradients is Gradients.FOR_OUTER_TAPE
+            or not v.value.trainable
         ]
         several = tf.distribute.has_strategy()
         others = [] if several else find(stage.layers)
@@ -312,7 +314,7 @@ class RunningStages:
                 *(self._others[v.ref()] for v in others),
             ],
             self._training,
-            inputs if self._gradients is Gradients.OF_STEP else (),
+            inputs if self._gradients is Gradients.WEIGHTS else (),
             # Only in training: in inference an outer tape would record reads
             # of foreign weights, so that no gradient is lost.
             self._pipeline.foreign(stage) if self._training else (),

@@ -93,7 +93,7 @@ class TaskOrder:
         """
         if not self._times:
             return None
-        order = self._pipeline.steps
+        order = self._pipeline.steps()
         rows: list[int] = []
         parts = []
         for stage in self._pipeline.stages:

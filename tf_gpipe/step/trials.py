@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.traced_function import TracedFunction
 
-# Number of rows in specs: a prime, which is hardly the size of another axis.
+# Rows of specs and traces: a prime, which is hardly the size of another axis.
 ROWS = 1009
 # Rows of batches A and B. AB is A and B concatenated, and AA is A twice.
 A, B = 2, 3

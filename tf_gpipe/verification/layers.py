@@ -179,19 +179,25 @@ class Layers:
             not np.array_equal(x, _numbers(v))
             for x, v in zip(drawn_before, seeds, strict=True)
         )
-        by_input: list = [None] * len(floats) * training
-        by_weight: list = [None] * len(weights) * training
+        input_gradients: list = [None] * len(floats) * training
+        weight_gradients: list = [None] * len(weights) * training
         if training and targets:
-            by_input, by_weight = tape.gradient(
+            input_gradients, weight_gradients = tape.gradient(
                 targets,
                 (floats, [v.value for v in weights]),
                 output_gradients=[
-                    *_upstream(_floats(made)),
+                    *_made_up_gradients(_floats(made)),
                     *map(tf.ones_like, losses),
                 ],
             )
         found = _compared(
-            made, losses, floats, by_input, weights, by_weight, state_of
+            made,
+            losses,
+            floats,
+            input_gradients,
+            weights,
+            weight_gradients,
+            state_of,
         )
         self._assign([*state_of, *seeds], [*before, *drawn_before])
         again = dict(values)
@@ -224,8 +230,8 @@ class Layers:
         before = [_numbers(v) for v in state_of]
         floats = _floats(inputs)
         weights = getattr(node.layer, "trainable_variables", [])
-        by_input: list = []
-        by_weight: list = []
+        input_gradients: list = []
+        weight_gradients: list = []
         try:
             run = MiniBatch(
                 pipeline, tuple(inputs), training, stages=StageMode.INLINE
@@ -234,10 +240,10 @@ class Layers:
             outputs, losses = run.outputs(), run.losses()
             made = outputs.tensors
             if training:
-                upstream = iter(_upstream(_floats(made)))
+                made_up = iter(_made_up_gradients(_floats(made)))
                 run.backward(
                     [
-                        next(upstream)
+                        next(made_up)
                         if i == 0 and x.dtype.is_floating
                         else None
                         for parts in outputs.by_tensor()
@@ -246,7 +252,7 @@ class Layers:
                     [tf.ones_like(x) for x in losses],
                 )
                 given = Activations.of(inputs).by_tensor()
-                by_input = [
+                input_gradients = [
                     gradient
                     for (i, x), gradient in zip(
                         [pair for parts in given for pair in enumerate(parts)],
@@ -256,10 +262,16 @@ class Layers:
                     if i == 0 and x.dtype.is_floating
                 ]
                 by_id = run.gradients()
-                by_weight = [by_id.get(id(v)) for v in weights]
+                weight_gradients = [by_id.get(id(v)) for v in weights]
             run.commit_state()
             return _compared(
-                made, losses, floats, by_input, weights, by_weight, state_of
+                made,
+                losses,
+                floats,
+                input_gradients,
+                weights,
+                weight_gradients,
+                state_of,
             )
         finally:
             self._assign(state_of, before)
@@ -342,17 +354,17 @@ def _compared(
     made: Any,
     losses: list[tf.Tensor],
     inputs: list[tf.Tensor],
-    by_input: list,
+    input_gradients: list,
     weights: list[keras.Variable],
-    by_weight: list,
+    weight_gradients: list,
     state_of: list,
 ) -> dict[str, dict[str, np.ndarray]]:
     """Returns the arrays by which two runs of a layer are compared, by kind."""
     return {
         "output": _flat(made),
         "loss": _flat([tf.add_n(losses)] if losses else []),
-        "input": _gradients(inputs, by_input),
-        "weight": _gradients([v.value for v in weights], by_weight),
+        "input": _gradients(inputs, input_gradients),
+        "weight": _gradients([v.value for v in weights], weight_gradients),
         "state": {
             str(i): _numbers(v)
             for i, v in enumerate(state_of)
@@ -365,7 +377,7 @@ def _floats(x: Any) -> list[tf.Tensor]:
     return [t for t in keras.tree.flatten(x) if t.dtype.is_floating]
 
 
-def _upstream(tensors: list[tf.Tensor]) -> Iterator[tf.Tensor]:
+def _made_up_gradients(tensors: list[tf.Tensor]) -> Iterator[tf.Tensor]:
     """Yields made-up gradients of tensors, the same ones in each call."""
     numbers = np.random.default_rng(_SEED)
     for x in tensors:

@@ -221,7 +221,7 @@ class _Verification:
             self._try("The pipeline", what, step)
             return False
         drawn = variables.drawn(expected.variables)
-        if drawn and getattr(self._model, "_stage_jit_compile", False):
+        if drawn and self._model._stage_jit_compile:
             self._notes.append(
                 f"In {what} layers draw random numbers. XLA, which compiles "
                 "the stages, draws others."

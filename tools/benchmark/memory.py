@@ -9,6 +9,7 @@ from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
+from tf_gpipe.stage.stage import trainable
 from tools import command_line
 from tools import worker_usage
 from tools.benchmark import workloads
@@ -150,7 +151,7 @@ def _measured(args, schedule, mode, x, y, processes, activations):
                 - sum(size_in_bytes(x.variables) for x in stages),
                 "measured": measured[device],
                 "sums": sum(
-                    size_in_bytes(x.trainable(x.variables)) for x in stages
+                    size_in_bytes(trainable(x.variables)) for x in stages
                 ),
             }
         )

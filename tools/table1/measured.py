@@ -13,6 +13,7 @@ import model_zoo
 import tf_gpipe
 from tf_gpipe import progress
 from tf_gpipe.commands import workers
+from tf_gpipe.stage.stage import trainable
 from tools import worker_usage
 from tools.benchmark.report import Report
 from tools.table1 import notes
@@ -152,7 +153,7 @@ def _memory(model, processes, options):
         stage_plan.activation_bytes
         + sum(
             v.shape.num_elements() * v.value.dtype.size
-            for v in stage.trainable(stage.owned)
+            for v in trainable(stage.owned)
         )
         for stage_plan, stage in zip(planned.stages, model.stages, strict=True)
     ]

@@ -900,7 +900,10 @@ class SavingTest(LifeTest):
         (found,) = loaded.signatures["serving_default"](tf.constant(x)).values()
         self.assertAllClose(model.predict(x, verbose=0), found)
 
-    @parameterized.parameters(("gpipe", 3), ("1f1b", 1))
+    @parameterized.parameters(
+        *(("gpipe", 3), ("1f1b", 1), ("1f1b", 3), ("zero_bubble", 3))
+    )
+    @pytest.mark.slow_after(2)
     def test_saved_in_training_mode(self, schedule, num_micro_batches):
         model = pipelined(
             make_layers(),

@@ -242,6 +242,39 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
             lambda: make().prepare(), num_micro_batches=1, schedule="1f1b"
         )
 
+    @parameterized.product(mixin=(Own, Penalty), batch_size=(1, None))
+    @pytest.mark.slow_after(1)
+    def test_one_row_with_1f1b(self, mixin, batch_size):
+        """One row makes one micro-batch, whose loss is the mini-batch's."""
+        found = []
+        for pipelined in (False, True):
+            model = classes(mixin)["functional"]().prepare()
+            if pipelined:
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model, **{**ARGUMENTS, "schedule": "1f1b"}
+                )
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            rows = 3 if batch_size else 1
+            x, y = numbers(rows, 3), numbers(rows, 2, seed=1)
+            history = model.fit(
+                x, y, batch_size=batch_size, shuffle=False, verbose=0
+            ).history
+            found.append([*history.values(), *model.get_weights()])
+        self.assertAllClose(*found)
+
+    @pytest.mark.slow
+    def test_own_call_on_one_row_with_1f1b(self):
+        class Doubled(tf_gpipe.PipelinedSequential):
+            def call(self, x, **kwargs):
+                return 2.0 * super().call(x, **kwargs)
+
+        model = Doubled(stack(), **{**ARGUMENTS, "schedule": "1f1b"})
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        plain = model.to_keras()
+        x, y = numbers(1, 3), numbers(1, 2, seed=1)
+        expected = ops.mean((2.0 * plain(x) - y) ** 2) + sum(plain.losses)
+        self.assertAllClose(model.train_on_batch(x, y), expected)
+
     @parameterized.product(
         mixin=(Own, Penalty), kind=("functional", "sequential")
     )
@@ -324,7 +357,9 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "overrides `call`"):
             tf_gpipe.PipelinedModel.from_model(model, **ARGUMENTS)
 
-    @parameterized.parameters("_config", "stages", "rebalance", "_place")
+    @parameterized.parameters(
+        *("_config", "stages", "rebalance", "_place", "_running")
+    )
     def test_refuses_names_of_a_pipeline(self, name):
         by_class = type("Clash", (keras.Model,), {name: 3})(*graph())
         by_model = keras.Model(*graph())

@@ -267,6 +267,54 @@ class ToKerasTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(again(numbers(6, 4)), model(numbers(6, 4)))
         self.assertIsInstance(_plain_model(again), keras.Model)
 
+    @pairwise.product(
+        functional=(True, False),
+        steps_per_execution=(2, 1),
+        during=(True, False),
+        again=(False, True),
+    )
+    @pytest.mark.slow_after(2)
+    def test_of_a_trained_model(
+        self, functional, steps_per_execution, during, again
+    ):
+        """What `fit` notes on a pipeline stays there."""
+        path = f"{self.get_temp_dir()}/served"
+        make = tf_gpipe.PipelinedSequential
+        if functional:
+            make = tf_gpipe.PipelinedModel.from_model
+        arguments = {"num_stages": 2, "devices": DEVICES[:2]}
+        made = []
+
+        def use(model):
+            if again:
+                model = make(model, **arguments)
+                self.assertIsNone(model._training_run)
+            model.export(path, verbose=False)
+            made.append(model.to_keras())
+
+        model = pipelined(functional, **arguments)
+        model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+        model.fit(
+            *(numbers(8, 4), numbers(8, 2)),
+            batch_size=2,
+            verbose=0,
+            validation_data=(numbers(2, 4), numbers(2, 2)),
+            callbacks=[
+                keras.callbacks.LambdaCallback(
+                    on_train_batch_end=lambda batch, logs: during and use(model)
+                )
+            ],
+        )
+        use(model)
+        x = numbers(6, 4)
+        served = tf.saved_model.load(path)
+        self.assertAllClose(served.serve(x), model(x))
+        for each in made:
+            self.assertContainsSubset(
+                vars(each).keys(), vars(plain(functional)).keys()
+            )
+            self.assertAllClose(make(each, **arguments)(x), model(x))
+
 
 class Hdf5Test(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(

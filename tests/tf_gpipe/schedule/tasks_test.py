@@ -119,7 +119,11 @@ class ScheduleTest(parameterized.TestCase):
         (schedules.interleaved(4, 4, 2), "B3.0 B3.1 B3.2 B3.3"),
         # The loss of the whole mini-batch comes between forward and backward.
         (schedules.gpipe(3, 4), ""),
-        (schedules.one_f_one_b(3, 1), ""),
+        # Here, too, but it is the loss of the micro-batch.
+        (schedules.gpipe(3, 1), "B2.0"),
+        (schedules.one_f_one_b(3, 1), "B2.0"),
+        (schedules.one_f_one_b(1, 1), "B0.0"),
+        (schedules.interleaved(4, 1, 2), "B3.0"),
         (
             schedules.Schedule(
                 [["F0.0", "F0.1", "B0.1", "F0.2", "B0.0", "B0.2"]]

@@ -86,6 +86,16 @@ def with_tokens():
     return keras.Model(i, L.Dense(1)(L.GlobalAveragePooling1D()(h)))
 
 
+def with_tables(*kinds):
+    """Returns a model of a table for each kind, and the first one once more."""
+    i = x = keras.Input((STEPS, 4))
+    tables = [Positions(POSITIONS[kind]) for kind in kinds]
+    for table in [*tables, tables[0]]:
+        x = table(x)
+    x = L.GlobalAveragePooling1D()(L.Dense(4, "tanh")(x))
+    return keras.Model(i, L.Dense(1)(x))
+
+
 def shared_by_stages():
     table = Positions(POSITIONS["fixed"])
     i = keras.Input((STEPS, 4))
@@ -155,6 +165,45 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
             remat=remat,
             num_micro_batches=4,
             eager=eager,
+        )
+
+    @pairwise.product(
+        kinds=(("fixed", "twice"), ("of values", "fixed", "fixed")),
+        num_micro_batches=(4, 1),
+        xla=(False, True),
+        remat=("never", "always"),
+    )
+    @pytest.mark.slow_after(2)
+    def test_several_tables_in_one_inline_stage(
+        self, kinds, num_micro_batches, xla, remat
+    ):
+        plain = with_tables(*kinds)
+        model = tf_gpipe.PipelinedModel.from_model(
+            plain,
+            num_stages=2,
+            balance=[len(kinds) + 2, 2],
+            num_micro_batches=num_micro_batches,
+            schedule="gpipe",
+            remat=remat,
+            # XLA compiles for one device.
+            devices=["CPU:0", "CPU:0"],
+        )
+        model.compile("sgd", "mse", run_eagerly=not xla)
+
+        def gradients():
+            found = model.loss_and_gradients(tf.constant(X), tf.constant(Y))[1]
+            return [tf.convert_to_tensor(g) for g in found]
+
+        if xla:
+            gradients = tf.function(gradients, jit_compile=True)
+        with tf.GradientTape() as tape:
+            loss = ops.mean((plain(X) - Y) ** 2)
+        self.assertAllClose(
+            gradients(),
+            [
+                tf.convert_to_tensor(g)
+                for g in tape.gradient(loss, model.trainable_weights)
+            ],
         )
 
     @parameterized.parameters("1f1b", "gpipe")

@@ -154,6 +154,79 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
             )
 
     @pairwise.product(
+        num_stages=(1, 3),
+        schedule=("1f1b", "gpipe", "zero_bubble"),
+        rows=(1, 3),
+        num_micro_batches=(1, 3),
+        eager=(False, True),
+    )
+    @pytest.mark.slow_after(2)
+    def test_last_stage_recomputes_no_single_micro_batch(
+        self, num_stages, schedule, rows, num_micro_batches, eager
+    ):
+        log = []
+        layers = [Logged(log, k) for k in range(num_stages)]
+        # The backward pass needs what this layer makes of logged outputs.
+        layers = [x for each in layers for x in (each, keras.layers.Dense(1))]
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((1,)), *layers],
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            balance=[2] * num_stages,
+            schedule=schedule,
+            devices=["CPU:0"] * num_stages,
+        )
+        plain = model.to_keras()
+        x = tf.ones((rows, 1))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((plain(x) - 2.0) ** 2)
+        expected = tape.gradient(loss, model.trainable_weights)
+        model.compile("sgd", "mse", run_eagerly=eager)
+        step = model.loss_and_gradients
+        if not eager:
+            step = tf.function(step)
+        step(x, 2.0 * x)
+        log.clear()
+        _, gradients, _ = step(x, 2.0 * x)
+        self.assertAllClose(gradients, expected)
+        parts = min(rows, num_micro_batches)
+        counts = [
+            len([x for x in log if x.startswith(f"F{k}")])
+            for k in range(num_stages)
+        ]
+        last = 2 * parts if schedule == "gpipe" and parts > 1 else parts
+        self.assertEqual(counts, [*[2 * parts] * (num_stages - 1), last])
+
+    @parameterized.parameters("1f1b", "zero_bubble")
+    def test_all_stages_recompute_for_a_tape(self, schedule):
+        """It asks for gradients when all forward passes are done."""
+        log = []
+        layers = [
+            x for k in range(2) for x in (Logged(log, k), keras.layers.Dense(1))
+        ]
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((1,)), *layers],
+            num_stages=2,
+            num_micro_batches=3,
+            balance=[2, 2],
+            schedule=schedule,
+            devices=["CPU:0"] * 2,
+        )
+
+        @tf.function
+        def gradients(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x, training=True) ** 2)
+            return tape.gradient(loss, model.trainable_weights)
+
+        x = tf.constant([[1.0], [2.0], [3.0]])
+        gradients(x)
+        log.clear()
+        gradients(x)
+        for k in range(2):
+            self.assertLen([x for x in log if x.startswith(f"F{k}")], 6)
+
+    @pairwise.product(
         layers=(_with_effects, _recurrent),
         schedule=(
             *("1f1b", "eager_1f1b", "gpipe", "zero_bubble"),

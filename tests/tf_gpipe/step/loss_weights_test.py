@@ -48,7 +48,7 @@ class WithHead(L.Layer):
 
 @keras.saving.register_keras_serializable()
 class RandomMask(L.Layer):
-    """Gives its outputs a mask that is drawn at random."""
+    """Gives its outputs a mask that may be another one each time."""
 
     def __init__(self, drawn_by="keras", **kwargs):
         super().__init__(**kwargs)
@@ -61,6 +61,8 @@ class RandomMask(L.Layer):
             return None
         if self.drawn_by == "tf":
             return tf.random.uniform(tf.shape(x)[:2]) < 0.5
+        if self.drawn_by == "Python":
+            return tf.py_function(lambda x: x[..., 0] > 0, [x], tf.bool)
         return keras.random.uniform(ops.shape(x)[:2], seed=self.seed) < 0.5
 
     def call(self, x):
@@ -242,16 +244,19 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
             value = model.train_on_batch(x, np.zeros((8, 5, 1)))
             self.assertAllClose(value, 1.0)
 
-    def test_mask_that_tensorflow_draws_is_refused(self):
+    @parameterized.parameters("tf", "Python")
+    def test_mask_that_may_be_another_one_is_refused(self, drawn_by):
         model = tf_gpipe.PipelinedSequential(
-            [keras.Input((5, 3)), L.Dense(4), RandomMask("tf"), L.Dense(1)],
+            [keras.Input((5, 3)), L.Dense(4), RandomMask(drawn_by), L.Dense(1)],
             num_stages=2,
             num_micro_batches=3,
             devices=["CPU:0", "CPU:1"],
         )
         model.compile("sgd", "mse")
         x = np.zeros((8, 5, 3), "float32")
-        with self.assertRaisesRegex(ValueError, "drawn at random"):
+        with self.assertRaisesRegex(
+            ValueError, "may be another one when it is computed again"
+        ):
             model.train_on_batch(x, np.zeros((8, 5, 1)))
 
     def test_mask_of_a_loss_that_takes_outputs_is_refused(self):
