@@ -108,7 +108,7 @@ def decide(
                 graph, decided, schedule, config.remat, config.nominal_length
             )
         devices = [rows[i] for i in schedule.devices]
-    return Decision(decided, found and found.parts, schedule, devices)
+    return Decision(decided, found.parts if found else None, schedule, devices)
 
 
 def _counts(

@@ -249,8 +249,9 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         )
 
     def _note_decision(self, graph: Graph, optimizer: Any, basis: Any) -> None:
+        attributes: Any = vars(self)
         # Past `__setattr__`, with which Keras would track the optimizer.
-        vars(self)["_decided_for"] = optimizer, is_trained(graph), basis
+        attributes["_decided_for"] = optimizer, is_trained(graph), basis
 
     def _decide_again(self) -> None:
         """Cuts the model anew if it trains other weights, or with more slots.

@@ -87,7 +87,8 @@ class Phases:
         recomputed: Sequence[range] = (),
     ):
         self.trace = trace
-        self.splits = splits
+        # The first stage has no gradients of inputs to send first.
+        self.splits = splits and bool(tensors(trace.input_gradients))
         self.jit_compile = jit_compile
         size = len(concrete.inputs) - len(concrete.captured_inputs)
         self.inputs = concrete.inputs[:size]

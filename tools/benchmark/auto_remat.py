@@ -5,6 +5,7 @@ import os
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tf_gpipe
 from tf_gpipe.commands import models
@@ -44,7 +45,8 @@ def main(args):
     are shares of the memory planned for remat="never", or the least limit that
     the planner accepts where that is more. "measured" is the peak of the
     process's resident memory in a step, above its memory between steps, plus
-    the size of the weights. "bit-equal" counts the variables that are the same
+    the size of the weights and of the mini-batch, which is on the device
+    beforehand. "bit-equal" counts the variables that are the same
     after a step of SGD as with remat="never"; "differ by" is the largest
     difference, relative to the largest entry of its variable.
     """
@@ -123,7 +125,10 @@ def _found(args, name):
         )
         weights = weights or pipeline.get_weights()
         pipeline.set_weights(weights)
-        x, y = data(pipeline, num_rows, length)
+        # As tensors: Keras would copy arrays twice.
+        x, y = keras.tree.map_structure(
+            tf.identity, data(pipeline, num_rows, length)
+        )
         pipeline.compile(
             keras.optimizers.SGD(1.0),
             keras.tree.map_structure(lambda _: mean_square, y),
@@ -144,7 +149,7 @@ def _found(args, name):
                 "share": kwargs["memory_limit"] / never,
                 "limit": kwargs["memory_limit"],
                 "planned": planned.device_bytes[0],
-                "measured": added + size_in_bytes(pipeline.variables),
+                "measured": added + size_in_bytes([pipeline.variables, x, y]),
                 "recomputed": len(planned.stages[0].recomputed),
                 "layers": len(planned.stages[0].layers),
                 "equal": sum(np.array_equal(a, b) for a, b in pairs),
