@@ -18,6 +18,8 @@ from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.partition.parameter_bytes import ParameterBytes
+from tf_gpipe.partition.parameter_bytes import WeightBytes
 from tf_gpipe.partition.uncounted import UncountedError
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
@@ -57,7 +59,9 @@ def depends_on(graph: Graph, config: PipelineConfig, optimizer: Any) -> Any:
         return None
     trained = is_trained(graph)
     in_bytes = not MemoryLimit.of(config.memory_limit).is_share
-    return trained, _fixed(graph, optimizer) if optimizer and in_bytes else None
+    return trained, _parameters(
+        graph, optimizer
+    ).new if optimizer and in_bytes else None
 
 
 def is_trained(graph: Graph) -> list[bool]:
@@ -180,37 +184,47 @@ def _recomputed(
             f"{error.reason} Use another `remat`, such as 'always'."
         ) from error
 
-    def found(fixed: list[int]) -> auto_remat.AutoRemat:
+    def found(parameters: ParameterBytes | None) -> auto_remat.AutoRemat:
         return auto_remat.Search(
             graph,
             traces,
             lambda x: layer_costs.size_in_bytes(specs[x]),
-            fixed,
+            parameters,
             schedule,
             [names[0] for names in devices],
             limit,
         ).decided(config.balance, counts)
 
     if limit.is_share:
-        return found([0] * len(traces))
+        return found(None)
     try:
-        return found(_fixed(graph, optimizer or keras.optimizers.Adam()))
+        return found(_parameters(graph, optimizer or keras.optimizers.Adam()))
     except TooLittleMemoryError:
         if optimizer is not None:
             raise
     # The optimizer given to `compile` later may have fewer slots than Adam.
     # `_decide_again` then calls this function again, with that optimizer.
-    return found(_fixed(graph, keras.optimizers.SGD()))
+    return found(_parameters(graph, keras.optimizers.SGD()))
 
 
-def _fixed(graph: Graph, optimizer: keras.optimizers.Optimizer) -> list[int]:
-    """Returns the bytes of each call's weights, their gradients and slots."""
-    weights = balanced.weights_of_calls(graph)
-    trained = [v for new in weights for v in new if v.trainable]
-    planned = zip(trained, slots.planned(optimizer, trained), strict=True)
-    # A trained weight has a gradient of its size.
-    more = {id(v): [v, own] for v, own in planned}
-    return [
-        layer_costs.size_in_bytes([new, [more.get(id(v), []) for v in new]])
-        for new in weights
+def _parameters(
+    graph: Graph, optimizer: keras.optimizers.Optimizer
+) -> ParameterBytes:
+    """Returns the bytes of the weights, their gradients and slots."""
+    used = [
+        {id(v): v for v in getattr(node.layer, "weights", ())}
+        for node in graph.nodes
     ]
+    weights = {key: v for own in used for key, v in own.items()}
+    trained = [v for v in weights.values() if v.trainable]
+    planned = slots.planned(optimizer, trained)
+    size = layer_costs.size_in_bytes
+    more = {
+        id(v): (size(v), size(own))
+        for v, own in zip(trained, planned, strict=True)
+    }
+    found = {
+        key: WeightBytes(size(v), *more.get(key, (0, 0)))
+        for key, v in weights.items()
+    }
+    return ParameterBytes([{key: found[key] for key in own} for own in used])

@@ -8,6 +8,7 @@ peak_memory  peak bytes of the intermediate tensors of a graph's operations
 tensor_memory sizes of a graph's tensors, and which of them share memory
 flops        FLOPs, memory traffic and kernel counts of a graph's operations
 cudnn        shapes of the tensors that cuDNN's recurrent layers keep
+parameter_bytes bytes of stages' weights, their gradients and slots
 recomputed   bytes and time of each choice of layers that a stage recomputes
 auto_remat   remat="auto": the layers recomputed to fit, and the cut for them
 memory_limit the `memory_limit` of a device

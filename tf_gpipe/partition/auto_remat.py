@@ -17,6 +17,7 @@ from tf_gpipe.partition.contiguous import split
 from tf_gpipe.partition.layer_costs import LayerCosts
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.partition.parameter_bytes import ParameterBytes
 from tf_gpipe.partition.recomputed import Recomputation
 from tf_gpipe.partition.recomputed import StageCalls
 from tf_gpipe.partition.stage_costs import StageCosts
@@ -108,7 +109,7 @@ class Search:
         graph: `Graph` of built layers.
         traces: The `LayerCosts` of its calls.
         size: Function that returns the bytes of a `Value`.
-        fixed: Bytes of each call's weights, gradients and slots.
+        parameters: `ParameterBytes`, counted unless the limit is a share.
         schedule: The `Schedule`, even if a better one is searched later for
             the costs of the stages.
         devices: A name or number for each stage; stages with the same one
@@ -123,14 +124,14 @@ class Search:
         graph: Graph,
         traces: Sequence[LayerCosts],
         size: Callable[[Value], int],
-        fixed: Sequence[int],
+        parameters: ParameterBytes | None,
         schedule: Schedule,
         devices: Sequence,
         limit: MemoryLimit,
         work: Sequence[tuple[float, float]] | None = None,
     ):
         self._graph, self._traces, self._size = graph, traces, size
-        self._fixed = [0] * len(fixed) if limit.is_share else list(fixed)
+        self._parameters = None if limit.is_share else parameters
         self._schedule = schedule
         self._devices = list(devices)
         self._limit = limit
@@ -290,7 +291,9 @@ class Search:
         bounds = [sum(counts[:k]) for k in range(len(counts) + 1)]
         spans = list(zip(bounds, bounds[1:], strict=False))
         parts = self._graph.parts(counts)
-        fixed = [sum(self._fixed[a:b]) for a, b in spans]
+        fixed = [0] * len(counts)
+        if self._parameters is not None:
+            fixed = self._parameters.of_stages(counts, self._devices)
         plain = find(parts, self._traces, self._size)
         chosen: list[Recomputation] = [None] * len(counts)  # type: ignore[list-item]
         refused: list[TooLittleMemoryError] = []

@@ -173,7 +173,7 @@ class Draft:
             )
         return cuts.within(
             whole,
-            self._layers.bytes,
+            self._layers.parameters.new,
             [x.stored_bytes + x.output_bytes for x in costs],
             [0, *sends],
             rooms,
@@ -222,7 +222,9 @@ class Draft:
             },
             *self._recomputation(forward, parts),
         )
-        own = [sum(self._layers.bytes[part]) for part in parts]
+        own = self._layers.parameters.of_stages(
+            self.counts, self._schedule.devices
+        )
         self._parameter_bytes = own
         # An update reads and writes a stage's weights, gradients and slots.
         self._updates = [0.0] * len(self._speeds)

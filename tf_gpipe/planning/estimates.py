@@ -104,6 +104,7 @@ def _stages(
     """Returns the `StagePlan` of each stage."""
     stages, first = [], 0
     peaks = stage_peaks(schedule, remat, sizes)
+    parameters = layers.parameters.of_stages(counts, schedule.devices)
     for k, (count, cost) in enumerate(zip(counts, costs, strict=True)):
         own = slice(first, first + count)
         first = own.stop
@@ -119,7 +120,7 @@ def _stages(
                     math.prod(w.shape)
                     for w in itertools.chain(*layers.weights[own])
                 ),
-                parameter_bytes=sum(layers.bytes[own]),
+                parameter_bytes=parameters[k],
                 activation_bytes=int(peaks[k]),
                 flops=cost.flops,
                 backward_flops=cost.backward_flops,

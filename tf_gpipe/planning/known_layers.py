@@ -15,6 +15,7 @@ from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.layer_costs import LayerCosts
 from tf_gpipe.partition.memory_limit import MemoryLimit
+from tf_gpipe.partition.parameter_bytes import ParameterBytes
 from tf_gpipe.planning import planned_graph
 from tf_gpipe.schedule.tasks import Schedule
 
@@ -32,8 +33,7 @@ class KnownLayers:
         graph: `Graph` of the copies.
         names: List of the names of the layers, one a call.
         weights: List of the weights that no earlier call uses, one a call.
-        bytes: List of the bytes of these weights, of the sums of their
-            gradients and of their optimizer slots.
+        parameters: `ParameterBytes`.
         input_spec: Nested structure of `KerasTensor`s, the mini-batch.
         output_spec: Likewise, what the model returns for it.
         rows: Integer, rows of the mini-batch.
@@ -49,15 +49,19 @@ class KnownLayers:
         for value, spec in specs.items():
             value.spec = spec
         self.weights: list[list] = []
-        self.bytes: list[int] = []
+        self.parameters = ParameterBytes(
+            [
+                {id(node.layer): size}
+                for node, (_, size) in zip(graph.nodes, copies, strict=True)
+            ]
+        )
         # From the id of each of the user's layers to its copy.
         own: dict[int, Any] = {}
         self._originals: dict[int, Any] = {}
-        for node, (copy, size) in zip(graph.nodes, copies, strict=True):
+        for node, (copy, _) in zip(graph.nodes, copies, strict=True):
             # A layer that is called again adds no weights.
             again = id(node.layer) in own
             self.weights.append([] if again else getattr(copy, "weights", []))
-            self.bytes.append(0 if again else size)
             if not again:
                 # Equal calls share one copy.
                 twin = upstream.renamed(copy, node.layer.name)
@@ -113,7 +117,7 @@ class KnownLayers:
             self.graph,
             costs,
             sizes.__getitem__,
-            self.bytes,
+            self.parameters,
             schedule,
             schedule.devices,
             limit,

@@ -10,6 +10,7 @@ from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition.parameter_bytes import WeightBytes
 from tf_gpipe.planning import layer_copies
 from tf_gpipe.planning import optimizers
 from tf_gpipe.stage import abstract
@@ -133,9 +134,9 @@ def copies(
     built layer that cannot be copied is used itself.
 
     Returns:
-        List with, for each call, the copy (equal calls share one) and the bytes
-        of its weights, of the sums of their gradients and of the optimizer's
-        slots; and a dictionary from `Value`s to specs.
+        List with, for each call, the copy (equal calls share one) and the
+        `WeightBytes` of all its weights; and a dictionary from `Value`s to
+        specs.
 
     Raises:
         ValueError: If a layer cannot be copied that is not built, or that would
@@ -151,15 +152,18 @@ def copies(
 
     def bytes_of(layer):
         trained = [x for x in layer.weights if x.trainable]
-        return layer_costs.size_in_bytes(
-            [layer.weights, trained, slots.planned(optimizer, trained)]
+        planned = slots.planned(optimizer, trained)
+        return WeightBytes(
+            *map(layer_costs.size_in_bytes, (layer.weights, trained, planned))
         )
 
     def copied(node, specs):
         layer = node.layer
         args, kwargs = node.arguments(specs)
         if not isinstance(layer, keras.Layer):
-            return (layer, 0), layer.compute_output_spec(*args, **kwargs)
+            return (layer, WeightBytes(0)), layer.compute_output_spec(
+                *args, **kwargs
+            )
         try:
             copy = layer_copies.copied(layer, [] if old == new else [old, new])
         except layer_copies.NoCopyError as error:

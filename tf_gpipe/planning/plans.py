@@ -22,7 +22,8 @@ class StagePlan:
             micro-batches or some of them.
         parameters: Integer, how many parameters it has.
         parameter_bytes: Integer, the bytes of weights, sums of gradients and
-            optimizer slots.
+            optimizer slots. Of a weight that an earlier stage has, too, it has
+            a sum of gradients and, on another device, a copy.
         activation_bytes: Integer, the bytes of activations at their peak.
         flops: Integer, floating-point operations of a micro-batch's forward
             pass.
