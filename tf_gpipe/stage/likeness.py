@@ -112,8 +112,6 @@ class _Walk:
         if isinstance(x, type) or inspect.ismodule(x) or is_function:
             self.of_keras &= _is_of_library(x)
             return Itself(x)
-        if isinstance(x, np.ndarray):
-            return Itself(x)
         if id(x) in self._seen:
             return "seen", self._seen[id(x)][0]
         self._seen[id(x)] = len(self._seen), x
@@ -130,9 +128,11 @@ class _Walk:
         if isinstance(x, keras.random.SeedGenerator):
             return type(x), self.form(x.state)
         self.of_keras &= _is_of_library(type(x))
-        if isinstance(x, keras.initializers.Constant):
-            # Its config has a list of all the numbers of an array.
-            return type(x), self._items(vars(x))
+        if isinstance(x, keras.initializers.Constant) and isinstance(
+            x.value, np.ndarray
+        ):
+            # By identity: its config, a list, may take gigabytes.
+            return type(x), Itself(x.value)
         if isinstance(x, keras.Initializer):
             return type(x), self.form(x.get_config())
         if isinstance(x, _OBJECTS) and _is_plain(type(x)):

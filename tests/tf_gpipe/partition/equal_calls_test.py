@@ -114,6 +114,7 @@ class EqualCallsTest(tf.test.TestCase, parameterized.TestCase):
         for make in (
             lambda i: L.Dense(16, "relu", name=f"dense_{i}"),
             lambda i: L.Dense(16, kernel_initializer=constant(table)),
+            lambda i: L.Dense(16, kernel_initializer=constant(float("0.5"))),
             lambda i: Untold(16),
             lambda i: L.LayerNormalization(epsilon=1e-5),
         ):
