@@ -49,7 +49,12 @@ class BaselinesTest(parameterized.TestCase, tf.test.TestCase):
             for remat in ("never", "always")
         }
         self.assertAllClose(bounds["never"], bound)
-        self.assertLess(bounds["always"], bound)
+        if num_micro_batches == 1:
+            # Stages recompute while they would wait for the last one, which
+            # recomputes nothing.
+            self.assertAllClose(bounds["always"], bound)
+        else:
+            self.assertLess(bounds["always"], bound)
 
     @parameterized.parameters(
         ("baselines --num_stages=1", "--num_stages must be at least 2"),
