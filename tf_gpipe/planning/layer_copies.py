@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from tf_gpipe import upstream
 
@@ -51,7 +52,9 @@ def copied(
             keras.saving.custom_object_scope(_custom_objects(layer)),
             upstream.unsafe_deserialization(),
         ):
-            copy = type(layer).from_config(changed(layer.get_config()))
+            copy = type(layer).from_config(
+                changed(_without_arrays(layer).get_config())
+            )
     except Exception as error:  # whatever a layer's own methods raise
         raise NoCopyError(
             f"Layer '{layer.name}' (of type {type(layer).__name__}) cannot be "
@@ -69,6 +72,19 @@ def copied(
             if upstream.made_from_code(x):
                 vars(new)[name] = vars(old).get(name, x)
     return copy
+
+
+def _without_arrays(layer: keras.Layer) -> keras.Layer:
+    """Returns a twin of a layer whose initial values are no arrays.
+
+    The copy needs no such values, such as the vectors of words, of which a
+    config has a list.
+    """
+    twin = upstream.renamed(layer, layer.name)
+    for name, x in vars(layer).items():
+        if isinstance(x, keras.initializers.Constant) and np.ndim(x.value):
+            vars(twin)[name] = keras.initializers.Zeros()
+    return twin
 
 
 def _custom_objects(layer: keras.Layer) -> dict[str, Any]:

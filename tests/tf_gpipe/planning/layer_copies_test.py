@@ -139,6 +139,23 @@ class LayerCopiesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(operation._inbound_nodes, before)
         self.assertIs(type(copy), type(operation))
 
+    def test_initial_values_are_not_listed(self):
+        """A config with the vectors of all words would take gigabytes."""
+
+        class Vectors(np.ndarray):
+            def tolist(self):
+                raise AssertionError("listed")
+
+        values = np.ones((9, 2), "float32").view(Vectors)
+        layer = L.Embedding(
+            9, 2, embeddings_initializer=keras.initializers.Constant(values)
+        )
+        layer.trainable = False
+        copy = layer_copies.copied(layer)
+        self.assertEqual(copy(tf.constant([[1, 8]])).shape, (1, 2, 2))
+        self.assertFalse(copy.trainable)
+        self.assertAllEqual(layer(tf.constant([[1, 8]])), tf.ones((1, 2, 2)))
+
     def test_no_copy(self):
         with self.assertRaisesRegex(
             layer_copies.NoCopyError,
