@@ -2,13 +2,13 @@
 
 Keras runs these steps in a TensorFlow loop, which begins a step when the whole
 previous one is done. In one graph a stage begins the next step as soon as its
-own weights are updated:
+own weights are updated (U):
 
-    device 0   F0 F1 .. .. B0 B1 U F0 F1 .. .. B0 B1 U
-    device 1      F0 B0 F1 B1 U  .. F0 B0 F1 B1 U
+    device 0   F0 F1 .. B0 .. B1 U F0 F1 .. B0 .. B1 U
+    device 1      F0 B0 F1 B1 U ..    F0 B0 F1 B1 U
 
-so that the bubble at the end of a step overlaps with the one at the beginning
-of the next step. Steps do not overlap if an update needs the gradients of all
+Updates overlap, and so do the ends and starts of steps where the first stage is
+not the last one to finish, as with `"zb_v"`. Steps do not overlap if an update needs the gradients of all
 stages: clipping by the global norm, or a dynamic loss scale, which depends on
 whether they are all finite.
 """
