@@ -8,9 +8,9 @@ own weights are updated (U):
     device 1      F0 B0 F1 B1 U ..    F0 B0 F1 B1 U
 
 Updates overlap, and so do the ends and starts of steps where the first stage is
-not the last one to finish, as with `"zb_v"`. Steps do not overlap if an update needs the gradients of all
-stages: clipping by the global norm, or a dynamic loss scale, which depends on
-whether they are all finite.
+not the last one to finish, as with `"zb_v"`. Steps do not overlap if an update
+needs the gradients of all stages: clipping by the global norm, or a dynamic
+loss scale, which depends on whether they are all finite.
 """
 
 from collections.abc import Callable
