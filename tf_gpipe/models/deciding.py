@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -57,16 +58,12 @@ def depends_on(graph: Graph, config: PipelineConfig, optimizer: Any) -> Any:
     """
     if config.remat != AUTO_REMAT:
         return None
-    trained = is_trained(graph)
+    weights = itertools.chain(*balanced.weights_of_calls(graph))
+    trained = [v.trainable for v in weights]
     in_bytes = not MemoryLimit.of(config.memory_limit).is_share
     return trained, _parameters(
         graph, optimizer
     ).new if optimizer and in_bytes else None
-
-
-def is_trained(graph: Graph) -> list[bool]:
-    """Returns, for each weight of a graph, whether it is trained."""
-    return [v.trainable for x in balanced.weights_of_calls(graph) for v in x]
 
 
 def decide(

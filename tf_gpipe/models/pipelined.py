@@ -15,7 +15,6 @@ from tf_gpipe.models import refused
 from tf_gpipe.models.arguments import Arguments
 from tf_gpipe.models.deciding import decide
 from tf_gpipe.models.deciding import depends_on
-from tf_gpipe.models.deciding import is_trained
 from tf_gpipe.models.placing import form_stages
 from tf_gpipe.models.placing import put_on_devices
 from tf_gpipe.models.saving import Saving
@@ -54,7 +53,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     # A hash of the variables that the step functions have been traced with.
     _traced_with: int | None
     # The class of the optimizer when the stages were formed.
-    # The optimizer, the weights that it trains, and what `depends_on` returns.
+    # What `_trains` and `depends_on` returned when the cut was decided.
     _decided_for: tuple
     # Whether the class is derived from a user's class and a pipeline's.
     _keeps_class = False
@@ -229,8 +228,6 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         worker_lost.note_devices(self, devices)
         optimizer = getattr(self, "optimizer", None)
         found = decide(self.name, graph, config, schedule, devices, optimizer)
-        basis = depends_on(graph, config, optimizer)
-        self._note_decision(graph, optimizer, basis)
         stages = form_stages(graph, found.counts, found.devices)
         with self._strategy_scope():
             put_on_devices(stages)
@@ -247,11 +244,19 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             [(x, x.layers) for x in graph.models],
             chosen=found.recomputed,
         )
+        self._note_decision(depends_on(graph, config, optimizer))
 
-    def _note_decision(self, graph: Graph, optimizer: Any, basis: Any) -> None:
+    def _note_decision(self, basis: Any) -> None:
         attributes: Any = vars(self)
         # Past `__setattr__`, with which Keras would track the optimizer.
-        attributes["_decided_for"] = optimizer, is_trained(graph), basis
+        attributes["_decided_for"] = (*self._trains(), basis)
+
+    def _trains(self) -> tuple:
+        """Returns the optimizer, and whether each variable is trained."""
+        stages = self._pipeline.stages if self._pipeline is not None else ()
+        return getattr(self, "optimizer", None), [
+            v.trainable for stage in stages for v in stage.variables
+        ]
 
     def _decide_again(self) -> None:
         """Cuts the model anew if it trains other weights, or with more slots.
@@ -261,13 +266,12 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         config = self._config
         if self._pipeline is None or config.remat != AUTO_REMAT:
             return
-        graph = self._pipeline.graph
         optimizer, trained, basis = self._decided_for
-        if optimizer is self.optimizer and trained == is_trained(graph):
+        if (optimizer, trained) == self._trains():
             return
-        found = depends_on(graph, config, self.optimizer)
+        found = depends_on(self._pipeline.graph, config, self.optimizer)
         if found == basis:
-            self._note_decision(graph, self.optimizer, basis)
+            self._note_decision(basis)
         else:
             self.rebalance(config.balance)
 
