@@ -311,9 +311,8 @@ def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
 def _key(node: Node, specs: Specs) -> Hashable:
     """Returns a key that is the same for calls with the same costs.
 
-    They are calls of layers that are alike, with equal arguments: tensors of
-    equal dtypes and shapes. A layer that cannot be compared with others is like
-    itself alone.
+    They are calls of layers with equal attributes, on equal arguments: tensors
+    of equal dtypes and shapes.
     """
     numbers = {value: i for i, value in enumerate(node.inputs)}
 
@@ -323,19 +322,14 @@ def _key(node: Node, specs: Specs) -> Hashable:
             _described(x.content(specs)),
         ]
 
-    arguments = node.filled(described)
-    # Without variables the layer tells by itself which of them it will train.
     layer = node.layer
+    # Until it is built, a layer alone knows what it will train.
     trained = (
         [x.trainable for x in upstream.layers_within(layer)]
         if isinstance(layer, keras.Layer)
         else []
     )
-    found = likeness.of((layer, trained, arguments))
-    if found is not None:
-        return found.form
-    found = likeness.of((trained, arguments))
-    return id(layer), id(node) if found is None else found.form
+    return likeness.in_costs((layer, trained, node.filled(described)))
 
 
 def _described(spec: Any) -> Any:

@@ -74,6 +74,18 @@ def of(layers: Any) -> Likeness | None:
         return None
 
 
+def in_costs(layers: Any) -> Hashable:
+    """Returns a key that is equal for layers whose calls cost the same.
+
+    They are of the same classes, whatever these do, and have equal attributes.
+    Objects of unknown types are equal to themselves alone.
+
+    Args:
+        layers: As of `of`.
+    """
+    return _CostWalk().form(layers)
+
+
 class Itself:
     """A hashable wrapper that compares an object by identity.
 
@@ -135,12 +147,29 @@ class _Walk:
             return type(x), Itself(x.value)
         if isinstance(x, keras.Initializer):
             return type(x), self.form(x.get_config())
-        if isinstance(x, _OBJECTS) and _is_plain(type(x)):
+        if isinstance(x, _OBJECTS) and self._compares(type(x)):
             return type(x), self._items(upstream.attributes_used_by_call(x))
+        return self._unknown(x)
+
+    def _compares(self, kind: type) -> bool:
+        """Returns whether objects of a class are compared by attributes."""
+        return _is_plain(kind)
+
+    def _unknown(self, x: Any) -> Hashable:
         raise _UnknownKindError
 
     def _items(self, x: Mapping) -> Hashable:
         return tuple((self.form(k), self.form(v)) for k, v in x.items())
+
+
+class _CostWalk(_Walk):
+    """A walk for what calls cost, not for what they compute."""
+
+    def _compares(self, kind: type) -> bool:
+        return True
+
+    def _unknown(self, x: Any) -> Hashable:
+        return Itself(x)
 
 
 def _is_of_library(x: Any) -> bool:
