@@ -65,6 +65,9 @@ def after_all_forwards(
         As `of_call`.
     """
     run.forward(tape=True)
+    # The loss may read what layers have assigned, and penalties of weights do:
+    # Keras computes both after all layers.
+    run.commit_state()
     outputs, added = run.outputs(), run.losses()
     parts = outputs.parts()
     with tf.device(run.pipeline.stages[-1].device):
@@ -87,7 +90,6 @@ def after_all_forwards(
         for x, gradient in zip(added, added_gradients, strict=True)
     ]
     run.backward(output_gradients, added_gradients)
-    run.commit_state()
     return loss, _gradients(model, run, variable_gradients), y_pred
 
 
@@ -146,6 +148,8 @@ def by_micro_batch(
     # is on another host, not once a micro-batch.
     with tf.device(run.pipeline.stages[-1].device):
         total, *of_each = [tf.add_n(list(x)) for x in zip(*parts, strict=True)]
+    # As in `after_all_forwards`.
+    run.commit_state()
     with tf.GradientTape() as tape:
         penalties = model._get_regularization_losses()
         scaled = [tf.cast(added_scale, x.dtype) * x for x in penalties]
@@ -156,7 +160,6 @@ def by_micro_batch(
     if model._compile_loss is not None:
         losses.insert(0, total)
     loss = tf.add_n([tf.cast(x, losses[0].dtype) for x in losses])
-    run.commit_state()
     y_pred = run.outputs().unpack()
     # Keras has a metric for each of several losses, and updates them only if
     # there are several outputs, too.

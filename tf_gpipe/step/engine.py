@@ -81,7 +81,9 @@ class MiniBatch:
         inputs = replicas.fed(inputs)
         self.split = Split(inputs, pipeline.schedule.num_micro_batches)
         self._exchange = Exchange(pipeline, self.split, inputs)
-        self._versions = StateVersions(self.split, pipeline.device_of)
+        self._versions = StateVersions(
+            self.split, pipeline.device_of, watched=not training
+        )
         # `PhasedCall` or `TapedCall`.
         self._calls: dict[tuple[int, int], Any] = {}
         self._dependence = RowDependence(pipeline.graph, inputs, training)
@@ -91,6 +93,8 @@ class MiniBatch:
         self._sums: list[GradientSum] = []
         self._loss_sum = GradientSum(self.split.num_micro_batches > 1)
         self._loss_weights: list[keras.Variable] = []
+        # Ids of the variables that losses of micro-batches read.
+        self._read_by_loss: set[int] = set()
         self._stages = RunningStages(pipeline, training, gradients, stages)
         if previous is not None:
             self._stages = previous._stages.serving(self._stages)
@@ -225,7 +229,20 @@ class MiniBatch:
         return self._added.totals()
 
     def commit_state(self) -> None:
-        """Assigns the state that layers have updated."""
+        """Assigns the state that layers have updated.
+
+        Raises:
+            ValueError: If the loss has read it before.
+        """
+        for variable in self._versions.updated():
+            if id(variable) in self._read_by_loss:
+                raise ValueError(
+                    f"The loss reads variable '{variable.path}', which layers "
+                    "assign. Keras computes a loss after all layers, but "
+                    f"schedule '{self.pipeline.schedule.name}' computes that "
+                    "of a micro-batch before others' layers. Use "
+                    "schedule='gpipe'."
+                )
         self._versions.commit(
             layer for stage in self.pipeline.stages for layer in stage.layers
         )
@@ -324,6 +341,7 @@ class MiniBatch:
     def _weights_of(self, loss: MicroBatchLoss) -> list[tf.Tensor]:
         """Returns a loss's weights as tensors for the last stage's device."""
         self._loss_weights = loss.weights
+        self._read_by_loss |= loss.read
         device = self.pipeline.stages[-1].device
         return [self._versions.start(v, 0, device) for v in loss.weights]
 

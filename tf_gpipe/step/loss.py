@@ -45,6 +45,7 @@ class MicroBatchLoss:
         trainable: Variables whose gradients are asked for.
 
     Attributes:
+        read: Set of the ids of variables that the losses read.
         weights: List of the variables in `trainable` that the losses use.
 
     Raises:
@@ -67,7 +68,7 @@ class MicroBatchLoss:
         # and N of the mini-batch.
         self._needed: dict[int, bool] = {}
         self._counts: dict[int, tf.Tensor | None] = {}
-        used: set[int] = set()
+        self.read: set[int] = set()
         reduced: list[bool] = []
 
         def probe(i, loss, y_true, y_pred, weight):
@@ -75,7 +76,7 @@ class MicroBatchLoss:
             needed = _needs_values(
                 loss, y_true, y_pred, weight, num_rows, scope
             )
-            used.update(scope.read)
+            self.read.update(scope.read)
             self._needed[i] = needed
             reduced.append(not _is_unreduced(loss))
             self._counts[i] = pruned(
@@ -91,7 +92,7 @@ class MicroBatchLoss:
                 "value a sample to be added to the other losses. Give each a "
                 "`reduction`, or use schedule='gpipe'."
             )
-        self.weights = [v for v in trainable if id(v) in used]
+        self.weights = [v for v in trainable if id(v) in self.read]
 
     def __call__(
         self,

@@ -46,12 +46,23 @@ def check(layer: keras.Layer) -> None:
 
 
 class StateVersions:
-    """The state variables' values of each micro-batch, and their merging."""
+    """The state variables' values of each micro-batch, and their merging.
+
+    Args:
+        split: The `Split` of the mini-batch.
+        device_of: Function that returns the device of a variable.
+        watched: Whether tapes around the call may differentiate by weights that
+            several stages use. In training the pipeline does it itself.
+    """
 
     def __init__(
-        self, split: Split, device_of: Callable[[keras.Variable], str]
+        self,
+        split: Split,
+        device_of: Callable[[keras.Variable], str],
+        watched: bool,
     ):
         self._device_of = device_of
+        self._watched = watched
         self._split = split
         # Seeds depend on the micro-batch's number over all replicas, so that
         # all dropout masks differ.
@@ -84,8 +95,9 @@ class StateVersions:
         key = id(variable)
         if key not in self._found:
             with tf.device(self._device_of(variable)):
-                self._found[key] = tf.stop_gradient(
-                    tf.convert_to_tensor(variable.value)
+                found = tf.convert_to_tensor(variable.value)
+                self._found[key] = (
+                    found if self._watched else tf.stop_gradient(found)
                 )
         found = self._found[key]
         if not _is_seed(variable):
@@ -107,6 +119,10 @@ class StateVersions:
         for variable, value in zip(variables, values, strict=True):
             self._updated[id(variable)] = variable
             self._versions[m][id(variable)] = value
+
+    def updated(self) -> list[keras.Variable]:
+        """Returns the variables that layers have updated, without seeds."""
+        return [v for v in self._updated.values() if not _is_seed(v)]
 
     def commit(self, layers: Iterable[keras.Layer]) -> None:
         """Assigns the merged value to each updated variable.

@@ -434,6 +434,47 @@ class TapeTest(LayerModeTest):
             model, tf.constant(make_data(7, 4)), compiled, training=False
         )
 
+    @pairwise.product(
+        compiled=("step", "call", None),
+        training=(False, None, True),
+        schedule=SCHEDULES,
+        rows=(2, 7),
+    )
+    @pytest.mark.slow_after(3)
+    def test_layer_of_several_stages(self, compiled, training, schedule, rows):
+        """Each stage's part of a shared weight's gradient counts."""
+        shared = keras.layers.Dense(4, "tanh")
+        x = keras.Input((4,))
+        plain = keras.Model(x, shared(keras.layers.Dense(4)(shared(x))))
+        values = tf.constant(make_data(rows, 4))
+
+        def gradients(model):
+            def step(call):
+                with tf.GradientTape() as tape:
+                    loss = total(call(values))
+                return tape.gradient(loss, plain.trainable_variables)
+
+            def call(x):
+                return model(x, training=training)
+
+            if compiled == "step":
+                return tf.function(lambda: step(call))()
+            return step(tf.function(call) if compiled == "call" else call)
+
+        expected = gradients(plain)
+        received = gradients(
+            tf_gpipe.PipelinedModel.from_model(
+                plain,
+                num_stages=3,
+                num_micro_batches=2,
+                balance=[1, 1, 1],
+                schedule=schedule,
+                devices=["CPU:0", "CPU:1", "CPU:0"],
+            )
+        )
+        for a, b in zip(expected, received, strict=True):
+            self.assert_same_numbers(a, b)
+
     @parameterized.parameters("step", "call", None)
     def test_variable_as_input(self, compiled):
         model = pipelined(make_layers())

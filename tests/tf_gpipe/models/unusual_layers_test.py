@@ -42,6 +42,20 @@ def dense():
     ]
 
 
+class Counting(L.Layer):
+    """A layer that counts the mini-batches that it has seen."""
+
+    def build(self, input_shape):
+        self.calls = self.add_weight(
+            shape=(), initializer="zeros", trainable=False
+        )
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign(self.calls + 1)
+        return x
+
+
 def tied():
     inputs = keras.Input((5,), dtype="int32")
     embedding = L.Embedding(7, 4)
@@ -291,6 +305,73 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             schedule=schedule,
             num_micro_batches=num_micro_batches,
         )
+
+    @parameterized.parameters(
+        ("gpipe", 2, "always"),
+        ("1f1b", 1, "never"),
+        ("1f1b", 2, "always"),
+        ("zero_bubble", 2, "never"),
+    )
+    def test_penalties_of_assigned_weights(
+        self, schedule, num_micro_batches, remat
+    ):
+        """They are those of the weights after the forward passes."""
+        keep = {"kernel_regularizer": keras.regularizers.L2(0.1)}
+
+        def make():
+            return [
+                keras.Input((6,)),
+                L.SpectralNormalization(L.Dense(4, **keep)),
+                L.SpectralNormalization(L.Dense(3, **keep)),
+            ]
+
+        self.assert_trains_alike(
+            make,
+            numbers(8, 6),
+            numbers(8, 3),
+            schedule=schedule,
+            num_micro_batches=num_micro_batches,
+            remat=remat,
+        )
+
+    def counted(self, pipelined=True, **kwargs):
+        """Trains a model whose loss reads what a layer assigns."""
+        keras.utils.set_random_seed(0)
+        counter = Counting()
+        layers = [keras.Input((6,)), counter, L.Dense(3)]
+        model = keras.Sequential(layers)
+        if pipelined:
+            model = tf_gpipe.PipelinedSequential(
+                layers, **{**TWO, "balance": [1, 1], **kwargs}
+            )
+
+        def loss(y_true, y_pred):
+            return keras.ops.mean(
+                counter.calls * keras.ops.square(y_true - y_pred), -1
+            )
+
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        x, y = numbers(8, 6), numbers(8, 3)
+        logs = model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+        return logs.history["loss"], model.get_weights()
+
+    @parameterized.parameters(
+        {"schedule": "gpipe"},
+        {"schedule": "gpipe", "remat": "never"},
+        {"schedule": "1f1b", "num_micro_batches": 1},
+    )
+    def test_loss_reads_what_layers_assign(self, **kwargs):
+        """Keras computes a loss after all layers."""
+        losses, weights = self.counted(pipelined=False)
+        other_losses, others = self.counted(**kwargs)
+        self.assertAllClose(losses, other_losses)
+        for a, b in zip(weights, others, strict=True):
+            self.assertAllClose(a, b)
+
+    @parameterized.parameters("1f1b", "zero_bubble")
+    def test_loss_that_reads_it_too_early_is_refused(self, schedule):
+        with self.assertRaisesRegex(ValueError, "'.*counting.*', which layers"):
+            self.counted(schedule=schedule)
 
     @parameterized.parameters(
         ("gpipe", "always"), ("1f1b", "never"), ("zero_bubble", "always")
