@@ -103,6 +103,11 @@ def set_trainable_alone(layer: keras.Layer, trainable: bool) -> None:
     layer._trainable = trainable
 
 
+def carry_dtype_policy(layer: keras.Layer, to: keras.Layer) -> None:
+    """Gives a layer the dtype policy of another, but not layers within it."""
+    to._dtype_policy = layer._dtype_policy
+
+
 def count_as_called(layer: keras.Layer) -> None:
     """Marks a layer as called: Keras exports no other layer as ONNX."""
     layer._called = True
@@ -844,6 +849,17 @@ def unbuilt(
         return x
 
     return of_optimizer(optimizer)
+
+
+def rekey_exclusions(
+    optimizer: keras.optimizers.Optimizer, newest_id: Callable[[str], str]
+) -> None:
+    """Renews the ids of the weights that an optimizer does not decay."""
+    known: set[str] | None = getattr(
+        optimizer, "_exclude_from_weight_decay", None
+    )
+    if known:
+        optimizer._exclude_from_weight_decay = set(map(newest_id, known))
 
 
 def rekey_weights(optimizer: keras.optimizers.Optimizer) -> None:

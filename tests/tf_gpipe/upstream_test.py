@@ -433,6 +433,13 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         with strategy.scope():
             self.assertIs(upstream.strategy_of(self.make()), strategy)
 
+    def test_carry_dtype_policy(self):
+        """`compile` scales losses of a pipeline in float16."""
+        model = self.make()
+        half = keras.layers.Dense(1, dtype="mixed_float16")
+        upstream.carry_dtype_policy(half, model)
+        self.assertEqual(model.dtype_policy.name, "mixed_float16")
+
     def test_compiled_parts(self):
         """`verify` leaves losses and metrics as they were."""
         model = self.make()
@@ -720,6 +727,17 @@ class OptimizersTest(tf.test.TestCase):
 
         strategy.run(tf.function(step, autograph=False))
         self.assertEqual(set(called), {1})
+
+    def test_rekey_exclusions(self):
+        """Weights that move before the first step still do not decay."""
+        self.optimizer.exclude_from_weight_decay([self.weights[0]])
+        before = upstream.variable_id(self.weights[0])
+        upstream.set_tensorflow_variable(self.weights[0], tf.Variable([1.0]))
+        new = upstream.variable_id(self.weights[0])
+        upstream.rekey_exclusions(self.optimizer, {before: new}.get)
+        self.assertFalse(
+            self.optimizer._use_weight_decay(self.weights[0].value)
+        )
 
     def test_find_weights_again(self):
         """Training goes on after `rebalance`, with the same slots."""

@@ -14,6 +14,8 @@ from tf_gpipe import upstream
 from tf_gpipe.devices import replicas
 
 _eager = threading.RLock()
+# From the id of each TensorFlow variable that has been moved to the next one's.
+_moved: dict[str, str] = {}
 
 
 @contextlib.contextmanager
@@ -193,21 +195,45 @@ def place(
         if not upstream.has_value(variable):
             before = variable.trainable
             variable.trainable = before or trainable
-            upstream.give_value(variable)
+            # As where a layer makes it: optimizers look for patterns in the
+            # names of TensorFlow's variables.
+            with _scope_of(variable.path):
+                upstream.give_value(variable)
             variable.trainable = before
         elif replicas.devices_of(variable.value) != [
             _full(device).to_string() for device in devices
         ]:
             old = upstream.tensorflow_variable(variable)
-            moved = tf.Variable(
-                old,
-                trainable=old.trainable,
-                name=variable.name,
-                dtype=old.dtype,
-                aggregation=old.aggregation,
-                synchronization=old.synchronization,
-            )
+            name = old.name.partition(":")[0]
+            with _scope_of(name):
+                moved = tf.Variable(
+                    old,
+                    trainable=old.trainable,
+                    name=name.rpartition("/")[2],
+                    dtype=old.dtype,
+                    aggregation=old.aggregation,
+                    synchronization=old.synchronization,
+                )
+            before = upstream.variable_id(variable)
             upstream.set_tensorflow_variable(variable, moved)
+            _moved[before] = upstream.variable_id(variable)
+
+
+def newest_id(of: str) -> str:
+    """Returns the id of the TensorFlow variable to which one has moved.
+
+    Args:
+        of: The id of a variable, as `upstream.variable_id` returns it.
+    """
+    while of in _moved:
+        of = _moved[of]
+    return of
+
+
+def _scope_of(path: str) -> contextlib.AbstractContextManager:
+    """Returns the name scope of a path, whatever the scope is now."""
+    parent = path.rpartition("/")[0]
+    return tf.name_scope(parent + "/" if parent else "")
 
 
 def _full(name: str) -> tf.DeviceSpec:

@@ -52,7 +52,6 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     _stage_devices: list[list[str]]
     # A hash of the variables that the step functions have been traced with.
     _traced_with: int | None
-    # The class of the optimizer when the stages were formed.
     # What `_trains` and `depends_on` returned when the cut was decided.
     _decided_for: tuple
     # Whether the class is derived from a user's class and a pipeline's.
@@ -244,7 +243,14 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             [(x, x.layers) for x in graph.models],
             chosen=found.recomputed,
         )
+        self._traced_with = self._places()
         self._note_decision(depends_on(graph, config, optimizer))
+
+    def _places(self) -> int:
+        """Returns a number that changes if any variable moves."""
+        stages = self._pipeline.stages if self._pipeline is not None else ()
+        ids = (upstream.variable_id(v) for x in stages for v in x.variables)
+        return hash(tuple(ids))
 
     def _note_decision(self, basis: Any) -> None:
         attributes: Any = vars(self)
@@ -291,13 +297,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
                 balance = config.balance
             self.rebalance(balance)
             self._config = config
-        found = hash(
-            tuple(
-                upstream.variable_id(v)
-                for stage in self._pipeline.stages
-                for v in stage.variables
-            )
-        )
+        found = self._places()
         if self._traced_with not in (None, found):
             self._forget_traced()
         self._traced_with = found

@@ -264,6 +264,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
                 placement.eagerly_alone(),
                 self.distribute_strategy.scope(),
             ):
+                for each in slots.with_inner(self.optimizer):
+                    upstream.rekey_exclusions(each, placement.newest_id)
                 self.optimizer.build(self.trainable_variables)
                 slots.place(self.optimizer)
 

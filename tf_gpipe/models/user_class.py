@@ -122,6 +122,8 @@ def carry(model: keras.Model, made: keras.Model) -> None:
         model: The model to copy from.
         made: The pipeline or plain model to copy to.
     """
+    # By which `compile` knows whether to scale losses.
+    upstream.carry_dtype_policy(model, made)
     left = {*vars(made), *_NOT_CARRIED, *_of_pipelines(type(model))}
     sequential = isinstance(model, keras.Sequential)
     for name, value in list(vars(model).items()):
