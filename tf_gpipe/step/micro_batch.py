@@ -48,7 +48,7 @@ class Split:
             )
         rows: Any = static.pop() if static else None
         self.static_rows = rows
-        first = _same_rows(flat) if None in known else None
+        first: Any = _same_rows(flat) if None in known else None
         self.even = bool(rows) and rows % num_micro_batches == 0
         # Whether a micro-batch may have no rows of its own.
         self.padded = rows is None or rows < num_micro_batches
@@ -132,7 +132,7 @@ class Split:
             if rows == 1 < self.static_rows:
                 return x
             each = rows // max(self.static_rows, 1)
-            if not each or each * self.static_rows != rows:
+            if rows < self.static_rows or each * self.static_rows != rows:
                 raise ValueError(
                     f"{_OF_OUTPUTS} Received {rows} rows, for inputs of "
                     f"{self.static_rows} rows."
