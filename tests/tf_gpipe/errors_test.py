@@ -492,6 +492,59 @@ class DataTest(ErrorTest):
         with self.assert_raises(ValueError, "same batch size", "[3, 4]"):
             (tf.function(model) if compiled else model)(x)
 
+    @parameterized.product(
+        schedule=("1f1b", "gpipe"),
+        sizes=((None, None), (8, None), (None, 8)),
+        num_micro_batches=(4, 3, 1),
+    )
+    @pytest.mark.slow_after(2)
+    def test_batch_sizes_that_a_trace_does_not_know(self, sizes, **kwargs):
+        """Inputs of equal sizes pass, of unequal ones are refused."""
+        inputs = [keras.Input((3,)) for _ in range(2)]
+        x = [keras.layers.Dense(2)(x) for x in inputs]
+        y = keras.layers.Dense(1)(keras.layers.Concatenate()(x))
+        model = tf_gpipe.PipelinedModel(
+            inputs, y, num_stages=2, devices=["CPU:0", "CPU:1"], **kwargs
+        )
+        model.compile("sgd", "mse")
+
+        @tf.function(
+            input_signature=[tf.TensorSpec([n, 3]) for n in (*sizes, None)]
+        )
+        def step(a, b, y):
+            return model.loss_and_gradients((a, b), y[:, :1])[0]
+
+        step(*[tf.ones((8, 3))] * 3)
+        unequal = (8, 12, 8) if sizes[1] is None else (12, 8, 8)
+        with self.assertRaisesRegex(
+            tf.errors.InvalidArgumentError, "same batch size"
+        ):
+            step(*(tf.ones((n, 3)) for n in unequal))
+
+    @parameterized.product(
+        rows=(4, 6, 12), num_micro_batches=(8, 4, 3), known=(True, False)
+    )
+    @pytest.mark.slow_after(2)
+    def test_labels_of_no_multiple_of_the_rows(self, rows, known, **kwargs):
+        model = pipelined(schedule="1f1b", **kwargs)
+        model.compile("sgd", "mse")
+
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([n if known else None, 4]) for n in (8, rows)
+            ]
+        )
+        def step(x, y):
+            return model.loss_and_gradients(x, y)[0]
+
+        # Keras refuses them too, where it knows the rows of outputs.
+        ours = "Labels and sample weights must have as many rows"
+        with self.assertRaisesRegex(
+            ValueError if known else tf.errors.InvalidArgumentError,
+            f"{ours}|Dimensions must be equal" if known else ours,
+        ):
+            step(tf.ones((8, 4)), tf.ones((rows, 4)))
+
     @parameterized.parameters("1f1b", "gpipe")
     def test_labels_of_another_batch_size(self, schedule):
         model = pipelined(schedule=schedule)

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as L
@@ -162,6 +163,28 @@ class LimitsTest(tf.test.TestCase, parameterized.TestCase):
             found[schedule] = model.train_on_batch(X, Y)
         self.assertAllClose(found["gpipe"], found[None])
         self.assertNotAllClose(found["1f1b"], found[None])
+
+    @parameterized.product(
+        name=("hinge", "squared_hinge", "categorical_hinge"),
+        labels=((0, 1), (-1, 1), (-1, 0, 1)),
+    )
+    @pytest.mark.slow_after(3)
+    def test_hinge_looks_at_all_labels(self, name, labels):
+        y = np.resize(labels, (8, 1)).astype("float32")
+        y[4:] = 1.0
+        # The last micro-batch has labels 0 and 1, whatever the others have.
+        y[-1] = abs(labels[0]) if len(labels) == 2 else 0.0
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((4,)), L.Dense(4), L.Dense(1)],
+            num_micro_batches=4,
+            schedule="1f1b",
+            **TWO,
+        )
+        model.compile("sgd", name)
+        expected = np.mean(keras.losses.get(name)(y, model(X)))
+        same = len(labels) == 2 or name == "categorical_hinge"
+        check = self.assertAllClose if same else self.assertNotAllClose
+        check(model.train_on_batch(X, y), expected)
 
     def test_first_row_of_a_micro_batch(self):
         x, scale = keras.Input((4,)), keras.Input(())

@@ -22,10 +22,14 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.stage.reached import followed_values
+from tf_gpipe.stage.reached import reached
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.straight_through import straight_through
 from tf_gpipe.stage.traced_function import pruned
 from tf_gpipe.step.trials import ROWS
+
+# Operations with as many results as there are values of some kind.
+_CHOOSE = ("DynamicPartition", "Unique", "UniqueV2", "Where")
 
 
 class MicroBatchLoss:
@@ -242,9 +246,11 @@ def _needs_values(
         if mask is not None:
             makers = followed_values(mask)
             follows.extend(x.op in makers for x in keras.tree.flatten(y_pred))
+        chooses.append(_sized_by(found, keras.tree.flatten(y_pred)))
         return found, mask
 
     follows: list[bool] = []
+    chooses: list[bool] = []
     try:
         found, mask = (
             tf.function(call, autograph=False)
@@ -270,8 +276,52 @@ def _needs_values(
         raise _whole(loss, "leaves out values by a mask of the outputs")
     if rows is None and _is_unreduced(loss):
         raise _whole(loss, "has reduction=None and a number of values unknown")
+    if any(chooses) and loss.reduction != "sum":
+        raise _whole(loss, "chooses values by the values of the outputs")
     _check_weight(loss, shape, weight)
     return rows is None or mask is not None
+
+
+def _sized_by(found: tf.Tensor, given: list[tf.Tensor]) -> bool:
+    """Returns whether a tensor's unknown size follows the values of others.
+
+    Looked at are operations that make a size unknown, and of their inputs those
+    that may be sizes, indices or conditions, if there are any.
+    """
+    if found.shape.is_fully_defined():
+        return False
+    sources = {x.op for x in given}
+
+    def follows(x: tf.Tensor) -> bool:
+        return not sources.isdisjoint(followed_values(x))
+
+    for op in reached([found.op], lambda op: [x.op for x in op.inputs]):
+        if all(x.shape.is_fully_defined() for x in op.outputs):
+            continue
+        bodies = [upstream.function_of(op.graph, x) for x in _called(op)]
+        for body in bodies:
+            # From the end: the first input of a branch is not passed on.
+            passed = zip(
+                reversed(body.graph.inputs), reversed(op.inputs), strict=False
+            )
+            inner = [x for x, outer in passed if follows(outer)]
+            if any(_sized_by(x, inner) for x in body.graph.outputs):
+                return True
+        if bodies or not (
+            op.type in _CHOOSE
+            or all(x.shape.is_fully_defined() for x in op.inputs)
+        ):
+            continue
+        sizes = [x for x in op.inputs if not x.dtype.is_floating]
+        if any(follows(x) for x in sizes or op.inputs):
+            return True
+    return False
+
+
+def _called(op: tf.Operation) -> list[str]:
+    """Returns the names of the functions that an operation calls."""
+    found = [(x.func, *x.list.func) for x in op.node_def.attr.values()]
+    return [x.name for functions in found for x in functions if x.name]
 
 
 def _check_weight(

@@ -15,6 +15,12 @@ MEAN = "mean"  # averaged, weighted by rows
 SUM = "sum"
 FIRST = "first"  # the first: all are equal, except for random numbers
 
+_OF_OUTPUTS = (
+    "Labels and sample weights must have as many rows as the inputs, a "
+    "multiple of them or one row. With schedule='gpipe' they may have others, "
+    "if the loss takes them."
+)
+
 
 class Split:
     """The division of a mini-batch's rows into micro-batches.
@@ -33,7 +39,8 @@ class Split:
         self.num_micro_batches = num_micro_batches
         self._made: dict[tuple, Any] = {}
         flat = keras.tree.flatten(inputs)
-        static: set[Any] = {_static_rows(x) for x in flat} - {None}
+        known = [_static_rows(x) for x in flat]
+        static: set[Any] = set(known) - {None}
         if len(static) > 1:
             raise ValueError(
                 "All inputs of a pipeline must have the same batch size. "
@@ -41,6 +48,7 @@ class Split:
             )
         rows: Any = static.pop() if static else None
         self.static_rows = rows
+        first: Any = _same_rows(flat) if None in known else None
         self.even = bool(rows) and rows % num_micro_batches == 0
         # Whether a micro-batch may have no rows of its own.
         self.padded = rows is None or rows < num_micro_batches
@@ -53,7 +61,7 @@ class Split:
                     "unknown size. Make them with "
                     "`dataset.batch(batch_size, drop_remainder=True)`."
                 )
-            self.rows = tf.shape(flat[0])[0]
+            self.rows = first
         elif self.even or tf.executing_eagerly():
             self.rows = tf.constant(rows)
         else:
@@ -105,7 +113,7 @@ class Split:
 
         They have several rows for each row of the inputs, if layers make
         several rows of one. A tensor that Keras would broadcast, of one row or
-        without axes, is returned whole.
+        without axes, is returned whole. Other numbers of rows are refused.
         """
         if self.num_micro_batches == 1:
             return values
@@ -124,6 +132,11 @@ class Split:
             if rows == 1 < self.static_rows:
                 return x
             each = rows // max(self.static_rows, 1)
+            if rows < self.static_rows or each * self.static_rows != rows:
+                raise ValueError(
+                    f"{_OF_OUTPUTS} Received {rows} rows, for inputs of "
+                    f"{self.static_rows} rows."
+                )
             start, end = self._bounds(m)
             return x[start * each : end * each]
 
@@ -131,6 +144,11 @@ class Split:
 
     def _bounds_of_outputs(self, rows: tf.Tensor) -> tuple[list, list]:
         each = rows // tf.maximum(self.rows, 1)
+        fits = (rows == 1) | ((rows >= self.rows) & (each * self.rows == rows))
+        received = [_OF_OUTPUTS, "Received rows, and rows of inputs:"]
+        check = tf.debugging.Assert(fits, [*received, rows, self.rows])
+        with tf.control_dependencies([check]):
+            each = tf.identity(each)
         starts, ends = self._all_bounds()
         # A tensor of one row is taken whole, as Keras would broadcast it.
         ends = tf.where(rows == 1, 1, ends * each)
@@ -292,6 +310,23 @@ def static_rows(inputs: Any) -> int | None:
     """Returns the number of rows of a mini-batch, or `None` if not static."""
     known = (_static_rows(x) for x in keras.tree.flatten(inputs))
     return next((x for x in known if x is not None), None)
+
+
+def _same_rows(inputs: list[tf.Tensor]) -> tf.Tensor:
+    """Returns the rows of inputs, checked to be equal when the step runs."""
+    rows = [tf.shape(x)[0] for x in inputs]
+    if len(rows) == 1:
+        return rows[0]
+    check = tf.debugging.Assert(
+        tf.reduce_all(tf.stack(rows[1:]) == rows[0]),
+        [
+            "All inputs of a pipeline must have the same batch size. "
+            "Received batch sizes:",
+            *rows,
+        ],
+    )
+    with tf.control_dependencies([check]):
+        return tf.identity(rows[0])
 
 
 def _static_rows(x: Any) -> int | None:

@@ -154,6 +154,55 @@ CASES = {
 }
 
 
+def hard_values(y, p):
+    v = ops.mean((y - p) ** 2, -1)
+    return tf.boolean_mask(v, v > 0.3)
+
+
+def labelled_values(y, p):
+    y, p = (tf.boolean_mask(x, y[:, 0] > 0.0) for x in (y, p))
+    return keras.losses.huber(y, p)
+
+
+def hard_labelled_values(y, p):
+    return hard_values(*(tf.boolean_mask(x, y[:, 0] > 0.0) for x in (y, p)))
+
+
+def hardest_values(y, p):
+    """The hardest values, as many as are hard."""
+    v = ops.mean((y - p) ** 2, -1)
+    number = tf.math.count_nonzero(v > 0.3, dtype="int32")
+    return tf.sort(v, direction="DESCENDING")[:number]
+
+
+def partition_of_labels(y, p):
+    v = ops.mean((y - p) ** 2, -1)
+    return tf.dynamic_partition(v, ops.cast(y[:, 0] > 0.0, "int32"), 2)[1]
+
+
+def different_values(y, p):
+    return tf.unique(ops.mean((y - p) ** 2, -1))[0]
+
+
+def of_a_branch(y, p):
+    """The hard values, chosen within a branch."""
+    v = ops.mean((y - p) ** 2, -1)
+    return tf.cond(y[0, 0] > 9.0, lambda: v, lambda: hard_values(y, p))
+
+
+OF_OUTPUTS = (
+    *(hard_values, hardest_values, hard_labelled_values, of_a_branch),
+    tf.function(hard_values),
+)
+OF_LABELS = (
+    *(labelled_values, partition_of_labels, tf.function(labelled_values)),
+    tf.function(
+        labelled_values,
+        input_signature=[tf.TensorSpec([None, 1])] * 2,
+    ),
+)
+
+
 class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
     @staticmethod
     @functools.cache
@@ -281,6 +330,69 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
         taken = model("gpipe")
         taken.compile("sgd", loss)
         taken.fit(X, Y, verbose=0)
+
+    @staticmethod
+    def trained(loss, reduction="sum_over_batch_size", **kwargs):
+        """Returns the loss of a step, and the weights after it."""
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((6,)), L.Dense(4), L.Dense(1)])
+        eagerly = kwargs.pop("run_eagerly", False)
+        if kwargs:
+            model = tf_gpipe.PipelinedSequential(
+                model, num_stages=2, devices=["CPU:0", "CPU:1"], **kwargs
+            )
+
+        class Own(keras.losses.Loss):
+            def call(self, y, p):
+                return loss(y, p)
+
+        own = Own(name="own", reduction=reduction)
+        model.compile("sgd", own, run_eagerly=eagerly)
+        return [model.train_on_batch(X, Y), *model.get_weights()]
+
+    @parameterized.product(
+        loss=(*OF_OUTPUTS, different_values),
+        schedule=("1f1b", "zero_bubble"),
+        num_micro_batches=(2, 5),
+    )
+    @pytest.mark.slow_after(3)
+    def test_values_chosen_by_outputs_are_refused(self, loss, **kwargs):
+        with self.assertRaisesRegex(ValueError, "'own' chooses.*'gpipe'"):
+            self.trained(loss, **kwargs)
+
+    @parameterized.product(
+        loss=OF_OUTPUTS,
+        kwargs=(
+            {"schedule": "gpipe"},
+            {"schedule": "1f1b", "reduction": "sum"},
+            {"schedule": "1f1b", "run_eagerly": True},
+            {"schedule": "gpipe", "num_micro_batches": 5},
+        ),
+    )
+    @pytest.mark.slow_after(2)
+    def test_values_chosen_by_outputs(self, loss, kwargs):
+        kwargs = {"num_micro_batches": 4, **kwargs}
+        own = {k: v for k, v in kwargs.items() if k == "reduction"}
+        self.assertAllClose(
+            self.trained(loss, **own),
+            self.trained(loss, **kwargs),
+            rtol=2e-5,
+            atol=1e-5,
+        )
+
+    @parameterized.product(
+        loss=OF_LABELS,
+        schedule=("1f1b", "zero_bubble", "gpipe"),
+        num_micro_batches=(4, 5),
+    )
+    @pytest.mark.slow_after(2)
+    def test_values_chosen_by_labels(self, loss, **kwargs):
+        self.assertAllClose(
+            self.trained(loss),
+            self.trained(loss, **kwargs),
+            rtol=2e-5,
+            atol=1e-5,
+        )
 
     @parameterized.parameters(*SCHEDULES)
     @pytest.mark.slow_after(1)
