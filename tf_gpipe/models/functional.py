@@ -274,6 +274,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
+        if cls._has_own_config(config):
+            return cls(**config)
         config = cls._revived(config)
         if "model" in config:
             model, scope = cls._plain(config.pop("model"), custom_objects)
