@@ -190,6 +190,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         if isinstance(layers, keras.Sequential):
             model = layers
             user_class.check(model, self)
+            refused.check_model(model)
             # Includes the input layer, which `layers.layers` leaves out.
             layers = keras.Model.layers.fget(layers)
         layers = checks.items(
