@@ -1,5 +1,6 @@
 """A run that died goes on to the same bits as one that did not."""
 
+import copy
 import json
 import os
 import pathlib
@@ -81,6 +82,14 @@ class Dying(keras.callbacks.Callback):
         self.steps -= 1
         if not self.steps:
             raise Died
+
+
+class Decaying(keras.callbacks.Callback):
+    """Halves the learning rate as an epoch begins."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        rate = self.model.optimizer.learning_rate
+        rate.assign(rate / 2)
 
 
 class Rows(keras.utils.PyDataset):
@@ -325,6 +334,57 @@ class ResumptionTest(TestCase):
         # A callback had ended the run.
         model, again = self.with_deaths(make, data, (), callbacks, epochs=9)
         self.assertEmpty(again.history)
+
+    @parameterized.parameters(
+        (
+            keras.callbacks.LearningRateScheduler(
+                lambda epoch, rate: rate * 0.5
+            ),
+        ),
+        (
+            keras.callbacks.LearningRateScheduler(
+                lambda epoch, rate: 0.1 / (epoch + 1)
+            ),
+        ),
+        (
+            keras.callbacks.ReduceLROnPlateau(
+                monitor="loss", patience=1, min_delta=10.0
+            ),
+        ),
+        (Decaying(),),
+        (keras.callbacks.SwapEMAWeights(swap_on_epoch=True), {"use_ema": True}),
+    )
+    @pytest.mark.slow_after(1)
+    def test_callbacks_as_an_epoch_begins(self, callback, optimizer=None):
+        def model():
+            return make(
+                optimizer=lambda: keras.optimizers.SGD(0.1, **optimizer or {})
+            )
+
+        def callbacks():
+            return [copy.copy(callback)]
+
+        # As an epoch has begun, then in the midst of it.
+        self.compare(model, DATA["arrays"], (6, 3), callbacks, every_steps=1)
+
+    @parameterized.parameters(True, False)
+    def test_more_epochs(self, first):
+        """An epoch that the first `fit` has not begun begins in the next."""
+        whole = make()
+        whole.fit(
+            **DATA["arrays"](), epochs=EPOCHS, verbose=0, callbacks=[Decaying()]
+        )
+        for epochs in (2, EPOCHS):
+            parts = make()
+            checkpoint = Checkpoint(self.workdir)
+            callbacks = [Decaying(), checkpoint]
+            parts.fit(
+                **DATA["arrays"](),
+                epochs=epochs,
+                verbose=0,
+                callbacks=callbacks if first else callbacks[::-1],
+            )
+        self.assert_same(whole, parts)
 
     @pytest.mark.slow
     def test_stopped_within_an_epoch(self):

@@ -619,6 +619,27 @@ class DataTest(ErrorTest):
                 tf_gpipe.PipelinedModel(inputs, inner(inputs), num_stages=1)
 
 
+class ActivityRegularizerTest(ErrorTest):
+    @parameterized.parameters("gpipe", "1f1b")
+    def test_of_a_pipeline(self, schedule):
+        layers = [keras.Input((4,)), keras.layers.Dense(4)]
+        model = pipelined(layers, num_stages=1, schedule=schedule)
+        model.compile("sgd", "mse")
+        model.activity_regularizer = keras.regularizers.L2(0.1)
+        with self.assert_raises(ValueError, model.name, "last layer"):
+            model.fit(np.ones((4, 4)), np.ones((4, 4)), verbose=0)
+
+    def test_of_a_model_made_into_one(self):
+        plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+        graph = keras.Model(plain.inputs, plain.outputs)
+        for model in (plain, graph):
+            model.activity_regularizer = keras.regularizers.L2(0.1)
+            with self.assert_raises(ValueError, model.name, "last layer"):
+                tf_gpipe.PipelinedModel.from_model(model, num_stages=1)
+        with self.assert_raises(ValueError, plain.name, "last layer"):
+            tf_gpipe.PipelinedSequential(plain, num_stages=1)
+
+
 class LossTest(ErrorTest):
     @parameterized.product(
         schedule=("1f1b", "zero_bubble", "gpipe"), eagerly=(False, True)

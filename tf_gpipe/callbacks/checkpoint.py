@@ -220,12 +220,17 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._steps = epoch, 0
-        if self._resumed is not None:
+        saved = self._resumed
+        if saved is not None:
             # Not in `on_train_begin`, where later callbacks reset themselves.
-            self._go_on(self._resumed)
+            self._go_on(saved)
+            if saved.content.get("begun"):
+                # What the callbacks before this one do as an epoch begins, such
+                # as setting the learning rate, was done when it was written.
+                _restore(self.model, saved, state.MODEL)
         self._random = data.random_states()
         if self._epoch_ended:
-            self._save(Position(epoch))
+            self._save(Position(epoch), begun=True)
         self._epoch_ended = False
         upstream.start_at_epoch(self.model, None)
 
@@ -303,6 +308,7 @@ class Checkpoint(keras.callbacks.Callback):
         self,
         position: Position,
         parts: list | None = None,
+        begun: bool = False,
         ended: bool = False,
     ) -> None:
         self._total_saved = self._total
@@ -317,6 +323,7 @@ class Checkpoint(keras.callbacks.Callback):
         parts.append(monitors.arrays(self._monitors))
         content = {
             "position": list(position),
+            "begun": begun,
             "ended": bool(ended),
             "total": self._total,
             "steps_per_epoch": self.params["steps"],

@@ -79,14 +79,28 @@ def _reading_once(
         (x, tf.convert_to_tensor(x.value))
         for x in upstream.scalars_of(optimizer)
     ]
-    with keras.StatelessScope(scalars) as scope:
-        given = dict(scope.state_mapping)
+    with _Recording(scalars) as scope:
         method(*args)
     # The scope has recorded the method's assignments; now they are done.
-    for x in [*optimizer.variables, *upstream.weights_of(optimizer)]:
-        value = scope.get_current_value(x)
-        if value is not None and value is not given.get(id(x)):
-            x.assign(value)
+    for x in scope.updated.values():
+        x.assign(scope.get_current_value(x))
+
+
+class _Recording(keras.StatelessScope):
+    """A stateless scope that knows which variables were assigned to.
+
+    Attributes:
+        updated: Dict from ids to these variables: slots and weights, but also
+            the states of random numbers that an optimizer draws.
+    """
+
+    def __init__(self, state_mapping: list):
+        super().__init__(state_mapping)
+        self.updated: dict[int, keras.Variable] = {}
+
+    def add_update(self, update: Any) -> None:
+        self.updated[id(update[0])] = update[0]
+        super().add_update(update)
 
 
 class _Follower:

@@ -9,6 +9,7 @@ import keras
 from tf_gpipe import upstream
 from tf_gpipe.models import depth
 from tf_gpipe.models import planned
+from tf_gpipe.models import refused
 from tf_gpipe.models import user_class
 from tf_gpipe.models.keras_docstrings import with_keras_docstrings
 from tf_gpipe.models.pipelined import Pipelined
@@ -246,6 +247,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
                 "largest stack of layers into a `PipelinedSequential`, which "
                 "`call` can use as a layer."
             )
+        refused.check_model(model)
         kwargs.setdefault("name", model.name)
         if isinstance(model, keras.Sequential):
             own = user_class.kept(model, PipelinedSequential)
@@ -274,6 +276,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
+        if cls._has_own_config(config):
+            return cls(**config)
         config = cls._revived(config)
         if "model" in config:
             model, scope = cls._plain(config.pop("model"), custom_objects)

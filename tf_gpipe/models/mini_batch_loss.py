@@ -183,9 +183,14 @@ def penalty(variable: keras.Variable, device: str) -> tf.Tensor:
             tape.watch(value)
             loss = variable.regularizer(value)
 
-        def gradient(by_loss: tf.Tensor) -> tf.Tensor:
+        # TensorFlow gives it the trainable variables that the regulariser has
+        # read, if there are any.
+        def gradient(by_loss: tf.Tensor, variables: Any = None) -> Any:
             with tf.device(device):
-                return tape.gradient(loss, value, output_gradients=by_loss)
+                by_value, by_variables = tape.gradient(
+                    loss, (value, variables or []), output_gradients=by_loss
+                )
+            return by_value if variables is None else (by_value, by_variables)
 
         return loss, gradient
 

@@ -96,6 +96,18 @@ class Saving(_Mixin):
             }
         return children
 
+    @classmethod
+    def _has_own_config(cls, config: dict[str, Any]) -> bool:
+        """Returns whether a config is of a subclass's own constructor alone.
+
+        Its `get_config` then does not extend that of the pipeline.
+        """
+        return (
+            isinstance(config, dict)
+            and not {"schedule", "devices"} <= config.keys()
+            and not cls.__init__.__module__.startswith("tf_gpipe.")
+        )
+
     @staticmethod
     def _revived(config: dict[str, Any]) -> dict[str, Any]:
         """Returns a copy of a config with its `Schedule` and devices revived.

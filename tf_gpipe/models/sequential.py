@@ -190,6 +190,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         if isinstance(layers, keras.Sequential):
             model = layers
             user_class.check(model, self)
+            refused.check_model(model)
             # Includes the input layer, which `layers.layers` leaves out.
             layers = keras.Model.layers.fget(layers)
         layers = checks.items(
@@ -277,6 +278,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
+        if cls._has_own_config(config):
+            return cls(**config)
         config = cls._revived(config)
         if "model" in config:
             model, scope = cls._plain(config.pop("model"), custom_objects)

@@ -18,6 +18,7 @@ from tf_gpipe.devices.colocation import colocate
 from tf_gpipe.devices.colocation import following_inputs
 from tf_gpipe.devices.replicas import SeveralHosts
 from tf_gpipe.models import mini_batch_loss
+from tf_gpipe.models import refused
 from tf_gpipe.models import several_steps
 from tf_gpipe.models.callback_order import measuring_first
 from tf_gpipe.models.calls import PipelinedCalls
@@ -119,6 +120,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         forwards_first = pipeline.schedule.forwards_first
         if forwards_first and any(name in overridden for name in CALLS):
             return mini_batch_loss.of_call(self, x, y, sample_weight)
+        refused.check_model(self)
         if overridden and not forwards_first:
             raise ValueError(
                 f"{type(self).__name__} overrides `{overridden[0]}`, which "

@@ -1,6 +1,9 @@
 """Optimizer updates and metrics run on the device of their tensors."""
 
+import functools
+
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
@@ -96,6 +99,47 @@ def moved(function):
             ):
                 found.append(op.name)
     return found
+
+
+class Noisy(OPTIMIZERS.SGD):
+    """Adds noise to gradients, by seeds of its own or else Keras's."""
+
+    def __init__(self, seeds=None):
+        super().__init__(0.1)
+        self.seeds = seeds
+
+    def update_step(self, gradient, variable, learning_rate):
+        noise = keras.random.normal(gradient.shape, seed=self.seeds)
+        super().update_step(gradient + noise, variable, learning_rate)
+
+
+class RandomTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(
+        (lambda: Noisy(keras.random.SeedGenerator(3)),),
+        (lambda: Noisy(),),
+        (
+            lambda: OPTIMIZERS.LossScaleOptimizer(
+                Noisy(keras.random.SeedGenerator(3)), 4.0
+            ),
+        ),
+    )
+    def test_numbers_are_those_of_plain_keras(self, optimizer):
+        x = tf.ones((4, 4))
+        trained = []
+        for make in (
+            keras.Sequential,
+            functools.partial(tf_gpipe.PipelinedSequential, num_stages=2),
+        ):
+            model = make([keras.Input((4,)), LAYERS.Dense(4), LAYERS.Dense(4)])
+            model.set_weights([np.zeros(w.shape) for w in model.weights])
+            keras.utils.set_random_seed(2)
+            model.compile(optimizer(), "mse")
+            model.optimizer.build(model.trainable_variables)
+            for _ in range(3):
+                model.train_on_batch(x, x)
+            trained.append(model.get_weights())
+        for plain, pipelined in zip(*trained, strict=True):
+            self.assertAllClose(plain, pipelined)
 
 
 class ColocationTest(parameterized.TestCase, tf.test.TestCase):

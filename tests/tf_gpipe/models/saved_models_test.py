@@ -316,6 +316,67 @@ class ToKerasTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(make(each, **arguments)(x), model(x))
 
 
+def dense_stack(width, depth):
+    return [keras.Input((4,)), *(L.Dense(width) for _ in range(depth))]
+
+
+class OwnStack(tf_gpipe.PipelinedSequential):
+    def __init__(self, width):
+        super().__init__(dense_stack(width, 2), num_stages=2)
+        self.width = width
+
+    def get_config(self):
+        return {"width": self.width}
+
+
+class OwnGraph(tf_gpipe.PipelinedModel):
+    def __init__(self, layers, schedule):
+        inputs, *others = dense_stack(3, layers)
+        x = inputs
+        for layer in others:
+            x = layer(x)
+        super().__init__(inputs, x, num_stages=2, schedule=schedule)
+        self.depth = layers
+
+    def get_config(self):
+        return {"layers": self.depth, "schedule": self.schedule}
+
+
+class OwnBuilt(tf_gpipe.PipelinedSequential):
+    """Its layers are built by its first data."""
+
+    def __init__(self, width, name=None):
+        super().__init__(dense_stack(width, 2)[1:], num_stages=2, name=name)
+        self.width = width
+
+    def get_config(self):
+        return {"width": self.width, "name": self.name}
+
+
+class OwnConfigTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        (OwnStack, 3), (OwnGraph, 2, "gpipe"), (OwnBuilt, 3, "mine")
+    )
+    def test_loads_again(self, cls, *args):
+        model = cls(*args)
+        model.compile("sgd", "mse")
+        x = numbers(6, 4)
+        model.fit(x, x[:, :3], verbose=0)
+        path = os.path.join(self.get_temp_dir(), f"{cls.__name__}.keras")
+        model.save(path)
+        custom = {cls.__name__: cls}
+        with keras.saving.custom_object_scope(custom):
+            in_scope = keras.models.load_model(path)
+        given = keras.models.load_model(path, custom_objects=custom)
+        for loaded in (in_scope, given):
+            self.assertIs(type(loaded), cls)
+            self.assertEqual(loaded.get_config(), model.get_config())
+            for a, b in zip(loaded.weights, model.weights, strict=True):
+                self.assertAllEqual(a, b)
+            self.assertAllClose(loaded.predict(x), model.predict(x))
+            loaded.fit(x, x[:, :3], verbose=0)
+
+
 class Hdf5Test(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         functional=(True, False),

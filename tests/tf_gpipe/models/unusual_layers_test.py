@@ -197,6 +197,16 @@ class Valued(L.Layer):
         return {**super().get_config(), "early": self.early}
 
 
+class Annealed(keras.regularizers.Regularizer):
+    """A penalty whose strength is a variable, which can be trained."""
+
+    def __init__(self):
+        self.strength = keras.Variable(0.5)
+
+    def __call__(self, weight):
+        return self.strength * keras.ops.sum(weight**2)
+
+
 class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
     def assert_trains_alike(self, make, *data, loss="mse", rtol=1e-4, **kwargs):
         def compared(**arguments):
@@ -332,6 +342,32 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             schedule=schedule,
             num_micro_batches=num_micro_batches,
             remat=remat,
+        )
+
+    @parameterized.parameters(
+        ("gpipe", False),
+        ("gpipe", True),
+        ("1f1b", False),
+        ("1f1b", True),
+    )
+    def test_regularizer_with_a_variable(self, schedule, is_weight):
+        def make():
+            annealed = Annealed()
+            layers = [
+                keras.Input((6,)),
+                L.Dense(4, kernel_regularizer=annealed),
+                L.Dense(3, kernel_regularizer=annealed),
+            ]
+            if is_weight:
+                # A weight of the first layer, which trains it.
+                layers[1].strength = annealed.strength
+            return layers
+
+        self.assert_trains_alike(
+            make,
+            numbers(8, 6),
+            numbers(8, 3),
+            schedule=schedule,
         )
 
     def counted(self, pipelined=True, **kwargs):
