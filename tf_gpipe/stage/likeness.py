@@ -38,6 +38,8 @@ _OBJECTS = (
     keras.DTypePolicy,
 )
 
+# Attributes by which a method may tell a layer from others like it.
+_NAMES = frozenset(("name", "_name", "path", "_path"))
 # Packages whose layer classes use no state beside a layer's attributes.
 _LIBRARIES = ("builtins", "keras", "tensorflow")
 
@@ -204,7 +206,16 @@ def _knows_attributes_alone(member: Any) -> bool:
     except ValueError:
         # A variable of the closure has no value yet.
         return False
-    return "name" not in method.__code__.co_names and all(
+    return _NAMES.isdisjoint(_names_in(method.__code__)) and all(
         isinstance(x, (type, types.FunctionType, types.ModuleType, *_VALUES))
         for x in around
     )
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Returns the names of attributes and globals that code uses.
+
+    That of functions within it, such as comprehensions, too.
+    """
+    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    return {*code.co_names}.union(*map(_names_in, inner))

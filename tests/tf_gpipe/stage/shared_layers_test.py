@@ -387,6 +387,14 @@ class LikenessTest(parameterized.TestCase, tf.test.TestCase):
             def factor_by_name(self):
                 return len(self.name)
 
+        class ByPath(Block):
+            def call(self, x):
+                return super().call(x) * len(self.path)
+
+        class Within(Block):
+            def call(self, x):
+                return super().call(x) * sum(len(self.name) for _ in "ab")
+
         class Early(Block):
             def call(self, x):
                 return later(super().call(x))
@@ -394,6 +402,7 @@ class LikenessTest(parameterized.TestCase, tf.test.TestCase):
         holding = Block()
         holding.table = np.zeros(3)
         layers = [Around(), Named(), Compiled(), Asking(), Early(), holding]
+        layers += [ByPath(), Within()]
         # `later` does not exist yet when the layers are compared.
         found = [likeness.of(layer) for layer in layers]
         later = keras.ops.abs
