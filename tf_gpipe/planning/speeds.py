@@ -6,6 +6,8 @@ This module imports no TensorFlow.
 import dataclasses
 from collections.abc import Sequence
 
+# How many times as fast a device of another kind is, at least.
+_UNEQUAL = 2.0
 # FLOPs a second of an accelerator of unknown speed: of the times in its plans,
 # only ratios have a meaning.
 _NOMINAL_FLOPS = 1e13
@@ -101,6 +103,22 @@ class Machine:
     def alike(self) -> bool:
         """Whether all devices are equally fast and large."""
         return len({(x.memory, x.speed) for x in self.devices}) == 1
+
+    def with_equal_speeds(self) -> "Machine":
+        """Returns a machine whose devices all have the speed of the slowest.
+
+        Equal devices may measure unequal while others use them. Speeds that are
+        further apart than `_UNEQUAL` are kept.
+        """
+        ordered = sorted((x.speed for x in self.devices), key=lambda x: x.flops)
+        if ordered[-1].flops > _UNEQUAL * ordered[0].flops:
+            return self
+        return dataclasses.replace(
+            self,
+            devices=[
+                dataclasses.replace(x, speed=ordered[0]) for x in self.devices
+            ],
+        )
 
     def slowdown(self, count: int) -> float:
         """Returns the slowdown of each device when `count` work at once."""

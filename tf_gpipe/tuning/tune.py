@@ -171,6 +171,8 @@ def tune(
             for x, speed in zip(machine.devices, flops, strict=True)
         ],
     )
+    if schedule == schedules.AUTO and device_flops is None:
+        machine = machine.with_equal_speeds()
     if schedule == schedules.AUTO and not machine.alike:
         seen = [(x.memory, f"{x.speed.flops:.3g}") for x in machine.devices]
         raise ValueError(

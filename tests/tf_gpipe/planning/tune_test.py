@@ -148,6 +148,13 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
             tuned(devices=2, schedule="auto", **options)
         self.assertNotEqual(tuned(devices=2, **options).schedule, "auto")
 
+    def test_equal_devices_that_measure_unequal(self):
+        """Another program may use one while speeds are measured."""
+        found = machine([SLOW, 1.5 * SLOW]).with_equal_speeds()
+        self.assertTrue(found.alike)
+        self.assertEqual(found.devices[0].speed.flops, SLOW)
+        self.assertFalse(machine([SLOW, 3 * SLOW]).with_equal_speeds().alike)
+
     def test_a_searched_order_or_none(self):
         found = tuned(devices=2, schedule="auto", num_stages=4)
         self.assertEqual(found.schedule, "auto")
