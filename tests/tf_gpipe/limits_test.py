@@ -56,7 +56,73 @@ class Raw(L.Layer):
         return x * self.raw
 
 
+class Positions(L.Layer):
+    """Adds positions, which it looks up for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = L.Embedding(9, 4)
+
+    def build(self, shape):
+        self.table.build((None,))
+
+    def call(self, x):
+        places = tf.tile(tf.range(5)[None], [tf.shape(x)[0], 1])
+        return x + self.table(places)
+
+
+@tf.custom_gradient
+def local(x):
+    """Returns `x`, with a gradient of its own."""
+    return tf.identity(x), lambda upstream: 0.1 * x
+
+
 class LimitsTest(tf.test.TestCase, parameterized.TestCase):
+    def moved(self, model, layer):
+        """Returns whether a step changes the weights of a layer."""
+        model.compile("sgd", "mse")
+        before = layer.get_weights()
+        model.train_on_batch(X, Y)
+        pairs = zip(before, layer.get_weights(), strict=True)
+        return any(not np.array_equal(a, b) for a, b in pairs)
+
+    @parameterized.parameters(False, True)
+    def test_custom_gradient_that_no_gradient_reaches(self, pipelined):
+        layers = [keras.Input((4,)), L.Dense(4), L.Lambda(local), L.Dense(1)]
+        model = keras.Sequential(layers)
+        if pipelined:
+            model = tf_gpipe.PipelinedSequential(layers, **TWO)
+        self.assertEqual(self.moved(model, layers[1]), not pipelined)
+
+    @parameterized.parameters(False, True)
+    def test_weight_in_a_closure(self, pipelined):
+        head = L.Dense(6)
+        head.build((None, 4))
+        inputs = keras.Input((4,))
+        called = L.Lambda(lambda x: head(x))(inputs)
+        model = keras.Model(inputs, L.Dense(1)(called))
+        model.head = head
+        if pipelined:
+            model = tf_gpipe.PipelinedModel.from_model(model, **TWO)
+        self.assertEqual(self.moved(model, head), not pipelined)
+
+    def test_lookups_of_one_row(self):
+        x = np.random.default_rng(0).normal(size=(8, 5, 4)).astype("float32")
+        tables = {}
+        for number in (None, 4, 8):
+            keras.utils.set_random_seed(1)
+            layers = [keras.Input((5, 4)), Positions(), L.Dense(1)]
+            model = keras.Sequential(layers)
+            if number is not None:
+                model = tf_gpipe.PipelinedSequential(
+                    layers, num_micro_batches=number, **TWO
+                )
+            model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
+            model.train_on_batch(x, x[..., :1])
+            tables[number] = model.get_weights()[0]
+        self.assertAllClose(tables[None], tables[4])
+        self.assertNotAllClose(tables[None], tables[8])
+
     def test_eager_recomputation_draws_anew(self):
         noise = Noise()
         inputs = keras.Input((4,))
