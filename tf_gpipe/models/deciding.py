@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import itertools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -45,25 +44,24 @@ class Decision(NamedTuple):
     devices: list[list[str]]
 
 
-def depends_on(graph: Graph, config: PipelineConfig, optimizer: Any) -> Any:
-    """Returns what a decision depends on that may change once it is made.
+def bytes_of_weights(
+    graph: Graph, config: PipelineConfig, optimizer: Any
+) -> list[int] | None:
+    """Returns the bytes of calls' weights that a decision depends on.
 
-    With `remat="auto"` these are the weights that are trained and, if the
-    memory limit is in bytes, those of their slots; otherwise it is `None`.
+    With their gradients and slots, if `remat="auto"` has a memory limit in
+    bytes; otherwise, and without an optimizer, `None`.
 
     Args:
         graph: `Graph` of built layers.
         config: The `PipelineConfig`.
         optimizer: The model's optimizer, or `None`.
     """
-    if config.remat != AUTO_REMAT:
+    if config.remat != AUTO_REMAT or optimizer is None:
         return None
-    weights = itertools.chain(*balanced.weights_of_calls(graph))
-    trained = [v.trainable for v in weights]
-    in_bytes = not MemoryLimit.of(config.memory_limit).is_share
-    return trained, _parameters(
-        graph, optimizer
-    ).new if optimizer and in_bytes else None
+    if MemoryLimit.of(config.memory_limit).is_share:
+        return None
+    return _parameters(graph, optimizer).new
 
 
 def decide(

@@ -13,8 +13,8 @@ from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.models import refused
 from tf_gpipe.models.arguments import Arguments
+from tf_gpipe.models.deciding import bytes_of_weights
 from tf_gpipe.models.deciding import decide
-from tf_gpipe.models.deciding import depends_on
 from tf_gpipe.models.placing import form_stages
 from tf_gpipe.models.placing import put_on_devices
 from tf_gpipe.models.saving import Saving
@@ -52,7 +52,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     _stage_devices: list[list[str]]
     # A hash of the variables that the step functions have been traced with.
     _traced_with: int | None
-    # What `_trains` and `depends_on` returned when the cut was decided.
+    # What `_trains` and `bytes_of_weights` returned as the cut was decided.
     _decided_for: tuple
     # Whether the class is derived from a user's class and a pipeline's.
     _keeps_class = False
@@ -244,7 +244,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             chosen=found.recomputed,
         )
         self._traced_with = self._places()
-        self._note_decision(depends_on(graph, config, optimizer))
+        self._note_decision(bytes_of_weights(graph, config, optimizer))
 
     def _places(self) -> int:
         """Returns a number that changes if any variable moves."""
@@ -252,10 +252,10 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         ids = (upstream.variable_id(v) for x in stages for v in x.variables)
         return hash(tuple(ids))
 
-    def _note_decision(self, basis: Any) -> None:
+    def _note_decision(self, size: Any) -> None:
         attributes: Any = vars(self)
         # Past `__setattr__`, with which Keras would track the optimizer.
-        attributes["_decided_for"] = (*self._trains(), basis)
+        attributes["_decided_for"] = (*self._trains(), size)
 
     def _trains(self) -> tuple:
         """Returns the optimizer, and whether each variable is trained."""
@@ -272,14 +272,15 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         config = self._config
         if self._pipeline is None or config.remat != AUTO_REMAT:
             return
-        optimizer, trained, basis = self._decided_for
-        if (optimizer, trained) == self._trains():
-            return
-        found = depends_on(self._pipeline.graph, config, self.optimizer)
-        if found == basis:
-            self._note_decision(basis)
-        else:
-            self.rebalance(config.balance)
+        optimizer, trained, size = self._decided_for
+        now, trained_now = self._trains()
+        if trained == trained_now:
+            if now is optimizer:
+                return
+            if size == bytes_of_weights(self._pipeline.graph, config, now):
+                self._note_decision(size)
+                return
+        self.rebalance(config.balance)
 
     def _follow_changes(self) -> None:
         """Places weights that layers have got since, as by `enable_lora`.

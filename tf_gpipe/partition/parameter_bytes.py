@@ -69,16 +69,17 @@ class ParameterBytes:
             own = slice(first, first + count)
             first = own.stop
             size = sum(self.new[own])
-            if self._shared:
-                for key, x in dict(
-                    itertools.chain.from_iterable(
-                        used.items() for used in self._used[own]
-                    )
-                ).items():
-                    if key in self._shared:
-                        if places[key]:
-                            size += x.gradient
-                            size += x.weight * (device not in places[key])
-                        places[key].add(device)
+            # Each shared weight that the stage uses, once.
+            shared = {
+                key: x
+                for used in self._used[own]
+                for key, x in used.items()
+                if key in self._shared
+            }
+            for key, x in shared.items():
+                if places[key]:
+                    size += x.gradient
+                    size += x.weight * (device not in places[key])
+                places[key].add(device)
             found.append(size)
         return found
