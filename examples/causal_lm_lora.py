@@ -32,7 +32,7 @@ task = keras_hub.models.GPT2CausalLM(
 # Plain Keras trains the model on the alphabet, in place of loading a preset.
 task.compile(keras.optimizers.Adam(1e-2), sampler="greedy")
 alphabet = letters * 2
-task.fit([alphabet[i : i + 7] for i in range(8)] * 16, epochs=8, verbose=2)
+task.fit([alphabet[i : i + 7] for i in range(8)] * 128, verbose=2)
 print("before:", task.generate("cd", max_length=7, stop_token_ids=None))
 
 model = tf_gpipe.PipelinedModel.from_model(
@@ -44,7 +44,7 @@ after = sum(w.shape.num_elements() for w in model.trainable_weights)
 print(f"{after:,} of {before:,} parameters are trained")
 
 model.compile(keras.optimizers.Adam(2e-2), sampler="greedy")
-history = model.fit(["cdcdcdc"] * 64, batch_size=16, epochs=10, verbose=2)
+history = model.fit(["cdcdcdc"] * 320, batch_size=16, epochs=2, verbose=2)
 first, last = history.history["loss"][0], history.history["loss"][-1]
 print(f"loss: {first:.2f} at first, {last:.2f} in the end")
 print("after:", model.generate("cd", max_length=7, stop_token_ids=None))

@@ -59,6 +59,7 @@ def pytest_configure():
             )
         local_devices.split_gpu(gpus[0], NUM_DEVICES, GPU_MIB)
     _tell_strategies_apart()
+    _without_autotuning()
     # From here on no test can change the number of devices.
     tf.config.list_logical_devices()
     # Each garbage collection would visit all objects that the imports of
@@ -79,6 +80,21 @@ def _tell_strategies_apart():
     tf.distribute.MirroredStrategy._collective_key_base = property(
         lambda strategy: next(keys)
     )
+
+
+def _without_autotuning():
+    """Has no `tf.data` iterator tune its pipeline.
+
+    On a busy machine an iterator that is deleted may wait for the thread that
+    tunes it for as long as it has lived, up to a minute: TensorFlow wakes the
+    thread just before it marks the iterator as cancelled, and the thread goes
+    to sleep again. Iterators that were left by an exception are deleted when
+    Python collects garbage, many at once.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    # What an iterator is made of.
+    tf.data.Dataset._apply_debug_options = lambda x: x.with_options(options)
 
 
 def pytest_report_header():

@@ -9,7 +9,6 @@ import pathlib
 import pkgutil
 import re
 import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -19,6 +18,7 @@ from absl.testing import parameterized
 
 import model_zoo
 import tf_gpipe
+from tests import quick_python
 from tf_gpipe.verification.report import TOLERANCES
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -71,17 +71,13 @@ def blocks():
     return found
 
 
-def run_alone(code):
-    """Runs a block in a new process, with all of TensorFlow's logs."""
+def run_alone(code, **environment):
+    """Runs a block in a new process."""
     # AutoGraph reads source code from files.
     pathlib.Path("block.py").write_text(code)
     return subprocess.run(
-        [sys.executable, "block.py"],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "TF_CPP_MIN_LOG_LEVEL": "0",
-        },
+        [*quick_python.command(), "block.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
     )
@@ -102,14 +98,6 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
         doctest.DocTestRunner().run(EXAMPLES[name], out=printed.write)
         self.assertEmpty(printed.getvalue())
 
-    @parameterized.parameters(*BLOCKS)
-    def test_block(self, place):
-        if "import keras_hub" in BLOCKS[place]:
-            pytest.importorskip("keras_hub", exc_type=ImportError)
-        code = compile(BLOCKS[place], place, "exec")
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(code, {})
-
     def test_first_block_in_a_process_of_its_own(self):
         """README's example, which splits the CPU of a fresh process."""
         place, code = next(iter(BLOCKS.items()))
@@ -118,10 +106,10 @@ class DocumentationTest(parameterized.TestCase, tf.test.TestCase):
         # The spans, since the chart has no column for a task that is short
         # beside a pause of the machine.
         code += "\nprint(*((s.device, s.task.kind) for s in timeline.spans))\n"
-        done = run_alone(code)
+        # TensorFlow logs failed optimisations of the graph.
+        done = run_alone(code, TF_CPP_MIN_LOG_LEVEL="0")
         self.assertEqual(done.returncode, 0, done.stderr)
         printed = done.stdout
-        # TensorFlow logs failed optimisations of the graph.
         self.assertNotIn("OP_REQUIRES", done.stderr)
         for device in (0, 1):
             self.assertIn(f"\nCPU:{device}  ", printed)

@@ -5,12 +5,13 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 import tempfile
 
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
+
+from tests import quick_python
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -76,7 +77,7 @@ class ExamplesTest(parameterized.TestCase, tf.test.TestCase):
         program = pathlib.Path(folder) / "program.py"
         program.write_text(code)
         done = subprocess.run(
-            [sys.executable, program],
+            [*quick_python.command(), program],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,

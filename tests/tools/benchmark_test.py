@@ -19,6 +19,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import quick_python
 from tools import worker_usage
 from tools.benchmark import __main__ as command
 from tools.benchmark import device_step
@@ -45,7 +46,7 @@ def benchmark(*args):
     It runs in a process of its own, which connects to workers.
     """
     result = subprocess.run(
-        [sys.executable, "-m", "tools.benchmark", *args, "--json"],
+        [*quick_python.command(), "-m", "tools.benchmark", *args, "--json"],
         capture_output=True,
         text=True,
     )

@@ -5,7 +5,6 @@ import dataclasses
 import io
 import json
 import subprocess
-import sys
 from unittest import mock
 
 import keras
@@ -16,6 +15,7 @@ from absl.testing import parameterized
 import model_zoo
 import tf_gpipe
 from tests import pairwise
+from tests import quick_python
 from tools.table1 import __main__ as command
 from tools.table1 import measured
 from tools.table1 import planned
@@ -57,7 +57,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
     def test_transformer(self):
         result = subprocess.run(
             [
-                sys.executable,
+                *quick_python.command(),
                 "-m",
                 "tools.table1",
                 "--model=transformer_lm",
@@ -285,7 +285,7 @@ class Table1Test(parameterized.TestCase, tf.test.TestCase):
     @pytest.mark.slow
     def test_run(self, model):
         result = subprocess.run(
-            [sys.executable, "-m", "tools.table1", "--run", "--json"]
+            [*quick_python.command(), "-m", "tools.table1", "--run", "--json"]
             + [f"--model={model}"],
             capture_output=True,
             text=True,

@@ -24,6 +24,7 @@ from absl.testing import parameterized
 import model_zoo
 import tf_gpipe
 from model_zoo import resnet
+from tests import quick_python
 from tests.devices import KIND
 from tf_gpipe.callbacks import Checkpoint
 from tf_gpipe.checkpoints.store import Store
@@ -881,7 +882,7 @@ class CommandLineTest(TestCase):
     def test_process(self):
         result = subprocess.run(
             [
-                sys.executable,
+                *quick_python.command(),
                 "-m",
                 "trainers.image_classification",
                 f"--data_dir={self.data_dir}",
@@ -907,7 +908,7 @@ class CommandLineTest(TestCase):
             "runpy.run_module('trainers.image_classification')"
         )
         result = subprocess.run(
-            [sys.executable, "-c", code],
+            [*quick_python.command(), "-c", code],
             cwd=pathlib.Path(__file__).parents[2],
             capture_output=True,
             text=True,

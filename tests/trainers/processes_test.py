@@ -7,13 +7,13 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import quick_python
 from tests.tf_gpipe.devices.cluster_test import unused_address
 from tf_gpipe.checkpoints import state as state_of
 from tf_gpipe.checkpoints import store
@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def trainer(workdir, *flags, **environment):
     return subprocess.Popen(
         [
-            sys.executable,
+            *quick_python.command(),
             "-m",
             "trainers.image_classification",
             "--num_epochs=2",

@@ -18,6 +18,7 @@ from absl.testing import absltest
 from absl.testing import flagsaver
 from absl.testing import parameterized
 
+from tests import quick_python
 from tests.devices import KIND
 from tests.trainers import tiny_messages
 from trainers import command_line
@@ -382,7 +383,7 @@ class ProcessTest(TestCase):
     def test_error(self):
         result = subprocess.run(
             [
-                sys.executable,
+                *quick_python.command(),
                 "-m",
                 "trainers.translation",
                 f"--data_dir={self.data_dir}",

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import subprocess
-import sys
 import tempfile
 from unittest import mock
 
@@ -14,6 +13,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import model_zoo
+from tests import quick_python
 from tf_gpipe.commands import plan as command
 from tf_gpipe.planning import planner
 
@@ -59,7 +59,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     def test_command(self):
         result = subprocess.run(
             [
-                sys.executable,
+                *quick_python.command(),
                 "-m",
                 "tf_gpipe",
                 "plan",

@@ -5,20 +5,20 @@ import io
 import json
 import os
 import subprocess
-import sys
 import tempfile
 
 import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tests import quick_python
 from tf_gpipe.commands import timeline as command
 
 
 def timeline(*args):
     """Runs the command in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "tf_gpipe", "timeline", *args],
+        [*quick_python.command(), "-m", "tf_gpipe", "timeline", *args],
         capture_output=True,
         text=True,
     )

@@ -4,12 +4,12 @@ import contextlib
 import io
 import json
 import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import quick_python
 from tf_gpipe.commands import verify as command
 
 SMALL = "--model_args=num_filters=8,num_blocks=1,input_shape=(8,8,3)"
@@ -27,7 +27,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
     def test_command(self):
         result = subprocess.run(
             [
-                sys.executable,
+                *quick_python.command(),
                 "-m",
                 "tf_gpipe",
                 "verify",

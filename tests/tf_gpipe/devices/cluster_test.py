@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import quick_python
 from tf_gpipe.commands import workers
 from tf_gpipe.devices import cluster
 from tf_gpipe.devices import listening
@@ -28,7 +29,7 @@ def client(program, addresses, **kwargs):
     """Starts a program of `cluster_client`."""
     return subprocess.Popen(
         [
-            sys.executable,
+            *quick_python.command(),
             "-m",
             "tests.tf_gpipe.devices.cluster_client",
             program,

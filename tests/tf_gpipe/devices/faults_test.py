@@ -3,13 +3,13 @@
 import json
 import signal
 import subprocess
-import sys
 
 import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
 from tests import pairwise
+from tests import quick_python
 from tools import child_process
 
 MOMENTS = (
@@ -38,16 +38,20 @@ MOMENTS = (
 )
 # The moments before which a checkpoint is written.
 WITH_CHECKPOINT = ("between_epochs", *MOMENTS[MOMENTS.index("in_fit") :])
-CLIENT = (sys.executable, "-m", "tests.tf_gpipe.devices.faults_client")
 HEARTBEAT = 4
 # Limits of the contract, far above what it takes.
 LIMITS = {"KILL": 15, "STOP": 15 + HEARTBEAT}
 
 
+def client():
+    """Returns the command that runs `faults_client`."""
+    return *quick_python.command(), "-m", "tests.tf_gpipe.devices.faults_client"
+
+
 def run(*args):
     """Runs `faults_client`, and returns the JSON that it prints."""
     result = subprocess.run(
-        [*CLIENT, *args],
+        [*client(), *args],
         capture_output=True,
         text=True,
         timeout=150,
@@ -96,7 +100,7 @@ class FaultsTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_interrupt_where_silence_has_no_limit(self):
         process = subprocess.Popen(
-            [*CLIENT, "interrupted", "STOP", "None"],
+            [*client(), "interrupted", "STOP", "None"],
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=child_process.end_with_parent,

@@ -1,13 +1,13 @@
 """`split_cpu`: the CPU as several devices, before TensorFlow has started."""
 
 import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
+from tests import quick_python
 from tests.conftest import NUM_DEVICES
 
 SPLIT = """
@@ -35,7 +35,7 @@ tf_gpipe.split_cpu(2)
 
 def run(code):
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True
+        [*quick_python.command(), "-c", code], capture_output=True, text=True
     )
 
 

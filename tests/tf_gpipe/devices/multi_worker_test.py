@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tf_gpipe
+from tests import quick_python
 from tests.tf_gpipe.devices.cluster_test import unused_address
 from tests.tf_gpipe.devices.replicas_test import data
 from tests.tf_gpipe.devices.replicas_test import dense
@@ -70,7 +71,7 @@ class MultiWorkerTest(tf.test.TestCase):
             processes.append(
                 subprocess.Popen(
                     [
-                        sys.executable,
+                        *quick_python.command(),
                         "-m",
                         "tests.tf_gpipe.devices.multi_worker_test",
                         paths[-1],

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import subprocess
-import sys
 import warnings
 
 import keras
@@ -15,6 +14,7 @@ from keras import layers as L
 
 import tf_gpipe
 from tests import pairwise
+from tests import quick_python
 from tests.devices import KIND
 from tf_gpipe.devices import sharing
 from tf_gpipe.models.saving import _plain_model
@@ -93,7 +93,10 @@ class ElsewhereTest(tf.test.TestCase, parameterized.TestCase):
         model.save(path)
         out = os.path.join(folder, "out.npz")
         subprocess.run(
-            [sys.executable, "-c", ELSEWHERE, str(number), path, out],
+            [
+                *(*quick_python.command(), "-c", ELSEWHERE),
+                *(str(number), path, out),
+            ],
             check=True,
             cwd=pathlib.Path(tf_gpipe.__file__).parents[1],
         )
