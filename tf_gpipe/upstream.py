@@ -95,7 +95,12 @@ def attributes_used_by_call(x: Any) -> dict[str, Any]:
 
     Without its name, and without bookkeeping about its creation and calls.
     """
-    return {k: v for k, v in vars(x).items() if k not in _NOTES}
+    found = {k: v for k, v in vars(x).items() if k not in _NOTES}
+    policy = found.get("_dtype_policy")
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and x.path:
+        # The layer's path, which is left out, says which policy it is.
+        found["_dtype_policy"] = policy, policy[x.path]
+    return found
 
 
 def set_trainable_alone(layer: keras.Layer, trainable: bool) -> None:

@@ -161,6 +161,18 @@ class VariablesTest(tf.test.TestCase):
             set(found), set(upstream.attributes_used_by_call(other))
         )
 
+    def test_a_policy_by_path(self):
+        """Layers with one map of policies share no trace if these differ."""
+        half = keras.DTypePolicy("mixed_bfloat16")
+        policies = keras.dtype_policies.DTypePolicyMap("float32", {"b": half})
+        found = []
+        for name in ("a", "b"):
+            layer = L.Dense(3, dtype=policies, name=name)
+            layer.build((None, 2))
+            seen = upstream.attributes_used_by_call(layer)
+            found.append(seen["_dtype_policy"][1].compute_dtype)
+        self.assertEqual(found, ["float32", "bfloat16"])
+
     def test_casts(self):
         """Layers whose weights are cast differently share no trace."""
         for value in (True, False):
