@@ -1145,7 +1145,16 @@ def sums_over_replicas(
     strategy: tf.distribute.Strategy,
 ) -> tf.distribute.CrossDeviceOps | None:
     """Returns the user's `cross_device_ops` of a strategy, or `None`."""
-    return strategy.extended._cross_device_ops
+    extended = strategy.extended
+    given = extended._cross_device_ops
+    # TensorFlow has put its own in the place of one that was not given.
+    return None if given is extended._collective_ops else given
+
+
+def bytes_per_pack(strategy: tf.distribute.Strategy) -> int:
+    """Returns the user's `bytes_per_pack` of a strategy, or 0."""
+    options = getattr(strategy.extended, "_communication_options", None)
+    return options.bytes_per_pack if options else 0
 
 
 def read_profile(content: bytes) -> Any:

@@ -1141,11 +1141,28 @@ class DevicesTest(tf.test.TestCase):
 
     def test_sums_over_replicas(self):
         """Gradients are summed over replicas in the user's way."""
-        way = tf.distribute.ReductionToOneDevice()
-        strategy = tf.distribute.MirroredStrategy(
-            [f"{KIND}:0", f"{KIND}:1"], way
-        )
-        self.assertIs(upstream.sums_over_replicas(strategy), way)
+        devices = [f"{KIND}:0", f"{KIND}:1"]
+        for way in (
+            tf.distribute.ReductionToOneDevice(),
+            tf.distribute.HierarchicalCopyAllReduce(),
+            None,
+        ):
+            strategy = tf.distribute.MirroredStrategy(devices, way)
+            self.assertIs(upstream.sums_over_replicas(strategy), way)
+
+    def test_bytes_per_pack(self):
+        """Hosts sum gradients in packs of the size that the user has set."""
+        for size in (0, 2**20):
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(
+                communication_options=(
+                    tf.distribute.experimental.CommunicationOptions(
+                        bytes_per_pack=size
+                    )
+                )
+            )
+            self.assertEqual(upstream.bytes_per_pack(strategy), size)
+        strategy = tf.distribute.OneDeviceStrategy(f"{KIND}:0")
+        self.assertEqual(upstream.bytes_per_pack(strategy), 0)
 
 
 class ProfileTest(tf.test.TestCase):
