@@ -178,6 +178,8 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         # Steps 1 to 4, two stages, four micro-batches, three kinds of tasks.
         self.assertEqual(recorder.name_tasks(log_dir), 4 * 2 * 4 * 3)
         self.assertFalse(cached.exists())
+        # A second call replaces what the first one has added.
+        recorder.name_tasks(log_dir)
         space = upstream.read_profile(newest.read_bytes())
         (host,) = (x for x in space.planes if x.name == "/host:CPU")
         lines = [x for x in host.lines if x.name.startswith("pipeline ")]
