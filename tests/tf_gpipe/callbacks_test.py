@@ -204,6 +204,12 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
             # The tasks lie within the time of the profile's operations.
             self.assertBetween(starts[0], 0, until)
 
+    def test_a_profile_of_something_else(self):
+        path = pathlib.Path(self.get_temp_dir(), "host.xplane.pb")
+        path.write_bytes(upstream.read_profile(b"").SerializeToString())
+        with self.assertRaisesRegex(ValueError, "has 0 planes '/host:CPU'"):
+            tf_gpipe.callbacks.Timeline().name_tasks(self.get_temp_dir())
+
     def test_means_where_some_are_split(self):
         """Whole backward passes count as if they were split, too."""
         pipeline = make_model(
