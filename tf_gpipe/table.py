@@ -114,7 +114,10 @@ def render(
     for row in rows:
         table.add_row(*row.values())
     with io.StringIO() as text:
-        console = rich.console.Console(file=text, width=width, highlight=False)
+        # Names are shown as they are, even if they have brackets or colons.
+        console = rich.console.Console(
+            file=text, width=width, highlight=False, markup=False, emoji=False
+        )
         unbounded = console.options.update(max_width=_UNBOUNDED)
         if console.measure(table, options=unbounded).maximum > width:
             table.padding = (0, 0)

@@ -95,7 +95,12 @@ def attributes_used_by_call(x: Any) -> dict[str, Any]:
 
     Without its name, and without bookkeeping about its creation and calls.
     """
-    return {k: v for k, v in vars(x).items() if k not in _NOTES}
+    found = {k: v for k, v in vars(x).items() if k not in _NOTES}
+    policy = found.get("_dtype_policy")
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and x.path:
+        # The layer's path, which is left out, says which policy it is.
+        found["_dtype_policy"] = policy, policy[x.path]
+    return found
 
 
 def set_trainable_alone(layer: keras.Layer, trainable: bool) -> None:
@@ -1140,7 +1145,16 @@ def sums_over_replicas(
     strategy: tf.distribute.Strategy,
 ) -> tf.distribute.CrossDeviceOps | None:
     """Returns the user's `cross_device_ops` of a strategy, or `None`."""
-    return strategy.extended._cross_device_ops
+    extended = strategy.extended
+    given = extended._cross_device_ops
+    # TensorFlow has put its own in the place of one that was not given.
+    return None if given is extended._collective_ops else given
+
+
+def bytes_per_pack(strategy: tf.distribute.Strategy) -> int:
+    """Returns the user's `bytes_per_pack` of a strategy, or 0."""
+    options = getattr(strategy.extended, "_communication_options", None)
+    return options.bytes_per_pack if options else 0
 
 
 def read_profile(content: bytes) -> Any:

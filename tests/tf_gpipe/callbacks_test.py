@@ -178,6 +178,8 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
         # Steps 1 to 4, two stages, four micro-batches, three kinds of tasks.
         self.assertEqual(recorder.name_tasks(log_dir), 4 * 2 * 4 * 3)
         self.assertFalse(cached.exists())
+        # A second call replaces what the first one has added.
+        recorder.name_tasks(log_dir)
         space = upstream.read_profile(newest.read_bytes())
         (host,) = (x for x in space.planes if x.name == "/host:CPU")
         lines = [x for x in host.lines if x.name.startswith("pipeline ")]
@@ -201,6 +203,12 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(starts, sorted(starts))
             # The tasks lie within the time of the profile's operations.
             self.assertBetween(starts[0], 0, until)
+
+    def test_a_profile_of_something_else(self):
+        path = pathlib.Path(self.get_temp_dir(), "host.xplane.pb")
+        path.write_bytes(upstream.read_profile(b"").SerializeToString())
+        with self.assertRaisesRegex(ValueError, "has 0 planes '/host:CPU'"):
+            tf_gpipe.callbacks.Timeline().name_tasks(self.get_temp_dir())
 
     def test_means_where_some_are_split(self):
         """Whole backward passes count as if they were split, too."""

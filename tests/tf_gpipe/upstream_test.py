@@ -161,6 +161,18 @@ class VariablesTest(tf.test.TestCase):
             set(found), set(upstream.attributes_used_by_call(other))
         )
 
+    def test_a_policy_by_path(self):
+        """Layers with one map of policies share no trace if these differ."""
+        half = keras.DTypePolicy("mixed_bfloat16")
+        policies = keras.dtype_policies.DTypePolicyMap("float32", {"b": half})
+        found = []
+        for name in ("a", "b"):
+            layer = L.Dense(3, dtype=policies, name=name)
+            layer.build((None, 2))
+            seen = upstream.attributes_used_by_call(layer)
+            found.append(seen["_dtype_policy"][1].compute_dtype)
+        self.assertEqual(found, ["float32", "bfloat16"])
+
     def test_casts(self):
         """Layers whose weights are cast differently share no trace."""
         for value in (True, False):
@@ -1129,11 +1141,28 @@ class DevicesTest(tf.test.TestCase):
 
     def test_sums_over_replicas(self):
         """Gradients are summed over replicas in the user's way."""
-        way = tf.distribute.ReductionToOneDevice()
-        strategy = tf.distribute.MirroredStrategy(
-            [f"{KIND}:0", f"{KIND}:1"], way
-        )
-        self.assertIs(upstream.sums_over_replicas(strategy), way)
+        devices = [f"{KIND}:0", f"{KIND}:1"]
+        for way in (
+            tf.distribute.ReductionToOneDevice(),
+            tf.distribute.HierarchicalCopyAllReduce(),
+            None,
+        ):
+            strategy = tf.distribute.MirroredStrategy(devices, way)
+            self.assertIs(upstream.sums_over_replicas(strategy), way)
+
+    def test_bytes_per_pack(self):
+        """Hosts sum gradients in packs of the size that the user has set."""
+        for size in (0, 2**20):
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(
+                communication_options=(
+                    tf.distribute.experimental.CommunicationOptions(
+                        bytes_per_pack=size
+                    )
+                )
+            )
+            self.assertEqual(upstream.bytes_per_pack(strategy), size)
+        strategy = tf.distribute.OneDeviceStrategy(f"{KIND}:0")
+        self.assertEqual(upstream.bytes_per_pack(strategy), 0)
 
 
 class ProfileTest(tf.test.TestCase):

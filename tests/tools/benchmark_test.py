@@ -27,10 +27,13 @@ from tools.benchmark import fresh
 from tools.benchmark import one_device
 from tools.benchmark import paper_models
 from tools.benchmark import peers
+from tools.benchmark import pipeline
 from tools.benchmark import plan
 from tools.benchmark import planned_models
+from tools.benchmark import report
 from tools.benchmark import table2
 from tools.benchmark import table3
+from tools.benchmark import timing
 from tools.benchmark import workloads
 
 # Small models, which are traced fast.
@@ -194,6 +197,30 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         for row in (alone, both):
             speedup = row["samples_per_second"] / one["samples_per_second"]
             self.assertAllClose(row["speedup"], speedup)
+
+    def test_a_run_measures_whole_executions(self):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", steps_per_execution=2)
+        data = tf.ones((4, 2))
+        run = pipeline.Run(model, data, data, [], 3)
+        self.assertGreater(run(), 0)
+        self.assertEqual(run.num_steps, 4)
+        self.assertEqual(model.optimizer.iterations, 4)
+        self.assertEqual(run.cores, [0])
+        self.assertLen(run.client, 1)
+
+    def test_numbers_are_read_around_the_steps(self):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        read = []
+
+        def count():
+            read.append(int(model.optimizer.iterations))
+            return [read[-1]]
+
+        data = tf.ones((4, 2))
+        self.assertEqual(timing.used(model, data, data, 3, count), [3])
+        self.assertEqual(read, [0, 1, 2, 3])
 
     @parameterized.parameters(
         ("local", "2,3", "1 and another one"),
@@ -382,6 +409,18 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
                     *flags,
                 )
             self.assertEqual(measure.call_count, is_new)
+        # On another machine all is measured again.
+        other = {**report.machine(), "cores": 1000}
+        with (
+            mock.patch.object(report, "machine", return_value=other),
+            mock.patch.object(fresh, "measure", return_value=found) as measure,
+        ):
+            benchmark_here(
+                *("tune", "--case=logical2_dense", f"--results={results}"),
+                "--batch_size=8",
+            )
+        measure.assert_called_once()
+        self.assertLen(os.listdir(os.path.dirname(results)), 1)
 
     @pytest.mark.slow
     def test_auto_remat(self):

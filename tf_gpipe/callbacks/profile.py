@@ -1,6 +1,8 @@
 """Adds the tasks of recorded steps to a profile of TensorFlow's profiler."""
 
+import pathlib
 from collections.abc import Iterable
+from typing import Any
 from typing import NamedTuple
 
 from tf_gpipe import checks
@@ -12,6 +14,8 @@ from tf_gpipe.schedule.simulate import Span
 _HOST = "/host:CPU"
 # The plane that has the start and the end of the profile.
 _ABOUT = "Task Environment"
+# How the names of the lines begin that are added.
+_OURS = "pipeline "
 
 
 class Recorded(NamedTuple):
@@ -44,9 +48,8 @@ def name_tasks(log_dir: str, steps: Iterable[Recorded]) -> int:
             f"has ended. Received: log_dir={str(log_dir)!r}"
         )
     space = upstream.read_profile(found[-1].read_bytes())
-    (host,) = (x for x in space.planes if x.name == _HOST)
+    host, about = (_plane(space, name, found[-1]) for name in (_HOST, _ABOUT))
     # In nanoseconds since 1970. Times of lines are relative to the start.
-    (about,) = (x for x in space.planes if x.name == _ABOUT)
     limits = {
         about.stat_metadata[x.metadata_id].name: x.uint64_value
         for x in about.stats
@@ -59,12 +62,16 @@ def name_tasks(log_dir: str, steps: Iterable[Recorded]) -> int:
             "callback record the steps of `profile_batch`: without `steps` it "
             "records all but the first one."
         )
+    # Those that an earlier call has added.
+    for i in reversed(range(len(host.lines))):
+        if host.lines[i].name.startswith(_OURS):
+            del host.lines[i]
     kinds: dict[str, int] = {}
     unused = 1 + max(host.event_metadata, default=0)
     for device, name in enumerate(timeline.short_names(inside[-1].devices)):
         line = host.lines.add(
-            id=1 + max(x.id for x in host.lines),
-            name=f"pipeline {name}",
+            id=1 + max((x.id for x in host.lines), default=0),
+            name=f"{_OURS}{name}",
             timestamp_ns=0,
         )
         for step in inside:
@@ -79,8 +86,22 @@ def name_tasks(log_dir: str, steps: Iterable[Recorded]) -> int:
     for name, kind in kinds.items():
         host.event_metadata[kind].id = kind
         host.event_metadata[kind].name = name
-    found[-1].write_bytes(space.SerializeToString())
+    # The profile stays whole until the new one is.
+    new = found[-1].with_suffix(".tmp")
+    new.write_bytes(space.SerializeToString())
+    new.replace(found[-1])
     # What XProf has made of the profile when it was looked at before.
     for cached in found[-1].parent.glob("*.SSTABLE"):
         cached.unlink(missing_ok=True)
     return sum(len(x.spans) for x in inside)
+
+
+def _plane(space: Any, name: str, path: pathlib.Path) -> Any:
+    """Returns the plane of this name in a profile."""
+    planes = [x for x in space.planes if x.name == name]
+    if len(planes) != 1:
+        raise ValueError(
+            f"The newest profile has {len(planes)} planes '{name}' in place of "
+            f"one, as the profiler of TensorFlow writes. Received: {path}"
+        )
+    return planes[0]

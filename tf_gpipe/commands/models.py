@@ -114,7 +114,8 @@ def random_data(
 ) -> tuple[Any, Any]:
     """Returns random inputs and labels for a pipeline.
 
-    Integers are tokens that are in the vocabulary of every embedding.
+    Integers are tokens that are in the vocabulary of every embedding. Without
+    one they are 0 and 1, or in images of bytes 1 to 254.
 
     Args:
         model: A pipeline.
@@ -123,17 +124,19 @@ def random_data(
         length: Integer in place of sizes that the model leaves open.
     """
     generator = np.random.default_rng(seed)
-    # Tokens start from 1: 0 may be padding.
     tokens = min(
         (v.shape[0] for v in model.variables if v.name == "embeddings"),
-        default=2,
+        default=0,
     )
 
     def random(tensor: Any) -> np.ndarray:
         shape = (num_rows, *(n or length or _LENGTH for n in tensor.shape[1:]))
         if "float" in tensor.dtype:
             return generator.standard_normal(shape, dtype="float32")
-        return generator.integers(1, tokens, shape, dtype=tensor.dtype)
+        most = 2 if tensor.dtype == "bool" else np.iinfo(tensor.dtype).max
+        end = min(tokens or (255 if tensor.dtype == "uint8" else 2), most)
+        # If there are more than two, without 0, which may be padding.
+        return generator.integers(int(end > 2), end, shape, tensor.dtype)
 
     structures = (
         (model.input, model.output)

@@ -1,7 +1,8 @@
 """Compares a pipeline with the plain Keras model, number by number.
 
 A model takes a step on random data, over logical CPU devices where there is no
-accelerator. The exit status is 1 where something differs.
+accelerator. The exit status is 1 where something differs, or nothing could be
+compared.
 
 Examples:
 

@@ -22,7 +22,7 @@ from tf_gpipe import upstream
 
 # The class is mixed into a `keras.Model`, whose attributes have no types.
 _Mixin: Any = object
-# The bytes of gradients in one all-reduce between hosts.
+# The bytes of gradients in one all-reduce between hosts, if none are given.
 _BYTES_PER_PACK = 32 * 2**20
 
 
@@ -183,7 +183,8 @@ def reduced(op: tf.distribute.ReduceOp, pairs: Sequence[tuple]) -> list:
         # sums on the first device of each host, and in packs, so that this
         # device never holds a copy of all gradients.
         options = tf.distribute.experimental.CommunicationOptions(
-            bytes_per_pack=_BYTES_PER_PACK
+            bytes_per_pack=upstream.bytes_per_pack(context.strategy)
+            or _BYTES_PER_PACK
         )
         return context.all_reduce(op, values, options)
     # Tensors that are reduced together are packed, so they need one dtype.
@@ -213,9 +214,7 @@ def _cross_device_ops(
     split into.
     """
     given = upstream.sums_over_replicas(strategy)
-    if isinstance(
-        given, (tf.distribute.ReductionToOneDevice, tf.distribute.NcclAllReduce)
-    ):
+    if given is not None:
         return given
     if (
         dtype == tf.bfloat16

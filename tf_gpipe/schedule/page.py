@@ -84,6 +84,7 @@ def write(
             figure.add_trace(
                 go.Bar(
                     **bars,
+                    width=0.85,
                     orientation="h",
                     name=timeline.KINDS[kind],
                     legendgroup=kind,
@@ -103,9 +104,10 @@ def write(
             )
             named.add(kind)
         figure.update_yaxes(
-            categoryorder="array",
-            categoryarray=timeline.short_names(step.devices),
-            autorange="reversed",
+            # Rows are numbers, as two devices may have the same name.
+            tickvals=list(range(len(step.devices))),
+            ticktext=timeline.short_names(step.devices),
+            range=[len(step.devices) - 0.5, -0.5],
             fixedrange=True,
             row=row,
             col=1,
@@ -140,7 +142,6 @@ def write(
         )
     figure.update_layout(
         barmode="overlay",
-        bargap=0.15,
         height=_MARGINS + sum(heights),
         title="A step of the pipeline",
         uniformtext={"minsize": 8, "mode": "hide"},
@@ -153,7 +154,6 @@ def _bars(step: Execution) -> dict[str, dict[str, Any]]:
     """Returns the arguments of `go.Bar` for each kind of task."""
     scale = 1e3 if step.in_seconds else 1.0
     unit = " ms" if step.in_seconds else ""
-    names = timeline.short_names(step.devices)
     found: dict[str, dict[str, Any]] = collections.defaultdict(
         lambda: {x: [] for x in ("base", "x", "y", "text", "hovertext")}
     )
@@ -164,7 +164,7 @@ def _bars(step: Execution) -> dict[str, dict[str, Any]]:
         first, long = (start - step.start) * scale, (end - start) * scale
         bars["base"].append(first)
         bars["x"].append(long)
-        bars["y"].append(names[device])
+        bars["y"].append(device)
         bars["text"].append(label)
         bars["hovertext"].append(
             f"{task.kind}: {timeline.KINDS[task.kind]} of stage {task.stage}, "

@@ -26,6 +26,8 @@ RECOMPUTE = "R"
 
 # Modes that choose micro-batches, for which all layers are recomputed.
 REMAT_MODES = ("always", "except_last", "never")
+# How many tasks an error names.
+_SHOWN = 10
 # All micro-batches, but in each stage only as many layers as memory requires.
 AUTO_REMAT = "auto"
 
@@ -185,25 +187,26 @@ class Schedule:
         )
 
     def _check_complete(self, flat: list[Task]) -> None:
-        """Raises an error if a task is missing, repeated or unknown."""
-        expected = {
+        """Raises an error if a task is missing or repeated."""
+        counts = collections.Counter(flat)
+        # One after another: a wrong number may make these billions.
+        expected = (
             Task(kind, stage, micro_batch)
-            for kind in (FORWARD, BACKWARD)
+            for kind in (BACKWARD, FORWARD)
             for stage in range(self.num_stages)
             for micro_batch in range(self.num_micro_batches)
-        }
-        counts = collections.Counter(flat)
-        allowed = expected | {task._replace(kind=WEIGHTS) for task in expected}
+        )
         for problem, tasks in (
-            ("lacks", expected - counts.keys()),
-            ("repeats", {task for task, n in counts.items() if n > 1}),
-            ("has unknown", counts.keys() - allowed),
+            ("lacks", (task for task in expected if task not in counts)),
+            ("repeats", (task for task in sorted(counts) if counts[task] > 1)),
         ):
-            if tasks:
+            first = [str(x) for x in itertools.islice(tasks, _SHOWN + 1)]
+            if first:
+                more = ", ..." if first[_SHOWN:] else ""
                 raise ValueError(
                     f"Schedule '{self.name}' for {self.num_stages} stages and "
                     f"{self.num_micro_batches} micro-batches {problem} "
-                    f"{', '.join(map(str, sorted(tasks)))}. Every stage needs "
+                    f"{', '.join(first[:_SHOWN])}{more}. Every stage needs "
                     "one forward and one backward task a micro-batch, and may "
                     "have one for weights."
                 )

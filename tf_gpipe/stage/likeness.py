@@ -137,8 +137,8 @@ class _Walk:
             return type(x).__name__, tuple(map(self.form, x))
         if isinstance(x, (set, frozenset)):
             return "set", frozenset(map(self.form, x))
-        if isinstance(x, Mapping):
-            return "mapping", self._items(x)
+        if isinstance(x, dict):
+            return "dict", self._items(x)
         if isinstance(x, keras.random.SeedGenerator):
             return type(x), self.form(x.state)
         self.of_keras &= _is_of_library(type(x))

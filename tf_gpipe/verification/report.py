@@ -62,7 +62,7 @@ class Report:
 
     Attributes:
         ok: Boolean, whether nothing differs, of all that could be compared,
-            and nothing went wrong.
+            and nothing went wrong. `False` if no step could be compared.
         worst: Dictionary from each kind of value that was compared ("loss",
             "metric", "gradient", "variable", "slot", "statistic",
             "prediction") to its worst `Difference`, which has a name.
@@ -72,6 +72,8 @@ class Report:
             they are given what they get in the plain model.
         problems: List of strings, what went wrong.
         notes: List of strings, what cannot be compared, and why.
+        compared: List of the steps that were compared, `"training"` and
+            `"evaluation"`.
 
     Example:
 
@@ -90,6 +92,7 @@ class Report:
     layers: list[str]
     problems: list[str]
     notes: list[str]
+    compared: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as a dictionary that JSON can hold."""
@@ -104,7 +107,9 @@ class Report:
         verdict = "differs from the plain model"
         if self.ok:
             verdict = "has the plain model's numbers"
-        elif not any(not x.ok for x in self.worst.values()) and self.problems:
+            if len(self.compared) == 1:
+                verdict += f" in {self.compared[0]}, all that was compared"
+        elif not self.layers and all(x.ok for x in self.worst.values()):
             verdict = "could not be compared with the plain model"
         lines = [f"The pipeline {verdict}.", ""]
         if self.worst:

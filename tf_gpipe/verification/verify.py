@@ -88,7 +88,7 @@ def verify(
         raise  # A worker is lost.
     except Exception as e:
         problem = f"The model could not be looked at: {e!r}"
-    return Report(False, {}, None, [], [problem], [])
+    return Report(False, {}, None, [], [problem], [], [])
 
 
 class _Verification:
@@ -101,6 +101,7 @@ class _Verification:
         self._all = Comparison(_tolerance(model))
         self._problems: list[str] = []
         self._notes: list[str] = []
+        self._compared: list[str] = []
         if self._pipeline.boundary_dtype:
             self._notes.append(
                 "What travels between devices is rounded, by the argument "
@@ -137,12 +138,14 @@ class _Verification:
                     variables.restore()
                 attributes.restore()
         return Report(
-            not (self._all.failed() or alone or self._problems),
+            bool(self._compared)
+            and not (self._all.failed() or alone or self._problems),
             self._all.worst(),
             first,
             alone,
             self._problems,
             self._notes,
+            self._compared,
         )
 
     def _compare(
@@ -280,6 +283,7 @@ class _Verification:
                     floors.get(kind, 0.0),
                 )
         self._all.update(comparison)
+        self._compared.append(what)
         return not reasons
 
     def _reasons(

@@ -7,6 +7,7 @@ import sys
 
 from tools import child_process
 from tools import command_line
+from tools.benchmark import report
 
 # Flags that do not change the result of a measurement. `only` names the case.
 _NO_DIFFERENCE = ("results", "case", "ways")
@@ -42,13 +43,19 @@ def measure(args, environment=None, **options):
 def once(args, environment=None, **options):
     """Returns what `measure` does, and keeps it in the file `args.results`.
 
-    What is in the file is not measured again, unless with other flags.
+    What is in the file is not measured again with the same flags, on the same
+    machine and with the same versions: a report names one of each.
     """
     flags = _flags(args, options)
     key = " ".join(
-        f"--{name}={value}"
-        for name, value in flags.items()
-        if name not in _NO_DIFFERENCE
+        [
+            *(
+                f"--{name}={value}"
+                for name, value in flags.items()
+                if name not in _NO_DIFFERENCE
+            ),
+            json.dumps(report.machine()),
+        ]
     )
     found = _kept(args.results)
     if key not in found:
@@ -56,8 +63,11 @@ def once(args, environment=None, **options):
         # Read again: other processes may have added results meanwhile.
         found = {**_kept(args.results), key: new}
         os.makedirs(os.path.dirname(args.results) or ".", exist_ok=True)
-        with open(args.results, "w") as file:
+        # The file stays whole until the new one is.
+        new_file = f"{args.results}.{os.getpid()}.tmp"
+        with open(new_file, "w") as file:
             json.dump(found, file, indent=1)
+        os.replace(new_file, args.results)
     return found[key]
 
 
@@ -71,7 +81,7 @@ def _flags(args, options):
 
 
 def _kept(path):
-    """Returns the results in a file, a dict whose keys are flags."""
+    """Returns the results in a file, by flags and machine."""
     if not os.path.exists(path):
         return {}
     with open(path) as file:
@@ -102,7 +112,7 @@ def add_arguments(parser, cases, results):
         metavar="PATH",
         default=results,
         help="a file of results: a case in it is not measured again with the "
-        "same flags",
+        "same flags, machine and versions",
     )
 
 

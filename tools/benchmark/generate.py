@@ -1,5 +1,6 @@
 """`generate`: the time per generated token, as a pipeline and without."""
 
+import argparse
 import statistics
 import tempfile
 import time
@@ -11,6 +12,7 @@ import tf_gpipe
 from tf_gpipe.commands import devices
 from tf_gpipe.commands import workers
 from tools import command_line
+from tools import worker_usage
 from tools.benchmark import timing
 from tools.benchmark.report import Report
 
@@ -34,7 +36,7 @@ def add_arguments(parser):
         "--length",
         type=command_line.positive,
         default=64,
-        help="tokens of a text",
+        help="tokens of a text, the first of which is given",
     )
     parser.add_argument("--num_repeats", type=command_line.positive, default=5)
 
@@ -45,12 +47,18 @@ def main(args):
     "loaded again" is a plain task on one device, loaded from the preset that
     the pipeline with the most stages has saved.
     """
+    if args.length < 2:
+        raise argparse.ArgumentError(
+            None, "--length=1 leaves no token to generate"
+        )
+    processes = []
     if args.on == "workers":
-        found = workers.connected(max(args.num_stages))
-        rows = _measured(args, [worker.device for worker in found])
+        processes = workers.connected(max(args.num_stages))
+        places = [worker.device for worker in processes]
     else:
         devices.ensure(max(args.num_stages))
-        rows = _measured(args, devices.first(max(args.num_stages)))
+        places = devices.first(max(args.num_stages))
+    rows = _measured(args, places, processes)
     return Report(
         f"generate on {args.on}: GPT-2 of {args.num_layers} layers, width "
         f"{args.hidden_dim}; {args.batch_size} texts of {args.length} tokens",
@@ -60,8 +68,14 @@ def main(args):
     )
 
 
-def _measured(args, places):
-    """Returns the rows of the report; `places` are the stages' devices."""
+def _measured(args, places, processes):
+    """Returns the rows of the report.
+
+    Args:
+        args: The parsed arguments of the command.
+        places: List of the stages' devices.
+        processes: List of the workers.
+    """
     rng = np.random.default_rng(0)
     shape = args.batch_size, args.length
     prompt = {
@@ -79,14 +93,15 @@ def _measured(args, places):
     first = {}
     for name, task in tasks.items():
         task.compile(sampler="greedy")
-        first[name] = _measured_once(task, prompt)
+        first[name] = _measured_once(task, prompt, processes)
     found = timing.interleaved(
         {
-            name: lambda task=task: _measured_once(task, prompt)
+            name: lambda task=task: _measured_once(task, prompt, processes)
             for name, task in tasks.items()
         },
         args.num_repeats,
     )
+    num_tokens = args.length - 1
     rows = []
     for name, (seconds, _, said) in first.items():
         wall, cpu, _ = zip(*found[name], strict=True)
@@ -94,7 +109,7 @@ def _measured(args, places):
         rows.append(
             {
                 "task": name,
-                "ms a token": 1000 * statistics.median(wall) / args.length,
+                "ms a token": 1000 * statistics.median(wall) / num_tokens,
                 "of plain": timing.median_ratio(wall, plain[0]),
                 "CPU of plain": timing.median_ratio(cpu, plain[1]),
                 "first call s": seconds,
@@ -122,8 +137,13 @@ def _task(args):
     return models.GPT2CausalLM(backbone, preprocessor=None)
 
 
-def _measured_once(task, prompt):
-    """Returns a call's wall and CPU seconds in this process, and tokens."""
-    start, start_cpu = time.perf_counter(), time.process_time()
+def _measured_once(task, prompt, processes):
+    """Returns a call's wall and CPU seconds, in all processes, and tokens."""
+
+    def cpu():
+        of_workers = sum(map(worker_usage.cpu_seconds, processes))
+        return of_workers + time.process_time()
+
+    start, start_cpu = time.perf_counter(), cpu()
     said = task.generate(prompt, stop_token_ids=None)["token_ids"]
-    return time.perf_counter() - start, time.process_time() - start_cpu, said
+    return time.perf_counter() - start, cpu() - start_cpu, said

@@ -69,7 +69,7 @@ def add_arguments(parser):
         metavar="PATH",
         default="build/peers.json",
         help="with --all: a file of results: a row in it is not measured again "
-        "with the same flags",
+        "with the same flags, machine and versions",
     )
     parser.add_argument(
         "--workload", choices=program.WORKLOADS, default="transformer"
@@ -341,7 +341,8 @@ def _running(command, environment):
             yield _Program(process)
             # The end of its input ends it, and the processes it started.
             process.stdin.close()
-            process.wait(timeout=60)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=60)
         finally:
             process.kill()
 

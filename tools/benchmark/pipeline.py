@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import itertools
+import math
 import statistics
 import time
 
@@ -104,7 +105,9 @@ def main(args):
     The ideal speed-up of K devices is K M / (M + K - 1), as in the GPipe paper,
     times 3/4 with --remat=always, and times the replicas. "simulated" is the
     speed-up of the schedule with equal stages. It exceeds the ideal where the
-    schedule recomputes less or has a smaller bubble.
+    schedule recomputes less or has a smaller bubble. "idle" is the share of the
+    devices' time beyond the time that one device needs: recomputing, and all
+    that makes a pipeline slower, count as idle.
 
     With --on=simulated a worker is a simulated accelerator: its stage waits
     instead of computing, so that there may be more workers than cores. The
@@ -181,9 +184,8 @@ def main(args):
                 devices=used,
             )
             workloads.compiled(model, xla, steps)
-        num_steps = max(args.num_steps, steps)
         size = args.batch_size * copies
-        return Run(model, x[:size], y[:size], processes, num_steps)
+        return Run(model, x[:size], y[:size], processes, args.num_steps)
 
     one = 1, 1, "1f1b", "never", 1, 1, False
     runs = {one: run(*one), **{key: run(*key) for key in grid}}
@@ -278,7 +280,8 @@ class Run:
         x: Inputs of a batch.
         y: Labels of a batch.
         processes: List of the workers.
-        num_steps: Integer, steps in each measurement.
+        num_steps: Integer, steps in each measurement; more, if needed for
+            whole executions of `steps_per_execution`.
 
     Attributes:
         cores: List of floats, the cores that the workers used on average in
@@ -290,22 +293,22 @@ class Run:
         self.model = model
         self.x, self.y = x, y
         self.processes = processes
-        self.num_steps = num_steps
+        each = model.steps_per_execution
+        self.num_steps = each * math.ceil(num_steps / each)
         self.cores, self.client = [], []
 
     def __call__(self):
         """Returns the mean seconds of a step."""
-        cpu = self._cpu_seconds(), time.process_time()
-        seconds = timing.step_seconds(
-            self.model, self.x, self.y, self.num_steps
+        total, workers_cpu, client_cpu = timing.used(
+            self.model, self.x, self.y, self.num_steps, self._read
         )
-        total = seconds * self.num_steps
-        self.cores.append((self._cpu_seconds() - cpu[0]) / total)
-        self.client.append((time.process_time() - cpu[1]) / total)
-        return seconds
+        self.cores.append(workers_cpu / total)
+        self.client.append(client_cpu / total)
+        return total / self.num_steps
 
-    def _cpu_seconds(self):
-        return sum(map(worker_usage.cpu_seconds, self.processes))
+    def _read(self):
+        cpu = sum(map(worker_usage.cpu_seconds, self.processes))
+        return time.perf_counter(), cpu, time.process_time()
 
 
 def simulated_run(layers, batch_size, processes, **options):

@@ -9,25 +9,46 @@ import tensorflow as tf
 from tf_gpipe import progress
 
 
-class _Clock(keras.callbacks.Callback):
-    """Measures from the first batch's start to the last batch's end."""
+class _Meter(keras.callbacks.Callback):
+    """Reads numbers as the first batch begins and as the last one ends."""
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def __init__(self, read):
+        super().__init__()
+        self._read = read
         self.start = None
 
     def on_train_batch_begin(self, batch, logs=None):
         if self.start is None:
-            self.start = time.perf_counter()
+            self.start = self._read()
 
     def on_train_batch_end(self, batch, logs=None):
-        self.seconds = time.perf_counter() - self.start
+        self.end = self._read()
 
 
 def step_seconds(model, x, y, num_steps):
     """Returns the mean seconds of a step of `fit`, over `num_steps` steps."""
-    clock = _Clock()
-    fit(model, x, y, num_steps, [clock])
-    return clock.seconds / num_steps
+    (seconds,) = used(model, x, y, num_steps, lambda: [time.perf_counter()])
+    return seconds / num_steps
+
+
+def used(model, x, y, num_steps, read):
+    """Returns by how much numbers grow in the steps of `fit`.
+
+    Without what `fit` does before the first step and after the last one.
+
+    Args:
+        model: A compiled model.
+        x: Inputs of a batch.
+        y: Labels of a batch.
+        num_steps: Integer.
+        read: Function without arguments that returns numbers, such as times.
+
+    Returns:
+        List of numbers.
+    """
+    meter = _Meter(read)
+    fit(model, x, y, num_steps, [meter])
+    return [b - a for a, b in zip(meter.start, meter.end, strict=True)]
 
 
 def fit(model, x, y, num_steps, callbacks):

@@ -92,8 +92,9 @@ def main(args):
     The fixed pipelines are one device, and several schedules, numbers of
     micro-batches and remat modes over all devices, cut by operations, or by
     layers if these wait. A pipeline whose plan needs more than nine tenths of
-    a case's memory is not measured. All train the same batch, in turn. The
-    ratio is the step time of tune's choice over that of the best fixed one.
+    a case's memory is not measured. All train the same batch, in turn. A step
+    time is the mean of two steps, and the least of such means. The ratio is
+    that of tune's choice over that of the best fixed one.
     """
     if args.only:
         print(json.dumps(_measured(args, *CASES[args.only])))

@@ -107,6 +107,25 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         found = self.run_command(verify, name, "--num_micro_batches=2")
         self.assertTrue(found["ok"])
 
+    @parameterized.parameters(
+        ("int32", 7, {1, 2, 3, 4, 5, 6}),
+        ("int32", 2, {0, 1}),
+        ("int32", 1, {0}),
+        ("int8", 10**6, set(range(1, 127))),
+        ("int32", None, {0, 1}),
+        ("bool", None, {False, True}),
+        ("uint8", None, set(range(1, 255))),
+    )
+    def test_random_integers(self, dtype, rows, expected):
+        inputs = keras.Input((4,), dtype=dtype)
+        x = keras.layers.Rescaling(0.5)(inputs)
+        if rows:
+            x = keras.layers.Embedding(rows, 1)(inputs)
+        model = models.pipelined(keras.Model(inputs, x), num_stages=1)
+        drawn, _ = models.random_data(model, 1000)
+        self.assertEqual(drawn.dtype, dtype)
+        self.assertEqual(set(drawn.flatten().tolist()), expected)
+
     @pytest.mark.slow
     def test_timeline(self):
         found = self.run_command(

@@ -15,6 +15,7 @@ from keras import layers as L
 import tf_gpipe
 from tests.devices import KIND
 from tests.tf_gpipe import comparison
+from tf_gpipe.devices import replicas
 
 SOFTMAX = keras.losses.SparseCategoricalCrossentropy
 
@@ -111,6 +112,25 @@ def components(variable):
 
 def short(devices):
     return [device.rpartition("device:")[2] for device in devices]
+
+
+class SumsTest(tf.test.TestCase):
+    def test_the_users_way(self):
+        class Own(tf.distribute.CrossDeviceOps):
+            pass
+
+        devices = ["CPU:0", "CPU:1"]
+        for way in (
+            Own(),
+            tf.distribute.HierarchicalCopyAllReduce(),
+            tf.distribute.NcclAllReduce(),
+        ):
+            strategy = tf.distribute.MirroredStrategy(devices, way)
+            found = replicas._cross_device_ops(strategy, devices, tf.float32)
+            self.assertIs(found, way)
+        strategy = tf.distribute.MirroredStrategy(devices)
+        found = replicas._cross_device_ops(strategy, devices, tf.float32)
+        self.assertIsInstance(found, tf.distribute.ReductionToOneDevice)
 
 
 class ReplicasTest(tf.test.TestCase, parameterized.TestCase):

@@ -796,6 +796,17 @@ class StructureTest(LifeTest):
         )
         self.assertIn("first", "\n".join(lines))
 
+    def test_summary_of_names_that_look_like_markup(self):
+        names = ["[red]", "head[left]", "[b]x", ":key:"]
+        layers = [keras.layers.Dense(2, name=name) for name in names]
+        lines = []
+        pipelined([keras.Input((2,)), *layers], num_stages=4).summary(
+            200, print_fn=lambda line, **_: lines.append(line)
+        )
+        _, ours = "\n".join(lines).split("Stage", 1)
+        for name in names:
+            self.assertIn(f"1 ({name})", ours)
+
 
 class SavingTest(LifeTest):
     def _make(self, kind):

@@ -23,6 +23,12 @@ class PageTest(absltest.TestCase):
         with open(path, encoding="utf-8") as f:
             return f.read()
 
+    def parsed(self, text):
+        """Returns the page's own script, and the traces in it."""
+        own = text[text.rindex("Plotly.newPlot(") :]
+        traces, _ = json.JSONDecoder().raw_decode(own, own.index("["))
+        return own, traces
+
     def test_is_one_file_with_charts_and_the_table(self):
         spans = simulate(schedules.zero_bubble(3, 4), recompute=1.0).spans
         names = [f"/device:CPU:{i}" for i in range(3)]
@@ -37,10 +43,9 @@ class PageTest(absltest.TestCase):
         self.assertEmpty(
             re.findall(r"<(?:script|link)[^>]+(?:src|href)=", text)
         )
-        own = text[text.rindex("Plotly.newPlot(") :]
+        own, traces = self.parsed(text)
         for word in ("simulated: makespan", "measured: makespan", "CPU:2"):
             self.assertIn(word, own)
-        traces, _ = json.JSONDecoder().raw_decode(own, own.index("["))
         bars = [x for x in traces if x["type"] == "bar"]
         for kind in ("forward", "recompute", "backward", "weights"):
             # It has bars in both charts, and is once in the legend.
@@ -51,6 +56,15 @@ class PageTest(absltest.TestCase):
         self.assertIn("of stage 2", own)
         self.assertIn("share the cores", own)
         self.assertIn("W: weights of stage 1, micro-batch 3", own)
+
+    def test_devices_of_one_name(self):
+        """Each has a row of its own, also one that runs nothing."""
+        spans = simulate(schedules.one_f_one_b(2, 2)).spans
+        step = Execution(spans, ["CPU:0", "CPU:0", "CPU:1"])
+        own, traces = self.parsed(self.written({"simulated": step}))
+        rows = {y for x in traces if x["type"] == "bar" for y in x["y"]}
+        self.assertEqual(rows, {0, 1})
+        self.assertIn('["CPU:0","CPU:0","CPU:1"]', own)
 
     def test_refuses_nothing(self):
         with self.assertRaisesRegex(ValueError, "nothing to show.*steps={}"):

@@ -246,7 +246,12 @@ class ScheduleTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ([["F0.0"]], "lacks B0.0"),
-        ([["F0.0", "F0.0", "B0.0"]], "repeats F0.0"),
+        (
+            [["F0.0", "F0.99999999999", "B0.0"]],
+            r"lacks B0\.1, .*B0\.10, \.\.\.",
+        ),
+        ([["F99999999999.0", "B0.0"]], r"lacks B1\.0, .*B10\.0, \.\.\."),
+        ([["F0.0", "F0.0", "B0.0"]], r"repeats F0\.0\. Every"),
         ([["F0.0", "B0.0", "W0.0", "W0.0"]], "repeats W0.0"),
         ([["F0.0", "B0.0", "R0.0"]], "'R0.0'"),
         ([["F0.0", "W0.0", "B0.0"]], "W0.0 waits for B0.0"),

@@ -162,6 +162,12 @@ def _layers(blocks):
     return [keras.Input((3, _DIM)), *blocks(), L.Dense(1)]
 
 
+def _policies(default):
+    """Returns a map of policies: float32 for layers that are called late."""
+    late = keras.DTypePolicy("float32")
+    return keras.dtype_policies.DTypePolicyMap(default, {"late.*": late})
+
+
 def _set_weights(model):
     random = np.random.default_rng(1)
     for v in model.trainable_variables:
@@ -350,12 +356,30 @@ class LikenessTest(parameterized.TestCase, tf.test.TestCase):
         (lambda: L.Dense(3), lambda: L.Dense(3, "relu")),
         (lambda: L.Dense(3), lambda: L.Dense(4)),
         (lambda: L.Dense(3), lambda: L.Dense(3, dtype="mixed_bfloat16")),
+        (
+            lambda: L.Dense(3, dtype=_policies("float32")),
+            lambda: L.Dense(3, dtype=_policies("mixed_bfloat16")),
+        ),
         (lambda: L.Dropout(0.1), lambda: L.Dropout(0.2)),
         (lambda: Block(), lambda: Block(norm="batch")),
         (lambda: Block(), lambda: Noting()),
     )
     def test_not_alike(self, one, other):
         one, other = self.forms(one(), other())
+        self.assertNotEqual(one.form, other.form)
+
+    @parameterized.parameters(L.Dense, lambda _, **kwargs: Block(**kwargs))
+    def test_a_policy_by_path(self, make):
+        """A map gives layers of some paths another policy."""
+        policies = _policies("mixed_bfloat16")
+        one, same, other, third = self.forms(
+            *(
+                make(3, dtype=policies, name=name)
+                for name in ("a", "b", "late_a", "late_b")
+            )
+        )
+        self.assertEqual(one.form, same.form)
+        self.assertEqual(other.form, third.form)
         self.assertNotEqual(one.form, other.form)
 
     def test_set_later(self):

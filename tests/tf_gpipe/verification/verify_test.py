@@ -162,6 +162,8 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
             self.assertIn(name, str(report))
         self.assertLess(len(str(report).splitlines()), 60)
         self.assertEmpty(report.notes)
+        self.assertEqual(report.compared, ["training", "evaluation"])
+        self.assertIn("has the plain model's numbers.", str(report))
 
     @pytest.mark.slow
     def test_ten_faults_in_ten_layers(self):
@@ -392,6 +394,25 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
 
         report = self.assert_verified(compiled(stack([Noise()])), *DATA)
         self.assertIn("does not repeat", str(report))
+        self.assertEqual(report.compared, ["evaluation"])
+        self.assertIn("numbers in evaluation, all that was", str(report))
+
+    def test_random_numbers_in_all_steps(self):
+        class Noise(L.Layer):
+            def call(self, x):
+                return x + tf.random.normal(tf.shape(x))
+
+        report = tf_gpipe.verify(compiled(stack([Noise()])), *DATA)
+        self.assertFalse(report.ok)
+        self.assertEmpty([*report.compared, *report.layers, *report.problems])
+        self.assertIn("could not be compared with the plain", str(report))
+        self.assertIn("does not repeat", str(report))
+
+    @pytest.mark.slow
+    def test_random_numbers_of_xla(self):
+        model = compiled(stack([L.Dropout(0.5)]), jit_compile=True)
+        report = self.assert_verified(model, *DATA)
+        self.assertEqual(report.compared, ["evaluation"])
 
     def test_a_model_too_large_for_one_device(self):
         rows = 10**11
