@@ -35,17 +35,22 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
     Without it TensorFlow would run all updates on the first device: the
     gradients, slots and weights of all stages would travel there at each step,
     and have to fit there. Results do not change. It replaces methods of the
-    optimizer; a second call does nothing.
+    optimizer, and of those that it wraps; a second call does nothing.
     """
-    if hasattr(optimizer.apply, "colocates"):
-        return
+    for x in slots.with_inner(optimizer):
+        if not hasattr(x.apply, "colocates"):
+            _colocate(x)
+
+
+def _colocate(optimizer: keras.optimizers.Optimizer) -> None:
     # Keras sums the gradients of all stages over replicas at once, which would
     # gather them on one device.
-    for x in slots.with_inner(optimizer):
-        upstream.sum_gradients_by(x, replicas.sum_gradients)
-        for name in upstream.UPDATES:
-            method = functools.partial(_reading_once, x, getattr(x, name))
-            setattr(x, name, method)
+    upstream.sum_gradients_by(optimizer, replicas.sum_gradients)
+    for name in upstream.UPDATES:
+        update = functools.partial(
+            _reading_once, optimizer, getattr(optimizer, name)
+        )
+        setattr(optimizer, name, update)
     keras_apply = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:

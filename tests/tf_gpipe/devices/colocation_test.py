@@ -184,6 +184,12 @@ class ColocationTest(parameterized.TestCase, tf.test.TestCase):
         step = tf.function(model.test_step, autograph=False)
         self.assertEmpty(moved(step.get_concrete_function((x, x))))
 
+    def test_optimizer_that_a_function_chooses(self):
+        adam = OPTIMIZERS.Adam()
+        model = make_model(OPTIMIZERS.MultiOptimizer(lambda variable: adam))
+        model.make_train_function()
+        self.assertTrue(adam.apply.colocates)
+
     def test_optimizer_serves_a_plain_model_as_well(self):
         optimizer = OPTIMIZERS.SGD(0.5)
         x = tf.ones((4, WIDTH))
