@@ -84,28 +84,18 @@ def _reading_once(
         (x, tf.convert_to_tensor(x.value))
         for x in upstream.scalars_of(optimizer)
     ]
-    with _Recording(scalars) as scope:
+    with _Reading(scalars):
         method(*args)
-    # The scope has recorded the method's assignments; now they are done.
-    for x in scope.updated.values():
-        x.assign(scope.get_current_value(x))
 
 
-class _Recording(keras.StatelessScope):
-    """A stateless scope that knows which variables were assigned to.
-
-    Attributes:
-        updated: Dict from ids to these variables: slots and weights, but also
-            the states of random numbers that an optimizer draws.
-    """
-
-    def __init__(self, state_mapping: list):
-        super().__init__(state_mapping)
-        self.updated: dict[int, keras.Variable] = {}
+class _Reading(keras.StatelessScope):
+    """A stateless scope that holds values to read, and assigns at once."""
 
     def add_update(self, update: Any) -> None:
-        self.updated[id(update[0])] = update[0]
-        super().add_update(update)
+        variable, value = update
+        upstream.tensorflow_variable(variable).assign(value)
+        # From now on it is read again.
+        self.state_mapping.pop(id(variable), None)
 
 
 class _Follower:

@@ -113,8 +113,28 @@ class Noisy(OPTIMIZERS.SGD):
         super().update_step(gradient + noise, variable, learning_rate)
 
 
-class RandomTest(parameterized.TestCase, tf.test.TestCase):
+class Assigning(OPTIMIZERS.SGD):
+    """Assigns to a slot in two ways, and within a branch."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.slots = self.add_optimizer_variables(variables, "slot")
+
+    def update_step(self, gradient, variable, learning_rate):
+        slot = self.slots[self._get_variable_index(variable)]
+        slot.assign(gradient)
+        self.assign_add(slot, gradient)
+        keras.ops.cond(
+            self.iterations > 0,
+            lambda: slot.assign(slot + 1.0),
+            lambda: slot.assign(slot * 2.0),
+        )
+        super().update_step(slot + 0.0, variable, learning_rate)
+
+
+class UsersOptimizerTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
+        (lambda: Assigning(0.1),),
         (lambda: Noisy(keras.random.SeedGenerator(3)),),
         (lambda: Noisy(),),
         (
