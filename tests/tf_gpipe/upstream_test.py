@@ -749,8 +749,9 @@ class OptimizersTest(tf.test.TestCase):
         inner = [self.optimizer]
         inner.append(keras.optimizers.SGD(0.1, momentum=0.5))
         inner[1].build(self.weights[:1])
+        newest_id = self.move(self.weights[0])
         for x in inner:
-            upstream.rekey_weights(x, self.move(self.weights[0]))
+            upstream.rekey_weights(x, newest_id)
             x.apply([tf.ones(1)] + [tf.zeros(2)] * (x is inner[0]))
         self.assertNotAllClose(self.weights[0], [1.0])
         # Neither by a gradient, nor by decay.

@@ -78,9 +78,10 @@ class Watcher:
         self.pid = self._process.pid
         self._send({"watch": dict(workers)})
         self.allow(seconds)
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._run, name="tf_gpipe-watcher", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def allow(self, seconds: float | None) -> None:
         """Sets for how many seconds a worker may be silent, or `None`."""

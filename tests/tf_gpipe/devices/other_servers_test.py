@@ -5,6 +5,7 @@ import io
 import os
 import queue
 import select
+import signal
 import socket
 import ssl
 import threading
@@ -98,6 +99,17 @@ def expects_tls(connection):
     context.wrap_socket(connection, server_side=True).close()
 
 
+def ended(watched):
+    """Ends a watcher's heartbeat; returns what the watcher prints then."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        watched._process.kill()
+        watched._process.wait()
+        watched._thread.join()
+    # Python would write signals to what gets the number of its socket.
+    signal.set_wakeup_fd(-1)
+    return printed.getvalue()
+
+
 OTHER, SILENT = "what listens there is no worker", "there is no answer"
 # A server that hangs up at once may be taken for one that is gone or silent.
 GONE = f"{OTHER}|nothing listens there|{SILENT}"
@@ -160,7 +172,7 @@ class OtherServersTest(tf.test.TestCase, parameterized.TestCase):
         with server(says(SETTINGS)) as address:
             host, _, port = address.rpartition(":")
             watched = watcher.Watcher({address: (host, int(port))}, 1e300)
-            self.addCleanup(watched._process.kill)
+            self.addCleanup(ended, watched)
             with socket.create_connection((host, int(port))):
                 watched.look()
         watched.wait(60.0)
@@ -170,8 +182,7 @@ class OtherServersTest(tf.test.TestCase, parameterized.TestCase):
 class HeartbeatTest(tf.test.TestCase):
     def watched(self, name, host, port):
         found = watcher.Watcher({name: (host, port)}, None)
-        self.addCleanup(found._process.wait)
-        self.addCleanup(found._process.kill)
+        self.addCleanup(ended, found)
         return found
 
     def test_who_cannot_ask_hears_of_no_death(self):
@@ -211,21 +222,13 @@ class HeartbeatTest(tf.test.TestCase):
             looks.put(None)
             raise OSError("Too many open files")
 
-        with contextlib.redirect_stderr(io.StringIO()) as printed:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                host, port = listener.getsockname()
-                watched = self.watched(f"{host}:{port}", host, port)
-            (thread,) = [
-                x
-                for x in threading.enumerate()
-                if getattr(x, "_target", None) == watched._run
-            ]
-            watched.look = look
-            for _ in range(2):
-                looks.get(timeout=20.0)
-            watched._process.kill()
-            thread.join()
-        self.assertIn("lost workers has ended", printed.getvalue())
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            host, port = listener.getsockname()
+            watched = self.watched(f"{host}:{port}", host, port)
+        watched.look = look
+        for _ in range(2):
+            looks.get(timeout=20.0)
+        self.assertIn("lost workers has ended", ended(watched))
 
     def test_sockets_stay_blocking(self):
         first, second = socket.socketpair()
