@@ -856,34 +856,29 @@ def unbuilt(
     return of_optimizer(optimizer)
 
 
-def rekey_exclusions(
-    optimizer: keras.optimizers.Optimizer, newest_id: Callable[[str], str]
+def rekey_weights(
+    optimizer: keras.optimizers.Optimizer, newest_id: Callable[[Any], Any]
 ) -> None:
-    """Renews the ids of the weights that an optimizer does not decay."""
-    known: set[str] | None = getattr(
-        optimizer, "_exclude_from_weight_decay", None
-    )
-    if known:
-        optimizer._exclude_from_weight_decay = set(map(newest_id, known))
-
-
-def rekey_weights(optimizer: keras.optimizers.Optimizer) -> None:
-    """Updates a built optimizer after TensorFlow variables were replaced.
+    """Updates an optimizer after TensorFlow variables were replaced.
 
     An optimizer identifies a weight by the TensorFlow variable in it, to find
     its slots, whether it decays, and its optimizer in a `MultiOptimizer`.
+
+    Args:
+        optimizer: The optimizer, which need not be built.
+        newest_id: Function from the id of a variable to that of the variable
+            in its place; from anything else to the same.
     """
-    weights = optimizer._trainable_variables
-    keys = {
-        key: optimizer._var_key(weights[i])
-        for key, i in optimizer._trainable_variables_indices.items()
-    }
     for name, known in list(vars(optimizer).items()):
-        if isinstance(known, dict) and not keys.keys().isdisjoint(known):
-            found = {keys.get(key, key): x for key, x in known.items()}
-            setattr(optimizer, name, found)
-        elif isinstance(known, set) and not keys.keys().isdisjoint(known):
-            setattr(optimizer, name, {keys.get(key, key) for key in known})
+        if not isinstance(known, (dict, set)):
+            continue
+        newest = {key: newest_id(key) for key in known}
+        if all(key == new for key, new in newest.items()):
+            continue
+        if isinstance(known, dict):
+            setattr(optimizer, name, {newest[k]: x for k, x in known.items()})
+        else:
+            setattr(optimizer, name, set(newest.values()))
 
 
 # === Gradient tapes ===

@@ -740,13 +740,18 @@ class OptimizersTest(tf.test.TestCase):
         strategy.run(tf.function(step, autograph=False))
         self.assertEqual(set(called), {1})
 
-    def test_rekey_exclusions(self):
-        """Weights that move before the first step still do not decay."""
+    def move(self, weight):
+        """Moves a weight; returns the function from the old to the new id."""
+        before = upstream.variable_id(weight)
+        upstream.set_tensorflow_variable(weight, tf.Variable([1.0]))
+        new = upstream.variable_id(weight)
+        return lambda key: new if key == before else key
+
+    def test_weights_that_move_before_the_build(self):
+        """They still do not decay."""
         self.optimizer.exclude_from_weight_decay([self.weights[0]])
-        before = upstream.variable_id(self.weights[0])
-        upstream.set_tensorflow_variable(self.weights[0], tf.Variable([1.0]))
-        new = upstream.variable_id(self.weights[0])
-        upstream.rekey_exclusions(self.optimizer, {before: new}.get)
+        newest_id = self.move(self.weights[0])
+        upstream.rekey_weights(self.optimizer, newest_id)
         self.assertFalse(
             self.optimizer._use_weight_decay(self.weights[0].value)
         )
@@ -756,11 +761,9 @@ class OptimizersTest(tf.test.TestCase):
         inner = [self.optimizer]
         inner.append(keras.optimizers.SGD(0.1, momentum=0.5))
         inner[1].build(self.weights[:1])
+        newest_id = self.move(self.weights[0])
         for x in inner:
-            upstream.set_tensorflow_variable(
-                self.weights[0], tf.Variable([1.0])
-            )
-            upstream.rekey_weights(x)
+            upstream.rekey_weights(x, newest_id)
             x.apply([tf.ones(1)] + [tf.zeros(2)] * (x is inner[0]))
         self.assertNotAllClose(self.weights[0], [1.0])
         # Neither by a gradient, nor by decay.

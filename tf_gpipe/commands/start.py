@@ -11,9 +11,11 @@ from typing import Any
 
 # TensorFlow's environment variable: at levels 0 and 1 nothing is left out.
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Lines about the CPU and GPUs found, in glog's form or following such a line.
+# Lines about the CPU and GPUs found, in glog's form or following such a line;
+# not that GPUs cannot be used, since their libraries are missing.
 _LOGGED = re.compile(
-    r"[IWE]\d{4} |WARNING: All log messages before absl|"
+    r"[IWE]\d{4} (?!.*Cannot dlopen some GPU libraries)|"
+    r"WARNING: All log messages before absl|"
     r"To enable the following instructions"
 )
 
@@ -45,7 +47,7 @@ def quiet() -> Iterator[None]:
     if _shown():
         yield
         return
-    os.environ[_LEVEL] = "2"
+    os.environ[_LEVEL] = os.environ.get(_LEVEL) or "2"
     with _logs_left_out():
         yield
 

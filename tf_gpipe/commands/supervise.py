@@ -7,8 +7,10 @@ newest checkpoint each time. Once a worker is lost, TensorFlow goes on with none
 in the same process: so it is the program that starts again.
 
 It starts again if a signal or an error has ended it, at most --restarts times.
-What it ends with is final if it is 0, 2 (wrong arguments), or if Ctrl-C or
-SIGTERM has ended it, which are handed on. It ends with this process.
+What it ends with is final if it is 0, 2 (wrong arguments), or after Ctrl-C or
+SIGTERM, which are handed on. It ends with this process. A shell script must
+start it by `exec`: what the script itself waits for gets no signal, and does
+not end with this process.
 """
 
 import os
@@ -46,12 +48,14 @@ def run(command: Sequence[str], restarts: int, errors: bool = True) -> int:
     """
     for i in range(restarts + 1):
         start = time.monotonic()
+        stops: list[int] = []
         status = workers.run_in_foreground(
             command,
+            stops=stops,
             env={**os.environ, SUPERVISED: "1"},
             preexec_fn=workers.end_with_parent,
         )
-        if _is_final(status, errors) or i == restarts:
+        if stops or _is_final(status, errors) or i == restarts:
             break
         print(
             f"tf_gpipe: the program has ended with status {status}. It starts "

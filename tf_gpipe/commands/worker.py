@@ -50,7 +50,9 @@ def serve(
     """Starts a TensorFlow server, which runs until the process is ended.
 
     Prints a line with its address to stdout once it accepts connections, for
-    programs that start it. See the help of the command for other arguments.
+    programs that start it; with `with_stdin`, whatever operations print to
+    stdout later goes to stderr, since such a program may not read on. See the
+    help of the command for other arguments.
 
     Args:
         sockets: Descriptors of the listening sockets that this process had
@@ -86,6 +88,7 @@ def serve(
         listening.announce("worker", bind, port)
         print(f"worker at {bind}:{port}", flush=True)
     if with_stdin:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         # At Ctrl-C a trainer in the same terminal saves a checkpoint, for which
         # it needs this worker.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 # The time between two checks whether a worker has died.
 _LOOK_SECONDS = 0.1
+# The least time between two starts of a worker.
+_RESTART_SECONDS = 5.0
 
 
 def end_with_parent() -> None:
@@ -69,6 +72,7 @@ class Worker:
         self.process = self._start(port)
 
     def _start(self, port: int) -> subprocess.Popen:
+        self._started = time.monotonic()
         # `end_with_parent` ties it to the thread that starts it, so only the
         # main thread may use that.
         main = threading.current_thread() is threading.main_thread()
@@ -95,8 +99,12 @@ class Worker:
         )
 
     def restart_if_dead(self) -> None:
-        """Starts the worker again at its address, if it has ended."""
-        if self.process.poll() is not None:
+        """Starts the worker again at its address, if it has ended.
+
+        Not at once, if it has just been started, and may not be able to.
+        """
+        since = time.monotonic() - self._started
+        if since >= _RESTART_SECONDS and self.process.poll() is not None:
             self.kill()
             self.process = self._start(int(self.address.rpartition(":")[2]))
 
@@ -172,8 +180,9 @@ def connected(
     with contextlib.ExitStack() as stack:
         workers = _start(stack, num_workers, environment, one_core)
         devices = tf_gpipe.connect([worker.address for worker in workers])
-        for worker, device in zip(workers, devices, strict=True):
-            worker.device = device
+        for task, worker in enumerate(workers):
+            # Each of them sees all accelerators of this host.
+            worker.device = next(x for x in devices if f"/task:{task}/" in x)
             worker.outlive_models()
         stack.pop_all()
     return workers
@@ -206,16 +215,19 @@ def _start(
 def run_in_foreground(
     command: Sequence[str],
     meanwhile: Callable[[], None] | None = None,
+    stops: list[int] | None = None,
     **kwargs: Any,
 ) -> int:
     """Runs a command to its end, and passes SIGTERM and Ctrl-C on to it.
 
-    The terminal sends Ctrl-C to both processes, and this one ignores it;
-    SIGTERM is sent on. So a trainer can save a checkpoint before it ends.
+    The terminal sends Ctrl-C to both processes, and this one only notes it: a
+    second one could end a trainer while it saves a checkpoint. SIGTERM is sent
+    on.
 
     Args:
         command: List of strings.
         meanwhile: Function that is called repeatedly while the command runs.
+        stops: List that gets the number of each of these signals, or `None`.
         **kwargs: Arguments of `subprocess.Popen`.
 
     Returns:
@@ -223,21 +235,22 @@ def run_in_foreground(
         ended the command.
     """
     process = None
+    stops = [] if stops is None else stops
 
-    def hand_on(number, frame):
-        if process is not None:
+    def note(number, frame):
+        stops.append(number)
+        if process is not None and number == signal.SIGTERM:
             process.send_signal(number)
 
-    handlers = {
-        # A handler, not `SIG_IGN`, which the command would inherit.
-        signal.SIGINT: lambda number, frame: None,
-        signal.SIGTERM: hand_on,
-    }
     with contextlib.ExitStack() as stack:
-        for number, handler in handlers.items():
-            before = signal.signal(number, handler)
+        # Not `SIG_IGN`, which the command would inherit.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, note)
             stack.callback(signal.signal, number, before)
         process = subprocess.Popen(command, **kwargs)
+        if signal.SIGTERM in stops:
+            # It came before the command had started.
+            process.terminate()
         while meanwhile is not None and process.poll() is None:
             meanwhile()
             with contextlib.suppress(subprocess.TimeoutExpired):

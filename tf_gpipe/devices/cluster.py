@@ -33,6 +33,8 @@ _NO_WORKER = {
     heartbeats.SILENT: "there is no answer",
     heartbeats.OTHER: "what listens there is no worker",
 }
+# Whether an attempt to connect has failed: TensorFlow cannot make another one.
+_half_connected = False
 
 
 def connect(
@@ -107,6 +109,13 @@ def connect(
             _check_apart(found)
             _open(found, heartbeat)
         connected = list(found)
+    elif _half_connected:
+        raise worker_lost.WorkerLostError(
+            None,
+            None,
+            "This process has failed to connect to workers, and TensorFlow "
+            "tries only once. Start this program again.",
+        )
     elif connected != addresses and not (
         at_least and [x for x in addresses if x in connected] == connected
     ):
@@ -130,10 +139,12 @@ def _open(found: dict[str, tuple[str, int]], heartbeat: float | None) -> None:
 
     This opens a server in this process, which the workers send tensors to.
     """
+    global _half_connected
     fail_fast.fail_fast()
     address = listening.address_towards([host for host, _ in found.values()])
     port = listening.unused_port(address)
     watcher.current = watcher.Watcher(found, heartbeat)
+    _half_connected = True
     try:
         tf.config.experimental_connect_to_cluster(
             tf.train.ClusterSpec(
@@ -162,6 +173,7 @@ def _open(found: dict[str, tuple[str, int]], heartbeat: float | None) -> None:
         # Only Linux can restrict a server to one address.
         address = listening.EVERY_ADDRESS
     listening.announce("client", address, port)
+    _half_connected = False
 
 
 def _checked(addresses: Any) -> list[str]:

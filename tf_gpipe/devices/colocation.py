@@ -35,17 +35,22 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
     Without it TensorFlow would run all updates on the first device: the
     gradients, slots and weights of all stages would travel there at each step,
     and have to fit there. Results do not change. It replaces methods of the
-    optimizer; a second call does nothing.
+    optimizer, and of those that it wraps; a second call does nothing.
     """
-    if hasattr(optimizer.apply, "colocates"):
-        return
+    for x in slots.with_inner(optimizer):
+        if not hasattr(x.apply, "colocates"):
+            _colocate(x)
+
+
+def _colocate(optimizer: keras.optimizers.Optimizer) -> None:
     # Keras sums the gradients of all stages over replicas at once, which would
     # gather them on one device.
-    for x in slots.with_inner(optimizer):
-        upstream.sum_gradients_by(x, replicas.sum_gradients)
-        for name in upstream.UPDATES:
-            method = functools.partial(_reading_once, x, getattr(x, name))
-            setattr(x, name, method)
+    upstream.sum_gradients_by(optimizer, replicas.sum_gradients)
+    for name in upstream.UPDATES:
+        update = functools.partial(
+            _reading_once, optimizer, getattr(optimizer, name)
+        )
+        setattr(optimizer, name, update)
     keras_apply = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
@@ -79,28 +84,18 @@ def _reading_once(
         (x, tf.convert_to_tensor(x.value))
         for x in upstream.scalars_of(optimizer)
     ]
-    with _Recording(scalars) as scope:
+    with _Reading(scalars):
         method(*args)
-    # The scope has recorded the method's assignments; now they are done.
-    for x in scope.updated.values():
-        x.assign(scope.get_current_value(x))
 
 
-class _Recording(keras.StatelessScope):
-    """A stateless scope that knows which variables were assigned to.
-
-    Attributes:
-        updated: Dict from ids to these variables: slots and weights, but also
-            the states of random numbers that an optimizer draws.
-    """
-
-    def __init__(self, state_mapping: list):
-        super().__init__(state_mapping)
-        self.updated: dict[int, keras.Variable] = {}
+class _Reading(keras.StatelessScope):
+    """A stateless scope that holds values to read, and assigns at once."""
 
     def add_update(self, update: Any) -> None:
-        self.updated[id(update[0])] = update[0]
-        super().add_update(update)
+        variable, value = update
+        upstream.tensorflow_variable(variable).assign(value)
+        # From now on it is read again.
+        self.state_mapping.pop(id(variable), None)
 
 
 class _Follower:

@@ -14,8 +14,9 @@ The two exchange lines of JSON:
 
     client     {"watch": {NAME: [HOST, PORT], ...}}
     client     {"seconds": SECONDS or null}: how long workers may be silent
-    client     {"sockets": [NAME, ...]}, with a copy of each socket
-    heartbeat  {"lost": NAME, "why": DEAD or SILENT}
+    client     {"sockets": [NAME, ...], "more": BOOL}, with a copy of each
+               socket: in place of those before, or in addition to them
+    heartbeat  {"lost": NAME, "why": DEAD or SILENT, "seconds": SECONDS or null}
 
 On a second socket the client sends the numbers of the signals that it gets.
 """
@@ -40,10 +41,11 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 QUESTION_BYTES = len(_HELLO)
 _FRAME_HEADER = 9
 _SETTINGS = 4
-# The longest pause between two questions, and the pause after a refusal.
+# The longest pause between two questions, and the pause after one in vain.
 _PAUSE_SECONDS = 1.0
 _AGAIN_SECONDS = 0.1
-# How long a worker may be silent once the user has pressed Ctrl-C.
+# How long a worker may be silent once the user has pressed Ctrl-C, until it
+# answers.
 _HURRY_SECONDS = 5.0
 # The longest wait for one answer: only between two waits is Ctrl-C noticed.
 _ANSWER_SECONDS = 10.0
@@ -72,7 +74,8 @@ def ask(
 
     Returns:
         `None` if it is alive; `DEAD` if nothing listens there; `OTHER` if
-        another kind of server listens; `SILENT` if none answers in this time.
+        another kind of server listens; `SILENT` if none answers in this time,
+        or if this host or the network cannot ask.
     """
     end = time.monotonic() + seconds
     header = b""
@@ -95,10 +98,10 @@ def ask(
             if kept is not None:
                 stack.pop_all()
                 kept.append(connection)
-    except TimeoutError:
-        return SILENT
-    except OSError:
+    except ConnectionError:
         return DEAD
+    except OSError:
+        return SILENT
     return None
 
 
@@ -112,6 +115,7 @@ class _Worker:
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
         self._lost = False
+        self._interrupted = 0.0
 
     def allow(self, seconds: float | None) -> None:
         """Sets for how many seconds the worker may be silent."""
@@ -119,50 +123,70 @@ class _Worker:
 
     def hurry(self) -> None:
         """Lowers the time that the worker may be silent, after Ctrl-C."""
-        self._seconds = min(self._seconds or _HURRY_SECONDS, _HURRY_SECONDS)
+        self._interrupted = time.monotonic()
 
-    def hold(self, sockets: list[socket.socket]) -> None:
-        """Takes copies of the client's sockets that lead to this worker."""
+    def limit(self, answered: float) -> float | None:
+        """Returns for how many seconds the worker may be silent, or `None`.
+
+        Args:
+            answered: Float, when it last answered, by `time.monotonic()`.
+        """
+        if self._interrupted <= answered:
+            return self._seconds
+        return min(self._seconds or _HURRY_SECONDS, _HURRY_SECONDS)
+
+    def hold(self, sockets: list[socket.socket], more: bool) -> None:
+        """Takes copies of the client's sockets that lead to this worker.
+
+        Args:
+            sockets: List of these copies.
+            more: Boolean, whether to keep those that it has.
+        """
         with self._lock:
-            for each in self._sockets:
-                each.close()
-            self._sockets = sockets
+            while self._sockets and not more:
+                self._sockets.pop().close()
+            self._sockets += sockets
             if self._lost:
                 self._shut()
             elif self._seconds is not None:
                 for each in sockets:
                     _probe_idle(each, self._seconds)
 
-    def watch(self) -> str:
-        """Asks the worker until it is lost; returns `DEAD` or `SILENT`.
+    def watch(self) -> tuple[str, float | None]:
+        """Asks the worker until it is lost.
 
         Before it returns, it shuts down the client's sockets to the worker.
+
+        Returns:
+            Tuple of `DEAD` or `SILENT`, and of the limit of silence.
         """
         answered = time.monotonic()
         refused = False
         kept: list[socket.socket] = []
         while True:
             # A third of the limit, so that there are several attempts.
-            limit = self._seconds or _HURRY_SECONDS
+            limit = self.limit(answered) or _HURRY_SECONDS
             state = ask(*self._address, min(limit / 3, _ANSWER_SECONDS), kept)
             while len(kept) > 1:
                 kept.pop(0).close()
             now = time.monotonic()
+            silence = self.limit(answered)
             if state is None:
                 answered, refused = now, False
                 time.sleep(min(limit / 4, _PAUSE_SECONDS))
-            elif state != SILENT:
+                continue
+            if state != SILENT:
                 if refused:
                     state = DEAD
                     break
                 refused = True
-                time.sleep(_AGAIN_SECONDS)
-            elif self._seconds is not None and now - answered >= self._seconds:
+            elif silence is not None and now - answered >= silence:
                 break
+            time.sleep(_AGAIN_SECONDS)
         with self._lock:
             self._lost = True
             self._shut()
-        return state
+        return state, silence
 
     def _shut(self) -> None:
         for each in self._sockets:
@@ -188,7 +212,8 @@ def _serve(client: socket.socket, signals: socket.socket) -> None:
     lost: queue.Queue = queue.Queue()
 
     def watch(worker: _Worker) -> None:
-        lost.put({"lost": worker.name, "why": worker.watch()})
+        why, seconds = worker.watch()
+        lost.put({"lost": worker.name, "why": why, "seconds": seconds})
 
     def tell() -> None:
         while True:
@@ -226,7 +251,7 @@ def _serve(client: socket.socket, signals: socket.socket) -> None:
                 for name in message["sockets"]:
                     held[name].append(sockets.pop(0))
                 for name, worker in workers.items():
-                    worker.hold(held[name])
+                    worker.hold(held[name], message["more"])
 
 
 if __name__ == "__main__":

@@ -30,9 +30,7 @@ def eagerly_alone() -> Iterator[None]:
     Replicas do not take the lock: they are threads that wait for one another,
     and TensorFlow runs one at a time.
     """
-    in_replica = not tf.distribute.in_cross_replica_context()
-    traced = not tf.executing_eagerly()
-    if traced or (in_replica and tf.distribute.has_strategy()):
+    if not tf.executing_eagerly() or replicas.within_one():
         yield
         return
     with _eager:
@@ -219,11 +217,12 @@ def place(
             _moved[before] = upstream.variable_id(variable)
 
 
-def newest_id(of: str) -> str:
+def newest_id(of: Any) -> Any:
     """Returns the id of the TensorFlow variable to which one has moved.
 
     Args:
-        of: The id of a variable, as `upstream.variable_id` returns it.
+        of: The id of a variable, as `upstream.variable_id` returns it. What is
+            no such id is returned as it is.
     """
     while of in _moved:
         of = _moved[of]

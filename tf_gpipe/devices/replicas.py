@@ -73,6 +73,14 @@ def within_xla() -> bool:
     return upstream.within_xla()
 
 
+def within_one() -> bool:
+    """Returns whether the current code runs in a replica of a strategy."""
+    return (
+        tf.distribute.has_strategy()
+        and not tf.distribute.in_cross_replica_context()
+    )
+
+
 def several() -> bool:
     """Returns whether the current code runs in one of several replicas."""
     context = tf.distribute.get_replica_context()

@@ -48,8 +48,7 @@ def place(optimizer: keras.optimizers.Optimizer) -> None:
 def find_again(optimizer: keras.optimizers.Optimizer) -> None:
     """Renews an optimizer's look-up of weights, which have moved."""
     for x in with_inner(optimizer):
-        if x.built:
-            upstream.rekey_weights(x)
+        upstream.rekey_weights(x, placement.newest_id)
 
 
 def with_inner(
@@ -57,7 +56,8 @@ def with_inner(
 ) -> list[keras.optimizers.Optimizer]:
     """Returns a list of an optimizer and the optimizers that it wraps.
 
-    A LossScaleOptimizer wraps one, a MultiOptimizer several.
+    A LossScaleOptimizer wraps one, a MultiOptimizer several; of a function it
+    knows them once it is built.
     """
     inner = list(getattr(optimizer, "optimizers", []))
     inner += filter(None, [getattr(optimizer, "inner_optimizer", None)])

@@ -26,7 +26,7 @@ def copies() -> Iterator[list[socket.socket]]:
             except OSError:
                 continue
             try:
-                each = socket.socket(fileno=copy)
+                each = _socket(copy)
             except OSError:
                 os.close(copy)  # It is no socket.
                 continue
@@ -43,7 +43,7 @@ def borrowed() -> Iterator[socket.socket]:
     for number in os.listdir(_DESCRIPTORS):
         # It may have been closed since.
         with contextlib.suppress(OSError):
-            each = socket.socket(fileno=int(number))
+            each = _socket(int(number))
             try:
                 yield each
             finally:
@@ -71,6 +71,22 @@ def ends(each: socket.socket) -> tuple[tuple[str, int], tuple[str, int]] | None:
         return _address(each.getsockname()), _address(each.getpeername())
     except (OSError, ValueError):
         return None
+
+
+def addresses(host: str) -> list[str]:
+    """Returns the IP addresses of a host; an empty list if it is not known."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [_address(name)[0] for *_, name in found]
+
+
+def _socket(number: int) -> socket.socket:
+    # By default Python would make it non-blocking, for whoever uses it, if the
+    # program has called `socket.setdefaulttimeout`.
+    kept = getattr(socket, "SOCK_NONBLOCK", 0)
+    return socket.socket(type=socket.SOCK_STREAM | kept, fileno=number)
 
 
 def _address(name: tuple) -> tuple[str, int]:

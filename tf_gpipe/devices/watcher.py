@@ -37,7 +37,8 @@ class Watcher:
 
     Attributes:
         seconds: Float or `None`, the silence after which a worker is given up.
-            Less than the argument, so that a call fails within that time.
+            Less than the argument, so that a call fails within that time, and
+            still less after Ctrl-C.
         lost: Dict from the names of lost workers to the reason:
             `heartbeat.DEAD` or `heartbeat.SILENT`.
         pid: Integer, the id of the `heartbeat` process.
@@ -49,6 +50,10 @@ class Watcher:
         self.seconds: float | None = None
         self.lost: dict[str, str] = {}
         self._names = {address: name for name, address in workers.items()}
+        for name, (_, port) in workers.items():
+            # Of a host's addresses, TensorFlow may choose another.
+            for host in sockets.addresses(name.rpartition(":")[0]):
+                self._names.setdefault((host, port), name)
         self._told: set = set()
         self._sending = threading.Lock()
         self._changed = threading.Condition()
@@ -73,9 +78,10 @@ class Watcher:
         self.pid = self._process.pid
         self._send({"watch": dict(workers)})
         self.allow(seconds)
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._run, name="tf_gpipe-watcher", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def allow(self, seconds: float | None) -> None:
         """Sets for how many seconds a worker may be silent, or `None`."""
@@ -108,11 +114,14 @@ class Watcher:
                 for each in copies
                 if (ends := sockets.ends(each)) and ends[1] in self._names
             }
-            some = list(found)[: heartbeat.MOST_SOCKETS]
-            self._send(
-                {"sockets": [self._names[far] for _, far in some]},
-                [found[x].fileno() for x in some],
-            )
+            # A message without sockets, too, if there are none any more.
+            for first in range(0, len(found) or 1, heartbeat.MOST_SOCKETS):
+                some = [*found][first : first + heartbeat.MOST_SOCKETS]
+                names = [self._names[far] for _, far in some]
+                self._send(
+                    {"sockets": names, "more": first > 0},
+                    [found[x].fileno() for x in some],
+                )
             self._told = set(found)
 
     def _send(self, message: dict, descriptors: list[int] | None = None):
@@ -122,20 +131,30 @@ class Watcher:
 
     def _run(self) -> None:
         pending = b""
-        with contextlib.suppress(OSError):
-            while True:
+        while True:
+            # It may succeed the next time: too many files were open, say.
+            with contextlib.suppress(OSError):
                 self.look()
-                try:
-                    data = self._socket.recv(4096)
-                except TimeoutError:
-                    continue
-                if not data:
-                    return
-                *lines, pending = (pending + data).split(b"\n")
-                for message in map(json.loads, lines):
-                    with self._changed:
-                        self.lost[message["lost"]] = message["why"]
-                        self._changed.notify_all()
+            try:
+                data = self._socket.recv(4096)
+            except TimeoutError:
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                print(
+                    "tf_gpipe: the process that finds lost workers has ended. "
+                    "Calls may wait for a lost worker without a time limit.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            for message in map(json.loads, lines):
+                with self._changed:
+                    self.seconds = message["seconds"]
+                    self.lost[message["lost"]] = message["why"]
+                    self._changed.notify_all()
 
 
 def _hear_interrupts(wake: socket.socket) -> bool:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices import placement
+from tf_gpipe.devices import replicas
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.colocation import colocate
@@ -151,9 +152,9 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         with self.distribute_strategy.scope():
             seeds.global_seed()
         if self.optimizer is not None:
-            colocate(self.optimizer)
             if self.built:
                 self._build_optimizer()
+            colocate(self.optimizer)
         several_steps.make_train_function(
             self, super().make_train_function, force
         )
@@ -258,18 +259,23 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         """Makes the optimizer's slots, each on the device of its weight.
 
         Call it before the step is traced: slots created within the trace would
-        not be on those devices.
+        not be on those devices. Those of an optimizer that was built before
+        its weights moved, for a plain model, follow them.
         """
-        if self.trainable_variables and not self.optimizer.built:
+        optimizer = self.optimizer
+        if not self.trainable_variables:
+            return
+        within_step = not tf.executing_eagerly() or replicas.within_one()
+        if not (optimizer.built and within_step):
             with (
                 tf.init_scope(),
                 placement.eagerly_alone(),
                 self.distribute_strategy.scope(),
             ):
-                for each in slots.with_inner(self.optimizer):
-                    upstream.rekey_exclusions(each, placement.newest_id)
-                self.optimizer.build(self.trainable_variables)
-                slots.place(self.optimizer)
+                if not optimizer.built:
+                    optimizer.build(self.trainable_variables)
+                slots.place(optimizer)
+        slots.find_again(optimizer)
 
     def _scale_loss(self, loss):
         if getattr(self, "optimizer", None) is None:

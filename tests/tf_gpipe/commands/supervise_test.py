@@ -95,6 +95,18 @@ class SuperviseTest(parameterized.TestCase):
         self.assertEqual(process.returncode, 128 + signal.SIGTERM)
         self.assertNotIn("again", errors)
 
+    def test_stopped_program_that_ends_with_an_error(self):
+        process = started(
+            *("--restarts=1", sys.executable, "-c"),
+            "import signal, sys\nsignal.alarm(20)\n"
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
+            "print('ready', flush=True)\nsignal.pause()",
+        )
+        self.assertEqual(process.stdout.readline(), "ready\n")
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate()
+        self.assertEqual((process.returncode, errors), (1, ""))
+
     def test_the_program_ends_with_it(self):
         process = started(
             *(sys.executable, "-c"),

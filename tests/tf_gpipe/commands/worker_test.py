@@ -4,9 +4,11 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -51,6 +53,23 @@ class WorkerTest(parameterized.TestCase):
         self.assertNotIn("this", sys.modules)
         self.assertIn("json", sys.modules)
 
+    def test_lines_that_are_left_out(self):
+        level = "TF_CPP_MIN_LOG_LEVEL"
+        lines = [
+            "I0000 00:00:17.6 7 cuda.cc:31] Could not find cuda drivers\n",
+            "E0000 00:00:17.6 7 cuda.cc:52] failed call to cuInit: 303\n",
+            "W0000 00:00:17.6 7 gpu.cc:2] Cannot dlopen some GPU libraries\n",
+            "another line\n",
+        ]
+        with (
+            mock.patch.dict(os.environ, {level: "3"}),
+            contextlib.redirect_stderr(io.StringIO()) as printed,
+        ):
+            with start.quiet():
+                os.write(2, "".join(lines).encode())
+            self.assertEqual(os.environ[level], "3")
+        self.assertEqual(printed.getvalue(), "".join(lines[2:]))
+
     def test_imports_little(self):
         """TensorFlow as a whole, and Keras, would take ten times as long."""
         with (
@@ -65,6 +84,8 @@ class WorkerTest(parameterized.TestCase):
             ) as process,
         ):
             self.assertStartsWith(process.stdout.readline(), "worker at")
+            # A pipe that nobody reads on would fill.
+            self.assertEqual(process.stdout.read(), "")
             process.stdin.close()
             process.wait()
             imported.seek(0)

@@ -4,11 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
+import tf_gpipe
+from tf_gpipe.commands import workers
 from tf_gpipe.devices import worker_lost
 from tools import child_process
 
@@ -96,6 +99,31 @@ class WorkersTest(parameterized.TestCase):
         process.kill()
         process.stderr.read()
         process.communicate()
+
+    def test_a_signal_before_the_command_has_started(self):
+        status = workers.run_in_foreground(
+            [sys.executable, "-c", "import signal; signal.pause()"],
+            preexec_fn=lambda: (
+                signal.alarm(20),
+                os.kill(os.getppid(), signal.SIGTERM),
+            ),
+        )
+        self.assertEqual(status, 128 + signal.SIGTERM)
+
+    def test_a_worker_with_several_devices(self):
+        devices = [f"/job:worker/task:0/device:GPU:{i}" for i in range(2)]
+        with mock.patch.object(tf_gpipe, "connect", lambda addresses: devices):
+            (worker,) = workers.connected(1)
+        self.addCleanup(worker.kill)
+        self.assertEqual(worker.device, devices[0])
+
+    def test_a_worker_that_cannot_start_is_not_restarted_at_once(self):
+        worker = workers.Worker(port=-1)
+        self.addCleanup(worker.kill)
+        first = worker.process
+        first.wait()
+        worker.restart_if_dead()
+        self.assertIs(worker.process, first)
 
     @pytest.mark.slow
     def test_workers_are_ended_with_the_command(self):

@@ -1,7 +1,7 @@
 """Programs that train over workers, for `cluster_test` and `errors_test`.
 
 Run as `python -m tests.tf_gpipe.devices.cluster_client PROGRAM ADDRESS ...`.
-The program `sums` takes no addresses: it starts its own worker.
+The programs `sums` and `again` take no addresses: they start a worker.
 """
 
 import functools
@@ -21,7 +21,9 @@ from tensorflow.python.eager import context
 import tf_gpipe
 from tests.tf_gpipe import comparison
 from tf_gpipe.commands import workers
+from tf_gpipe.devices import cluster
 from tf_gpipe.devices import watcher
+from tf_gpipe.devices import worker_lost
 from tools import worker_usage
 
 
@@ -249,6 +251,21 @@ def sums():
         planned = plan.stages[0].bytes - weights
         assert planned < 1.2 * weights
         assert 0.9 * planned < measured < 1.3 * planned, (measured, planned)
+
+
+def again():
+    """A worker ends while TensorFlow connects; a second attempt is refused."""
+    with workers.started(1) as processes:
+        address = processes[0].address
+        place = worker_lost.places_of([address])
+    for attempt, message in (
+        (lambda: cluster._open(place, 30.0), "Cannot connect to workers at"),
+        (lambda: tf_gpipe.connect([address]), "Start this program again"),
+    ):
+        with absltest.TestCase().assertRaisesRegex(
+            worker_lost.WorkerLostError, message
+        ):
+            attempt()
 
 
 def _bytes_moved():

@@ -185,6 +185,11 @@ class ClusterTest(tf.test.TestCase, parameterized.TestCase):
             with self.assertRaises(TimeoutError):
                 socket.create_connection(("::1", port), timeout=0.5)
 
+    @pytest.mark.slow
+    def test_a_second_attempt_after_a_failure(self):
+        output, _ = client("again", []).communicate()
+        self.assertEqual(output.splitlines()[-1:], ["done"])
+
     def test_one_worker_by_two_names(self):
         port = self.addresses[0].rpartition(":")[2]
         with self.assertRaisesRegex(ValueError, "are the same, 127.0.0.1:"):

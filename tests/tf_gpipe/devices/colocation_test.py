@@ -113,8 +113,28 @@ class Noisy(OPTIMIZERS.SGD):
         super().update_step(gradient + noise, variable, learning_rate)
 
 
-class RandomTest(parameterized.TestCase, tf.test.TestCase):
+class Assigning(OPTIMIZERS.SGD):
+    """Assigns to a slot in two ways, and within a branch."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.slots = self.add_optimizer_variables(variables, "slot")
+
+    def update_step(self, gradient, variable, learning_rate):
+        slot = self.slots[self._get_variable_index(variable)]
+        slot.assign(gradient)
+        self.assign_add(slot, gradient)
+        keras.ops.cond(
+            self.iterations > 0,
+            lambda: slot.assign(slot + 1.0),
+            lambda: slot.assign(slot * 2.0),
+        )
+        super().update_step(slot + 0.0, variable, learning_rate)
+
+
+class UsersOptimizerTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
+        (lambda: Assigning(0.1),),
         (lambda: Noisy(keras.random.SeedGenerator(3)),),
         (lambda: Noisy(),),
         (
@@ -183,6 +203,12 @@ class ColocationTest(parameterized.TestCase, tf.test.TestCase):
         x = tf.zeros((4, WIDTH))
         step = tf.function(model.test_step, autograph=False)
         self.assertEmpty(moved(step.get_concrete_function((x, x))))
+
+    def test_optimizer_that_a_function_chooses(self):
+        adam = OPTIMIZERS.Adam()
+        model = make_model(OPTIMIZERS.MultiOptimizer(lambda variable: adam))
+        model.make_train_function()
+        self.assertTrue(adam.apply.colocates)
 
     def test_optimizer_serves_a_plain_model_as_well(self):
         optimizer = OPTIMIZERS.SGD(0.5)

@@ -25,7 +25,8 @@ class FailFastTest(absltest.TestCase):
             self.assertEqual(
                 os.environ["TF_GRPC_DEFAULT_OPTIONS"],
                 "grpc.lb_policy_name=x,grpc.min_reconnect_backoff_ms="
-                f"{1000 * fail_fast.RECONNECT_SECONDS}",
+                f"{1000 * fail_fast.RECONNECT_SECONDS},"
+                "grpc.enable_http_proxy=0",
             )
 
 

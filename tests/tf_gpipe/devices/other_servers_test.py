@@ -1,16 +1,23 @@
-"""`connect` tells of servers that are no workers, within its timeout."""
+"""`connect` and the heartbeat tell servers apart that are no workers."""
 
 import contextlib
+import io
+import os
+import queue
 import select
+import signal
 import socket
 import ssl
 import threading
 import time
+from unittest import mock
 
 import tensorflow as tf
 from absl.testing import parameterized
 
 from tf_gpipe.devices import cluster
+from tf_gpipe.devices import heartbeat
+from tf_gpipe.devices import sockets
 from tf_gpipe.devices import watcher
 
 # Frames of HTTP/2: length, type, flags, stream. A server begins with the first.
@@ -92,6 +99,17 @@ def expects_tls(connection):
     context.wrap_socket(connection, server_side=True).close()
 
 
+def ended(watched):
+    """Ends a watcher's heartbeat; returns what the watcher prints then."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        watched._process.kill()
+        watched._process.wait()
+        watched._thread.join()
+    # Python would write signals to what gets the number of its socket.
+    signal.set_wakeup_fd(-1)
+    return printed.getvalue()
+
+
 OTHER, SILENT = "what listens there is no worker", "there is no answer"
 # A server that hangs up at once may be taken for one that is gone or silent.
 GONE = f"{OTHER}|nothing listens there|{SILENT}"
@@ -154,11 +172,74 @@ class OtherServersTest(tf.test.TestCase, parameterized.TestCase):
         with server(says(SETTINGS)) as address:
             host, _, port = address.rpartition(":")
             watched = watcher.Watcher({address: (host, int(port))}, 1e300)
-            self.addCleanup(watched._process.kill)
+            self.addCleanup(ended, watched)
             with socket.create_connection((host, int(port))):
                 watched.look()
         watched.wait(60.0)
         self.assertIn(watched.lost[address], ("dead", "other"))
+
+
+class HeartbeatTest(tf.test.TestCase):
+    def watched(self, name, host, port):
+        found = watcher.Watcher({name: (host, port)}, None)
+        self.addCleanup(ended, found)
+        return found
+
+    def test_who_cannot_ask_hears_of_no_death(self):
+        # No TCP connection leads to this address, and Linux says so at once.
+        state = heartbeat.ask("255.255.255.255", 9, 1.0)
+        self.assertEqual(state, heartbeat.SILENT)
+
+    def test_ctrl_c_lowers_the_limit_until_the_worker_answers(self):
+        worker = heartbeat._Worker("a", "127.0.0.1", 1)
+        for seconds in (None, 60.0):
+            worker.allow(seconds)
+            worker.hurry()
+            self.assertLess(worker.limit(0.0), 60.0)
+            self.assertEqual(worker.limit(time.monotonic()), seconds)
+
+    def test_every_socket_to_a_lost_worker_is_shut(self):
+        """However many there are, and to whichever address of its host."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(heartbeat, "MOST_SOCKETS", 1))
+            listener = socket.create_server(("127.0.0.1", 0))
+            place = stack.enter_context(listener).getsockname()
+            ends = [
+                stack.enter_context(socket.create_connection(place, 20.0))
+                for _ in range(3)
+            ]
+            # Nothing listens at the address that is asked.
+            name = f"localhost:{place[1]}"
+            watched = self.watched(name, "127.0.0.2", place[1])
+            watched.look()
+            for each in ends:
+                self.assertEqual(each.recv(1), b"")
+
+    def test_the_watcher_survives_a_failure_and_tells_of_its_end(self):
+        looks = queue.Queue()
+
+        def look():
+            looks.put(None)
+            raise OSError("Too many open files")
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            host, port = listener.getsockname()
+            watched = self.watched(f"{host}:{port}", host, port)
+        watched.look = look
+        for _ in range(2):
+            looks.get(timeout=20.0)
+        self.assertIn("lost workers has ended", ended(watched))
+
+    def test_sockets_stay_blocking(self):
+        first, second = socket.socketpair()
+        socket.setdefaulttimeout(30.0)
+        self.addCleanup(socket.setdefaulttimeout, None)
+        with first, second:
+            for each in sockets.borrowed():
+                del each
+            with sockets.copies():
+                pass
+            self.assertTrue(os.get_blocking(first.fileno()))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from absl.testing import parameterized
 from keras import layers as L  # noqa: N812
 
 import tf_gpipe
+from tf_gpipe.devices import slots
 
 TWO = {"num_stages": 2, "num_micro_batches": 2, "devices": ["CPU:0", "CPU:1"]}
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
@@ -84,15 +85,20 @@ class WeightDecayTest(tf.test.TestCase, parameterized.TestCase):
             for a, b in zip(expected, received, strict=True):
                 self.assertAllClose(a, b, msg=kind, rtol=1e-5, atol=1e-6)
 
-    @parameterized.parameters("before", "rebalance", "both")
-    def test_variables_that_move(self, when):
+    @parameterized.parameters(
+        ("before",), ("rebalance",), ("both",), ("before", True)
+    )
+    def test_variables_that_move(self, when, chosen=False):
         """Named before the optimizer is built, and moved then."""
 
         def excluded(model):
             layers = {x.name: x for x in model.layers}
-            return optimizer(
+            made = optimizer(
                 var_list=[layers["first"].kernel, layers["embedding"].bias]
             )
+            if not chosen:
+                return made
+            return keras.optimizers.MultiOptimizer(lambda variable: made)
 
         model = plain()
         expected = trained(model, excluded(model))
@@ -111,6 +117,31 @@ class WeightDecayTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class OtherTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        lambda: keras.optimizers.Adam(0.01),
+        lambda: keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.01))
+        ),
+    )
+    def test_an_optimizer_that_a_plain_model_has_built(self, make):
+        model = plain()
+        made = make()
+        trained(model, made)
+        expected = trained(model, made)
+        model = plain()
+        made = make()
+        trained(model, made)
+        piped = tf_gpipe.PipelinedModel.from_model(model, **TWO)
+        for a, b in zip(expected, trained(piped, made), strict=True):
+            self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
+        weights = piped.trainable_variables
+        for weight, own in zip(
+            weights, slots.of_optimizer(made, weights), strict=True
+        ):
+            self.assertLen(own, 2)
+            for slot in own:
+                self.assertEqual(slot.value.device, weight.value.device)
+
     @parameterized.parameters("from_model", "sequential", "to_keras")
     def test_loss_scale(self, how):
         """`compile` scales losses of a float16 model, as in plain Keras."""
