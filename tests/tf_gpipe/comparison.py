@@ -18,6 +18,7 @@ def train(
     optimizer=None,
     metrics=(),
     epochs=2,
+    run_eagerly=False,
     **kwargs,
 ):
     """Builds and trains a model; with `kwargs`, a pipeline.
@@ -31,6 +32,7 @@ def train(
         optimizer: Function that makes an optimizer; by default Adam.
         metrics: List of weighted metrics.
         epochs: Integer, how often to go through `data`.
+        run_eagerly: Argument of `compile`.
         **kwargs: Arguments of `PipelinedSequential`, or `PipelinedModel`.
 
     Returns:
@@ -51,6 +53,7 @@ def train(
         loss,
         loss_weights=loss_weights,
         weighted_metrics=list(metrics),
+        run_eagerly=run_eagerly,
     )
     if not kwargs:
         # Else the first step makes these variables, and Keras traces it twice.
