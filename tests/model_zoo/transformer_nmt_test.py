@@ -474,6 +474,7 @@ class DecodingTest(tf.test.TestCase, parameterized.TestCase):
         self.assertNotAllEqual(decoded, expected)
         self.assertAllEqual(decoded, greedy_search(loaded, source, 5))
 
+    @pytest.mark.slow
     def test_pipeline_that_is_cut_anew(self):
         options = {"num_layers": 1, "tie_weights": False}
         model = tf_gpipe.PipelinedModel.from_model(
