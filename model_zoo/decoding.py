@@ -11,8 +11,8 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
-# The compiled search of each model. By weak references, so that a search is
-# deleted together with its model.
+# The compiled search of each model, and the variables that it reads. By weak
+# references, so that a search is deleted together with its model.
 _SEARCHES = weakref.WeakKeyDictionary()
 
 # The beam, all tensors of shape `(batch_size, beam_size, ...)`: tokens with
@@ -104,11 +104,13 @@ def decode(
             "`source` must be integers of shape (batch_size, source_length). "
             f"Received: shape {source.shape}, dtype {source.dtype.name}"
         )
-    if model not in _SEARCHES:
-        _SEARCHES[model] = tf.function(
-            _search, autograph=False, reduce_retracing=True
-        )
-    return _SEARCHES[model](
+    # A pipeline that is cut anew gets new variables.
+    variables = [v.value.ref() for v in model.variables]
+    before, search = _SEARCHES.get(model, (None, None))
+    if variables != before:
+        search = tf.function(_search, autograph=False, reduce_retracing=True)
+        _SEARCHES[model] = variables, search
+    return search(
         model,
         tf.cast(source, tf.int32),
         # Python numbers: NumPy's would be traced as tensors, which cannot be

@@ -123,7 +123,7 @@ def prepare(names, data_dir=None, package=None, vocabulary_size=8000):
         name: _prepared(name, data_dir, package)
         for name in progress.track(names, "preparing")
     }
-    languages = {name: _languages(builders[name].info) for name in builders}
+    languages = {name: _languages(builders[name]) for name in builders}
     names = [name for name in builders if languages[name]]
     if not names:
         return
@@ -282,13 +282,18 @@ def _run(command, directory, failure, repair):
     return result.stdout
 
 
-def _languages(info):
+def _languages(builder):
     """Returns a translation dataset's languages, or `None` for other kinds."""
+    info = builder.info
     if isinstance(info.features, tfds.features.Translation):
         return set(info.features.languages)
     if {"language", "source", "target"} <= set(info.features or ()):
         # A model may also be trained to translate into the source's language.
-        return {"en", *info.metadata["languages"]}
+        languages = (info.metadata or {}).get("languages")
+        if languages is None:
+            examples = builder.as_dataset(split="train").as_numpy_iterator()
+            languages = {x["language"].decode() for x in examples}
+        return {"en", *languages}
     return None
 
 

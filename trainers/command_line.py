@@ -184,6 +184,10 @@ def _parse(argv):
             "Error: a --flagfile must be a text with a flag on each line. "
             f"{UserError(error)}"
         )
+    is_other = flags.FLAGS.optimizer != flags.FLAGS["optimizer"].default
+    if is_other and not flags.FLAGS["optimizer_args"].present:
+        # The default arguments are those of the default optimizer.
+        flags.FLAGS.optimizer_args = ""
     for name in flags.FLAGS:
         expected = _expected(flags.FLAGS[name])
         if expected:
@@ -215,8 +219,8 @@ def _expected(flag):
     if isinstance(value, int) and abs(value) > _LARGEST:
         return f"an integer of at most {_LARGEST}"
     empty = isinstance(value, (list, str)) and not all([value, *value])
-    # Flags whose default is "" may be empty.
-    if flag.present and empty and flag.default != "":
+    may_be = flag.default == "" or flag.name == "optimizer_args"
+    if flag.present and empty and not may_be:
         return "left out, or be something"
     return None
 

@@ -84,12 +84,27 @@ class Hardware:
     num_replicas: int = 1
     is_chief: bool = True
 
-    def agree(self, number):
-        """Returns whether all processes call it with the same number."""
-        # TPUs run nothing but compiled functions.
-        mine = tf.function(lambda: tf.constant(float(number)))
-        total = self.strategy.reduce("SUM", self.strategy.run(mine), axis=None)
-        return float(total) == number * self.num_replicas
+    def of_all_hosts(self, number):
+        """Returns the integers with which all processes call it, as a list."""
+        if not isinstance(
+            self.strategy, tf.distribute.MultiWorkerMirroredStrategy
+        ):
+            return [number]
+        found = _gathered(self.strategy, tf.constant(number, tf.float64))
+        return [int(x) for x in found]
+
+
+@tf.function
+def _gathered(strategy, number):
+    """Returns the numbers of all replicas, in a tensor."""
+
+    def among_zeros(number):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        count = strategy.num_replicas_in_sync
+        return number * tf.one_hot(replica, count, dtype=tf.float64)
+
+    mine = strategy.run(among_zeros, (number,))
+    return strategy.reduce("SUM", mine, axis=None)
 
 
 def start(num_devices, config):

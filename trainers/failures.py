@@ -66,8 +66,10 @@ def as_user_errors(workdir):
         tf.errors.FailedPreconditionError,
         tf.errors.InvalidArgumentError,
     ) as e:
+        # The operation that has failed, not one that is named as a neighbour.
         if isinstance(e, tf.errors.DataLossError) or re.search(
-            "IteratorGetNext|MakeIterator|Decode", str(e)
+            r"(node |\[Op:)([\w/]+/)?(IteratorGetNext|MakeIterator|Decode)",
+            str(e),
         ):
             raise UserError(
                 "The data set is damaged. Delete it from the directory of "

@@ -70,9 +70,11 @@ from trainers.command_line import UserError
 from trainers.command_line import chosen
 from trainers.command_line import from_flags
 from trainers.command_line import parsed
+from trainers.failures import as_user_errors
 from trainers.job import Job
 from trainers.job_config import JobConfig
 from trainers.optimization import Optimization
+from trainers.workdir import replacing
 
 _MODEL = flags.DEFINE_enum(
     "model", "resnet_small", model_zoo.names(), "Model of model_zoo."
@@ -165,16 +167,18 @@ def train_and_evaluate(
             f"{', '.join(sorted(of_the_data))}"
         )
     # First of all: TensorFlow's devices are fixed once it has started.
+    batches = {
+        "dataset": dataset,
+        "batch_size": batch_size,
+        "image_size": image_size,
+        "num_train_per_class": num_train_per_class,
+        **dataclasses.asdict(augmentation),
+    }
     job = Job(
         config,
-        batches={
-            "dataset": dataset,
-            "batch_size": batch_size,
-            "image_size": image_size,
-            "num_train_per_class": num_train_per_class,
-            **dataclasses.asdict(augmentation),
-        },
+        batches=batches if mode == "train" else None,
         about={
+            "dataset": dataset,
             "model": model,
             "model_args": model_args or {},
             **optimization.of_the_state(),
@@ -257,7 +261,8 @@ def train_and_evaluate(
         logits = job.predict(network, test_batches)
         probabilities = keras.ops.softmax(logits.astype("float32"))
         path = job.workdir / "predictions.csv"
-        np.savetxt(path, probabilities, fmt="%.6g", delimiter=",")
+        with as_user_errors(job.workdir), replacing(path) as partial:
+            np.savetxt(partial, probabilities, fmt="%.6g", delimiter=",")
         print(f"{len(logits)} rows of probabilities in {path}")
         return network, {}
     job.fit(

@@ -78,10 +78,13 @@ class Images:
         fits = augmentation.crop == "inception"
 
         def batches(epoch):
-            # The seed of this function's graph. It must not be 0: TensorFlow
-            # would then compare `epoch`, a tensor, with 0 in Python.
-            tf.random.set_seed(seed + 1)
-            epoch_seed = epoch * (seed + 1)
+            # The seed of this function's graph. It must not be a multiple of
+            # 2 ** 31 - 1, which TensorFlow takes for 0: it would then compare
+            # `epoch`, a tensor, with 0 in Python.
+            tf.random.set_seed(1 + seed % (2**31 - 2))
+            epoch_seed = tf.random.stateless_uniform(
+                (), (seed, epoch), None, None, tf.int64
+            )
 
             def prepare(index, example):
                 image, label = example
@@ -199,11 +202,12 @@ def load(name, data_dir=None, image_size=None):
         "train" not in splits
         or info.supervised_keys != ("image", "label")
         or not isinstance(info.features["image"], tfds.features.Image)
+        or tf.as_dtype(info.features["image"].np_dtype) != tf.uint8
         or not isinstance(info.features["label"], tfds.features.ClassLabel)
     ):
         raise UserError(
-            f"Dataset {name!r} cannot be used. Expected images with a label "
-            "each, in splits 'train' and 'test' or 'validation'. "
+            f"Dataset {name!r} cannot be used. Expected images of 8 bits with "
+            "a label each, in splits 'train' and 'test' or 'validation'. "
             f"Received: features={info.features}, splits={list(splits)}"
         )
     # A data set whose first image is damaged is refused before training.

@@ -25,10 +25,17 @@ class Stopped(Exception):
 class StopOnSignal(keras.callbacks.Callback):
     """Ends training after the running step at Ctrl-C or SIGTERM.
 
-    A second signal ends the process at once, as without this callback.
+    A validation then ends after one batch. A second signal ends the process at
+    once, as without this callback.
+
+    Args:
+        of_all_hosts: Function that returns a list of the numbers with which
+            all processes that train together call it: they stop at the same
+            step. Defaults to one for a single process.
 
     Attributes:
-        signal: Integer, the number of the signal received, or `None`.
+        signal: Integer, the number of the signal that stops all processes, or
+            0.
 
     Example:
 
@@ -39,9 +46,10 @@ class StopOnSignal(keras.callbacks.Callback):
     ```
     """
 
-    def __init__(self):
+    def __init__(self, of_all_hosts=lambda number: [number]):
         super().__init__()
-        self.signal = None
+        self.signal = self._received = 0
+        self._of_all_hosts = of_all_hosts
         self._stack = contextlib.ExitStack()
 
     def __enter__(self):
@@ -56,11 +64,26 @@ class StopOnSignal(keras.callbacks.Callback):
         self._stack.close()
 
     def on_train_batch_end(self, batch, logs=None):
-        if self.signal:
+        if self._is_stopped():
             self.model.stop_training = True
 
+    def on_test_begin(self, logs=None):
+        self.on_test_batch_end(0)
+
+    def on_test_batch_end(self, batch, logs=None):
+        # Not training, too: the end of this epoch is no end of the run.
+        if self._is_stopped():
+            self.model.stop_evaluating = True
+
+    def on_train_end(self, logs=None):
+        self._is_stopped()
+
+    def _is_stopped(self):
+        self.signal = max(self._of_all_hosts(self._received))
+        return self.signal
+
     def _handle(self, number, frame):
-        self.signal = number
+        self._received = number
         self._stack.close()
         print(
             "\nStopping after this step. The same signal again stops at once.",

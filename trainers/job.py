@@ -31,6 +31,7 @@ from trainers.weight_averages import SwapAverages
 from trainers.weight_averages import averaged
 from trainers.weight_averages import has_averages
 from trainers.workdir import Workdir
+from trainers.workdir import replacing
 
 # The file of the plan of --tune in the working directory.
 _PLAN = "plan.json"
@@ -46,8 +47,9 @@ class Job:
         config: `JobConfig`.
         batches: Dictionary from names of flags to their values, of the flags
             that determine the batches, beside the seed. A run that was stopped
-            within an epoch resumes only if they are unchanged. Defaults to
-            `None`: nothing is trained.
+            within an epoch resumes only if they are unchanged. `num_replicas`
+            is taken for the number that there are. Defaults to `None`: nothing
+            is trained.
         about: Dictionary of the same kind, of the other flags that the model
             of a checkpoint depends on. Defaults to `None`: none.
 
@@ -63,7 +65,7 @@ class Job:
     Example:
 
     ```python
-    job = Job(JobConfig(num_stages=2))
+    job = Job(JobConfig(num_stages=2), batches={"batch_size": 128})
     keras.utils.set_random_seed(job.config.seed)
 
     def make():
@@ -80,11 +82,20 @@ class Job:
     def __init__(self, config, batches=None, about=None):
         self.config = config
         self.workdir = config.workdir and pathlib.Path(config.workdir)
-        self._batches = {**(batches or {}), "seed": config.seed}
-        self._about = {**self._batches, **(about or {})}
         self._place = self.workdir and Workdir(self.workdir)
         self._checkpoint = None
         self._position = Position()
+        for name in ("restarts", "checkpoint_every_steps"):
+            if getattr(config, name) and not self.workdir:
+                raise UserError(
+                    f"--{name} needs a --workdir, to go on from a checkpoint "
+                    f"there. Received: --{name}={getattr(config, name)}"
+                )
+        if config.dry_run and batches is None:
+            raise UserError(
+                "--dry_run shows what training will need: leave it or --mode "
+                "out. Received: --dry_run"
+            )
         if config.tune and config.strategy != "none":
             raise UserError(
                 "--tune chooses one pipeline, for devices of this host or "
@@ -103,8 +114,12 @@ class Job:
                 self.hardware = devices.start(num_devices, config)
             except (TypeError, ValueError) as error:
                 raise UserError(error) from error
-        trains = batches is not None and not config.dry_run
-        if self._place and trains and self.hardware.is_chief:
+        self._batches = {**(batches or {}), "seed": config.seed}
+        if "num_replicas" in self._batches:
+            self._batches["num_replicas"] = self.hardware.num_replicas
+        self._about = {**self._batches, **(about or {})}
+        self._trains = batches is not None and not config.dry_run
+        if self._place and self._trains and self.hardware.is_chief:
             self._place.lock()
 
     def pipelined(
@@ -159,7 +174,10 @@ class Job:
             with keras.StatelessScope(initialize_variables=False):
                 model = model_zoo.get(name, **hyper_parameters)
             if self.config.tune:
-                with _dtype_policy(self.config.dtype_policy):
+                with (
+                    _dtype_policy(self.config.dtype_policy),
+                    as_user_errors(self.workdir),
+                ):
                     return self._kept_plan() or self._tuned(
                         model, rows, length, optimizer
                     )
@@ -197,15 +215,21 @@ class Job:
             The path of the SavedModel.
 
         Raises:
-            UserError: If nothing has been trained, or the disk is full.
+            UserError: If nothing has been trained, there are several hosts, or
+                the disk is full.
         """
-        self._check_trained()
+        self._check_result()
         path = self.workdir / "export"
         with as_user_errors(self.workdir), averaged(model):
             model.to_keras().export(path, verbose=False)
         return path
 
-    def _check_trained(self):
+    def _check_result(self):
+        if self.config.strategy == "multi_worker":
+            raise UserError(
+                "Several hosts would all write the same file. Use one, without "
+                "--strategy. Received: --strategy=multi_worker"
+            )
         if self._position == (0, 0):
             raise UserError(
                 "There is no checkpoint in --workdir: train first. Received: "
@@ -217,9 +241,9 @@ class Job:
         """Returns the trained model's predictions for `batches`, an array.
 
         Raises:
-            UserError: If nothing has been trained.
+            UserError: If nothing has been trained, or there are several hosts.
         """
-        self._check_trained()
+        self._check_result()
         with (
             progress.doing("predicting"),
             as_user_errors(self.workdir),
@@ -259,13 +283,18 @@ class Job:
 
     def _restore(self, model):
         directory = checkpoints(self.workdir)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"Cannot write to --workdir: {error}") from error
+        if self._trains:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f"Cannot write to --workdir: {error}"
+                ) from error
         newest = [Position(), *Store(directory).positions()][-1]
         # Checked before variables are made, at which hosts wait for each other.
-        if not all(map(self.hardware.agree, newest)):
+        # All numbers first: a host that left early would keep others waiting.
+        found = list(map(self.hardware.of_all_hosts, newest))
+        if any(len(set(numbers)) > 1 for numbers in found):
             raise UserError(
                 "All hosts must resume from the same checkpoint: --workdir "
                 "must be a directory that they share. Received: "
@@ -283,7 +312,7 @@ class Job:
             raise UserError(
                 f"{error} What differs: {'; '.join(changed)}."
             ) from error
-        others = self._place.changed(self._batches)
+        others = self._trains and self._place.changed(self._batches)
         if others and self._position.steps:
             raise UserError(
                 f"This run was stopped after {self._position}. The rest of the "
@@ -336,7 +365,7 @@ class Job:
         if first >= config.num_epochs:
             print("Only testing.")
             return
-        stop = StopOnSignal()
+        stop = StopOnSignal(self.hardware.of_all_hosts)
         callbacks = [
             *callbacks,
             NotANumber(self.workdir),
@@ -349,7 +378,8 @@ class Job:
         with as_user_errors(self.workdir), self._locked(), stop:
             if self.workdir and self.hardware.is_chief:
                 if config.flags:
-                    (self.workdir / "flags.txt").write_text(config.flags)
+                    with replacing(self.workdir / "flags.txt") as path:
+                        path.write_text(config.flags)
                 self._place.keep(self._about)
             model.fit(
                 make_batches(first, config.num_epochs),

@@ -10,7 +10,9 @@ class LossLog(keras.callbacks.Callback):
 
     A line is written when its step ends. A run that resumes from a checkpoint
     first drops the lines of later steps. If batches differ in their number of
-    rows, losses are approximate.
+    rows, losses are approximate. So are their last digits late in a long epoch:
+    they are differences of the mean over it, which has the precision of
+    float32.
 
     Args:
         path: Path of the file.

@@ -3,10 +3,14 @@
 import pathlib
 
 import keras
+import tensorflow as tf
 
 from tf_gpipe.checkpoints import state
 from tf_gpipe.checkpoints import store
 from trainers.command_line import UserError
+
+# The end of the names of averages of weights in an optimizer of Keras.
+_AVERAGE = "_average"
 
 
 def load_all_but_head(model, path):
@@ -14,7 +18,8 @@ def load_all_but_head(model, path):
 
     As in Huang et al., "GPipe", 2019, section 4: the last layer keeps its
     initial weights, and all layers are trained. The checkpoint's model may have
-    had other stages and another number of classes.
+    had other stages and another number of classes. If its run averaged weights,
+    the averages are taken, which that run was tested with.
 
     Args:
         model: A built `keras.Model`.
@@ -43,6 +48,9 @@ def load_all_but_head(model, path):
             _load(model, head, store.read(found))
         else:
             model.load_weights(found, objects_to_skip=[head])
+    # Not of the file; `as_user_errors` tells of them.
+    except (tf.errors.ResourceExhaustedError, tf.errors.UnavailableError):
+        raise
     # Any error of Keras and HDF5 for a damaged file.
     except Exception as error:
         raise UserError(
@@ -61,13 +69,25 @@ def _load(model, head, saved):
         saved: The checkpoint, whose weights are matched by their order.
     """
     kept = {id(v) for v in head.variables}
-    pairs = state.matched(
-        saved,
-        state.WEIGHTS,
-        state.variables_of(model)[state.WEIGHTS],
-        skip=lambda v: id(v) in kept or _is_seed(v),
+    found = {
+        id(v): (v, i)
+        for i, v in state.matched(
+            saved,
+            state.WEIGHTS,
+            state.variables_of(model)[state.WEIGHTS],
+            skip=lambda v: id(v) in kept or _is_seed(v),
+        )
+    }
+    averages = sorted(
+        (array.number, i)
+        for i, array in enumerate(saved.arrays)
+        if array.kind == state.OPTIMIZER and array.name.endswith(_AVERAGE)
     )
-    for i, v in pairs:
+    if averages:
+        for (_, i), v in zip(averages, model.trainable_variables, strict=True):
+            if id(v) in found:
+                found[id(v)] = v, i
+    for v, i in found.values():
         v.assign(saved.value(i))
 
 

@@ -74,6 +74,7 @@ from trainers.command_line import chosen
 from trainers.command_line import from_flags
 from trainers.command_line import parsed
 from trainers.devices import HardwareConfig
+from trainers.failures import as_user_errors
 from trainers.job import Job
 from trainers.job_config import JobConfig
 from trainers.job_config import PipelineConfig
@@ -155,7 +156,7 @@ _TEMPERATURE = flags.DEFINE_float(
     "temperature",
     5.0,
     "How much more often languages with few pairs are drawn: 1 for "
-    "proportionally, inf for all languages alike.",
+    "proportionally, 1e9 for all languages alike.",
     lower_bound=1.0,
 )
 _STEPS_PER_EPOCH = flags.DEFINE_integer(
@@ -238,6 +239,7 @@ def train_and_evaluate(
             "steps_per_epoch": steps_per_epoch,
             "max_length": max_length,
             "temperature": temperature,
+            "num_replicas": config.num_replicas,
         },
         about={
             "model_args": model_args or {},
@@ -372,7 +374,8 @@ def translate(config, optimization, *, texts, language, **search):
     language = model.target(language)
     network = _build(job, optimization, model)
     translator = Translator(network, model.vocabulary, **search)
-    return translator.translate(texts, [language] * len(texts))
+    with as_user_errors(job.workdir):
+        return translator.translate(texts, [language] * len(texts))
 
 
 def export(config, optimization):
@@ -481,12 +484,14 @@ def _take_flags_of(workdir):
     }
     try:
         given = flags.FLAGS.read_flags_from_files([f"--flagfile={path}"])
+        for argument in given:
+            name, equals, value = argument.removeprefix("--").partition("=")
+            if equals and name not in others:
+                flags.FLAGS.set_default(name, value)
     except (flags.Error, OSError, UnicodeError) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
-    for argument in given:
-        name, equals, value = argument.removeprefix("--").partition("=")
-        if equals and name not in others:
-            flags.FLAGS.set_default(name, value)
+        raise UserError(
+            f"{path} is damaged, or of another trainer: {error}"
+        ) from error
 
 
 def _pairs():
@@ -530,13 +535,14 @@ def main(texts):
         "length_penalty": _LENGTH_PENALTY.value,
     }
     if mode == "translate":
-        texts = texts or sys.stdin.read().splitlines()
+        texts = texts or [line.removesuffix("\n") for line in sys.stdin]
         # Messages about devices go to stderr: stdout is for translations.
         with contextlib.redirect_stdout(sys.stderr):
             found = translate(
                 *configs, texts=texts, language=_TO.value, **search
             )
-        print("\n".join(found))
+        for text in found:
+            print(" ".join(text.splitlines()))
         return
     if mode == "export":
         print(f"exported to {export(*configs)}")

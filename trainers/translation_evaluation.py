@@ -7,6 +7,7 @@ from trainers import token_batches
 from trainers import token_pairs
 from trainers import translation_scores
 from trainers.command_line import UserError
+from trainers.failures import as_user_errors
 from trainers.translation_scores import DirectionScores
 
 # The number of translations of a direction that are printed.
@@ -55,7 +56,8 @@ def evaluate(job, network, model, texts, batch_tokens, translator):
         metrics[direction] = job.evaluate(network, batches)
     if not job.hardware.is_chief:
         return []
-    translations = _translations(translator, texts)
+    with as_user_errors(job.workdir):
+        translations = _translations(translator, texts)
     groups = translation_scores.resource_groups(
         {
             direction.other: number

@@ -9,6 +9,8 @@ import rich.table
 from sacrebleu.metrics import BLEU
 from sacrebleu.metrics import CHRF
 
+from trainers.workdir import replacing
+
 GROUPS = ("high", "middle", "low")
 
 # sacrebleu's tokenizers for languages without spaces between words. The others
@@ -193,7 +195,8 @@ def save(scores, path):
         "means": means(scores),
         "directions": [dataclasses.asdict(score) for score in scores],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def draw(scores, path):

@@ -4,6 +4,7 @@
 run.json   the flags that determine the model and the data
 """
 
+import contextlib
 import json
 import pathlib
 import weakref
@@ -95,9 +96,8 @@ class Workdir:
         Args:
             about: Dictionary from names of flags to their values.
         """
-        partial = self.path / f"{_RUN}.partial"
-        partial.write_text(json.dumps(_plain(about), indent=2) + "\n")
-        partial.replace(self.path / _RUN)
+        with replacing(self.path / _RUN) as path:
+            path.write_text(json.dumps(_plain(about), indent=2) + "\n")
 
     def changed(self, about):
         """Returns the flags whose values differ from those in run.json.
@@ -133,6 +133,21 @@ class Workdir:
                 f"{self.path / name} must be {expected} that a trainer writes. "
                 "Choose another --workdir, or move it away."
             )
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A scope to write a file in: all of it, or the one before stays.
+
+    Args:
+        path: `pathlib.Path` of the file.
+
+    Yields:
+        The path to write to.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    yield partial
+    partial.replace(path)
 
 
 def _plain(about):

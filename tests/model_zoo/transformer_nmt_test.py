@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+import tf_gpipe
 from model_zoo.decoding import decode
 from model_zoo.transformer_nmt import transformer_nmt
 from model_zoo.transformer_nmt_layers import SharedEmbedding
@@ -472,6 +473,23 @@ class DecodingTest(tf.test.TestCase, parameterized.TestCase):
         decoded = decode(loaded, source, START, END, 5)
         self.assertNotAllEqual(decoded, expected)
         self.assertAllEqual(decoded, greedy_search(loaded, source, 5))
+
+    @pytest.mark.slow
+    def test_pipeline_that_is_cut_anew(self):
+        options = {"num_layers": 1, "tie_weights": False}
+        model = tf_gpipe.PipelinedModel.from_model(
+            random_model(**options), num_stages=2
+        )
+        source = batch()["source"]
+        before = decode(model, source, START, END, 4)
+        count = sum(len(stage.nodes) for stage in model.stages)
+        model.rebalance([1, count - 1])
+        # The weights that the first search reads are no longer the model's.
+        other = random_model(1, **options)
+        model.set_weights(other.get_weights())
+        decoded = decode(model, source, START, END, 4)
+        self.assertAllEqual(decoded, greedy_search(other, source, 4))
+        self.assertNotAllEqual(decoded, before)
 
     def test_models_are_not_kept(self):
         model = random_model(num_layers=1)

@@ -14,6 +14,7 @@ import tensorflow_datasets as tfds
 from absl.testing import parameterized
 
 from tests.trainers import message_wheels
+from tests.trainers import tiny_messages  # noqa: F401
 from tools import prepare_data as command
 from trainers import datasets
 from trainers.datasets import message_pairs
@@ -164,6 +165,10 @@ class PrepareDataTest(tf.test.TestCase, parameterized.TestCase):
         path.write_bytes(path.read_bytes()[:1000])
         self.run_command(*names)
         self.assertEqual(Vocabulary.load(path).size, SIZE)
+
+    def test_languages_that_only_the_examples_tell(self):
+        printed = self.run_command("tiny_messages")
+        self.assertIn("320 word pieces, 4 languages", printed)
 
     def test_same_package_same_vocabulary(self):
         models = []

@@ -64,6 +64,13 @@ class FullDiskTest(tf.test.TestCase, parameterized.TestCase):
             with as_user_errors(self.workdir):
                 raise kind(None, None, "It has ended")
 
+    def test_data_is_not_blamed_for_its_neighbour(self):
+        # As TensorFlow tells of the nodes beside one that has failed.
+        text = "[[{{node Log}}]]\n\t [[IteratorGetNext/_4]] [Op:__inference_f]"
+        with self.assertRaises(tf.errors.InvalidArgumentError):
+            with as_user_errors(self.workdir):
+                raise tf.errors.InvalidArgumentError(None, None, text)
+
 
 if __name__ == "__main__":
     tf.test.main()

@@ -27,6 +27,7 @@ from model_zoo import resnet
 from tests import quick_python
 from tests.devices import KIND
 from tf_gpipe.callbacks import Checkpoint
+from tf_gpipe.checkpoints import store
 from tf_gpipe.checkpoints.store import Store
 from trainers import augmentation
 from trainers import command_line
@@ -38,6 +39,7 @@ from trainers import job_config
 from trainers import optimization
 from trainers import translation
 from trainers.augmentation import Augmentation
+from trainers.command_line import Unavailable
 from trainers.command_line import UserError
 from trainers.datasets import digits
 from trainers.devices import HardwareConfig
@@ -45,6 +47,7 @@ from trainers.interruption import Stopped
 from trainers.job_config import JobConfig
 from trainers.loss_log import LossLog
 from trainers.optimization import Optimization
+from trainers.weight_averages import averaged
 
 
 class TinyImages(tfds.core.GeneratorBasedBuilder):
@@ -53,13 +56,16 @@ class TinyImages(tfds.core.GeneratorBasedBuilder):
     VERSION = tfds.core.Version("1.0.0")
     SHAPE = (6, 5, 3)
     NUM_CLASSES = 3
+    DTYPE = np.uint8
 
     def _info(self):
         return tfds.core.DatasetInfo(
             builder=self,
             features=tfds.features.FeaturesDict(
                 {
-                    "image": tfds.features.Image(shape=self.SHAPE),
+                    "image": tfds.features.Image(
+                        shape=self.SHAPE, dtype=self.DTYPE
+                    ),
                     "label": tfds.features.ClassLabel(
                         num_classes=self.NUM_CLASSES
                     ),
@@ -78,7 +84,7 @@ class TinyImages(tfds.core.GeneratorBasedBuilder):
         for index in range(start, stop):
             image = np.random.default_rng(index).integers(0, 256, (6, 5, 3))
             label = index % self.NUM_CLASSES
-            yield index, {"image": image.astype("uint8"), "label": label}
+            yield index, {"image": image.astype(self.DTYPE), "label": label}
 
 
 class TinyImagesOfAnyShape(TinyImages):
@@ -87,6 +93,10 @@ class TinyImagesOfAnyShape(TinyImages):
 
 class TinyImagesOfTwoClasses(TinyImages):
     NUM_CLASSES = 2
+
+
+class TinyImagesOf16Bits(TinyImages):
+    DTYPE = np.uint16
 
 
 class TinyImagesWithoutLabels(TinyImages):
@@ -265,10 +275,27 @@ class ImagesTest(TestCase):
         self.assertNotAllEqual(whole[0], whole[1])
         self.assertNotAllEqual(whole, epochs(0, 3, seed=1))
 
+    def test_augmentation_follows_from_seed_and_epoch(self):
+        data = images.load("tiny_images", self.data_dir)
+        # The same image all the time, so that its order does not matter.
+        data = dataclasses.replace(data, train=data.train.take(1).repeat(24))
+
+        def epoch(number, seed):
+            (x, _), *_ = data.train_batches(
+                24, number, number + 1, seed, Augmentation(flip=True)
+            )
+            return x
+
+        first = epoch(0, seed=0)
+        self.assertAllEqual(epoch(0, seed=0), first)
+        for number, seed in ((1, 0), (0, 1), (0, 2**31 - 2), (0, 2**32 - 1)):
+            self.assertNotAllEqual(epoch(number, seed), first)
+
     @parameterized.parameters(
         ("nonsuch", r"no dataset 'nonsuch'\."),
         ("digit", r"no dataset 'digit'. Did you mean digits\?"),
         ("tiny_images_of_any_shape", "--image_size"),
+        ("tiny_images_of16_bits", "Expected images of 8 bits"),
     )
     def test_unusable(self, name, message):
         with self.assertRaisesRegex(UserError, message):
@@ -365,6 +392,7 @@ class TrainTest(TestCase):
         self.assertFalse(workdir.exists())
         with self.assertRaisesRegex(UserError, "no checkpoint.*train first"):
             self.train(mode="predict", workdir=workdir)
+        self.assertFalse(workdir.exists())
         model, _ = self.train(workdir=workdir, timeline=str(page))
         self.assertIn("newPlot", page.read_text())
         logs = {
@@ -479,6 +507,8 @@ class TrainTest(TestCase):
         ):
             with self.assertRaisesRegex(UserError, f"and 2 steps.*{message}"):
                 self.train(workdir=workdir, **arguments)
+            # Nothing is trained here.
+            self.train(workdir=workdir, mode="export", **arguments)
 
     @pytest.mark.slow
     def test_killed_in_an_evaluation(self):
@@ -573,6 +603,27 @@ class TrainTest(TestCase):
         # A checkpoint of the run itself takes precedence.
         resumed, _ = self.train(init_from=source, workdir=source)
         self.assert_same_state(trained, resumed)
+
+    @pytest.mark.slow
+    def test_transfer_of_averages(self):
+        source = self.make_directory()
+        trained, _ = self.train(workdir=source, ema=0.5)
+        model, _ = self.train(init_from=source, num_epochs=0)
+        with averaged(trained):
+            for v, w in zip(trained.layers, model.layers, strict=True):
+                if v.name != "logits":
+                    for a, b in zip(v.weights, w.weights, strict=True):
+                        self.assertAllEqual(a, b, msg=a.path)
+
+    def test_transfer_while_a_worker_is_lost(self):
+        path = self.make_directory()
+        (path / store.INDEX).write_text("")
+        lost = tf.errors.UnavailableError(None, None, "Stage 1 has failed.")
+        with (
+            mock.patch.object(store, "read", side_effect=lost),
+            self.assertRaisesRegex(Unavailable, "Stage 1 has failed"),
+        ):
+            self.train(init_from=path)
 
     def test_transfer_from_something_else(self):
         for path in ("/nonsuch", str(self.make_directory())):
@@ -714,6 +765,9 @@ class TrainTest(TestCase):
         ({"batch_size": 25}, "24 training images. Received: batch_size=25"),
         ({"num_stages": 1000}, "1000 devices are needed"),
         ({"num_replicas": 2}, "--strategy=mirrored"),
+        ({"restarts": 2}, "--restarts needs a --workdir"),
+        ({"checkpoint_every_steps": 3}, "_every_steps needs a --workdir"),
+        ({"mode": "export", "dry_run": True}, "leave it or --mode out"),
         ({"strategy": "multi_worker"}, "TF_CONFIG"),
         ({"tpu": "t"}, "--tpu=t needs --strategy=tpu"),
         (
@@ -916,6 +970,40 @@ class CommandLineTest(TestCase):
         self.assertEqual(result.returncode, 1)
         (line,) = result.stderr.splitlines()
         self.assertRegex(line, rf"need {name}\..* pip install '.\[trainers\]'")
+
+    @parameterized.parameters(
+        ([], {"weight_decay": 0.1}),
+        (["--optimizer=adamw"], {"weight_decay": 0.1}),
+        (["--optimizer=sgd"], {}),
+        (["--optimizer_args="], {}),
+        (
+            ["--optimizer=sgd", "--optimizer_args=momentum=0.5"],
+            {"momentum": 0.5},
+        ),
+    )
+    def test_arguments_of_another_optimizer(self, arguments, expected):
+        with (
+            flagsaver.flagsaver(),
+            mock.patch.object(
+                sys, "argv", ["image_classification", *arguments]
+            ),
+            mock.patch.object(
+                image_classification, "train_and_evaluate"
+            ) as train,
+            self.assertRaises(SystemExit),
+        ):
+            command_line.run(
+                image_classification.main, optimizer_args="weight_decay=0.1"
+            )
+        config, optimization = train.call_args.args
+        self.assertEqual(optimization.optimizer_args, expected)
+        # So does a run with the flags of flags.txt.
+        args = next(
+            line
+            for line in config.flags.splitlines()
+            if line.startswith("--optimizer_args=")
+        )
+        self.assertEqual(args.partition("=")[2] == "", not expected)
 
     def test_flags_are_used_and_kept(self):
         workdir = self.make_directory()

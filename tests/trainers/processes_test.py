@@ -93,6 +93,24 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(process.returncode, 0, errors)
         return output
 
+    def hosts(self, directories, *flags):
+        """Starts a host of `--strategy=multi_worker` for each directory."""
+        cluster = {"worker": [unused_address() for _ in directories]}
+        return [
+            trainer(
+                directory,
+                "--strategy=multi_worker",
+                *flags,
+                TF_CONFIG=json.dumps(
+                    {
+                        "cluster": cluster,
+                        "task": {"type": "worker", "index": index},
+                    }
+                ),
+            )
+            for index, directory in enumerate(directories)
+        ]
+
     def whole(self, num_epochs=2):
         """Returns the state after an uninterrupted run, which is made once."""
         if num_epochs not in self.wholes:
@@ -226,24 +244,10 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_several_hosts(self):
         shared, alone = self.make_directory(), self.make_directory()
-        cluster = {"worker": [unused_address(), unused_address()]}
         # An initial weight that is rounded the other way changes the state by
         # 2e-4, and with the default learning rate by 0.4.
         flags = ["--num_micro_batches=4", "--learning_rate=1e-4"]
-        hosts = [
-            trainer(
-                shared,
-                "--strategy=multi_worker",
-                *flags,
-                TF_CONFIG=json.dumps(
-                    {
-                        "cluster": cluster,
-                        "task": {"type": "worker", "index": index},
-                    }
-                ),
-            )
-            for index in range(2)
-        ]
+        hosts = self.hosts([shared] * 2, *flags)
         outputs = [self.finish(host) for host in hosts]
         # Only the first host prints and writes.
         self.assertIn("Training 2 stages", outputs[0])
@@ -266,23 +270,25 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         output = self.finish(trainer(alone, "--num_epochs=3"))
         self.assertIn("Resuming: 2 epochs of 3 are done.", output)
 
+    def test_signal_to_one_of_several_hosts(self):
+        workdir = self.make_directory()
+        hosts = self.hosts([workdir] * 2, "--num_epochs=50")
+        wait_for_step(hosts[0], 3)
+        hosts[1].send_signal(signal.SIGTERM)
+        for host in hosts:
+            _, errors = host.communicate()
+            self.assertEqual(host.returncode, 128 + signal.SIGTERM, errors)
+        path = max((workdir / "checkpoints").glob("epoch*"))
+        self.assertRegex(path.name, r"^epoch_\d{5}_step_\d{6}$")
+
     def test_hosts_that_do_not_share_a_directory(self):
-        directories = self.make_directory(), self.make_directory()
-        self.finish(trainer(directories[0], "--num_epochs=1"))
-        cluster = {"worker": [unused_address(), unused_address()]}
-        hosts = [
-            trainer(
-                directory,
-                "--strategy=multi_worker",
-                TF_CONFIG=json.dumps(
-                    {
-                        "cluster": cluster,
-                        "task": {"type": "worker", "index": index},
-                    }
-                ),
+        directories = [self.make_directory() for _ in range(3)]
+        # Of the second host, the number is also the mean.
+        for epochs, directory in enumerate(directories, start=1):
+            (directory / "checkpoints" / f"epoch_{epochs:05}").mkdir(
+                parents=True
             )
-            for index, directory in enumerate(directories)
-        ]
+        hosts = self.hosts(directories, "--batch_size=129")
         for host in hosts:
             _, errors = host.communicate()
             self.assertEqual(host.returncode, 1)

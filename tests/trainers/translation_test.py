@@ -18,6 +18,7 @@ from absl.testing import absltest
 from absl.testing import flagsaver
 from absl.testing import parameterized
 
+from model_zoo import decoding
 from tests import quick_python
 from tests.devices import KIND
 from tests.trainers import tiny_messages
@@ -30,6 +31,7 @@ from trainers.optimization import Optimization
 from trainers.sentence_pairs import Direction
 from trainers.sentence_pairs import SentencePairs
 from trainers.translation_model import TranslationModel
+from trainers.translator import Translator
 
 MODEL_ARGS = {
     "num_layers": 1,
@@ -187,6 +189,25 @@ class ModesTest(TestCase):
         stdin = "save user\n\nview\n"
         printed = self.printed(*flags, "--to=yy", stdin=stdin)
         self.assertEqual(printed.splitlines(), lines)
+        # Nothing but "\n" ends a line.
+        printed = self.printed(
+            *flags, "--to=yy", stdin="save\u2028user\n\fview"
+        )
+        self.assertLen(printed.splitlines(), 2)
+        self.assertEqual(self.printed(*flags, "--to=yy"), "")
+        with mock.patch.object(Translator, "translate", return_value=["a\nb"]):
+            printed = self.printed(*flags, "--to=yy", "save")
+        self.assertEqual(printed, "a b\n")
+        lost = tf.errors.UnavailableError(None, None, "Stage 1 has failed.")
+        with mock.patch.object(decoding, "decode", side_effect=lost):
+            for arguments in (
+                [*flags, "--to=yy", "save"],
+                [f"--workdir={workdir}", "--mode=evaluate"],
+            ):
+                self.assertRegex(
+                    self.error(*arguments),
+                    "Stage 1 has failed. The newest .*epoch_00001",
+                )
         flags = [f"--workdir={workdir}", "--mode=predict"]
         printed = self.printed(*flags, "--to=yy", stdin=stdin)
         self.assertEqual(printed.splitlines(), lines)
@@ -240,6 +261,8 @@ class ModesTest(TestCase):
             self.train(config={"workdir": workdirs[1]})
         newest = max(x.name for x in workdirs[1].glob("checkpoints/*"))
         self.assertEqual(newest, "epoch_00001_step_000001")
+        with self.assertRaisesRegex(UserError, "--num_replicas was 1, is 2"):
+            self.train(config={"workdir": workdirs[1], "strategy": "mirrored"})
         parts, scores, _ = self.train(config={"workdir": workdirs[1]})
         for a, b in zip(whole.variables, parts.variables, strict=True):
             self.assertAllClose(a, b, atol=1e-6)
@@ -336,6 +359,24 @@ class ErrorsTest(TestCase):
         self.assertRegex(
             self.error("--mode=evaluate", f"--workdir={workdir}"),
             "is not the vocabulary that the checkpoint was trained with",
+        )
+
+    @parameterized.parameters("--of_another_trainer=3", "--num_epochs=x")
+    def test_flags_of_another_trainer(self, line):
+        workdir = self.workdir()
+        (workdir / "flags.txt").write_text(line)
+        self.assertIn(
+            "flags.txt is damaged, or of another trainer",
+            self.error("--mode=evaluate", f"--workdir={workdir}"),
+        )
+
+    def test_dry_run_of_another_mode(self):
+        self.assertRegex(
+            self.error(
+                *("--mode=evaluate", "--dry_run"),
+                f"--workdir={self.workdir()}",
+            ),
+            "leave it or --mode out",
         )
 
     def test_model_of_other_languages(self):
