@@ -10,10 +10,15 @@ import math
 import numbers
 import os
 import pathlib
+import re
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+
+# Such as gs://bucket/run, of which `pathlib` leaves gs:/bucket/run. A drive of
+# Windows has one letter.
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def is_positive_integer(value: Any) -> bool:
@@ -144,7 +149,7 @@ def path(name: str, value: Any, of: str = "a file") -> str:
     Raises:
         TypeError: If the value is neither a string nor an `os.PathLike` of
             one. `open` would take a number for a file descriptor.
-        ValueError: If the path is empty or has a null character.
+        ValueError: If the path is empty, has a null character, or is a URL.
     """
     place = os.fspath(value) if isinstance(value, os.PathLike) else value
     text = (
@@ -155,6 +160,11 @@ def path(name: str, value: Any, of: str = "a file") -> str:
         raise TypeError(text)
     if not place or "\0" in place:
         raise ValueError(text)
+    if _URL.match(place):
+        raise ValueError(
+            f"{text}. It must be a local path: mount the bucket, or copy files "
+            "there."
+        )
     return place
 
 

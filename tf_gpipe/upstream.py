@@ -31,9 +31,11 @@ from keras.src.utils import python_utils
 from keras.src.utils import tracking
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import device_lib
+from tensorflow.python.data.ops import interleave_op
 from tensorflow.python.eager import context
 from tensorflow.python.eager import record
 from tensorflow.python.eager import tape
+from tensorflow.python.framework import config
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import handle_data_util
@@ -601,6 +603,20 @@ def shuffles_arrays(epochs: Any) -> bool:
     return bool(epochs.data_adapter._shuffle)
 
 
+def rows_of(dataset: tf.data.Dataset) -> list[int]:
+    """Returns how many rows a dataset has that is made from no other.
+
+    One number, negative if it is unknown; or none, for other datasets.
+    """
+    return [] if dataset._inputs() else [int(dataset.cardinality())]
+
+
+def rows_of_arrays(epochs: Any) -> tuple[int, int]:
+    """Returns how many rows arrays have, and batches of them."""
+    adapter = epochs.data_adapter
+    return int(adapter._num_samples), int(adapter.batch_size)
+
+
 def dataset_of(epochs: Any) -> Any:
     """Returns the `tf.data.Dataset` that `fit` was given."""
     return epochs.data_adapter._dataset
@@ -625,21 +641,72 @@ def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     found = []
     if hasattr(dataset, "_seed") and hasattr(dataset, "_seed2"):
         found.append((int(dataset._seed), int(dataset._seed2)))
-    for function in dataset._functions():
-        definition = function.function.graph.as_graph_def()
-        for nodes in (
-            definition.node,
-            *(f.node_def for f in definition.library.function),
-        ):
-            constants = {
-                x.name: x.attr["value"].tensor for x in nodes if x.op == "Const"
-            }
-            found += [
-                seeds
-                for x in nodes
-                if (seeds := _seeds_of_node(x, constants)) is not None
-            ]
+    for nodes in _graphs_within(dataset):
+        constants = {
+            x.name: x.attr["value"].tensor for x in nodes if x.op == "Const"
+        }
+        found += [
+            seeds
+            for x in nodes
+            if (seeds := _seeds_of_node(x, constants)) is not None
+        ]
     return found
+
+
+def _graphs_within(dataset: tf.data.Dataset) -> Iterator[Sequence[Any]]:
+    """Yields the nodes of each graph of a dataset's own functions."""
+    for function in dataset._functions():
+        yield from _graphs_of(function.function.graph.as_graph_def())
+
+
+def _graphs_of(definition: Any) -> Iterator[Sequence[Any]]:
+    yield definition.node
+    for function in definition.library.function:
+        yield function.node_def
+
+
+def has_open_order(dataset: tf.data.Dataset) -> bool:
+    """Returns whether one of a dataset's steps has `deterministic=False`.
+
+    Without those of the datasets that it is made from.
+    """
+    graphs = [*_graphs_within(dataset)]
+    if isinstance(dataset, interleave_op._ParallelInterleaveDataset):
+        # It does not keep this argument.
+        graph = dataset._as_serialized_graph(
+            external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE
+        )
+        graphs += _graphs_of(tf.compat.v1.GraphDef.FromString(graph.numpy()))
+    return getattr(dataset, "_deterministic", None) == "false" or any(
+        x.attr["deterministic"].s == b"false"
+        for nodes in graphs
+        for x in nodes
+        if "deterministic" in x.attr
+    )
+
+
+def draws_in_parallel(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a dataset draws numbers in parallel calls of a function.
+
+    Which call gets which number is left to chance then, seeded or not. If
+    operations are deterministic, TensorFlow makes the calls one by one.
+    """
+    return (
+        hasattr(dataset, "_num_parallel_calls")
+        and not config.is_op_determinism_enabled()
+        and any(
+            # Keras's seed generators assign their states.
+            "seed2" in x.attr or x.op.startswith(("Assign", "Rng"))
+            for nodes in _graphs_within(dataset)
+            for x in nodes
+        )
+    )
+
+
+def batch_sizes_of(dataset: tf.data.Dataset) -> list[int]:
+    """Returns the sizes of the batches that a dataset makes, one or none."""
+    size = getattr(dataset, "_batch_size", None)
+    return [] if size is None else [int(size)]
 
 
 def _seeds_of_node(node: Any, constants: dict) -> tuple[int, int] | None:

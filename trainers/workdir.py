@@ -9,6 +9,7 @@ import json
 import pathlib
 import weakref
 
+from tf_gpipe import checks
 from tf_gpipe.checkpoints.lock import Lock
 from tf_gpipe.checkpoints.lock import LockedError
 from trainers.command_line import UserError
@@ -31,8 +32,8 @@ class Workdir:
         path: Path.
 
     Raises:
-        UserError: If it has a directory where trainers write a file, or a file
-            where they write a directory.
+        UserError: If it is no local path, or has a directory where trainers
+            write a file, or a file where they write a directory.
 
     Example:
 
@@ -45,9 +46,10 @@ class Workdir:
     """
 
     def __init__(self, path):
-        self.path = pathlib.Path(path)
         self._lock = None
         try:
+            checks.path("--workdir", path, "a directory")
+            self.path = pathlib.Path(path)
             for name in _FILES:
                 place = self.path / name
                 other = place.exists() and not place.is_file()
@@ -56,8 +58,8 @@ class Workdir:
                 place = self.path / name
                 other = place.exists() and not place.is_dir()
                 self._refuse(name, other, "a directory")
-        except OSError as error:
-            # A name that is too long, or no permission.
+        except (OSError, ValueError) as error:
+            # A URL, a name that is too long, or no permission.
             raise UserError(f"Cannot read --workdir: {error}") from error
 
     def lock(self):

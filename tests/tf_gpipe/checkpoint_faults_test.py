@@ -1,10 +1,13 @@
 """Checkpoints on a full disk, and two programs in the same directory."""
 
 import contextlib
+import errno
+import fcntl
 import io
 import os
 import resource
 import shutil
+from unittest import mock
 
 import keras
 import pytest
@@ -140,12 +143,23 @@ class TwoTrainersTest(checkpoint_test.TestCase):
         self.assertNotIn(".lock", os.listdir(self.workdir))
         self.fit(model, DATA["arrays"], epochs=2)
 
-    def test_that_cannot_be_locked(self):
-        (self.workdir / ".lock").mkdir()
+    def test_without_locks(self):
+        """Some network file systems have none."""
         told = io.StringIO()
-        with contextlib.redirect_stderr(told):
+        error = OSError(errno.ENOLCK, "No locks available")
+        with (
+            contextlib.redirect_stderr(told),
+            mock.patch.object(fcntl, "flock", side_effect=error),
+        ):
             self.fit(make(), DATA["arrays"], epochs=1)
-        self.assertRegex(told.getvalue(), "cannot be locked: .*Is a directory")
+        self.assertRegex(told.getvalue(), "cannot be locked: .*No locks")
+        self.assertIn("epoch_00001", os.listdir(self.workdir))
+
+    def test_that_cannot_be_written(self):
+        """It ends before the first step."""
+        (self.workdir / ".lock").mkdir()
+        with self.assertRaisesRegex(OSError, "Cannot write to .*Is a direct"):
+            self.fit(make(), DATA["arrays"], Dying(1))
 
 
 if __name__ == "__main__":

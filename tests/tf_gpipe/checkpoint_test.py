@@ -1,14 +1,21 @@
 """A run that died goes on to the same bits as one that did not."""
 
+import contextlib
 import copy
+import errno
+import gc
+import io
 import json
 import os
 import pathlib
 import random
+import resource
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+import weakref
 from unittest import mock
 
 import keras
@@ -20,11 +27,14 @@ from keras import layers as L
 
 import tf_gpipe
 from tests import quick_python
+from tf_gpipe import upstream
 from tf_gpipe.callbacks import Checkpoint
 from tf_gpipe.checkpoints import state
 from tf_gpipe.checkpoints import store
+from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Store
+from tf_gpipe.checkpoints.writer import Writer
 from tools import child_process
 
 X = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
@@ -110,6 +120,23 @@ class Rows(keras.utils.PyDataset):
 
     def on_epoch_end(self):
         self.numbers.shuffle(self.order)
+
+
+class Shuffling(Rows):
+    """Shuffles by the generator that NumPy's functions share."""
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
+class Late(keras.metrics.Mean):
+    """A metric whose second variable is made when it is first updated."""
+
+    def update_state(self, values, sample_weight=None):
+        if not hasattr(self, "calls"):
+            self.calls = self.add_variable((), "zeros", name="calls")
+        self.calls.assign_add(1.0)
+        return super().update_state(values, sample_weight)
 
 
 def dataset():
@@ -404,6 +431,80 @@ class ResumptionTest(TestCase):
         parts, _ = self.with_deaths(make, DATA["arrays"], ())
         self.assert_same(whole, parts)
 
+    @parameterized.parameters(
+        ("on_train_batch_end", 2),
+        ("on_train_batch_end", 1),
+        ("on_test_end", 1),
+        ("on_epoch_end", 1),
+    )
+    @pytest.mark.slow
+    def test_stopped_as_an_epoch_ends(self, when, steps_per_execution):
+        """As by a handler of SIGTERM: the epoch is done, and the run is not."""
+
+        class Stopping(keras.callbacks.Callback):
+            def stop(self, number, logs=None):
+                if when != "on_train_batch_end" or number >= STEPS - 1:
+                    self.model.stop_training = True
+
+        setattr(Stopping, when, Stopping.stop)
+
+        def several():
+            model = make()
+            model.steps_per_execution = steps_per_execution
+            return model
+
+        def data():
+            return {**DATA["arrays"](), "validation_data": (X, X)}
+
+        def callbacks():
+            return [
+                keras.callbacks.ReduceLROnPlateau(
+                    patience=1, min_delta=10.0, mode="min"
+                )
+            ]
+
+        self.fit(several(), data, *callbacks(), Stopping(), every_steps=None)
+        self.assertEqual(Store(self.workdir).positions(), [Position(1)])
+        self.compare(several, data, (), callbacks)
+
+    @pytest.mark.slow
+    def test_metrics_of_validation_alone(self):
+        def late():
+            model = make()
+            model.late = Late(name="late")
+            test_step = model.test_step
+
+            def tested(data):
+                model.late.update_state(tf.reduce_mean(data[0]))
+                return test_step(data)
+
+            model.test_step = tested
+            return model
+
+        def data():
+            return {**DATA["arrays"](), "validation_data": (X, X)}
+
+        # In the second epoch: the model has validated, and a new one has not.
+        self.compare(late, data, (7,))
+
+    @parameterized.parameters(True, False)
+    @pytest.mark.slow
+    def test_order_of_shared_generators(self, seeded):
+        def data():
+            if not seeded:
+                np.random.seed()
+            return {"x": Shuffling()}
+
+        told = io.StringIO()
+        with contextlib.redirect_stderr(told):
+            if seeded:
+                self.compare(make, data, (12,))
+            else:
+                self.with_deaths(make, data, (12,))
+        self.assertEqual(
+            "comes in another order" in told.getvalue(), not seeded
+        )
+
     @pytest.mark.slow
     def test_initial_epoch(self):
         """The data begins with the `initial_epoch` of `fit`."""
@@ -456,9 +557,67 @@ class WritingTest(TestCase):
         )
 
     def test_what_is_not_a_number_is_not_written(self):
-        model = make(optimizer=lambda: keras.optimizers.SGD(1e30))
-        self.fit(model, DATA["arrays"])
-        self.assertEmpty([x for x in Store(self.workdir).positions() if x[0]])
+        """The loss of the step that makes weights infinite is still finite."""
+        model = make(optimizer=lambda: keras.optimizers.SGD(1e38))
+        told = io.StringIO()
+        with contextlib.redirect_stderr(told):
+            self.fit(
+                model,
+                lambda: {**DATA["arrays"](), "y": 1e3 * X},
+                keep=99,
+                **EACH_STEP,
+            )
+        self.assertEqual(told.getvalue().count("not finite numbers"), 1)
+        for position in Store(self.workdir).positions():
+            saved = store.read(Store(self.workdir).path(position))
+            for i, array in enumerate(saved.arrays):
+                if array.name.endswith("kernel") and array.kind == "weights":
+                    self.assertTrue(np.isfinite(saved.value(i)).all())
+
+    def test_loss_that_is_not_a_number(self):
+        """A mean over an epoch with one bad batch, which changes no weights."""
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((4,)), L.Dense(4), L.Dense(4)], num_stages=2
+        )
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+        model.compile(optimizer, "mse")
+        x = np.where(np.arange(40) < 8, np.nan, 1.0)[:, np.newaxis] * X
+        history = self.fit(
+            model,
+            lambda: {"x": x, "y": X, "batch_size": 8, "shuffle": False},
+            epochs=1,
+        )
+        self.assertAllEqual(np.isnan(history.history["loss"]), [True])
+        self.assertIn(Position(1), Store(self.workdir).positions())
+
+    @pytest.mark.slow
+    def test_memory(self):
+        """Old copies and variables that have moved are not kept."""
+        model = make(optimizer=lambda: keras.optimizers.SGD(0.1, use_ema=True))
+        # It copies before the steps 2 and 4.
+        checkpoint = Checkpoint(self.workdir, every_steps=2)
+        before, left = [], []
+
+        class Looking(keras.callbacks.Callback):
+            def on_train_batch_end(_, batch, logs=None):
+                self.assertIsNone(checkpoint._before_end)
+                if batch == 2 and not before:
+                    for v in model.trainable_variables:
+                        v = upstream.tensorflow_variable(v)
+                        before.append(weakref.ref(v.handle))
+                    model.rebalance([1, 5])
+                if batch == 3 and not left:
+                    gc.collect()
+                    left.extend(x() is not None for x in before)
+
+        model.fit(
+            **DATA["arrays"](),
+            epochs=2,
+            verbose=0,
+            callbacks=[Looking(), checkpoint],
+        )
+        self.assertIsNone(checkpoint._before_end)
+        self.assertIn(False, left)
 
     def test_killed_while_writing(self):
         (self.workdir / "partial").mkdir()
@@ -489,6 +648,102 @@ class WritingTest(TestCase):
                 self.assertAllEqual(copies[kind, k], before[i])
                 i += 1
         self.assertLen(before, i)
+
+
+class StoreTest(tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.store = Store(tempfile.mkdtemp(dir=self.get_temp_dir()))
+
+    def write(self, epochs, keep=9, **content):
+        content = {"position": [epochs, 0], **content}
+        return self.store.write(Position(epochs), [], content, keep)
+
+    def test_keep(self):
+        for keep in (1, 2, 4):
+            self.write(0, keep=1)
+            for n in range(1, 7):
+                self.write(n, keep=keep)
+                kept = range(max(0, n - keep + 1), n + 1)
+                self.assertEqual(self.store.positions(), [*map(Position, kept)])
+
+    def test_numbers_of_numpy(self):
+        """As of fit(steps_per_epoch=np.int64(3))."""
+        path = self.write(1, a=np.int64(3), b=[np.float32(0.5), np.bool_(True)])
+        content = store.read(path).content
+        self.assertEqual((content["a"], content["b"]), (3, [0.5, True]))
+
+    def test_replaced(self):
+        """The old one is there until the new one is."""
+        self.write(1)
+        rename = pathlib.Path.rename
+        seen = []
+
+        def renaming(path, target):
+            seen.append(
+                [
+                    p.name
+                    for p in path.parent.iterdir()
+                    if (p / "index.json").exists()
+                ]
+            )
+            return rename(path, target)
+
+        with mock.patch.object(pathlib.Path, "rename", renaming):
+            self.write(1)
+        for names in seen:
+            self.assertLen(names, 2)
+        self.assertEqual(os.listdir(self.store.directory), ["epoch_00001"])
+
+    def test_that_cannot_be_read(self):
+        """It is not damaged, and is not passed by."""
+        path = self.write(1)
+        _, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            with self.assertRaisesRegex(OSError, "Too many open files"):
+                store.read(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    def test_of_another_version(self):
+        self.write(1)
+        with mock.patch.object(store, "_FORMAT", 2):
+            self.write(2)
+        with self.assertRaisesRegex(
+            CheckpointError, "has format 2.*reads form"
+        ):
+            Writer(self.store.directory, 2).read()
+
+    def test_file_system_without_fsync_of_directories(self):
+        fsync = os.fsync
+
+        def of_files(descriptor):
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "Invalid argument")
+            fsync(descriptor)
+
+        with mock.patch.object(os, "fsync", of_files):
+            store.read(self.write(1))
+
+    def test_read_while_another_process_writes(self):
+        self.write(1)
+        read = store.read
+
+        def late(path):
+            # A process that trains writes the next one, and deletes this.
+            if path == self.store.path(Position(1)):
+                self.write(2, keep=1)
+            return read(path)
+
+        told = io.StringIO()
+        with (
+            mock.patch.object(store, "read", late),
+            contextlib.redirect_stderr(told),
+        ):
+            saved = Writer(self.store.directory, 2).read()
+        self.assertEqual(saved.content["position"], [2, 0])
+        self.assertEmpty(told.getvalue())
 
 
 class DamageTest(TestCase):
@@ -583,6 +838,20 @@ class DamageTest(TestCase):
         for x, y in zip(before, model.get_weights(), strict=True):
             self.assertAllEqual(x, y)
 
+    def test_deleted_while_it_is_restored(self):
+        """As by a process that trains, while another one evaluates."""
+        restore = state.restore
+
+        def late(model, saved, kinds):
+            if saved.path == self.newest:
+                self.newest.rename(self.workdir / "epoch_00002")
+            restore(model, saved, kinds)
+
+        model = make()
+        with mock.patch.object(state, "restore", late):
+            self.assertEqual(Checkpoint(self.workdir).restore(model), (1, 0))
+        self.assert_same(model, self.model)
+
     @parameterized.parameters(
         ({"batch_size": 4}, "another steps of an epoch: 5, and now it is 10"),
         ({"shuffle": False}, "another seed: 3, and now it is None"),
@@ -591,6 +860,30 @@ class DamageTest(TestCase):
         self.damage("part_00000.bin", "bit")
         with self.assertRaisesRegex(ValueError, message):
             self.fit(make(), lambda: {**DATA["arrays"](), **changes})
+
+
+class OtherDataTest(TestCase):
+    @pytest.mark.slow
+    def test_tf_data(self):
+        def data(rows=40, seed=2, size=8):
+            return lambda: {
+                "x": tf.data.Dataset.from_tensor_slices((X[:rows], X[:rows]))
+                .shuffle(40, seed)
+                .repeat()
+                .batch(size),
+                "steps_per_epoch": STEPS,
+                "shuffle": False,
+            }
+
+        with self.assertRaises(Died):
+            self.fit(make(), data(), Dying(4))
+        for changes, message in (
+            ({"seed": 3}, r"another seed of the data.* 2\]\], .* 3\]\]"),
+            ({"size": 7}, r"another batch size: \[8\], and now it is \[7\]"),
+            ({"rows": 39}, r"another number of rows.*\[40\], .*\[39\]"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                self.fit(make(), data(**changes))
 
 
 @pytest.mark.slow
@@ -666,6 +959,17 @@ class RefusedTest(TestCase):
             "without a seed .ShuffleDataset",
         ),
         (lambda: {"x": X, "y": X}, "no seed has been set"),
+        (
+            lambda: {
+                "x": tf.data.Dataset.from_tensor_slices((X, X))
+                .map(
+                    lambda x, y: (x + tf.random.normal((4,), seed=1), y),
+                    num_parallel_calls=2,
+                )
+                .batch(8)
+            },
+            "parallel calls .ParallelMapDataset",
+        ),
     )
     def test_data(self, data, message):
         model = make()
@@ -680,11 +984,14 @@ class RefusedTest(TestCase):
     def test_order_left_open(self):
         options = tf.data.Options()
         options.deterministic = False
-        with self.assertRaisesRegex(ValueError, "deterministic=False"):
-            self.fit(
-                make(),
-                lambda: {"x": dataset().batch(8).with_options(options)},
-            )
+        how = {"num_parallel_calls": 2, "deterministic": False}
+        model = make()
+        for data in (
+            dataset().batch(8).with_options(options),
+            dataset().map(lambda x, y: (x, y), **how).batch(8),
+        ):
+            with self.assertRaisesRegex(ValueError, "deterministic=False"):
+                self.fit(model, lambda data=data: {"x": data})
 
     def test_models(self):
         plain = keras.Sequential([keras.Input((4,)), L.Dense(4)])

@@ -40,6 +40,7 @@ class PathsTest(tf.test.TestCase, parameterized.TestCase):
             *(b"x", bytearray(b"x"), OfBytes(), [], ["x"], {"x"}, len),
             *(np.int64(1), np.array("x"), np.array(["x", "y"]), object),
             *("", "x\0y", pathlib.PurePath("x\0")),
+            *("gs://a/b", "S3://a", pathlib.PurePath("gs://a"), "file:///a"),
         ),
     )
     def test_what_is_no_path(self, name, path):

@@ -187,6 +187,36 @@ class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(callback.cuts, {})
         self.assertEqual(model.balance, [2, 2])
 
+    @pytest.mark.slow
+    def test_price_of_a_cut(self):
+        """The first call is timed, also where a resumed run has traced it."""
+        traces = []
+
+        class Traced(L.Dense):
+            def call(self, x):
+                traces.append(self)
+                return super().call(x)
+
+        def fit(*callbacks, epochs=1, **kwargs):
+            model = make(lambda: [Traced(6) for _ in range(4)])
+            model.compile("sgd", "mse", **kwargs)
+            callback = tf_gpipe.callbacks.Rebalance(by="flops")
+            self.fitted(model, callback, *callbacks, epochs=epochs)
+            return callback
+
+        class Stopping(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.stop_training = True
+
+        checkpoint = tf_gpipe.callbacks.Checkpoint(self.get_temp_dir())
+
+        # A clock that only tracing moves.
+        clock = mock.Mock(perf_counter=lambda: float(len(traces)))
+        with mock.patch.object(rebalance, "time", clock):
+            self.assertEqual(fit(Stopping(), checkpoint)._steps_of_call, 1)
+            self.assertGreater(fit(checkpoint)._first_seconds, 0)
+            self.assertEqual(fit(steps_per_execution=2)._steps_of_call, 2)
+
     def test_beside_a_timeline(self):
         model = make()
         timeline = tf_gpipe.callbacks.Timeline()

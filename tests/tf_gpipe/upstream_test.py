@@ -613,6 +613,63 @@ class DataTest(tf.test.TestCase):
             ],
         )
 
+    def test_order(self):
+        """Data whose order is left to chance is refused."""
+        numbers = tf.data.Dataset.range(4)
+        for deterministic in (None, True, False):
+            how = {"num_parallel_calls": 2, "deterministic": deterministic}
+            for name, x in (
+                ("map", numbers.map(lambda x: x, **how)),
+                ("batch", numbers.batch(2, **how)),
+                ("interleave", numbers.interleave(lambda x: numbers, **how)),
+                (
+                    "within a function",
+                    numbers.flat_map(
+                        lambda x, how=how: numbers.map(lambda x: x, **how)
+                    ),
+                ),
+            ):
+                self.assertEqual(
+                    upstream.has_open_order(x), deterministic is False, name
+                )
+
+    def test_draws_in_parallel(self):
+        """Data that draws other numbers each time is refused."""
+        numbers = tf.data.Dataset.range(4)
+        table = tf.constant([1, 2, 3, 4])
+        flip = L.RandomFlip(seed=1)
+        for draws, function in (
+            (True, lambda x: tf.random.uniform((), seed=1)),
+            (True, lambda x: flip(tf.zeros((1, 2, 2, 1)), training=True)),
+            (False, lambda x: tf.random.stateless_uniform((), [1, x])),
+            (False, lambda x: tf.gather(table, x)),
+        ):
+            parallel = numbers.map(function, num_parallel_calls=2)
+            self.assertEqual(upstream.draws_in_parallel(parallel), draws)
+            one_by_one = numbers.map(function)
+            self.assertFalse(upstream.draws_in_parallel(one_by_one))
+        # Each iterator of a data set draws by itself.
+        shuffled = numbers.interleave(
+            lambda x: numbers.shuffle(4, seed=1), num_parallel_calls=2
+        )
+        self.assertFalse(upstream.draws_in_parallel(shuffled))
+
+    def test_sizes(self):
+        """A run does not go on with other data."""
+        numbers = tf.data.Dataset.range(7)
+        self.assertEqual(upstream.rows_of(numbers), [7])
+        self.assertEqual(upstream.batch_sizes_of(numbers), [])
+        for x in (
+            numbers.batch(2),
+            numbers.padded_batch(2),
+            numbers.batch(2, num_parallel_calls=2),
+        ):
+            self.assertEqual(upstream.batch_sizes_of(x), [2])
+            self.assertEqual(upstream.rows_of(x), [])
+        x = np.zeros((7, 1))
+        arrays = self.epochs(x, x, batch_size=2)
+        self.assertEqual(upstream.rows_of_arrays(arrays), (7, 2))
+
     def test_start_at_epoch(self):
         """`fit` goes on in the epoch of a checkpoint, once."""
         epochs = []

@@ -480,7 +480,7 @@ class TrainTest(TestCase):
         # at the end of the second one.
         for calls, name in (
             (2, "epoch_00000_step_000002"),
-            (6, "epoch_00001_step_000004"),
+            (6, "epoch_00002"),
         ):
             with _signal_after(calls), self.assertRaises(Stopped) as caught:
                 self.train(workdir=parts_dir, **arguments)
@@ -490,7 +490,7 @@ class TrainTest(TestCase):
                 max(x.name for x in (parts_dir / "checkpoints").iterdir()), name
             )
         parts, printed = self.train(workdir=parts_dir, **arguments)
-        self.assertIn("Resuming: 1 epochs and 4 steps of 3 are done.", printed)
+        self.assertIn("Resuming: 2 epochs of 3 are done.", printed)
         self.assert_same_state(whole, parts)
         self.assertEqual(whole_scores, self.scores)
         self.assertAllEqual(self.losses(whole_dir), self.losses(parts_dir))

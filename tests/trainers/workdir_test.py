@@ -1,5 +1,6 @@
 """One trainer in a working directory, and flags that stay the same there."""
 
+import contextlib
 import fcntl
 import os
 import pathlib
@@ -54,6 +55,13 @@ class WorkdirTest(parameterized.TestCase):
 
         self.addCleanup(end)
         return process
+
+    def test_url(self):
+        self.enterContext(contextlib.chdir(self.path))
+        for url in ("gs://bucket/run", pathlib.Path("gs://bucket/run")):
+            with self.assertRaisesRegex(UserError, "must be a local path"):
+                Workdir(url)
+        self.assertEmpty(os.listdir())
 
     @pytest.mark.slow
     def test_lock(self):

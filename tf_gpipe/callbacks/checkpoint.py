@@ -40,7 +40,8 @@ class Checkpoint(keras.callbacks.Callback):
     in the memory of the host that has the variables; the client has some
     megabytes at a time. A checkpoint has its name when all of it is on the
     disk. Each file has a checksum: one that is damaged is told of, and the one
-    before it is taken. List it after other callbacks.
+    before it is taken. Weights that are not finite numbers are not written.
+    List it after other callbacks.
 
     The data must be the same each time: arrays, a `keras.utils.PyDataset`, or
     a `tf.data.Dataset` with seeds. It begins with that of `initial_epoch`: what
@@ -59,7 +60,7 @@ class Checkpoint(keras.callbacks.Callback):
         TypeError, ValueError: If an argument is not valid; in `fit`, if the
             data cannot be taken up again, another process trains there, or
             the checkpoints are of another model or all damaged.
-        OSError: In `fit`, if a checkpoint cannot be written.
+        OSError: In `fit`, if a checkpoint cannot be written or read.
 
     Example:
 
@@ -102,7 +103,11 @@ class Checkpoint(keras.callbacks.Callback):
     def restore(self, model: keras.Model) -> Position:
         """Gives a model the weights and optimizer of the newest checkpoint.
 
-        `fit` does so by itself. It is for a program that only evaluates.
+        `fit` does so by itself. It is for a program that only evaluates. The
+        weights are those from which training goes on. Where `fit` ends with
+        others, as with averages (`use_ema`) or the best ones of
+        `EarlyStopping(restore_best_weights=True)`, call the same `fit` in its
+        place: it trains no more, and ends with them.
 
         Args:
             model: A pipeline that is built. If it is compiled, its optimizer
@@ -117,11 +122,16 @@ class Checkpoint(keras.callbacks.Callback):
                 of another model or optimizer, or all are damaged.
         """
         _check_model(model)
-        saved = self._writer.read()
-        if saved is None:
-            return Position()
-        _restore(model, saved, state.MODEL)
-        return _position(saved)
+        for saved in iter(self._writer.read, None):
+            try:
+                _restore(model, saved, state.MODEL)
+            except FileNotFoundError:
+                # A process that trains deletes those before a newer one.
+                if saved.path == self._writer.newest():
+                    raise
+                continue
+            return _position(saved)
+        return Position()
 
     def set_model(self, model):
         """Refuses models that are no pipelines; `fit` calls it."""
@@ -149,12 +159,13 @@ class Checkpoint(keras.callbacks.Callback):
         if self._writes:
             self._writer.lock()
         self._monitors = upstream.monitors(run.callbacks)
+        self._pipeline = self.model._pipeline
         self._copier = state.Copier(self.model)
-        self._seed = data.seed_of(run.epochs)
+        self._before_end: list | None = None
+        self._data = data.described(run.epochs, run.initial_epoch)
         # The steps done: in this epoch, in all, in all at the last checkpoint.
         self._steps = self._total = self._total_saved = 0
         self._time_saved = time.monotonic()
-        self._loss = 0.0
         self._epoch_ended = self._stopped = False
         self._resumed: Saved | None = self._writer.read()
         if self._resumed is not None:
@@ -168,20 +179,19 @@ class Checkpoint(keras.callbacks.Callback):
         epochs, first = run.epochs, run.initial_epoch
         steps, content = self.params["steps"], saved.content
         position = _position(saved)
-        if position.steps and position.steps == content["steps_per_epoch"]:
-            # The run was stopped after the last step of an epoch.
-            position = Position(position.epochs + 1)
         if position.epochs < first:
             raise CheckpointError(
                 f"The checkpoint {saved.path} has {position}, and `fit` is to "
                 f"begin after {first}. Received: initial_epoch={first}"
             )
         # With another seed or epoch length, steps would get other data.
-        for name, before, now in (
-            ("seed", content["seed"], self._seed),
-            ("steps of an epoch", content["steps_per_epoch"], steps),
-        ):
-            if before != now and (position.steps or name == "seed"):
+        written = {
+            "steps of an epoch": content["steps_per_epoch"],
+            **content.get("data", {}),
+        }
+        for name, now in {"steps of an epoch": steps, **self._data}.items():
+            before = written.get(name, now)
+            if before != now and (position.steps or name.startswith("seed")):
                 raise CheckpointError(
                     f"The checkpoint {saved.path} was written with another "
                     f"{name}: {before}, and now it is {now}. Use the data, "
@@ -205,6 +215,14 @@ class Checkpoint(keras.callbacks.Callback):
         if start >= self.params["epochs"]:
             return
         data.skip_epochs(epochs, position.epochs - first)
+        if data.may_be_in_another_order(epochs, content["random"]):
+            tell(
+                "The random states of Python and NumPy are not those that the "
+                "first run had here: a PyDataset that shuffles by them as an "
+                "epoch ends comes in another order. Call "
+                "`keras.utils.set_random_seed(1)` before it is made, or let it "
+                "have a generator of its own."
+            )
         if position.steps:
             data.skip_steps(epochs, position.steps, self._last_step)
 
@@ -220,6 +238,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._steps = epoch, 0
+        self._before_end = None
         saved = self._resumed
         if saved is not None:
             # Not in `on_train_begin`, where later callbacks reset themselves.
@@ -242,6 +261,11 @@ class Checkpoint(keras.callbacks.Callback):
             self._resumed = None
 
     def on_train_batch_begin(self, batch, logs=None):
+        if self._pipeline is not self.model._pipeline:
+            # It was cut anew. The copier's functions would keep the memory of
+            # the variables that have moved.
+            self._pipeline = self.model._pipeline
+            self._copier = state.Copier(self.model)
         # Before a step, not after one: the checkpoint at the end of an epoch
         # is written elsewhere.
         if batch and self._is_due():
@@ -250,19 +274,14 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self._total += batch + 1 - self._steps
         self._steps = batch + 1
-        self._loss = (logs or {}).get("loss", 0.0)
-        if self.model.stop_training:
+        if self.model.stop_training and not self._all_steps_done():
             self._stopped = True
-            if self._steps == self.params["steps"]:
-                self._random = data.random_states()
             # Saved at once: a long validation may come before the epoch's end.
             self._save(Position(self._epoch, self._steps))
 
     def on_epoch_end(self, epoch, logs=None):
-        steps = self.params["steps"]
-        within = self._stopped or bool(steps) and self._steps < steps
+        within = self._stopped or not self._all_steps_done(unknown=True)
         self._epoch_ended = not (self.model.stop_training and within)
-        self._before_end: list | None = None
         if self._epoch_ended and self._end_changes_weights():
             self._before_end = self._copier.copy()
 
@@ -278,14 +297,22 @@ class Checkpoint(keras.callbacks.Callback):
             self._save(
                 Position(self._epoch + 1),
                 self._before_end,
-                ended=self.model.stop_training,
+                ended=monitors.have_ended(self._monitors),
             )
+        self._before_end = None
         self._writer.wait()
+
+    def _all_steps_done(self, unknown: bool = False) -> bool:
+        """Returns whether no step of the epoch is left; or `unknown`."""
+        steps = self.params["steps"]
+        # The last call of the step function may have more steps than are left.
+        return self._steps >= steps if steps else unknown
 
     def _is_due(self) -> bool:
         steps = self._every_steps or math.inf
         seconds = self._every_seconds or math.inf
-        return (
+        # Not before a first step: a resumed run would replace its checkpoint.
+        return self._total > self._total_saved and (
             self._total // steps > self._total_saved // steps
             or time.monotonic() - self._time_saved >= seconds
             # If the last write has failed, the next one raises its error now.
@@ -312,9 +339,6 @@ class Checkpoint(keras.callbacks.Callback):
         ended: bool = False,
     ) -> None:
         self._total_saved = self._total
-        if not math.isfinite(self._loss):
-            # Such weights are useless; older checkpoints are kept instead.
-            return
         self._writer.wait()
         parts = parts or self._copier.copy()
         self._time_saved = time.monotonic()
@@ -327,15 +351,15 @@ class Checkpoint(keras.callbacks.Callback):
             "ended": bool(ended),
             "total": self._total,
             "steps_per_epoch": self.params["steps"],
-            "seed": self._seed,
+            "data": self._data,
             "random": self._random,
             "monitors": monitors.states(self._monitors),
             "optimizer": state.optimizer_of(self.model),
         }
-        model = self.model
+        model, trainable = self.model, self._copier.trainable
         self._writer.write(
             position,
-            map(state.values, parts),
+            (state.values(x, trainable) for x in parts),
             content,
             lambda path: worker_lost.note_checkpoint(model, path),
         )

@@ -5,10 +5,8 @@ These are `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`.
 
 import collections
 from collections.abc import Sequence
-from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tf_gpipe.checkpoints.store import Array
@@ -37,9 +35,7 @@ def states(callbacks: Sequence[keras.callbacks.Callback]) -> list[dict]:
         {
             "class": type(x).__name__,
             "numbers": {
-                name: _number(getattr(x, name))
-                for name in _NUMBERS
-                if hasattr(x, name)
+                name: getattr(x, name) for name in _NUMBERS if hasattr(x, name)
             },
         }
         for x in callbacks
@@ -92,11 +88,14 @@ def restore(
             setattr(callback, _WEIGHTS, weights)
 
 
+def have_ended(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
+    """Returns whether one of the callbacks has ended training for good.
+
+    Such as `EarlyStopping`. Any other callback that stops it, as at a signal,
+    may do so for a time.
+    """
+    return any(getattr(x, "stopped_epoch", 0) for x in callbacks)
+
+
 def _kind(i: int) -> str:
     return f"best weights of callback {i}"
-
-
-def _number(value: Any) -> Any:
-    return (
-        value.item() if isinstance(value, (np.generic, np.ndarray)) else value
-    )

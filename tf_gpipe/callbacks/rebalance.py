@@ -108,8 +108,10 @@ class Rebalance(StepTimes):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        # The seconds of the first step, in which functions are traced.
+        # The seconds of the first call of the step function, which traces it,
+        # and the number of its steps.
         self._first_seconds: float | None = None
+        self._steps_of_call = 0
         self._seen: collections.deque[tuple[Pipeline, Execution]] = (
             collections.deque(maxlen=_NUM_STEPS)
         )
@@ -117,14 +119,19 @@ class Rebalance(StepTimes):
     def on_epoch_begin(self, epoch, logs=None):
         self._first = self._next
         self._epoch = epoch
+        self._start = time.perf_counter()
 
     def on_train_batch_begin(self, batch, logs=None):
-        self._start = time.perf_counter()
+        # If `Checkpoint` resumes, it has traced the first step before this.
+        if self._next:
+            self._start = time.perf_counter()
+        self._first_of_call = batch
 
     def on_train_batch_end(self, batch, logs=None):
         before, self._next = self._next, self._first + batch + 1
         if self._first_seconds is None:
             self._first_seconds = time.perf_counter() - self._start
+            self._steps_of_call = batch + 1 - self._first_of_call
             return
         due = self._next // self._every > before // self._every
         if due or -self._next % self._every < _NUM_STEPS:
@@ -154,7 +161,11 @@ class Rebalance(StepTimes):
         )
         if found is None:
             return
-        price = max(0.0, (self._first_seconds or 0.0) - fastest.makespan)
+        price = max(
+            0.0,
+            (self._first_seconds or 0.0)
+            - self._steps_of_call * fastest.makespan,
+        )
         if (found.before - found.after) * self._steps_left() <= price:
             return
         try:

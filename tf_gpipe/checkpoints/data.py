@@ -59,27 +59,64 @@ def _check_dataset(dataset: Any) -> None:
             "tf.data.Dataset itself, which Keras distributes. Received: "
             f"{type(dataset).__name__}"
         )
-    if dataset.options().deterministic is False:
+    within = upstream.datasets_within(dataset)
+    if dataset.options().deterministic is False or any(
+        map(upstream.has_open_order, within)
+    ):
         raise ValueError(
-            "A tf.data.Dataset with the option deterministic=False comes in "
-            "another order each time. Leave the option out."
+            "A tf.data.Dataset with deterministic=False comes in another order "
+            "each time. Leave the option out."
         )
-    for x in upstream.datasets_within(dataset):
+    for x in within:
+        name = type(x).__name__.strip("_")
         if (0, 0) in upstream.seeds_of(x):
             raise ValueError(
-                "A tf.data.Dataset draws numbers without a seed "
-                f"({type(x).__name__.strip('_')}), which come out otherwise "
-                "each time. Give `shuffle` and the like a `seed`, or call "
-                "`keras.utils.set_random_seed(1)` before the data set is made."
+                f"A tf.data.Dataset draws numbers without a seed ({name}), "
+                "which come out otherwise each time. Give `shuffle` and the "
+                "like a `seed`, or call `keras.utils.set_random_seed(1)` "
+                "before the data set is made."
+            )
+        if upstream.draws_in_parallel(x):
+            raise ValueError(
+                f"A tf.data.Dataset draws numbers in parallel calls ({name}): "
+                "which call gets which number is another each time. Leave "
+                "`num_parallel_calls` out there, draw by "
+                "`tf.random.stateless_uniform` or `tf.image.stateless_*`, or "
+                "call `tf.config.experimental.enable_op_determinism()`."
             )
 
 
-def seed_of(epochs: Any) -> int | None:
-    """Returns the seed by which Keras shuffles arrays, or else `None`."""
-    shuffles = upstream.kind_of_data(
-        epochs
-    ) == upstream.ARRAYS and upstream.shuffles_arrays(epochs)
-    return upstream.global_seed() if shuffles else None
+def described(epochs: Any, first: int) -> dict[str, Any]:
+    """Returns what makes the batches those that they are, for JSON.
+
+    The seeds, the batch sizes, and the numbers of rows that are batched, as far
+    as they are known.
+
+    Args:
+        epochs: As of `check`.
+        first: Integer, the epoch with which the data begins.
+    """
+    kind = upstream.kind_of_data(epochs)
+    if kind == upstream.ARRAYS:
+        rows, size = upstream.rows_of_arrays(epochs)
+        shuffles = upstream.shuffles_arrays(epochs)
+        return {
+            "seed": upstream.global_seed() if shuffles else None,
+            "batch size": [size],
+            "number of rows": [rows],
+        }
+    if kind != upstream.TF_DATA:
+        return {}
+    within = upstream.datasets_within(upstream.dataset_of(epochs))
+    # Data that begins with another epoch may have other seeds and rows.
+    since = f" of the data since epoch {first}"
+    return {
+        "seed" + since: [[*s] for x in within for s in upstream.seeds_of(x)],
+        "batch size": [s for x in within for s in upstream.batch_sizes_of(x)],
+        "number of rows" + since: [
+            n for x in within for n in upstream.rows_of(x)
+        ],
+    }
 
 
 def random_states() -> list:
@@ -91,6 +128,20 @@ def random_states() -> list:
     state: Any = np.random.get_state()
     name, keys, *rest = state
     return [[version, list(numbers), gauss], [name, keys.tolist(), *rest]]
+
+
+def may_be_in_another_order(epochs: Any, states: list) -> bool:
+    """Returns whether batches may come in another order than in the first run.
+
+    A `PyDataset` that shuffles as an epoch ends may have drawn from other
+    random states than it did then.
+
+    Args:
+        epochs: As of `check`.
+        states: The random states of the first run at the same place.
+    """
+    kind = upstream.kind_of_data(epochs)
+    return kind == upstream.PY_DATASET and random_states() != states
 
 
 def set_random_states(states: list) -> None:

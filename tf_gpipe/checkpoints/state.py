@@ -1,7 +1,10 @@
 """The variables that a training step changes: copied on hosts, and restored."""
 
 import collections
+import itertools
+import re
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +16,9 @@ from tf_gpipe import upstream
 from tf_gpipe.checkpoints import store
 from tf_gpipe.checkpoints.store import Array
 from tf_gpipe.checkpoints.store import CheckpointError
+from tf_gpipe.checkpoints.store import NotFiniteError
 from tf_gpipe.checkpoints.store import Saved
+from tf_gpipe.devices import placement
 from tf_gpipe.devices import slots
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage import tensorflow_state
@@ -74,19 +79,26 @@ class Copier:
 
     Args:
         model: A `keras.Model` that is built and compiled.
+
+    Attributes:
+        trainable: Set of the numbers of those `Array`s of the last copy that
+            are of trainable weights.
     """
 
     def __init__(self, model: keras.Model):
         self._model = model
         self._key: tuple = ()
         self._functions: list[tuple] = []
+        self.trainable: set[int] = set()
 
     def copy(self) -> list[list[tuple[Array, tf.Tensor]]]:
         """Returns, for each host, pairs of an `Array` and its copied value."""
+        by_kind = variables_of(self._model)
+        self.trainable = {
+            i for i, v in enumerate(by_kind[WEIGHTS]) if v.trainable
+        }
         found = [
-            (kind, v)
-            for kind, variables in variables_of(self._model).items()
-            for v in variables
+            (kind, v) for kind, variables in by_kind.items() for v in variables
         ]
         key = tuple(_inner(v)._unique_id for _, v in found)
         if key != self._key:
@@ -102,17 +114,43 @@ class Copier:
 
 
 def values(
-    part: list[tuple[Array, tf.Tensor]],
+    part: list[tuple[Array, tf.Tensor]], trainable: Container[int] = ()
 ) -> Iterator[tuple[Array, Iterator[np.ndarray]]]:
     """Yields the arrays of a part of `Copier.copy`, with iterators of pieces.
 
     It empties the list, so that each copy is freed once it is written.
+
+    Args:
+        part: List of pairs of an `Array` and its value.
+        trainable: `Copier.trainable`.
+
+    Raises:
+        NotFiniteError: While the pieces of a trainable weight are drawn, if
+            some of its elements are not finite.
     """
     part.reverse()
     while part:
         array, value = part.pop()
-        yield array, _pieces(value)
-        del value
+        pieces = _pieces(value)
+        if array.kind == WEIGHTS and array.number in trainable:
+            pieces = _finite(array, pieces)
+        yield array, pieces
+        del value, pieces
+
+
+def _finite(array: Array, pieces: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    for piece in pieces:
+        # The sum of finite numbers may be infinite, but then only each of them
+        # has to be looked at.
+        with np.errstate(all="ignore"):
+            finite = np.isfinite(piece.sum()) or np.isfinite(piece).all()
+        if not finite:
+            raise NotFiniteError(
+                f"Weights '{array.name}' are not finite numbers."
+            )
+        yield piece
+        # Freed before the next piece is fetched.
+        del piece
 
 
 def _pieces(value: tf.Tensor) -> Iterator[np.ndarray]:
@@ -123,10 +161,10 @@ def _pieces(value: tf.Tensor) -> Iterator[np.ndarray]:
         yield np.asarray(value)
         return
     # Sliced on the tensor's own host, so that only a piece is here at a time.
-    with tf.device(value.device):
+    with placement.eagerly_alone(), tf.device(value.device):
         flat = tf.reshape(value, [-1])
     for begin in range(0, size, count):
-        with tf.device(value.device):
+        with placement.eagerly_alone(), tf.device(value.device):
             piece = tf.slice(
                 flat,
                 tf.constant([begin], tf.int64),
@@ -190,6 +228,8 @@ def matched(
         ((i, x) for i, x in enumerate(saved.arrays) if x.kind == kind),
         key=lambda x: x[1].number,
     )
+    if kind == METRICS and len(ordered) != len(variables):
+        ordered, variables = _in_both(ordered, variables)
     if len(ordered) != len(variables):
         raise _other(
             saved,
@@ -210,6 +250,30 @@ def matched(
             )
         pairs.append((i, v))
     return pairs
+
+
+def _in_both(saved: list, variables: list) -> tuple[list, list]:
+    """Returns those metrics of a checkpoint and a model that both have.
+
+    Either may have built metrics that only validation updates. They begin anew
+    at the next validation. Keras may number the same names differently.
+    """
+
+    def key(x: Array) -> tuple:
+        return re.sub(r"_\d+(?=/|$)", "", x.name), x.shape, x.dtype
+
+    theirs = [key(x) for _, x in saved]
+    mine = [key(_describe(METRICS, 0, v)) for v in variables]
+    if len(theirs) < len(mine):
+        return saved, [variables[i] for i in _places(theirs, mine)]
+    return [saved[i] for i in _places(mine, theirs)], variables
+
+
+def _places(few: list, many: list) -> Iterator[int]:
+    """Yields the places of `few` among `many`, in the same order."""
+    rest = enumerate(many)
+    for x in few:
+        yield from itertools.islice((i for i, y in rest if y == x), 1)
 
 
 def _assign(v: Any, saved: Saved, i: int) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints in a directory: each is whole, with checksums, or not there."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -19,6 +20,7 @@ import tensorflow as tf
 
 _PATTERN = re.compile(r"epoch_(\d{5,})(?:_step_(\d+))?")
 _PARTIAL = "partial"
+_REPLACED = "replaced"
 INDEX = "index.json"
 _CHECKSUMS = "CRC32SUMS"
 _FORMAT = 1
@@ -67,6 +69,10 @@ class CheckpointError(ValueError):
 
 class DamagedError(CheckpointError):
     """A file of a checkpoint is missing, or not as it was written."""
+
+
+class NotFiniteError(ValueError):
+    """Weights are not finite numbers: nothing can go on from them."""
 
 
 class Store:
@@ -127,6 +133,7 @@ class Store:
             OSError: If it cannot be written. The others are as before.
         """
         partial = self.directory / _PARTIAL
+        replaced = self.directory / _REPLACED
         self.directory.mkdir(parents=True, exist_ok=True)
         _delete(partial)
         try:
@@ -144,22 +151,26 @@ class Store:
                 sums[name] = file.checksum
             index = {**content, "format": _FORMAT, "arrays": arrays}
             with _File(partial / INDEX) as file:
-                file.write(np.frombuffer(json.dumps(index).encode(), np.uint8))
+                text = json.dumps(index, default=_plain)
+                file.write(np.frombuffer(text.encode(), np.uint8))
             sums[INDEX] = file.checksum
             lines = "".join(f"{x}  {name}\n" for name, x in sums.items())
             with _File(partial / _CHECKSUMS) as file:
                 file.write(np.frombuffer(lines.encode(), np.uint8))
             _sync(partial)
             path = self.path(position)
-            _delete(path)
+            _delete(replaced)
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(replaced)
             partial.rename(path)
             _sync(self.directory)
+            _delete(replaced)
         except BaseException:
             # Any error: `parts` may raise, as when a worker is lost.
             _delete(partial)
             raise
         before = [x for x in self.positions() if x < position]
-        kept = {position, *before[len(before) - keep + 1 :]}
+        kept = {position, *before[max(0, len(before) - keep + 1) :]}
         # Later ones are of a run that was given up, or are damaged.
         for other in self.positions():
             if other not in kept:
@@ -172,10 +183,14 @@ def read(path: pathlib.Path) -> "Saved":
 
     Raises:
         DamagedError: If a file is missing, or its checksum is wrong.
+        CheckpointError: If another version of tf_gpipe has written it.
+        OSError: If it cannot be read.
     """
     try:
         return Saved(path)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(
             f"The checkpoint {path} is damaged: {error}"
         ) from error
@@ -204,7 +219,11 @@ class Saved:
                 raise ValueError(f"{name} has other bytes than were written")
         self.content = json.loads((path / INDEX).read_bytes())
         if self.content["format"] != _FORMAT:
-            raise ValueError(f"its format is {self.content['format']}")
+            raise CheckpointError(
+                f"The checkpoint {path} has format {self.content['format']}, "
+                f"and this version of tf_gpipe reads format {_FORMAT}. Use the "
+                "version that it was written with, or another directory."
+            )
         self.arrays: list[Array] = []
         self._places: list[tuple[str, int]] = []
         for row in self.content["arrays"]:
@@ -287,6 +306,13 @@ def _opened(path: pathlib.Path) -> BinaryIO:
     return path.open("rb")
 
 
+def _plain(value: Any) -> Any:
+    """Returns a number of NumPy as one of Python, for JSON."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
 def _delete(path: pathlib.Path) -> None:
     """Deletes a directory or a file, and ignores errors."""
     shutil.rmtree(path, ignore_errors=True)
@@ -295,9 +321,17 @@ def _delete(path: pathlib.Path) -> None:
 
 
 def _sync(directory: pathlib.Path) -> None:
-    """Flushes a directory's entries (new and renamed files) to the disk."""
+    """Flushes a directory's entries (new and renamed files) to the disk.
+
+    Where the system can: Windows and some network file systems cannot.
+    """
+    if os.name == "nt":
+        return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

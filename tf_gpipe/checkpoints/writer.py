@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import errno
 import os
 import pathlib
 import sys
@@ -14,12 +15,15 @@ from typing import Any
 from tf_gpipe.checkpoints import store
 from tf_gpipe.checkpoints.lock import Lock
 from tf_gpipe.checkpoints.store import DamagedError
+from tf_gpipe.checkpoints.store import NotFiniteError
 from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Saved
 from tf_gpipe.checkpoints.store import Store
 
 # The thread's `nice` value, up to 19: beside a step it gets little of a core.
 _NICENESS = 10
+# The errors of file systems that have no locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 class NotWrittenError(OSError):
@@ -42,20 +46,26 @@ class Writer:
         )
         self._pending: concurrent.futures.Future | None = None
         self._lock: Lock | None = None
+        self._told_not_finite = False
 
     def lock(self) -> None:
         """Keeps other processes from writing there, until `end`.
 
-        If the directory cannot be locked, it prints why, and goes on.
+        If its file system has no locks, it prints that, and goes on.
 
         Raises:
             LockedError: If another process writes there.
+            NotWrittenError: If this process cannot write there.
         """
         directory = self._store.directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(directory)
         except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise NotWrittenError(
+                    error.errno, f"Cannot write to {directory}: {error}"
+                ) from error
             tell(
                 f"{directory} cannot be locked: {error}. Nothing else may "
                 "train there meanwhile."
@@ -69,6 +79,9 @@ class Writer:
         done: Callable[[pathlib.Path], None],
     ) -> None:
         """Starts to write a checkpoint, once the last one is written.
+
+        If `parts` raises a `NotFiniteError`, it is told of once, and nothing is
+        written.
 
         Args:
             position: As of `Store.write`.
@@ -85,6 +98,14 @@ class Writer:
         def run() -> None:
             try:
                 path = self._store.write(position, parts, content, self._keep)
+            except NotFiniteError as error:
+                if not self._told_not_finite:
+                    self._told_not_finite = True
+                    tell(
+                        f"{error} No checkpoint of such weights is written: "
+                        f"the newest one is {self._store.newest()}."
+                    )
+                return
             except OSError as error:
                 newest = self._store.newest()
                 before = "There is none before it."
@@ -154,13 +175,19 @@ class Writer:
 
         Raises:
             DamagedError: If there are some, and none is whole.
+            CheckpointError: If the newest is one of another version.
+            OSError: If it cannot be read.
         """
         self.wait()
         error = None
-        for position in reversed(self._store.positions()):
+        positions = self._store.positions()
+        for position in reversed(positions):
             try:
                 return store.read(self._store.path(position))
             except DamagedError as damaged:
+                if self._store.positions()[-1:] != positions[-1:]:
+                    # A process that trains deletes those before a newer one.
+                    return self.read()
                 error = error or damaged
                 tell(f"{damaged}.")
         if error is not None:
