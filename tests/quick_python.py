@@ -10,10 +10,14 @@ child of a process that has imported them, and waits.
                                                               │ fork
                                                            program
 
-The program finds all as in a new process, but for modules that have been
-imported. The launcher passes on signals and ends as the program does. Where it
-is killed, so is the program. If the program has other environment variables of
-TensorFlow or Keras than the server, the launcher becomes an ordinary Python.
+The program has its own arguments, environment, working directory and files. But
+these modules are imported, and some of `tests` and `tools`; and NumPy's random
+state is the same each time. The launcher passes on Ctrl-C, SIGTERM and SIGHUP,
+and ends as the program does. Where it is killed, so is the program, a moment
+later. Its process id, limits and process group are not the program's.
+
+Where the server has ended, or the program has other environment variables of
+TensorFlow or Keras, the launcher becomes an ordinary Python.
 """
 
 # The launcher imports nothing else, to start quickly.
@@ -24,7 +28,7 @@ import socket
 import sys
 
 _SERVE = "--serve"
-_ACCEPTED, _REFUSED = b"+", b"-"
+_ACCEPTED = b"+"
 _MOST = 2**20  # Bytes of a request.
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Prefixes of variables that libraries may read when they are imported.
@@ -47,15 +51,14 @@ def _start():
         return (sys.executable,)
     import atexit
     import subprocess
-    import tempfile
 
     from tools import child_process
 
-    folder = tempfile.TemporaryDirectory()
-    path = os.path.join(folder.name, "socket")
     with _socket() as listening:
-        listening.bind(path)
+        # An address that the system chooses, and that no file belongs to.
+        listening.bind("")
         listening.listen()
+        address = listening.getsockname()[1:].decode()
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.quick_python", _SERVE],
             cwd=os.path.dirname(os.path.dirname(__file__)),
@@ -66,28 +69,41 @@ def _start():
     def end():
         server.kill()
         server.wait()
-        folder.cleanup()
 
     atexit.register(end)
-    return sys.executable, "-I", "-S", __file__, path
+    return sys.executable, "-I", "-S", __file__, address
 
 
 def _socket(fileno=None):
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=fileno)
 
 
-def _launch(path, *args):
+def _launch(address, *args):
     """Has the server run a program, and ends as it does."""
-    environment = dict(os.environ)
+    request = repr((args, os.getcwd(), dict(os.environ))).encode()
     with _socket() as server:
-        server.connect(path)
-        request = repr((args, os.getcwd(), environment)).encode()
-        socket.send_fds(server, [request], [0, 1, 2])
-        if server.recv(1) != _ACCEPTED:
-            os.execv(sys.executable, [sys.executable, *args])
-        for number in _PASSED_ON:
-            signal.signal(number, lambda n, frame: server.send(bytes([n])))
-        status = int(server.recv(64) or -signal.SIGKILL)
+        accepted = False
+        with contextlib.suppress(OSError):
+            server.connect("\0" + address)
+            socket.send_fds(server, [request], [0, 1, 2])
+            accepted = server.recv(1) == _ACCEPTED
+        if accepted:
+            _follow(server)
+    os.execv(sys.executable, [sys.executable, *args])
+
+
+def _follow(server):
+    """Starts the program, passes on signals, and ends as it does."""
+
+    def pass_on(number, frame):
+        # The program may just have ended.
+        with contextlib.suppress(OSError):
+            server.send(bytes([number]))
+
+    for number in _PASSED_ON:
+        signal.signal(number, pass_on)
+    server.send(_ACCEPTED)
+    status = int(server.recv(64) or -signal.SIGKILL)
     if status < 0:
         if -status in _PASSED_ON:
             signal.signal(-status, signal.SIG_DFL)
@@ -112,12 +128,13 @@ def _serve():
     listening = _socket(os.dup(0))
     while True:
         launcher, _ = listening.accept()
-        request, files, *_ = socket.recv_fds(launcher, _MOST, 3)
+        request, files = b"", []
+        with contextlib.suppress(OSError):
+            request, files, *_ = socket.recv_fds(launcher, _MOST, 3)
         if request:
             args, folder, environment = ast.literal_eval(request.decode())
-            if _relevant(environment) != ours:
-                launcher.send(_REFUSED)
-            elif not os.fork():
+            # Else it is refused: the connection is closed.
+            if _relevant(environment) == ours and not _fork():
                 listening.close()
                 _monitor(launcher)
                 break
@@ -131,6 +148,14 @@ def _serve():
     os.environ.update(environment)
     os.chdir(folder)
     _run(args)
+
+
+def _fork():
+    """Returns 0 in a new process, and `True` where there is none."""
+    try:
+        return os.fork()
+    except OSError:
+        return True
 
 
 def _relevant(environment):
@@ -149,20 +174,25 @@ def _monitor(launcher):
 
     child_process.end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    answer = b""
+    with contextlib.suppress(OSError):
+        launcher.send(_ACCEPTED)
+        answer = launcher.recv(1)
+    if answer != _ACCEPTED:
+        os._exit(0)  # The launcher has ended.
     program = os.fork()
     if not program:
         launcher.close()
         child_process.end_with_parent()
         return
     ended = os.pidfd_open(program)
-    launcher.send(_ACCEPTED)
     while True:
         ready, _, _ = select.select([ended, launcher], [], [])
         if ended in ready:
             break
         os.kill(program, (launcher.recv(1) or bytes([signal.SIGKILL]))[0])
     _, status = os.waitpid(program, 0)
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         launcher.send(b"%d" % os.waitstatus_to_exitcode(status))
     os._exit(0)
 

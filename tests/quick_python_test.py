@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -48,6 +49,7 @@ class QuickPythonTest(parameterized.TestCase):
         self.assertEqual(json.loads(quick.stdout), json.loads(plain.stdout))
         self.assertEqual((quick.returncode, quick.stderr), (3, ""))
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
     def test_keras_is_imported(self):
         code = "import sys; print('keras' in sys.modules, len(sys.argv))"
         done = run(quick_python.command(), "-c", code)
@@ -69,7 +71,14 @@ class QuickPythonTest(parameterized.TestCase):
 
     @parameterized.parameters(signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
     def test_signals(self, number):
-        code = "print(1, flush=True)\nwhile True: pass"
+        code = (
+            "import signal\n"
+            # Ignored where the tests run in the background of a script.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "signal.alarm(60)\n"
+            "print(1, flush=True)\n"
+            "while True: pass"
+        )
         process = subprocess.Popen(
             [*quick_python.command(), "-c", code],
             stdout=subprocess.PIPE,

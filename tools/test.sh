@@ -31,5 +31,12 @@ if [ "${#others[@]}" -eq 0 ]; then
   ruff format --check .
   mypy
 fi
+limits=()
+if [ -z "${TF_GPIPE_TEST_ALL:-}" ]; then
+  # A test that hangs ends its process after ten minutes, and prints what each
+  # thread does. It fails, and the others go on.
+  limits=(-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true)
+fi
 # Two processes, each with its own TensorFlow.
-exec python -m pytest --numprocesses=2 --dist=worksteal "${marks[@]}" "$@"
+exec python -m pytest --numprocesses=2 --dist=worksteal "${limits[@]}" \
+  "${marks[@]}" "$@"

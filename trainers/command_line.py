@@ -184,10 +184,11 @@ def _parse(argv):
             "Error: a --flagfile must be a text with a flag on each line. "
             f"{UserError(error)}"
         )
-    is_other = flags.FLAGS.optimizer != flags.FLAGS["optimizer"].default
-    if is_other and not flags.FLAGS["optimizer_args"].present:
+    optimizer = flags.FLAGS["optimizer"]
+    # Keras ignores the case of names.
+    if optimizer.value.lower() != optimizer.default.lower():
         # The default arguments are those of the default optimizer.
-        flags.FLAGS.optimizer_args = ""
+        flags.FLAGS.set_default("optimizer_args", "")
     for name in flags.FLAGS:
         expected = _expected(flags.FLAGS[name])
         if expected:

@@ -53,7 +53,7 @@ class HardwareConfig:
         0,
         "How often to start again, and go on from the newest checkpoint, after "
         "a worker is lost or the trainer is killed. It then waits two minutes "
-        "for workers that are missing, but with --elastic.",
+        "for workers that are missing, but with --elastic. Needs --workdir.",
         lower_bound=0,
     )
     elastic: bool = setting(

@@ -68,7 +68,8 @@ def as_user_errors(workdir):
     ) as e:
         # The operation that has failed, not one that is named as a neighbour.
         if isinstance(e, tf.errors.DataLossError) or re.search(
-            r"(node |\[Op:)([\w/]+/)?(IteratorGetNext|MakeIterator|Decode)",
+            r"(node |\[Op:)([\w/]+/)?"
+            "((MultiDevice)?IteratorGetNext|MakeIterator|Decode)",
             str(e),
         ):
             raise UserError(

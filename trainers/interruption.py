@@ -25,8 +25,9 @@ class Stopped(Exception):
 class StopOnSignal(keras.callbacks.Callback):
     """Ends training after the running step at Ctrl-C or SIGTERM.
 
-    A validation then ends after one batch. A second signal ends the process at
-    once, as without this callback.
+    A validation then ends after one batch, whose metrics are recorded as if
+    they were those of all. A second signal ends the process at once, as without
+    this callback.
 
     Args:
         of_all_hosts: Function that returns a list of the numbers with which
@@ -64,7 +65,7 @@ class StopOnSignal(keras.callbacks.Callback):
         self._stack.close()
 
     def on_train_batch_end(self, batch, logs=None):
-        if self._is_stopped():
+        if self.is_stopped():
             self.model.stop_training = True
 
     def on_test_begin(self, logs=None):
@@ -72,15 +73,13 @@ class StopOnSignal(keras.callbacks.Callback):
 
     def on_test_batch_end(self, batch, logs=None):
         # Not training, too: the end of this epoch is no end of the run.
-        if self._is_stopped():
+        if self.is_stopped():
             self.model.stop_evaluating = True
 
-    def on_train_end(self, logs=None):
-        self._is_stopped()
-
-    def _is_stopped(self):
+    def is_stopped(self):
+        """Returns whether a signal has come, to any host: all hosts call it."""
         self.signal = max(self._of_all_hosts(self._received))
-        return self.signal
+        return bool(self.signal)
 
     def _handle(self, number, frame):
         self._received = number

@@ -395,7 +395,9 @@ class Job:
                 else None,
                 validation_freq=config.validate_every or 1,
             )
-        if stop.signal:
+            # It may have come while the last checkpoint was written.
+            stopped = stop.is_stopped()
+        if stopped:
             kept = "Without --workdir nothing is kept."
             if self.workdir:
                 kept = (

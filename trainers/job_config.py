@@ -101,7 +101,7 @@ class JobConfig(PipelineConfig, HardwareConfig):
     checkpoint_every_steps: int = setting(
         0,
         "Steps between two checkpoints within an epoch; 0 for none but at its "
-        "end.",
+        "end. Needs --workdir.",
         lower_bound=0,
     )
     timeline: str | None = setting(

@@ -27,8 +27,8 @@ class Optimization:
     optimizer_args: Mapping[str, Any] = setting(
         "",
         "Other arguments of the optimizer, such as "
-        "weight_decay=0.1,beta_2=0.98. The default is that of the default "
-        "optimizer; others have none.",
+        "weight_decay=0.1,beta_2=0.98. By default those that this "
+        "trainer uses with its default --optimizer, and none with another.",
         parse=keyword_arguments,
     )
     learning_rate: float = setting(0.001, "The highest learning rate.")

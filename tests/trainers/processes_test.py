@@ -141,7 +141,8 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(process.returncode, 128 + signal.SIGINT, errors)
         self.assertNotIn("Traceback", errors)
         (path,) = (parts / "checkpoints").iterdir()
-        self.assertRegex(path.name, r"^epoch_00000_step_\d{6}$")
+        # Step 5, or later ones that were not shown yet.
+        self.assertRegex(path.name, r"^epoch_0000(0_step_\d{6}|1)$")
         self.assertIn(f"newest checkpoint is {path}", output)
         self.finish(trainer(parts))
         self.assert_same_state(self.whole(), state(parts), rtol=0, atol=0)
@@ -279,7 +280,7 @@ class ProcessesTest(tf.test.TestCase, parameterized.TestCase):
             _, errors = host.communicate()
             self.assertEqual(host.returncode, 128 + signal.SIGTERM, errors)
         path = max((workdir / "checkpoints").glob("epoch*"))
-        self.assertRegex(path.name, r"^epoch_\d{5}_step_\d{6}$")
+        self.assertRegex(path.name, r"^epoch_\d{5}(_step_\d{6})?$")
 
     def test_hosts_that_do_not_share_a_directory(self):
         directories = [self.make_directory() for _ in range(3)]

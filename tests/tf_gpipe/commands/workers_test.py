@@ -117,6 +117,7 @@ class WorkersTest(parameterized.TestCase):
         self.addCleanup(worker.kill)
         self.assertEqual(worker.device, devices[0])
 
+    @mock.patch.object(workers, "_RESTART_SECONDS", 600.0)
     def test_a_worker_that_cannot_start_is_not_restarted_at_once(self):
         worker = workers.Worker(port=-1)
         self.addCleanup(worker.kill)
