@@ -603,6 +603,15 @@ def shuffles_arrays(epochs: Any) -> bool:
     return bool(epochs.data_adapter._shuffle)
 
 
+def changes_between_epochs(epochs: Any) -> bool:
+    """Returns whether a `PyDataset` has code for the ends of epochs."""
+    plain, kind = keras.utils.PyDataset, type(epochs.data_adapter.py_dataset)
+    return (
+        kind.on_epoch_begin is not plain.on_epoch_begin
+        or kind.on_epoch_end is not plain.on_epoch_end
+    )
+
+
 def rows_of(dataset: tf.data.Dataset) -> list[int]:
     """Returns how many rows a dataset has that is made from no other.
 
@@ -692,7 +701,7 @@ def draws_in_parallel(dataset: tf.data.Dataset) -> bool:
     operations are deterministic, TensorFlow makes the calls one by one.
     """
     return (
-        hasattr(dataset, "_num_parallel_calls")
+        int(getattr(dataset, "_num_parallel_calls", 1)) != 1
         and not config.is_op_determinism_enabled()
         and any(
             # Keras's seed generators assign their states.

@@ -352,9 +352,7 @@ class Job:
                 full, or the loss is not a number.
         """
         config = self.config
-        first, steps = self._position
-        # A run may have been stopped after the last step of an epoch.
-        first += steps // steps_per_epoch
+        first = self._position.epochs
         if self.hardware.is_chief:
             model.summary()
             print(_what_runs_where(model, config, batch))

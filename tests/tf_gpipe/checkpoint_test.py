@@ -468,6 +468,23 @@ class ResumptionTest(TestCase):
         self.compare(several, data, (), callbacks)
 
     @pytest.mark.slow
+    def test_killed_in_the_validation_after_it_was_stopped(self):
+        class Stopping(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.stop_training = batch == STEPS - 1
+
+            def on_test_begin(self, logs=None):
+                raise Died
+
+        def data():
+            return {**DATA["arrays"](), "validation_data": (X, X)}
+
+        with self.assertRaises(Died):
+            self.fit(make(), data, Stopping(), every_steps=None)
+        self.assertEqual(Store(self.workdir).positions(), [Position(1)])
+        self.compare(make, data, ())
+
+    @pytest.mark.slow
     def test_metrics_of_validation_alone(self):
         def late():
             model = make()
@@ -694,6 +711,42 @@ class StoreTest(tf.test.TestCase):
         for names in seen:
             self.assertLen(names, 2)
         self.assertEqual(os.listdir(self.store.directory), ["epoch_00001"])
+
+    def test_that_could_not_be_replaced(self):
+        """The old one comes back, also after a kill between two renamings."""
+        rename = pathlib.Path.rename
+
+        def failing(path, target):
+            if path.name == "partial":
+                raise OSError(errno.EIO, "no")
+            return rename(path, target)
+
+        self.write(1, a="old")
+        with (
+            mock.patch.object(pathlib.Path, "rename", failing),
+            self.assertRaises(OSError),
+        ):
+            self.write(1, a="new")
+        path = self.store.path(Position(1))
+        self.assertEqual(store.read(path).content["a"], "old")
+        path.rename(path.with_name("epoch_00001.replaced"))
+        writer = Writer(self.store.directory, 2)
+        writer.lock()
+        self.assertEqual(writer.read().content["a"], "old")
+        writer.end()
+
+    def test_directory_of_another_user(self):
+        """It is read, and only training needs to write there."""
+        self.write(1)
+        refused = PermissionError(errno.EACCES, "Permission denied")
+        writer = Writer(self.store.directory, 2)
+        with mock.patch.object(pathlib.Path, "mkdir", side_effect=refused):
+            writer.lock()
+        self.assertEqual(writer.read().content["position"], [1, 0])
+        with self.assertRaisesRegex(
+            OSError, r"Cannot write to .*: Permission denied$"
+        ):
+            writer.check()
 
     def test_that_cannot_be_read(self):
         """It is not damaged, and is not passed by."""

@@ -648,11 +648,31 @@ class DataTest(tf.test.TestCase):
             self.assertEqual(upstream.draws_in_parallel(parallel), draws)
             one_by_one = numbers.map(function)
             self.assertFalse(upstream.draws_in_parallel(one_by_one))
+            one_call = numbers.map(function, num_parallel_calls=1)
+            self.assertFalse(upstream.draws_in_parallel(one_call))
         # Each iterator of a data set draws by itself.
         shuffled = numbers.interleave(
             lambda x: numbers.shuffle(4, seed=1), num_parallel_calls=2
         )
         self.assertFalse(upstream.draws_in_parallel(shuffled))
+
+    def test_changes_between_epochs(self):
+        """Only such data may come in another order after a restart."""
+
+        class Rows(keras.utils.PyDataset):
+            def __len__(self):
+                return 2
+
+            def __getitem__(self, i):
+                return np.zeros((2, 1)), np.zeros((2, 1))
+
+        class Shuffled(Rows):
+            def on_epoch_end(self):
+                pass
+
+        for kind, changes in ((Rows, False), (Shuffled, True)):
+            found = upstream.changes_between_epochs(self.epochs(kind()))
+            self.assertEqual(found, changes)
 
     def test_sizes(self):
         """A run does not go on with other data."""

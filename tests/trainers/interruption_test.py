@@ -64,6 +64,7 @@ class StopOnSignalTest(tf.test.TestCase):
     def test_as_training_ends(self):
         stop = StopOnSignal()
         self.fit(stop, on_train_end=self.send)
+        self.assertTrue(stop.is_stopped())
         self.assertEqual(stop.signal, signal.SIGTERM)
 
     def test_on_another_host(self):

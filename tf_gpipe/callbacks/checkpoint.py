@@ -40,7 +40,8 @@ class Checkpoint(keras.callbacks.Callback):
     in the memory of the host that has the variables; the client has some
     megabytes at a time. A checkpoint has its name when all of it is on the
     disk. Each file has a checksum: one that is damaged is told of, and the one
-    before it is taken. Weights that are not finite numbers are not written.
+    before it is taken. While a trainable weight is infinite or not a
+    number, none is written.
     List it after other callbacks.
 
     The data must be the same each time: arrays, a `keras.utils.PyDataset`, or
@@ -170,6 +171,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._resumed: Saved | None = self._writer.read()
         if self._resumed is not None:
             self._resume(self._resumed, run)
+        else:
+            self._writer.check()
 
     def _resume(self, saved: Saved, run: Run) -> None:
         """Makes `fit` start at the epoch and step of a checkpoint.
@@ -214,6 +217,7 @@ class Checkpoint(keras.callbacks.Callback):
         upstream.start_at_epoch(self.model, start)
         if start >= self.params["epochs"]:
             return
+        self._writer.check()
         data.skip_epochs(epochs, position.epochs - first)
         if data.may_be_in_another_order(epochs, content["random"]):
             tell(
@@ -274,10 +278,15 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self._total += batch + 1 - self._steps
         self._steps = batch + 1
-        if self.model.stop_training and not self._all_steps_done():
-            self._stopped = True
+        if self.model.stop_training:
+            position = Position(self._epoch, self._steps)
+            if self._all_steps_done():
+                position = Position(self._epoch + 1)
+                self._random = data.random_states()
+            else:
+                self._stopped = True
             # Saved at once: a long validation may come before the epoch's end.
-            self._save(Position(self._epoch, self._steps))
+            self._save(position)
 
     def on_epoch_end(self, epoch, logs=None):
         within = self._stopped or not self._all_steps_done(unknown=True)

@@ -108,8 +108,9 @@ class Rebalance(StepTimes):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        # The seconds of the first call of the step function, which traces it,
-        # and the number of its steps.
+        # The seconds of the first call of the step function, which traces it
+        # unless `Checkpoint` has resumed by that step, and the number of its
+        # steps.
         self._first_seconds: float | None = None
         self._steps_of_call = 0
         self._seen: collections.deque[tuple[Pipeline, Execution]] = (
@@ -119,12 +120,9 @@ class Rebalance(StepTimes):
     def on_epoch_begin(self, epoch, logs=None):
         self._first = self._next
         self._epoch = epoch
-        self._start = time.perf_counter()
 
     def on_train_batch_begin(self, batch, logs=None):
-        # If `Checkpoint` resumes, it has traced the first step before this.
-        if self._next:
-            self._start = time.perf_counter()
+        self._start = time.perf_counter()
         self._first_of_call = batch
 
     def on_train_batch_end(self, batch, logs=None):

@@ -20,10 +20,12 @@ import tensorflow as tf
 
 _PATTERN = re.compile(r"epoch_(\d{5,})(?:_step_(\d+))?")
 _PARTIAL = "partial"
-_REPLACED = "replaced"
+_REPLACED = ".replaced"
 INDEX = "index.json"
 _CHECKSUMS = "CRC32SUMS"
 _FORMAT = 1
+# A file is missing, was deleted on another host, or is on a bad sector.
+_OF_THE_FILE = (errno.ENOENT, errno.ESTALE, errno.EIO)
 # Arrays are written and read in pieces of this size, so that only a piece of
 # them is in memory.
 PIECE_BYTES = 2**22
@@ -109,6 +111,18 @@ class Store:
         found = self.positions()
         return self.path(found[-1]) if found else None
 
+    def recover(self) -> None:
+        """Gives a checkpoint back that one was to replace which was not done.
+
+        Only for the process that writes.
+        """
+        for replaced in self.directory.glob(f"*{_REPLACED}"):
+            path = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+            if path.exists():
+                _delete(replaced)
+            else:
+                replaced.rename(path)
+
     def write(
         self,
         position: Position,
@@ -132,8 +146,8 @@ class Store:
         Raises:
             OSError: If it cannot be written. The others are as before.
         """
-        partial = self.directory / _PARTIAL
-        replaced = self.directory / _REPLACED
+        partial, path = self.directory / _PARTIAL, self.path(position)
+        replaced = path.with_name(path.name + _REPLACED)
         self.directory.mkdir(parents=True, exist_ok=True)
         _delete(partial)
         try:
@@ -158,7 +172,6 @@ class Store:
             with _File(partial / _CHECKSUMS) as file:
                 file.write(np.frombuffer(lines.encode(), np.uint8))
             _sync(partial)
-            path = self.path(position)
             _delete(replaced)
             with contextlib.suppress(FileNotFoundError):
                 path.rename(replaced)
@@ -168,6 +181,7 @@ class Store:
         except BaseException:
             # Any error: `parts` may raise, as when a worker is lost.
             _delete(partial)
+            self.recover()
             raise
         before = [x for x in self.positions() if x < position]
         kept = {position, *before[max(0, len(before) - keep + 1) :]}
@@ -190,7 +204,9 @@ def read(path: pathlib.Path) -> "Saved":
         return Saved(path)
     except CheckpointError:
         raise
-    except (FileNotFoundError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in _OF_THE_FILE:
+            raise
         raise DamagedError(
             f"The checkpoint {path} is damaged: {error}"
         ) from error

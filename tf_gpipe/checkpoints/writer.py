@@ -46,6 +46,7 @@ class Writer:
         )
         self._pending: concurrent.futures.Future | None = None
         self._lock: Lock | None = None
+        self._refused: OSError | None = None
         self._told_not_finite = False
 
     def lock(self) -> None:
@@ -55,21 +56,30 @@ class Writer:
 
         Raises:
             LockedError: If another process writes there.
-            NotWrittenError: If this process cannot write there.
         """
         directory = self._store.directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(directory)
+            self._store.recover()
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                raise NotWrittenError(
-                    error.errno, f"Cannot write to {directory}: {error}"
-                ) from error
+                self._refused = error
+                return
             tell(
                 f"{directory} cannot be locked: {error}. Nothing else may "
                 "train there meanwhile."
             )
+
+    def check(self) -> None:
+        """Raises a `NotWrittenError` if `lock` was not allowed to write."""
+        error = self._refused
+        if error is not None:
+            raise NotWrittenError(
+                error.errno,
+                f"Cannot write to {self._store.directory}: "
+                f"{error.strerror or error}",
+            ) from error
 
     def write(
         self,
@@ -101,9 +111,11 @@ class Writer:
             except NotFiniteError as error:
                 if not self._told_not_finite:
                     self._told_not_finite = True
+                    newest = self._store.newest()
+                    before = f"The newest one is {newest}."
                     tell(
-                        f"{error} No checkpoint of such weights is written: "
-                        f"the newest one is {self._store.newest()}."
+                        f"{error} No checkpoint of such weights is written. "
+                        f"{before if newest else 'There is none before it.'}"
                     )
                 return
             except OSError as error:

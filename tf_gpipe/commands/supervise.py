@@ -55,7 +55,15 @@ def run(command: Sequence[str], restarts: int, errors: bool = True) -> int:
             env={**os.environ, SUPERVISED: "1"},
             preexec_fn=workers.end_with_parent,
         )
-        if stops or _is_final(status, errors) or i == restarts:
+        if _is_final(status, errors) or i == restarts:
+            break
+        if stops:
+            print(
+                f"tf_gpipe: the program has ended with status {status}. It "
+                "does not start again, as it was to stop by Ctrl-C or SIGTERM.",
+                file=sys.stderr,
+                flush=True,
+            )
             break
         print(
             f"tf_gpipe: the program has ended with status {status}. It starts "

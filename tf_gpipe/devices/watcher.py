@@ -50,10 +50,6 @@ class Watcher:
         self.seconds: float | None = None
         self.lost: dict[str, str] = {}
         self._names = {address: name for name, address in workers.items()}
-        for name, (_, port) in workers.items():
-            # Of a host's addresses, TensorFlow may choose another.
-            for host in sockets.addresses(name.rpartition(":")[0]):
-                self._names.setdefault((host, port), name)
         self._told: set = set()
         self._sending = threading.Lock()
         self._changed = threading.Condition()
@@ -130,6 +126,11 @@ class Watcher:
             socket.send_fds(self._socket, [line], descriptors or [])
 
     def _run(self) -> None:
+        for (_, port), name in list(self._names.items()):
+            # Of a host's addresses, TensorFlow may choose another. Here, since
+            # a look-up has no time limit.
+            for host in sockets.addresses(name.rpartition(":")[0]):
+                self._names.setdefault((host, port), name)
         pending = b""
         while True:
             # It may succeed the next time: too many files were open, say.

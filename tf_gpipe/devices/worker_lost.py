@@ -193,6 +193,7 @@ def _diagnosis(model: Any, error: Exception) -> str | None:
     if broken:
         watch.wait(CLOSING_SECONDS)
     gone = dict(watch.lost)
+    silent = set()
     if not gone:
         # Not silent ones, which may only be slow: that is the watcher's task.
         asked = states(places_of(addresses()), broken)
@@ -201,9 +202,13 @@ def _diagnosis(model: Any, error: Exception) -> str | None:
             for address, state in asked.items()
             if state != heartbeat.SILENT
         }
+        silent = asked.keys() - gone.keys()
     if not gone and (again or broken):
         targets = {addresses()[int(task)] for task in _TARGET.findall(text)}
-        gone = dict.fromkeys(targets, heartbeat.OTHER)
+        gone = {
+            address: heartbeat.SILENT if address in silent else heartbeat.OTHER
+            for address in targets or (silent if broken else ())
+        }
     return _message(model, gone) if gone or again else None
 
 

@@ -281,7 +281,8 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         if getattr(self, "optimizer", None) is None:
             return loss
         # Before it is built, a `LossScaleOptimizer` scales by a constant.
-        self._build_optimizer()
+        if not self.optimizer.built:
+            self._build_optimizer()
         return self.optimizer.scale_loss(loss)
 
     def _get_regularization_losses(self):

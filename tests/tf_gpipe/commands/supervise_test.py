@@ -105,7 +105,8 @@ class SuperviseTest(parameterized.TestCase):
         self.assertEqual(process.stdout.readline(), "ready\n")
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate()
-        self.assertEqual((process.returncode, errors), (1, ""))
+        self.assertEqual(process.returncode, 1)
+        self.assertIn("status 1. It does not start again", errors)
 
     def test_the_program_ends_with_it(self):
         process = started(
