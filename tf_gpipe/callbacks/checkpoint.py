@@ -40,9 +40,8 @@ class Checkpoint(keras.callbacks.Callback):
     in the memory of the host that has the variables; the client has some
     megabytes at a time. A checkpoint has its name when all of it is on the
     disk. Each file has a checksum: one that is damaged is told of, and the one
-    before it is taken. While a trainable weight is infinite or not a
-    number, none is written.
-    List it after other callbacks.
+    before it is taken. None is written while a trainable weight is infinite or
+    not a number. List it after other callbacks.
 
     The data must be the same each time: arrays, a `keras.utils.PyDataset`, or
     a `tf.data.Dataset` with seeds. It begins with that of `initial_epoch`: what
