@@ -97,14 +97,13 @@ def near(names: Iterable, known: Iterable) -> str:
     return f". Did you mean {', '.join(found)}?" if found else ""
 
 
-def one_of(name: str, value: Any, choices: Sequence, more: str = "") -> None:
+def one_of(name: str, value: Any, choices: Sequence) -> None:
     """Checks that a value is one of some strings, or `None` if allowed.
 
     Args:
         name: String, name of the argument.
         value: Anything.
         choices: The allowed strings, and `None` if it is allowed.
-        more: String, what else the argument may be, for the error.
 
     Raises:
         ValueError: If it is not.
@@ -112,7 +111,7 @@ def one_of(name: str, value: Any, choices: Sequence, more: str = "") -> None:
     known = value is None or isinstance(value, str)
     if not known or value not in choices:
         raise ValueError(
-            f"`{name}` must be one of {list(choices)}{more}. Received: "
+            f"`{name}` must be one of {list(choices)}. Received: "
             f"{name}={value!r}{near([value], choices)}"
         )
 

@@ -27,6 +27,7 @@ from keras.src.random import seed_generator
 from keras.src.saving import object_registration
 from keras.src.saving import serialization_lib
 from keras.src.trainers import data_adapters
+from keras.src.utils import backend_utils
 from keras.src.utils import python_utils
 from keras.src.utils import tracking
 from tensorflow.python import pywrap_tfe
@@ -61,7 +62,9 @@ def own_weights(layer: keras.Layer) -> list[keras.Variable]:
     return list(layer._trainable_variables)
 
 
-# Attributes that Keras and TensorFlow set for bookkeeping, and wrapped methods.
+# Holds the name of the backend by which a preprocessing layer computes.
+DynamicBackend = backend_utils.DynamicBackend
+# Attributes that Keras and TensorFlow set for bookkeeping.
 _NOTES = {
     "_auto_config",
     "_call_signature",
@@ -86,23 +89,44 @@ _NOTES = {
     "_self_update_uid",
     "_tracked",
     "_tracker",
-    "build",
     "name",
-    "quantize",
 }
 
 
 def attributes_used_by_call(x: Any) -> dict[str, Any]:
     """Returns the attributes of a layer that its call may depend on.
 
-    Without its name, and without bookkeeping about its creation and calls.
+    Without its name, and without bookkeeping about its creation and calls; of
+    Keras's own layers, without seeds and initializers.
     """
-    found = {k: v for k, v in vars(x).items() if k not in _NOTES}
+
+    def is_used(name: str, value: Any) -> bool:
+        if name in ("build", "quantize"):
+            # Else it is the method of the class, which Keras has wrapped.
+            method = getattr(value, "__wrapped__", None)
+            own = getattr(type(x), name, None)
+            return own is None or getattr(method, "__func__", None) is not own
+        # Layers of Keras use these when they are built.
+        builds = name == "seed" or name.endswith("_initializer")
+        return name not in _NOTES and not (
+            builds and type(x).__module__.startswith("keras.")
+        )
+
+    found = {k: v for k, v in vars(x).items() if is_used(k, v)}
     policy = found.get("_dtype_policy")
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and x.path:
         # The layer's path, which is left out, says which policy it is.
         found["_dtype_policy"] = policy, policy[x.path]
+    if "_remat_mode" in found:
+        found["_remat_mode"] = _remat_of(x)
     return found
+
+
+def _remat_of(layer: keras.Layer) -> tuple:
+    """Returns the layer's remat mode, and whether that names the layer."""
+    mode = layer._remat_mode
+    names = getattr(mode, "layer_names", None) or ()
+    return mode, layer.name in names
 
 
 def set_trainable_alone(layer: keras.Layer, trainable: bool) -> None:
@@ -227,9 +251,15 @@ def set_tensorflow_variable(
     variable._value = value
 
 
-def variable_id(variable: keras.Variable) -> str:
+def variable_id(variable: Any) -> str:
     """Returns the id of a TensorFlow variable, unique in the process."""
-    return variable.value._unique_id
+    of_keras = isinstance(variable, keras.Variable)
+    return (variable.value if of_keras else variable)._unique_id
+
+
+def is_seed(variable: Any) -> bool:
+    """Returns whether a variable is the state of a `SeedGenerator`."""
+    return variable.name == "seed_generator_state"
 
 
 def set_path(variable: keras.Variable, path: str) -> None:
@@ -283,6 +313,8 @@ def writes_hdf5() -> bool:
 # === Models ===
 
 Functional = functional.Functional
+# Base of what is mixed into a `keras.Model`, whose attributes have no types.
+Mixin: Any = object
 # Tracks the attributes of a layer, to find weights and layers in them.
 Tracker = tracking.Tracker
 
@@ -355,7 +387,7 @@ def register_as(cls: type, name: str) -> None:
     object_registration.GLOBAL_CUSTOM_NAMES[cls] = name
 
 
-def calls(model: keras.Model) -> list[Any]:
+def nodes_of(model: keras.Model) -> list[Any]:
     """Returns the nodes of a functional model, each after those it needs."""
     return [
         node
@@ -551,6 +583,27 @@ def convert_nested_input(
     return made
 
 
+def conversion_of_inputs(model: keras.Model) -> tuple:
+    """Returns what decides how a model's call converts its inputs.
+
+    To be compared with that of other models.
+    """
+
+    def described(x: keras.KerasTensor) -> tuple:
+        # A name that Keras has made up is in no dict of inputs.
+        name = "" if x.name.startswith("keras_tensor") else x.name
+        return name, x.dtype, x.ndim, x.shape[-1:] == (1,)
+
+    return (
+        keras.tree.map_structure(described, graph_of(model)._inputs_struct),
+        model._convert_input_args,
+        model.autocast,
+        model.input_dtype,
+        model.dtype_policy,
+        _remat_of(model),
+    )
+
+
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
     """Returns the distribution strategy in whose scope a model was made."""
     return model._distribute_strategy
@@ -570,6 +623,16 @@ def track(model: keras.Model, kind: str, x: Any) -> None:
     """Makes a model track an object, unless it does already."""
     if not model._tracker.is_in_store(kind, x):
         model._tracker.add_to_store(kind, x)
+
+
+def unwrapped(x: Any) -> Any:
+    """Returns the list or dictionary in TensorFlow's wrapper of one.
+
+    `None` for anything else.
+    """
+    if not isinstance(x, tf.__internal__.tracking.Trackable):
+        return None
+    return getattr(x, "_storage", getattr(x, "__wrapped__", None))
 
 
 def untracked() -> contextlib.AbstractContextManager:
@@ -1042,7 +1105,10 @@ def _chosen_gradients(operation: str) -> threading.local:
 
 
 def within_xla() -> bool:
-    """Returns whether XLA compiles the graph that is being traced."""
+    """Returns whether XLA compiles the whole graph that is being traced.
+
+    XLA does so for TPUs, and in a `tf.function` with `jit_compile=True`.
+    """
     return control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
@@ -1186,6 +1252,21 @@ def is_variable(handle: tf.Tensor) -> bool:
 def anonymous_name() -> str:
     """Returns the shared name that makes a new variable in each run."""
     return context.anonymous_name()
+
+
+def settings_of_traces() -> tuple | None:
+    """Returns the global settings that traces depend on.
+
+    `None` while operations are instrumented as they are traced, such as by
+    `tf.debugging.enable_check_numerics`.
+    """
+    settings = context.context()
+    if settings.op_callbacks:
+        return None
+    return (
+        config.is_op_determinism_enabled(),
+        settings.function_call_options.config_proto_serialized,
+    )
 
 
 # === Devices ===

@@ -17,6 +17,11 @@ def positive_number(text):
     return value
 
 
+def positive_numbers(text):
+    """Type of a flag: positive numbers, separated by commas."""
+    return [positive_number(each) for each in text.split(",")]
+
+
 def positives(text):
     """Type of a flag: positive integers, separated by commas."""
     return [positive(each) for each in text.split(",")]

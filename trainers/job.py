@@ -33,8 +33,12 @@ from trainers.weight_averages import has_averages
 from trainers.workdir import Workdir
 from trainers.workdir import replacing
 
-# The file of the plan of --tune in the working directory.
+# The files in the working directory of the plan of --tune, and of the flags
+# that it was chosen for.
 _PLAN = "plan.json"
+_PLAN_FLAGS = "plan_flags.json"
+# Those that the trainer itself has.
+_OF_A_PLAN = ("model", "model_args", "batch_size", "batch_tokens", "max_length")
 
 
 class Job:
@@ -108,8 +112,10 @@ class Job:
             )
         with as_user_errors(self.workdir):
             try:
+                # With --tune, --num_stages is a number of devices.
+                schedule = "1f1b" if config.tune else config.schedule
                 num_devices = schedules.num_devices_of(
-                    config.schedule, config.num_stages
+                    schedule, config.num_stages
                 )
                 self.hardware = devices.start(num_devices, config)
             except (TypeError, ValueError) as error:
@@ -143,6 +149,7 @@ class Job:
                 print(plan, end="")
                 if self.workdir:
                     self.workdir.mkdir(parents=True, exist_ok=True)
+                    self._place.keep(self._tuned_for(), _PLAN_FLAGS)
                     plan.save(self.workdir / _PLAN)
             return models.pipelined(model, plan=plan)
         names = [field.name for field in dataclasses.fields(PipelineConfig)]
@@ -170,34 +177,53 @@ class Job:
             UserError: If there is no such plan.
         """
         try:
-            # The model is made without values for its weights.
-            with keras.StatelessScope(initialize_variables=False):
-                model = model_zoo.get(name, **hyper_parameters)
-            if self.config.tune:
-                with (
-                    _dtype_policy(self.config.dtype_policy),
-                    as_user_errors(self.workdir),
-                ):
+            with (
+                _dtype_policy(self.config.dtype_policy),
+                as_user_errors(self.workdir),
+            ):
+                # The model is made without values for its weights.
+                with keras.StatelessScope(initialize_variables=False):
+                    model = model_zoo.get(name, **hyper_parameters)
+                if self.config.tune:
                     return self._kept_plan() or self._tuned(
                         model, rows, length, optimizer
                     )
-            return tf_gpipe.plan(
-                model,
-                models.batch(model, rows, length),
-                optimizer=optimizer,
-                dtype_policy=self.config.dtype_policy,
-                **{
-                    field.name: getattr(self.config, field.name)
-                    for field in dataclasses.fields(PipelineConfig)
-                },
-            )
+                return tf_gpipe.plan(
+                    model,
+                    models.batch(model, rows, length),
+                    optimizer=optimizer,
+                    **{
+                        field.name: getattr(self.config, field.name)
+                        for field in dataclasses.fields(PipelineConfig)
+                    },
+                )
         except (TypeError, ValueError) as error:
             raise UserError(error) from error
 
     def _kept_plan(self):
         """Returns the plan in the working directory, or `None`."""
         path = self.workdir and self.workdir / _PLAN
-        return tf_gpipe.Plan.load(path) if path and path.exists() else None
+        if not path or not path.exists():
+            return None
+        changed = self._place.changed(self._tuned_for(), _PLAN_FLAGS)
+        if changed:
+            raise UserError(
+                f"{path} was chosen for other flags: {'; '.join(changed)}. Go "
+                "on with the same flags, or delete it to choose anew."
+            )
+        return tf_gpipe.Plan.load(path)
+
+    def _tuned_for(self):
+        """Returns the flags that a chosen plan depends on, with their values.
+
+        Those of the batches are known only where a model is trained.
+        """
+        return {
+            "dtype_policy": self.config.dtype_policy,
+            "workers": self.config.workers,
+            "num_stages": self.config.num_stages,
+            **{x: y for x, y in self._about.items() if x in _OF_A_PLAN},
+        }
 
     def _tuned(self, model, rows, length, optimizer):
         return tf_gpipe.tune(

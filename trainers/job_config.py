@@ -75,9 +75,11 @@ class JobConfig(PipelineConfig, HardwareConfig):
 
     tune: bool = setting(
         False,
-        "Choose all of the pipeline but the devices, in a minute of "
-        "measurements and trials, and keep it in --workdir. Without "
-        "accelerators there are --num_stages devices.",
+        "Choose the pipeline, in a minute of measurements and trials, and keep "
+        "it in --workdir. That decides in place of --num_micro_batches, "
+        "--balance, --schedule, --remat and --memory_limit, which recipes may "
+        "give; and of --num_stages, which is a number of devices where there "
+        "are neither accelerators nor --workers.",
     )
     dtype_policy: str = setting(
         "float32",

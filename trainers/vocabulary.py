@@ -11,6 +11,7 @@ import tensorflow_datasets as tfds
 
 from trainers import placeholders
 from trainers.command_line import UserError
+from trainers.workdir import replacing
 
 # The ids of sentencepiece's control symbols. Tokens of languages follow.
 _PADDING, _START, _END, _UNKNOWN = range(4)
@@ -154,11 +155,10 @@ class Vocabulary:
             ) from error
         vocabulary = cls(model.getvalue())
         path = pathlib.Path(path)
-        partial = path.with_name(f"{path.name}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(model.getvalue())
-            partial.replace(path)
+            with replacing(path) as partial:
+                partial.write_bytes(model.getvalue())
         except OSError as error:
             raise UserError(
                 f"Cannot save the vocabulary {path}: {error}"

@@ -1,7 +1,8 @@
 """The working directory of a run: its lock and the record of its flags.
 
-.lock      the process that trains here; locked while it lives
-run.json   the flags that determine the model and the data
+.lock             the process that trains here; locked while it lives
+run.json          the flags that determine the model and the data
+plan_flags.json   those for which --tune has chosen plan.json
 """
 
 import contextlib
@@ -18,6 +19,7 @@ _RUN = "run.json"
 _FILES = (
     *(".lock", _RUN, "flags.txt", "losses.csv", "model.json"),
     *("vocabulary.model", "scores.json", "scores.png"),
+    *("plan.json", "plan_flags.json"),
 )
 _DIRECTORIES = ("checkpoints", "logs")
 # The locks of this process, by directory: a process may train again where it
@@ -92,20 +94,23 @@ class Workdir:
             self._lock.release()
             self._lock = None
 
-    def keep(self, about):
-        """Writes the flags of the run to run.json.
+    def keep(self, about, file=_RUN):
+        """Writes flags to a file.
 
         Args:
             about: Dictionary from names of flags to their values.
+            file: String, the name of the file. Defaults to run.json, of the
+                flags of the run.
         """
-        with replacing(self.path / _RUN) as path:
+        with replacing(self.path / file) as path:
             path.write_text(json.dumps(_plain(about), indent=2) + "\n")
 
-    def changed(self, about):
-        """Returns the flags whose values differ from those in run.json.
+    def changed(self, about, file=_RUN):
+        """Returns the flags whose values differ from those in a file.
 
         Args:
             about: Dictionary as of `keep`. Other flags are not compared.
+            file: String as of `keep`.
 
         Returns:
             List of strings with the old and the new value of a flag.
@@ -113,7 +118,7 @@ class Workdir:
         Raises:
             UserError: If the file is damaged.
         """
-        path = self.path / _RUN
+        path = self.path / file
         if not path.exists():
             return []
         try:

@@ -14,6 +14,7 @@ from absl.testing import parameterized
 from keras import layers as L  # noqa: N812
 
 import tf_gpipe
+from tests import pairwise
 from tests.tf_gpipe import comparison
 from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.partition import stage_costs
@@ -154,6 +155,22 @@ class PlanTest(parameterized.TestCase):
             max(auto.device_activation_bytes),
             0.6 * max(never.device_activation_bytes),
         )
+
+    @parameterized.parameters(1.0, 0.7)
+    @pytest.mark.slow_after(1)
+    def test_a_share_with_a_searched_order(self, share):
+        """It is one of what 1F1B takes, which bounds other searches, too."""
+        kwargs = {"balance": [5, 5, 5, 7], "remat": "never"}
+        order = schedules.neighbouring(4, 8, 2)
+        never = planned(schedule=order, **kwargs)
+        kwargs |= {"remat": "auto", "memory_limit": share}
+        auto = planned(schedule="auto", num_devices=2, **kwargs)
+        self.assertLessEqual(
+            max(auto.device_activation_bytes),
+            share * max(never.device_activation_bytes),
+        )
+        recomputed = any(x.recomputed for x in auto.stages)
+        self.assertEqual(recomputed, share < 1)
 
     def test_a_layer_that_needs_what_it_makes_is_recomputed_whole(self):
         model = tf_gpipe.PipelinedSequential(
@@ -398,7 +415,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class TrainTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(schedule=("1f1b", "gpipe"), share=(0.45, 0.7))
+    @pairwise.each(schedule=("1f1b", "gpipe"), share=(0.45, 0.7))
     @pytest.mark.slow_after(1)
     def test_trains_as_never(self, schedule, share):
         runs = []

@@ -84,7 +84,7 @@ def plain(make, rows):
 
 
 class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
-    @pairwise.product(
+    @pairwise.each(
         make=(attention, images),
         where=(ONE_STAGE, STAGES),
         remat=("always", "never", 0.6, "bytes"),

@@ -69,7 +69,7 @@ class StagesPerDeviceTest(tf.test.TestCase, parameterized.TestCase):
         comparison.assert_same(self, plain, pipelined)
         return pipelined[0]
 
-    @pairwise.product(
+    @pairwise.each(
         schedule=SEVERAL,
         num_micro_batches=(1, 2, 3, 5),
         remat=("always", "except_last", "never"),
@@ -79,7 +79,7 @@ class StagesPerDeviceTest(tf.test.TestCase, parameterized.TestCase):
     def test_numbers(self, rows, **kwargs):
         self.compare(dense, rows, **kwargs)
 
-    @pairwise.product(
+    @pairwise.each(
         schedule=SEVERAL,
         num_micro_batches=(1, 3, 4),
         remat=("always", "except_last", "never"),
@@ -104,6 +104,12 @@ class StagesPerDeviceTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertEqual(model.num_stages, num_stages)
         self.assertEqual(model.num_micro_batches, m)
+
+    def test_more_devices_than_layers_need(self):
+        model = tf_gpipe.PipelinedSequential(
+            dense(), schedule="zb_v", devices=["CPU:0"] * 3
+        )
+        self.assertEqual(model.num_stages, 4)
 
     @parameterized.parameters(
         ({"schedule": "zb_v", "num_stages": 3}, "must be even.*num_stages=3"),
@@ -164,6 +170,32 @@ class AutoTest(tf.test.TestCase):
         self.assertIn("Schedule auto of 4 micro-batches", text)
         self.assertIn("Order of tasks: ", text)
         self.assertEqual(model.schedule, "auto")
+        # The summary is for micro-batches of 32 rows.
+        plan = tf_gpipe.plan(
+            dense(),
+            (4 * 32, 6),
+            num_stages=4,
+            schedule=model._pipeline.schedule,
+            balance=[len(x.nodes) for x in model.stages],
+        )
+        self.assertIn(f"bubble {plan.bubble:.1%} of the time", text)
+
+    def test_the_order_of_a_plan(self):
+        """The memory of micro-batches of 32 rows, not of one, is the limit."""
+
+        kwargs = {
+            "num_stages": 4,
+            "num_micro_batches": 8,
+            "balance": [2, 2, 2, 2],
+            "schedule": "auto",
+        }
+        layers = [L.Dense(1024 if i == 5 else 64, "tanh") for i in range(8)]
+        plan = tf_gpipe.plan(layers, (256, 16), num_devices=2, **kwargs)
+        inputs = keras.Input((16,), batch_size=256)
+        model = tf_gpipe.PipelinedSequential(
+            [inputs, *layers], devices=DEVICES, **kwargs
+        )
+        self.assertEqual(model._pipeline.schedule.tasks, plan.tasks.tasks)
 
     def test_costs_that_cannot_be_found(self):
         class Odd(L.Layer):

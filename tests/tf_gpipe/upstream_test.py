@@ -141,6 +141,15 @@ class VariablesTest(tf.test.TestCase):
         self.assertIs(upstream.tensorflow_variable(variable), moved)
         self.assertAllEqual(variable, [3, 4])
         self.assertNotEqual(upstream.variable_id(variable), before)
+        self.assertEqual(
+            upstream.variable_id(variable), upstream.variable_id(moved)
+        )
+
+    def test_is_seed(self):
+        """Micro-batches have seeds of their own."""
+        layer = L.Dropout(0.5)
+        self.assertTrue(upstream.is_seed(layer.seed_generator.state))
+        self.assertFalse(upstream.is_seed(keras.Variable([1, 2])))
 
     def test_set_path(self):
         """A plan gives each weight the slots that a MultiOptimizer would."""
@@ -160,6 +169,31 @@ class VariablesTest(tf.test.TestCase):
         self.assertEqual(
             set(found), set(upstream.attributes_used_by_call(other))
         )
+        # Not Keras's wrapper of the method.
+        one.quantize = False
+        self.assertIn("quantize", upstream.attributes_used_by_call(one))
+
+    def test_what_a_call_of_keras_does_not_see(self):
+        """Layers of Keras share a trace if their seeds differ."""
+        unused = {"seed", "kernel_initializer", "_kernel_initializer"}
+        for kind in (L.Dense, L.Dropout, L.MultiHeadAttention):
+            layer = kind(1, 1) if kind is L.MultiHeadAttention else kind(1)
+            self.assertFalse(unused.isdisjoint(vars(layer)))
+            found = upstream.attributes_used_by_call(layer)
+            self.assertTrue(unused.isdisjoint(found))
+
+            class Own(kind):
+                pass
+
+            layer = Own(1, 1) if kind is L.MultiHeadAttention else Own(1)
+            found = upstream.attributes_used_by_call(layer)
+            self.assertFalse(unused.isdisjoint(found))
+
+    def test_dynamic_backend(self):
+        """Preprocessing layers of Keras can be compared."""
+        backend = L.Rescaling(0.5).backend
+        self.assertIsInstance(backend, upstream.DynamicBackend)
+        self.assertEqual(vars(backend), {"_backend": "tensorflow"})
 
     def test_a_policy_by_path(self):
         """Layers with one map of policies share no trace if these differ."""
@@ -236,12 +270,27 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         """Functional models are cut in the order of their layers."""
         model = self.make()
         self.assertIsInstance(model, upstream.Functional)
-        names = [node.operation.name for node in upstream.calls(model)]
+        names = [node.operation.name for node in upstream.nodes_of(model)]
         self.assertEqual(names, [x.name for x in model.layers[1:]])
         self.assertEqual(set(upstream.inputs_of(model)), {"x"})
         self.assertIsInstance(upstream.outputs_of(model), list)
         self.assertEqual(upstream.unpack_singleton([3]), 3)
         self.assertEqual(upstream.unpack_singleton([3, 4]), [3, 4])
+
+    def test_conversion_of_inputs(self):
+        """Models within others are compared by what they do, not by name."""
+
+        def made(**kwargs):
+            x = keras.Input((2,), **kwargs)
+            return keras.Model([x], L.Dense(2)(x))
+
+        def described(model):
+            names, *rest, _, _ = upstream.conversion_of_inputs(model)
+            return names, *rest
+
+        self.assertEqual(described(made()), described(made()))
+        self.assertNotEqual(described(made()), described(made(dtype="float16")))
+        self.assertNotEqual(described(made()), described(made(name="x")))
 
     def test_graph_of_a_sequential(self):
         """`from_model` takes a built `Sequential`."""
@@ -338,12 +387,12 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         """Layers of a model within a model run in the mode of its call."""
         x = keras.Input((2,))
         inner = keras.Model(x, L.Dropout(0.5)(x, training=True))
-        (node,) = upstream.calls(keras.Model(x, inner(x, training=False)))
+        (node,) = upstream.nodes_of(keras.Model(x, inner(x, training=False)))
         _, _, training = upstream.arguments_of_call(
             inner, node.arguments.args, node.arguments.kwargs
         )
         self.assertIs(training, False)
-        (node,) = upstream.calls(inner)
+        (node,) = upstream.nodes_of(inner)
         kwargs = node.arguments.kwargs
         self.assertIs(kwargs["training"], True)
         for mode, expected in ((None, True), (False, False)):
@@ -474,6 +523,15 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(upstream.tracked(model)["metrics"], 1)
         self.assertIs(upstream.tracked(model)["layers"][-1], model.head)
         self.assertIsInstance(model._tracker, upstream.Tracker)
+
+    def test_unwrapped(self):
+        """`verify` restores what TensorFlow's wrappers of lists hold."""
+        module = tf.Module()
+        module.items, module.names = [1], {"a": 2}
+        self.assertEqual(upstream.unwrapped(module.items), [1])
+        self.assertEqual(upstream.unwrapped(module.names), {"a": 2})
+        self.assertIsNone(upstream.unwrapped(module))
+        self.assertIsNone(upstream.unwrapped([1]))
 
     @parameterized.parameters(
         (keras.Model, "_compute_loss"),
@@ -1007,6 +1065,18 @@ class TapesTest(tf.test.TestCase):
 
 
 class GraphsTest(tf.test.TestCase):
+    def test_settings_of_traces(self):
+        """Traces with checks of numerics are not used without them."""
+        self.addCleanup(tf.debugging.disable_check_numerics)
+        before = upstream.settings_of_traces()
+        self.assertEqual(upstream.settings_of_traces(), before)
+        tf.debugging.enable_check_numerics()
+        self.assertIsNone(upstream.settings_of_traces())
+        tf.debugging.disable_check_numerics()
+        self.addCleanup(tf.config.optimizer.set_experimental_options, {})
+        tf.config.optimizer.set_experimental_options({"remapping": False})
+        self.assertNotEqual(upstream.settings_of_traces(), before)
+
     def test_within_xla(self):
         """A step that XLA compiles whole, as on TPUs, runs no functions."""
         seen = []

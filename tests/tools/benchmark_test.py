@@ -24,6 +24,7 @@ from tools import worker_usage
 from tools.benchmark import __main__ as command
 from tools.benchmark import device_step
 from tools.benchmark import fresh
+from tools.benchmark import memory
 from tools.benchmark import one_device
 from tools.benchmark import paper_models
 from tools.benchmark import peers
@@ -110,6 +111,26 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIn("largest batch, image or", stdout.getvalue())
 
     @parameterized.parameters(
+        ("trace --batch_size=4 --num_micro_batches=8", "has fewer rows than"),
+        ("pipeline --batch_size=4 --num_micro_batches=8", "has fewer rows"),
+        ("pipeline --num_devices=2", "--num_devices is not for --schedule"),
+        ("pipeline --num_stages=3 --schedule=zb_v", "must be even"),
+        ("pipeline --num_stages=999", "999 workers"),
+        ("peers --batch_size=4", "has fewer rows than"),
+        ("peers --results=x", "--results is for --all"),
+        ("peers --torch=/nope", "No such file"),
+        ("trace --only=keras --plot=x.png", "--plot is not for --only"),
+    )
+    def test_refused(self, line, message):
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+            self.assertRaises(SystemExit) as ended,
+        ):
+            printed_here(*line.split())
+        self.assertEqual(ended.exception.code, 2)
+        self.assertIn(message, stderr.getvalue())
+
+    @parameterized.parameters(
         ("transformer", "sequential"), ("dense", "functional")
     )
     @pytest.mark.slow
@@ -151,16 +172,22 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             "--num_stages=2,3",
             "--num_micro_batches=3",
             "--schedule=gpipe,1f1b",
-            "--remat=always",
+            "--remat=always,auto",
+            "--memory_limit=0.75",
+            "--num_layers=8",
             "--batch_size=3",
             "--num_steps=1",
             "--num_repeats=1",
         )
+        always, auto = found["rows"][1::2], found["rows"][2::2]
         self.assertEqual(
-            [(row["num_stages"], row["schedule"]) for row in found["rows"][1:]],
+            [(row["num_stages"], row["schedule"]) for row in always],
             [(2, "gpipe"), (2, "1f1b"), (3, "gpipe"), (3, "1f1b")],
         )
-        for row in found["rows"][1:]:
+        for row, some in zip(always, auto, strict=True):
+            self.assertEqual(
+                (some["remat"], some["memory_limit"]), ("auto", 0.75)
+            )
             ideal = row["num_stages"] * 3 / (2 + row["num_stages"]) * 3 / 4
             self.assertAllClose(row["ideal"], ideal)
 
@@ -281,6 +308,30 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
 
     @mock.patch.dict(
         workloads.WORKLOADS,
+        transformer=functools.partial(workloads.transformer, 2, 16, 8),
+    )
+    @pytest.mark.slow
+    def test_memory_of_as_many_devices(self):
+        with mock.patch.multiple(
+            memory,
+            workers=types.SimpleNamespace(connected=devices_here),
+            worker_usage=types.SimpleNamespace(
+                GIVE_BACK={},
+                peak_memory=lambda processes, _: [0] * len(processes),
+            ),
+        ):
+            rows = benchmark_here(
+                "memory",
+                "--schedule=1f1b,v_half",
+                "--remat=never",
+                "--batch_size=8",
+            )["rows"]
+        self.assertEqual(
+            [x["stages"] for x in rows], [[0], [1], [0, 3], [1, 2]]
+        )
+
+    @mock.patch.dict(
+        workloads.WORKLOADS,
         convolutional=functools.partial(workloads.convolutional, 2),
     )
     def test_breakdown(self):
@@ -384,6 +435,12 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             )
         with mock.patch.object(fresh, "measure", return_value=found):
             self.assertLen(benchmark_here(*flags)["rows"], 2)
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+            self.assertRaises(SystemExit),
+        ):
+            only_here(*flags, "--only=small", "--num_stages=99")
+        self.assertIn("no pipeline has --num_stages=99", stderr.getvalue())
 
     def test_kept_results(self):
         results = os.path.join(
@@ -528,6 +585,30 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         with open(results) as file:
             self.assertLess(len(json.load(file)), 5 * len(rows))
 
+    def test_all_peers(self):
+        """Some of the grid; a row with all libraries is measured once."""
+        found = {
+            "best": {
+                "schedule": "1f1b",
+                "samples_per_second": 9.0,
+                "fraction": 0.9,
+                **dict.fromkeys(("other", "other_samples_per_second")),
+                **dict.fromkeys(("other_fraction", "ratio")),
+            }
+        }
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        for absent, count in ((["Lingvo"], 2), ([], 2), ([], 0)):
+            found["absent"] = absent
+            with mock.patch.object(
+                fresh, "measure", return_value=found
+            ) as measure:
+                rows = benchmark_here(
+                    *("peers", "--all", "--workload=convolutional"),
+                    *("--remat=always", f"--results={folder}/found.json"),
+                )["rows"]
+            self.assertEqual(measure.call_count, count)
+            self.assertEqual([x["num_micro_batches"] for x in rows], [8, 16])
+
     @pytest.mark.slow
     def test_peers(self):
         flags = (
@@ -540,6 +621,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         )
         parser = argparse.ArgumentParser()
         peers.add_arguments(parser)
+        flags += ("--remat=never",)
         programs, missing = peers._programs(parser.parse_args(flags))
         self.assertEqual(
             list(programs)[:6],
@@ -558,7 +640,12 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             peers._PEERS["tf_gpipe"], schedules=("zero_bubble",)
         )
         with mock.patch.dict(peers._PEERS, tf_gpipe=one):
-            rows = benchmark_here("peers", *flags)["rows"]
+            found = benchmark_here("peers", *flags)
+        # That a library has no remat never, no installation changes.
+        self.assertIn("torchgpipe", found["absent"])
+        for name in set(found["missing"]).difference(found["absent"]):
+            self.assertIn("it has no remat never", found["missing"][name])
+        rows = found["rows"]
         self.assertEqual(
             [(row["library"], row["schedule"]) for row in rows][:3],
             [
@@ -575,7 +662,3 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             "step", "--batch_size=4", "--num_steps=1", "--num_repeats=1"
         )
         self.assertCountEqual(found["ratios"], ["transformer", "convolutional"])
-
-    def test_more_workers_than_cores(self):
-        with self.assertRaisesRegex(ValueError, "999 workers"):
-            benchmark_here("pipeline", "--num_stages=999")

@@ -48,6 +48,7 @@ from trainers.job_config import JobConfig
 from trainers.loss_log import LossLog
 from trainers.optimization import Optimization
 from trainers.weight_averages import averaged
+from trainers.workdir import Workdir
 
 
 class TinyImages(tfds.core.GeneratorBasedBuilder):
@@ -373,12 +374,40 @@ class TrainTest(TestCase):
         self.assertEndsWith(shown, str(plan))
         _, text = self.train(tune=True, workdir=workdir)
         self.assertNotIn("tried", text)
+        with self.assertRaisesRegex(UserError, "--batch_size was 6, is 4"):
+            self.train(tune=True, workdir=workdir, batch_size=4)
         for kwargs, message in (
             ({"strategy": "mirrored"}, "--tune chooses one pipeline"),
             ({"elastic": True, "workers": ["a:1"]}, "--tune --elastic"),
         ):
             with self.assertRaisesRegex(UserError, message):
                 self.train(tune=True, **kwargs)
+
+    def test_tuned_for_the_flags(self):
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        plans, policies = [], []
+
+        def tune(model, spec, **kwargs):
+            policies.append(model[-1].dtype_policy.name)
+            plans.append(tf_gpipe.plan(model, spec, num_stages=2))
+            return plans[0]
+
+        options = {"tune": True, "dry_run": True, "workdir": folder}
+        with mock.patch.object(tf_gpipe, "tune", tune):
+            self.train(**options, dtype_policy="mixed_bfloat16")
+            self.assertEqual(policies, ["mixed_bfloat16"])
+            plans[0].save(folder / "plan.json")
+            Workdir(folder).keep(
+                {"dtype_policy": "mixed_bfloat16", "batch_size": 6},
+                "plan_flags.json",
+            )
+            with self.assertRaisesRegex(
+                UserError,
+                "plan.json was chosen for other flags: --dtype_policy was "
+                "'mixed_bfloat16', is 'float32'; --batch_size was 6, is 4. ",
+            ):
+                self.train(**options, batch_size=4)
+        self.assertLen(plans, 1)
 
     @pytest.mark.slow
     def test_shown_before_and_after(self):

@@ -44,8 +44,8 @@ class Checkpoint(keras.callbacks.Callback):
     not a number. List it after other callbacks.
 
     The data must be the same each time: arrays, a `keras.utils.PyDataset`, or
-    a `tf.data.Dataset` with seeds. It begins with that of `initial_epoch`: what
-    was done of it is drawn again and passed by.
+    a `tf.data.Dataset` with seeds. It starts at `initial_epoch`: batches
+    already trained on are drawn again and dropped.
 
     Args:
         workdir: Path of the directory of the checkpoints of this run alone.

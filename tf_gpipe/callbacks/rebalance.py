@@ -20,6 +20,7 @@ from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.partition.uncounted import UncountedError
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import ranges
 from tf_gpipe.stage.pipeline import Pipeline
 
 # The costs by which the time of a stage is divided among its layers.
@@ -271,5 +272,4 @@ def new_cut(
 
 def _sums(costs: Sequence[float], counts: Sequence[int]) -> list[float]:
     """Returns the sum of the costs of each stage."""
-    bounds = [sum(counts[:k]) for k in range(len(counts) + 1)]
-    return [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [sum(costs[stage]) for stage in ranges(counts)]

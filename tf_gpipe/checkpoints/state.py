@@ -100,7 +100,7 @@ class Copier:
         found = [
             (kind, v) for kind, variables in by_kind.items() for v in variables
         ]
-        key = tuple(_inner(v)._unique_id for _, v in found)
+        key = tuple(upstream.variable_id(_inner(v)) for _, v in found)
         if key != self._key:
             self._functions = _functions(found)
             self._key = key

@@ -112,7 +112,7 @@ class Store:
         return self.path(found[-1]) if found else None
 
     def recover(self) -> None:
-        """Gives a checkpoint back that one was to replace which was not done.
+        """Restores a checkpoint whose replacement was never finished.
 
         Only for the process that writes.
         """

@@ -113,7 +113,7 @@ def make_parser(name: str, description: str | None, **defaults: Any) -> Parser:
 
 
 def add_costs(parser: argparse.ArgumentParser, of_speed: str) -> None:
-    """Adds flags for the optimizer, and for memory and speed of devices.
+    """Adds flags for the optimizer, lengths, and memory and speed of devices.
 
     Args:
         parser: The parser of a command.
@@ -123,6 +123,11 @@ def add_costs(parser: argparse.ArgumentParser, of_speed: str) -> None:
         "--optimizer",
         default="adam",
         help="name of a Keras optimizer, whose slots are counted",
+    )
+    parser.add_argument(
+        "--length",
+        type=positive,
+        help="stands for the sizes of inputs that the model leaves open",
     )
     parser.add_argument(
         "--device_memory",
@@ -247,7 +252,7 @@ def positive(text: str) -> int:
 def _limit(text: str) -> int | float:
     """Returns a memory limit: an integer of bytes, or a float share."""
     try:
-        if re.fullmatch(r"[01]?\.\d+|1\.", text):
+        if re.fullmatch(r"[01](\.\d*)?|\.\d+", text):
             return MemoryLimit.of(float(text)).value
         return sizes.to_bytes(text)
     except ValueError as error:

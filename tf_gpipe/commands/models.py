@@ -49,7 +49,7 @@ def get(name: str, arguments: dict[str, Any]) -> Any:
     except Exception as e:
         raise RuntimeError(f"--model={name} has failed; see above.") from e
     kind = type(model).__name__
-    if isinstance(_graph(model), upstream.Functional):
+    if isinstance(upstream.graph_of(model), upstream.Functional):
         return model
     if isinstance(model, (list, tuple)) and model:
         if isinstance(model[0], (keras.KerasTensor, keras.layers.InputLayer)):
@@ -65,7 +65,7 @@ def get(name: str, arguments: dict[str, Any]) -> Any:
 def inputs(model: Any) -> Any:
     """Returns the symbolic inputs of a model that `get` returned."""
     if isinstance(model, keras.Model):
-        return _graph(model).input
+        return upstream.graph_of(model).input
     return getattr(model[0], "output", model[0])
 
 
@@ -88,12 +88,23 @@ def batch(model: Any, num_rows: int, length: int | None = None) -> Any:
 
 
 def to_plan(
-    name: str, arguments: dict[str, Any], num_rows: int
+    name: str, arguments: dict[str, Any], num_rows: int, length: int | None
 ) -> tuple[Any, Any]:
-    """Returns the model of `get`, without weight values, and its `batch`."""
+    """Returns the model of `get`, without weight values, and its `batch`.
+
+    Raises:
+        ValueError: If it leaves sizes open, and no `length` is given.
+    """
     with keras.StatelessScope(initialize_variables=False):
         model = get(name, arguments)
-    return model, batch(model, num_rows)
+    spec = batch(model, num_rows, length)
+    shapes = [x.shape for x in keras.tree.flatten(spec)]
+    if any(None in shape for shape in shapes):
+        raise ValueError(
+            f"--model={name} leaves sizes of its inputs open: {shapes}. Give a "
+            "--length to plan for."
+        )
+    return model, spec
 
 
 def pipelined(model: Any, **kwargs: Any) -> Any:
@@ -145,13 +156,6 @@ def random_data(
     )
     x, y = (keras.tree.map_structure(random, each) for each in structures)
     return x, y
-
-
-def _graph(model: Any) -> Any:
-    """Returns the functional model within a sequential one, or the model."""
-    if isinstance(model, keras.Sequential):
-        return upstream.graph_of(model)
-    return model
 
 
 def _function(name: str) -> Any:

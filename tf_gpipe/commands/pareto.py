@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -29,17 +30,29 @@ def show(plan: Callable[..., Plan], args: argparse.Namespace) -> None:
         checks.writable("picture", args.picture)
         timeline.check_picture(args.picture)
     never, always = plan(remat="never"), plan(remat="always")
-    points = [_point("never", never, never), _point("always", always, never)]
+    found = {"never": never, "always": always}
     for share in _SHARES:
         with contextlib.suppress(TooLittleMemoryError):
-            found = plan(remat="auto", memory_limit=share)
-            points.append(_point(f"auto, {share:.0%}", found, never))
+            found[f"auto, {share:.0%}"] = plan(remat="auto", memory_limit=share)
+    points = [
+        _point(
+            name,
+            dataclasses.replace(x, device_memory=args.device_memory),
+            never,
+        )
+        for name, x in found.items()
+    ]
     rows = [
         {
             "Remat, limit": x["name"],
             "Activations MiB": f"{x['activation_bytes'] / 2**20:,.1f}",
             "of never": f"{x['share']:.2f}",
             "Step time, never = 1": f"{x['time']:.3f}",
+            **(
+                {"Fits": "yes" if x["fits"] else "no"}
+                if args.device_memory
+                else {}
+            ),
         }
         for x in points
     ]
@@ -59,6 +72,8 @@ def _point(name: str, found: Plan, never: Plan) -> dict:
         "activation_bytes": size,
         "share": size / whole if whole else 1.0,
         "time": found.relative_step_time / time if time else math.nan,
+        # Without a --device_memory nothing is known to fit.
+        "fits": found.fits if found.device_memory else None,
     }
 
 

@@ -86,7 +86,10 @@ def _plan(args, changed, device_memory, **kwargs):
 
     return planner.plan(
         *models.to_plan(
-            args.model, {**args.model_args, **changed}, args.batch_size
+            args.model,
+            {**args.model_args, **changed},
+            args.batch_size,
+            args.length,
         ),
         num_stages=args.num_stages,
         num_micro_batches=args.num_micro_batches,

@@ -10,6 +10,7 @@ With --num_devices nothing is measured: it is for devices that are not here. A
 model takes the plan with `plan=tf_gpipe.Plan.load("plan.json")`.
 """
 
+import argparse
 import json
 from collections.abc import Sequence
 
@@ -32,6 +33,7 @@ def make_parser():
     for flag in map(parser.flag, _CHOSEN):
         flag.help = f"{flag.help}; chosen if not given"
     parser.flag("num_devices").help = "devices that are not here"
+    parser.flag("memory_limit").help = argparse.SUPPRESS
     flags.add_costs(parser, "; measured if not given and the devices are here")
     parser.add_argument(
         "--budget_seconds",
@@ -60,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         from tf_gpipe.tuning.tune import tune
 
         found = tune(
-            *models.to_plan(args.model, args.model_args, args.batch_size),
+            *models.to_plan(
+                args.model, args.model_args, args.batch_size, args.length
+            ),
             devices=args.num_devices,
             device_memory=args.device_memory,
             optimizer=args.optimizer,

@@ -134,26 +134,14 @@ class Worker:
 
 
 @contextlib.contextmanager
-def started(
-    num_workers: int,
-    environment: Mapping[str, str] | None = None,
-    one_core: bool = False,
-) -> Iterator[list[Worker]]:
+def started(num_workers: int) -> Iterator[list[Worker]]:
     """Starts workers on loopback, and ends them.
-
-    Args:
-        num_workers: Integer.
-        environment: Dict of variables that are added to their environment.
-        one_core: Boolean, whether each worker may use one core only.
 
     Yields:
         List of `Worker`s.
-
-    Raises:
-        ValueError: If there are not that many cores.
     """
     with contextlib.ExitStack() as stack:
-        yield _start(stack, num_workers, environment, one_core)
+        yield _start(stack, [None] * num_workers)
 
 
 def connected(
@@ -168,8 +156,8 @@ def connected(
 
     Args:
         num_workers: Integer.
-        environment: As for `started`.
-        one_core: As for `started`.
+        environment: Dict of variables that are added to their environment.
+        one_core: Boolean, whether each worker may use one core only.
 
     Returns:
         List of `Worker`s.
@@ -177,8 +165,16 @@ def connected(
     Raises:
         ValueError: If there are not that many cores.
     """
+    cores: list[int | None] = [None] * num_workers
+    if one_core:
+        cores = [*sorted(os.sched_getaffinity(0))[:num_workers]]
+        if num_workers > len(cores):
+            raise ValueError(
+                "A core for each worker is needed. Received: "
+                f"{num_workers} workers, {len(cores)} cores"
+            )
     with contextlib.ExitStack() as stack:
-        workers = _start(stack, num_workers, environment, one_core)
+        workers = _start(stack, cores, environment)
         devices = tf_gpipe.connect([worker.address for worker in workers])
         for task, worker in enumerate(workers):
             # Each of them sees all accelerators of this host.
@@ -190,19 +186,10 @@ def connected(
 
 def _start(
     stack: contextlib.ExitStack,
-    num_workers: int,
-    environment: Mapping[str, str] | None,
-    one_core: bool,
+    cores: Sequence[int | None],
+    environment: Mapping[str, str] | None = None,
 ) -> list[Worker]:
-    """Returns workers that are ready. Closing `stack` kills them."""
-    cores: list[int | None] = [None] * num_workers
-    if one_core:
-        cores = [*sorted(os.sched_getaffinity(0))[:num_workers]]
-        if num_workers > len(cores):
-            raise ValueError(
-                "A core for each worker is needed. Received: "
-                f"{num_workers} workers, {len(cores)} cores"
-            )
+    """Returns a ready worker for each core. Closing `stack` kills them."""
     workers = []
     for core in cores:
         workers.append(Worker(core, environment=environment))

@@ -14,5 +14,6 @@ fail_fast   environment variables of TensorFlow's connections to workers
 restart     restarts a worker process once no program uses it
 listening   restricts a TensorFlow server to one IP address
 sockets     the sockets of this process, also those that TensorFlow opened
-errors      errors of a stage's operations, with the layer and stage
+functions   functions that are not inlined, whose errors reach the caller
+errors      notes on errors of a stage's operations: the layer and the stage
 """

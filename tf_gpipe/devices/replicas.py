@@ -20,8 +20,6 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 
-# The class is mixed into a `keras.Model`, whose attributes have no types.
-_Mixin: Any = object
 # The bytes of gradients in one all-reduce between hosts, if none are given.
 _BYTES_PER_PACK = 32 * 2**20
 
@@ -63,14 +61,6 @@ def fed(inputs: Any) -> Any:
     return tf.nest.map_structure(
         lambda x: strategy.experimental_assign_to_logical_device(x, 0), inputs
     )
-
-
-def within_xla() -> bool:
-    """Returns whether XLA compiles the whole graph that is being traced.
-
-    XLA does so for TPUs, and in a `tf.function` with `jit_compile=True`.
-    """
-    return upstream.within_xla()
 
 
 def within_one() -> bool:
@@ -235,7 +225,7 @@ def _cross_device_ops(
     return tf.distribute.NcclAllReduce()
 
 
-class SeveralHosts(_Mixin):
+class SeveralHosts(upstream.Mixin):
     """Mixin: makes `keras.Model.fit` work with replicas on several hosts."""
 
     def _make_function(self, step_function):

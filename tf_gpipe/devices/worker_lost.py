@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
@@ -135,7 +136,11 @@ def _inherited(cls: Any, name: str) -> Callable:
         return getattr(super(cls, self), name)(*args, **kwargs)
 
     method.__name__ = name
-    return method
+    of_keras = getattr(keras.Model, name, None)
+    if of_keras is None:
+        return method
+    # With its docstring and signature.
+    return functools.update_wrapper(method, of_keras)
 
 
 def note_devices(model: Any, devices: list[list[str]]) -> None:

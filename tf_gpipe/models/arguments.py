@@ -2,8 +2,7 @@
 
 from typing import Any
 
-# The class is mixed into a `keras.Model`, whose attributes have no types.
-_Mixin: Any = object
+from tf_gpipe import upstream
 
 
 def _argument(name: str, doc: str) -> property:
@@ -45,7 +44,7 @@ def _argument(name: str, doc: str) -> property:
     return property(get, put, doc=doc)
 
 
-class Arguments(_Mixin):
+class Arguments(upstream.Mixin):
     """Mixin: the constructor arguments, as properties of the model.
 
     Once the model is built, those with defaults have the values in effect. For

@@ -23,9 +23,6 @@ from tf_gpipe.step.engine import MiniBatch
 from tf_gpipe.step.running import Gradients
 from tf_gpipe.step.running import StageMode
 
-# The class is mixed into a `keras.Model`, whose attributes have no types.
-_Mixin: Any = object
-
 # The number of rows assumed for inference on mini-batches of unknown size, if
 # more micro-batches are asked for than can be traced. It limits the number of
 # micro-batches, on which results of inference do not depend.
@@ -51,7 +48,7 @@ def inference_step(model: Any) -> Iterator[None]:
         _in_inference_step.reset(token)
 
 
-class PipelinedCalls(_Mixin):
+class PipelinedCalls(upstream.Mixin):
     """Mixin: `call` runs a Keras model as a pipeline.
 
     For a `keras.Model` with a method `_pipeline_for(x)`, which returns its
@@ -80,7 +77,7 @@ class PipelinedCalls(_Mixin):
 
         Args:
             inputs: Nested structure of tensors of shape `(batch_size, ...)`.
-            training: Boolean, or `None` for what is around the call.
+            training: Boolean, or `None` to take it from the enclosing call.
             mask: Nested structure of boolean tensors with a row for each row
                 of the inputs, or `None`.
 
@@ -122,8 +119,8 @@ class PipelinedCalls(_Mixin):
                 else Gradients.NONE,
             )
             mini_batch.forward(tape=False)
-            self._finish(mini_batch, mini_batch.losses())
-            return mini_batch.outputs().unpack()
+            self._finish(mini_batch, mini_batch.added.totals())
+            return mini_batch.outputs.whole().unpack()
 
         given = Activations.of(inputs)
         flat = given.parts()
@@ -143,10 +140,10 @@ class PipelinedCalls(_Mixin):
                 Gradients.FOR_OUTER_TAPE,
             )
             mini_batch.forward(tape=True)
-            outputs = mini_batch.outputs()
+            outputs = mini_batch.outputs.whole()
             values = outputs.parts()
             differentiable = [x for x in values if x.dtype.is_floating]
-            losses = mini_batch.losses()
+            losses = mini_batch.added.totals()
 
             def gradient(*arrived, variables=None):
                 found = iter(arrived)
@@ -157,7 +154,7 @@ class PipelinedCalls(_Mixin):
                     ],
                     list(found),
                 )
-                found_by_part = mini_batch.input_gradients()
+                found_by_part = mini_batch.exchange.input_gradients()
                 input_gradients = [found_by_part[i] for i in floats] or [None]
                 # `None` for a `tf.Variable` that is no weight of the model.
                 ids = {v.value.ref(): id(v) for v in self.variables}
@@ -216,7 +213,7 @@ class PipelinedCalls(_Mixin):
             for stage in pipeline.stages
             for x in state.batch_norms(stage.layers)
         )
-        within_xla = replicas.within_xla()
+        within_xla = upstream.within_xla()
         if within_xla and timed:
             raise ValueError(
                 "The Timeline callback cannot take times where XLA compiles "

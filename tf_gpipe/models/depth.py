@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def naming_recursion_limit() -> Iterator[None]:
     """A scope that adds the repair to a `RecursionError`.
 
     Keras walks a graph from its outputs to its inputs by recursion.

@@ -120,7 +120,9 @@ class PipelinedModel(Pipelined, upstream.Functional):
             made for these layers. It decides `num_stages`,
             `num_micro_batches`, `balance`, `schedule`, `remat`,
             `memory_limit` and `batch_size`, and `devices` unless they are
-            given. Defaults to `None`.
+            given. Values of these other than the defaults are refused; of
+            layers only their number is compared with the plan's. Defaults to
+            `None`.
         trainable: Boolean, whether the layers are trainable, or `None` to
             leave them as they are.
 
@@ -163,7 +165,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
         plan: Plan | None = None,
         trainable: bool | None = None,
     ):
-        with depth.told():
+        with depth.naming_recursion_limit():
             super().__init__(inputs, outputs, name=name, trainable=trainable)
         self._configure(
             **planned.arguments(
@@ -234,9 +236,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
         >>> model.weights[0] is plain.weights[0]
         True
         """
-        graph = model
-        if isinstance(model, keras.Sequential):
-            graph = upstream.graph_of(model)
+        graph = upstream.graph_of(model)
         if not isinstance(graph, upstream.Functional):
             raise TypeError(
                 "A pipeline is cut from the graph of a functional model or a "

@@ -25,13 +25,16 @@ from tf_gpipe.step.loss import MicroBatchLoss
 LossAndGradients = tuple[tf.Tensor, list[Any], Any]
 
 
-def of_call(model: Any, x: Any, y: Any, sample_weight: Any) -> LossAndGradients:
+def of_call(
+    model: Any, x: Any, y: Any = None, sample_weight: Any = None
+) -> LossAndGradients:
     """Loss and gradients as in Keras's own step, by a tape around the model.
 
-    For models that override `call`, whatever it does around the pipeline.
+    For models that override `call`, whatever it does around the pipeline; and
+    for plain Keras models, as `loss_and_gradients`.
 
     Args:
-        model: A pipeline.
+        model: A pipeline, or the plain model of one.
         x: Inputs of the mini-batch.
         y: Labels.
         sample_weight: Sample weights, or `None`.
@@ -68,7 +71,7 @@ def after_all_forwards(
     # The loss may read what layers have assigned, and penalties of weights do:
     # Keras computes both after all layers.
     run.commit_state()
-    outputs, added = run.outputs(), run.losses()
+    outputs, added = run.outputs.whole(), run.added.totals()
     parts = outputs.parts()
     with tf.device(run.pipeline.stages[-1].device):
         with tf.GradientTape() as tape:
@@ -138,7 +141,7 @@ def by_micro_batch(
         added_scale,
     )
     if model._compile_loss is None and not (
-        run.losses() or model._get_regularization_losses()
+        run.added.totals() or model._get_regularization_losses()
     ):
         # Keras's error: its `_compute_loss`, which raises it, is not called.
         raise ValueError(
@@ -154,13 +157,12 @@ def by_micro_batch(
         penalties = model._get_regularization_losses()
         scaled = [tf.cast(added_scale, x.dtype) * x for x in penalties]
     variable_gradients = tape.gradient(scaled, model.trainable_variables)
-    losses = [
-        upstream.scaled_for_replicas(x) for x in [*run.losses(), *penalties]
-    ]
+    added = run.added.totals()
+    losses = [upstream.scaled_for_replicas(x) for x in [*added, *penalties]]
     if model._compile_loss is not None:
         losses.insert(0, total)
     loss = tf.add_n([tf.cast(x, losses[0].dtype) for x in losses])
-    y_pred = run.outputs().unpack()
+    y_pred = run.outputs.whole().unpack()
     # Keras has a metric for each of several losses, and updates them only if
     # there are several outputs, too.
     metrics = model._compile_loss.metrics if model._compile_loss else []
@@ -207,7 +209,7 @@ def _gradients(
     losses that use variables directly, such as regularisers.
     """
     accumulated = run.gradients()
-    times = run.times()
+    times = run.order.times()
     if times is not None:
         model._record_times(times, run.pipeline)
     gradients = []
@@ -224,5 +226,5 @@ def _like_outputs(run: MiniBatch, outputs: Any, m: Any) -> Any:
     masks = outputs.masks
     if any(x is not None for x in keras.tree.flatten(masks)):
         masks = run.masks()
-    like = run.like_outputs(outputs.tensors, m)
+    like = run.outputs.like_whole(outputs.tensors, m)
     return Activations.of(like)._replace(masks=masks).unpack()

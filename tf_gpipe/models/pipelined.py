@@ -12,6 +12,7 @@ from tf_gpipe import upstream
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.models import refused
+from tf_gpipe.models import several_steps
 from tf_gpipe.models.arguments import Arguments
 from tf_gpipe.models.deciding import bytes_of_weights
 from tf_gpipe.models.deciding import decide
@@ -37,7 +38,9 @@ from tf_gpipe.step.micro_batch import not_dense
 
 @worker_lost.naming_failures_of(
     *("__call__", "_place", "rebalance", "export"),
-    *("save", "save_weights", "load_weights", "get_weights", "set_weights"),
+    *("fit", "train_on_batch", "evaluate", "test_on_batch"),
+    *("predict", "predict_on_batch", "get_weights", "set_weights"),
+    *("save", "save_weights", "load_weights"),
 )
 class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     """Mixin: a Keras model that is cut into stages.
@@ -57,9 +60,9 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     # Whether the class is derived from a user's class and a pipeline's.
     _keeps_class = False
 
-    fit = while_running("train", PipelinedTraining.fit)
-    evaluate = while_running("test", PipelinedTraining.evaluate)
-    predict = while_running("predict", PipelinedTraining.predict)
+    fit: Any = while_running("train", PipelinedTraining.fit)
+    evaluate = while_running("test", keras.Model.evaluate)
+    predict = while_running("predict", keras.Model.predict)
 
     def _configure(self, **kwargs) -> None:
         # XLA compiles for one device: a model with a pipeline in it spans
@@ -178,7 +181,10 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         super().summary(line_length, positions, print_fn, *args, **kwargs)
         if self._pipeline is not None:
             found = stage_table(
-                self._pipeline, self._config.nominal_length, line_length
+                self._pipeline,
+                self._config.nominal_length,
+                line_length,
+                several_steps.waits(self),
             )
             (print_fn or print)(found)
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tf_gpipe import checks
 from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
+from tf_gpipe.partition import uncounted
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.known_layers import KnownLayers
@@ -103,6 +104,7 @@ def _check_replicas(plan: Plan) -> None:
     )
 
 
+@uncounted.choosing()
 def _chosen(model: Any, spec: Any, devices: Any) -> Plan:
     """Returns the best plan, for mini-batches of the spec's batch size."""
     names = placement.listed(devices) or placement.accelerators()
@@ -128,7 +130,9 @@ def of_layers(layers: Any) -> tuple[Any, Any]:
         f"Received: layers={layers!r}"
     )
     found = checks.items(first, expected)
-    given = getattr(found[0], "output", found[0]) if found else None
+    given = found[0] if found else None
+    if isinstance(given, keras.layers.InputLayer):
+        given = given.output
     if not isinstance(given, keras.KerasTensor):
         raise ValueError(expected)
     return layers, _with_rows(given)

@@ -16,11 +16,8 @@ from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
 from tf_gpipe.stage import seeds
 
-# The class is mixed into a `keras.Model`, whose attributes have no types.
-_Mixin: Any = object
 
-
-class Saving(_Mixin):
+class Saving(upstream.Mixin):
     """Mixin: `get_config`, `export`, and conversion to a plain Keras model.
 
     For a class with a `PipelineConfig` and a `Pipeline` or `None`.

@@ -120,7 +120,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             made for these layers. It decides `num_stages`,
             `num_micro_batches`, `balance`, `schedule`, `remat`,
             `memory_limit` and `batch_size`, and `devices` unless they are
-            given. Defaults to `None`.
+            given. Values of these other than the defaults are refused; of
+            layers only their number is compared with the plan's. Defaults to
+            `None`.
         trainable: Boolean, whether the layers are trainable.
         name: String.
 
@@ -240,7 +242,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         begun = isinstance(self._layers[0], keras.layers.InputLayer)
         with abstract.NoValues() as scope:
             try:
-                with depth.told():
+                with depth.naming_recursion_limit():
                     super().build(input_shape)
                 if self._functional is None:
                     refused.check_specs(self._layers)

@@ -9,14 +9,17 @@ own weights are updated (U):
 
 Updates overlap, and so do the ends and starts of steps where the first stage is
 not the last one to finish, as with `"zb_v"`. Steps do not overlap if an update
-needs the gradients of all stages: clipping by the global norm, or a dynamic
-loss scale, which depends on whether they are all finite.
+needs the gradients of all stages: clipping by the global norm, a dynamic loss
+scale, which depends on whether they are all finite, accumulation of gradients
+over steps, or averages of weights that overwrite the weights.
 """
 
+import numbers
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
@@ -24,6 +27,12 @@ from tf_gpipe import upstream
 # The time of tracing grows with the steps in a graph; the first few give most
 # of the gain.
 _MOST_STEPS = 8
+# Arguments of an optimizer with which no weight is updated before all gradients
+# are there.
+_NEED_ALL = (
+    *("ema_overwrite_frequency", "global_clipnorm"),
+    "gradient_accumulation_steps",
+)
 
 
 def num_in_one_graph(steps: Any) -> int:
@@ -31,9 +40,41 @@ def num_in_one_graph(steps: Any) -> int:
 
     The largest divisor of `steps_per_execution` that is at most 8.
     """
-    if not isinstance(steps, int):
+    if not isinstance(steps, numbers.Integral):
         return 1
     return max(n for n in range(1, _MOST_STEPS + 1) if steps % n == 0)
+
+
+def _number(model: Any) -> int:
+    """Returns the number of steps in a graph of a compiled model."""
+    # Replicas and eager steps are left to Keras's own loop.
+    if model.run_eagerly or upstream.strategy_of(model):
+        return 1
+    return num_in_one_graph(model.steps_per_execution)
+
+
+def waits(model: Any) -> str:
+    """Returns a note on why stages wait for each other between steps.
+
+    It is empty if they do not, or if an execution has only one step.
+    """
+    if not model.compiled or model.steps_per_execution == 1:
+        return ""
+    if _number(model) == 1:
+        why = "each step has a graph of its own"
+    elif isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        why = "the loss scale depends on all gradients"
+    else:
+        named = [
+            x
+            for x in _NEED_ALL
+            if getattr(model.optimizer, x, None)
+            and (model.optimizer.use_ema or not x.startswith("ema"))
+        ]
+        why = f"the optimizer needs all gradients: {', '.join(named)}"
+        if not named:
+            return ""
+    return f"Between steps, stages wait for each other ({why})."
 
 
 def make_train_function(
@@ -49,9 +90,8 @@ def make_train_function(
     if model.train_function is not None and not force:
         return
     keras_makes(force=force)
-    number = num_in_one_graph(model.steps_per_execution)
-    # Replicas and eager steps are left to Keras's own loop.
-    if number > 1 and not (model.run_eagerly or upstream.strategy_of(model)):
+    number = _number(model)
+    if number > 1:
         model.train_function = _in_one_graph(
             model, model.train_function, number
         )

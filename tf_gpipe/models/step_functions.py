@@ -10,8 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# The class is mixed into a `keras.Model`, whose attributes have no types.
-_Mixin: Any = object
+from tf_gpipe import upstream
 
 # Keras's default for arrays.
 _BATCH_SIZE = 32
@@ -100,7 +99,7 @@ def _rows_of_arrays(
         return math.inf
 
 
-class StepFunctions(_Mixin):
+class StepFunctions(upstream.Mixin):
     """Mixin: changes by callbacks take effect at a running model's next step.
 
     It must come before the `keras.Model` among the bases.

@@ -14,6 +14,7 @@ def stage_table(
     pipeline: Pipeline,
     length: int = layer_costs.NOMINAL_LENGTH,
     line_length: int | None = None,
+    waits: str = "",
 ) -> str:
     """Returns a table with a row a stage.
 
@@ -21,6 +22,7 @@ def stage_table(
         pipeline: The `Pipeline`.
         length: Integer that stands for unknown sizes, such as a sequence's.
         line_length: Characters of a line. Defaults to the terminal's width.
+        waits: A further note.
     """
     stages, schedule = pipeline.stages, pipeline.schedule
     replicas = zip(*(stage.devices for stage in stages), strict=True)
@@ -69,6 +71,8 @@ def stage_table(
         )
     if schedule.description:
         notes.append(f"Order of tasks: {schedule.description}")
+    if waits:
+        notes.append(waits)
     if pipeline.chosen is not None:
         notes += _recomputed(pipeline)
     return table.render(
@@ -117,6 +121,7 @@ def _bubble(pipeline: Pipeline, length: int) -> str:
             [len(x.nodes) for x in pipeline.stages],
             length,
             pipeline.chosen,
+            schedule.num_micro_batches,
         )
     except ValueError:
         bubble = simulate(schedule, remat=remat).bubble
@@ -128,8 +133,12 @@ def _bubble(pipeline: Pipeline, length: int) -> str:
     backward = [float(x.whole_backward_flops) for x in costs]
     if not any(forward + backward):
         return f"{simulate(schedule, remat=remat).bubble:.1%} of the time"
-    recompute = [float(x.before_flops) for x in costs]
     bubble = simulate(
-        schedule, forward, backward, recompute=recompute, remat=remat
+        schedule,
+        forward,
+        backward,
+        recompute=[float(x.before_flops) for x in costs],
+        remat=remat,
+        weights=[float(x.weight_flops) for x in costs],
     ).bubble
     return f"{bubble:.1%} of the time, by the operations of these stages"

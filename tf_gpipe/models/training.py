@@ -63,12 +63,6 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     # Set by `worker_lost`, for the messages of errors.
     _newest_checkpoint: str | None = None
 
-    evaluate = worker_lost.naming_failures(keras.Model.evaluate)
-    predict = worker_lost.naming_failures(keras.Model.predict)
-    train_on_batch = worker_lost.naming_failures(keras.Model.train_on_batch)
-    test_on_batch = worker_lost.naming_failures(keras.Model.test_on_batch)
-    predict_on_batch = worker_lost.naming_failures(keras.Model.predict_on_batch)
-
     @tf.autograph.experimental.do_not_convert
     @worker_lost.naming_failures
     def loss_and_gradients(self, x, y=None, sample_weight=None):
@@ -220,7 +214,6 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         with inference_step(self):
             return super().predict_step(data)
 
-    @worker_lost.naming_failures
     @functools.wraps(keras.Model.fit)
     def fit(self, *args, **kwargs):
         bound = _FIT.bind(self, *args, **kwargs)

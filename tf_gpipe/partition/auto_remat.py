@@ -93,7 +93,7 @@ class AutoRemat:
             return Schedule(
                 schedule.tasks,
                 schedules.AUTO,
-                f"that of '{schedule.name}', which keeps within the limit",
+                "that of '1f1b', which keeps within the limit",
             )
 
 
@@ -133,6 +133,8 @@ class Search:
         self._graph, self._traces, self._size = graph, traces, size
         self._parameters = None if limit.is_share else parameters
         self._schedule = schedule
+        # As the order that is searched later may do.
+        self._splits = bool(schedule.split) or schedule.name == schedules.AUTO
         self._devices = list(devices)
         self._limit = limit
         if work is None:
@@ -387,7 +389,7 @@ class Search:
     def _with_choice(
         self, costs: StageCosts, choice: Recomputation
     ) -> StageCosts:
-        return costs.recomputing(choice, bool(self._schedule.split))
+        return costs.recomputing(choice, self._splits)
 
     def _times(self, found: AutoRemat | None, counts=None) -> list[float]:
         """Returns the time of each stage for a micro-batch.
@@ -415,7 +417,7 @@ class Search:
                 "gradients and the optimizer"
             )
         repair = "more stages, more micro-batches"
-        if self._schedule.split:
+        if self._splits:
             # With split backward passes, recomputed activations live until the
             # gradients of the weights are computed, later.
             repair += ", schedule='1f1b' (whose backward passes are not split)"

@@ -219,7 +219,7 @@ def seconds(node: Node, contents: list, backward: bool = True) -> float:
     layer's own variables are unchanged.
 
     Returns:
-        Seconds, the least of `_NUM_TIMINGS` runs.
+        Float, as `fastest`.
     """
     run = layer_costs.forward_and_backward(node)
 
@@ -235,15 +235,16 @@ def seconds(node: Node, contents: list, backward: bool = True) -> float:
         # Within `fit` Keras builds a model as it traces the step.
         with tf.init_scope():
             args = keras.tree.map_structure(_made_up, like)
+            return fastest(lambda: concrete(*args).numpy())
 
-            def pass_and_wait() -> None:
-                concrete(*args).numpy()
 
-            pass_and_wait()
-            # The minimum: other work of the machine can only add to the time.
-            return min(
-                timeit.repeat(pass_and_wait, number=1, repeat=_NUM_TIMINGS)
-            )
+def fastest(run: Callable[[], Any]) -> float:
+    """Returns the seconds of the fastest of some calls, after one that traces.
+
+    The minimum: other work of the machine can only add to the time.
+    """
+    run()
+    return min(timeit.repeat(run, number=1, repeat=_NUM_TIMINGS))
 
 
 def _number(results: Any) -> tf.Tensor:

@@ -133,9 +133,9 @@ class PipelineConfig:
     ) -> Schedule:
         """Returns the schedule, with defaults for numbers that were not given.
 
-        In place of `"auto"` it is an interleaved one of as many stages and
-        devices: the search needs the costs of stages, which are known once
-        the model is cut.
+        In place of `"auto"` it is 1F1B with neighbouring stages on a device:
+        the search, which keeps within its memory, needs the costs of stages,
+        which are known once the model is cut.
 
         Args:
             num_layers: Integer, the number of layer calls.
@@ -173,10 +173,10 @@ class PipelineConfig:
             self.num_micro_batches or 4 * num_devices,
             schedules.most_rows(num_stages) if rows is None else rows,
         )
-        schedule = self.schedule
-        if schedule == schedules.AUTO:
-            schedule = "interleaved_zero_bubble"
-        return schedules.get(schedule, num_stages, number, num_devices)
+        if self.schedule == schedules.AUTO:
+            first = schedules.neighbouring(num_stages, number, num_devices)
+            return Schedule(first.tasks, schedules.AUTO)
+        return schedules.get(self.schedule, num_stages, number, num_devices)
 
     def _default_stages(self, num_layers: int, num_devices: int) -> int:
         """Returns one stage a device, or two if the schedule interleaves."""
@@ -266,11 +266,14 @@ class PipelineConfig:
         return schedule, [[row[i] for row in rows] for i in schedule.devices]
 
     def _check_two_each(self, schedule: Schedule, num_devices: int) -> None:
-        """Refuses too few devices for two stages each, or unused `devices`."""
+        """Refuses too few devices for two stages each.
+
+        With `num_stages`, `devices` that are not used are refused, too.
+        """
         needed = len(schedule.tasks)
-        if num_devices >= needed and not (
-            self.devices and num_devices > needed
-        ):
+        # Without `num_stages` the layers may be too few for all devices.
+        unused = self.num_stages and self.devices and num_devices > needed
+        if num_devices >= needed and not unused:
             return
         raise ValueError(
             f"Schedule '{self.schedule}' has two stages on each device: "

@@ -42,7 +42,11 @@ NOMINAL_LENGTH = 128
 NOMINAL_ROWS = 32
 
 # From each graph to the results of `_trace` for it, by the `_key` of calls.
-_traced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_of_graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# From the settings that traces depend on to the results for layers of Keras
+# alone, in any graph, by the `_key` of calls. At this many all are forgotten.
+_of_keras: dict[tuple, dict[Hashable, tuple]] = {}
+_MOST_OF_KERAS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +103,22 @@ def trace(
     """Returns the `LayerCosts` of each call, and the specs of all values.
 
     Nothing is allocated or run: the layers must be built, but their variables
-    need no values. The costs are cached for as long as the graph lives. For
-    `rows` and `length` see `walk`.
+    need no values. The costs are cached for as long as the graph lives, those
+    of Keras's own layers also for other graphs. For `rows` and `length` see
+    `walk`.
 
     Raises:
         ValueError: If the costs of a layer cannot be found.
     """
-    known = _traced.setdefault(graph, {})
-    return walk(graph, _trace, rows, length, known)
+    settings = upstream.settings_of_traces()
+    shared = None
+    if settings is not None:
+        formats = keras.config.floatx(), keras.config.image_data_format()
+        shared = _of_keras.setdefault((settings, formats), {})
+        if len(shared) > _MOST_OF_KERAS:
+            shared.clear()
+    known = _of_graphs.setdefault(graph, {})
+    return walk(graph, _trace, rows, length, known, shared)
 
 
 def walk(
@@ -115,6 +127,7 @@ def walk(
     rows: int | None = None,
     length: int = NOMINAL_LENGTH,
     known: dict[Hashable, tuple] | None = None,
+    shared: dict[Hashable, tuple] | None = None,
 ) -> tuple[list, Specs]:
     """Visits each layer call of a graph, with the specs of its inputs.
 
@@ -131,12 +144,15 @@ def walk(
             inputs and of the outputs of layers.
         known: Dictionary from keys of calls to what `visit` returned, a cache
             that is read and added to.
+        shared: Like `known`, for calls of Keras's own layers, in any graph.
+            Defaults to `known`.
 
     Returns:
         List with the result of `visit` for each call, and a dictionary from
         all `Value`s to their specs.
     """
     known = {} if known is None else known
+    shared = known if shared is None else shared
     specs = {
         value: _with_sizes(_with_rows(value.spec, rows), 1, length)
         for value in graph.inputs
@@ -145,10 +161,12 @@ def walk(
     batch = {n for x in tensors for n in x.shape[:1]}
     found = []
     for node in progress.track(graph.nodes, "looking at layers"):
-        key = _key(node, specs)
-        if key not in known:
-            known[key] = visit(node, specs)
-        result, outputs = known[key]
+        key, of_keras = _key(node, specs)
+        cache = shared if of_keras else known
+        one = cache.get(key)
+        if one is None:
+            one = cache[key] = visit(node, specs)
+        result, outputs = one
         found.append(result)
         outputs = _with_sizes(outputs, max(batch, default=1), length)
         specs.update(node.contents(outputs))
@@ -308,11 +326,11 @@ def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
     )
 
 
-def _key(node: Node, specs: Specs) -> Hashable:
+def _key(node: Node, specs: Specs) -> tuple[Hashable, bool]:
     """Returns a key that is the same for calls with the same costs.
 
     They are calls of layers with equal attributes, on equal arguments: tensors
-    of equal dtypes and shapes.
+    of equal dtypes and shapes. The Boolean is as of `likeness.in_costs`.
     """
     numbers = {value: i for i, value in enumerate(node.inputs)}
 

@@ -9,6 +9,8 @@ import keras
 
 from tf_gpipe import upstream
 from tf_gpipe.stage.graph import Node
+from tf_gpipe.stage.graph import ranges
+from tf_gpipe.stage.graph import unique
 
 # Smaller models gain nothing from a pipeline, however they are cut: no warning.
 _MIN_PARAMETERS = 10_000
@@ -33,10 +35,9 @@ def warn(
         costs: Dictionary from the names of costs to the cost of each call,
             the balanced cost first.
     """
-    layers = {id(x.layer): x.layer for x in nodes}.values()
     size = sum(
         x.count_params()
-        for x in layers
+        for x in unique(x.layer for x in nodes)
         if isinstance(x, keras.Layer) and x.built
     )
     if len(counts) < 2 or size < _MIN_PARAMETERS:
@@ -70,16 +71,14 @@ def _told(
     total = sum(costs)
     if total <= 0:
         return None
-    ends = [sum(counts[: k + 1]) for k in range(len(counts))]
-    stages = [
-        range(end - count, end) for end, count in zip(ends, counts, strict=True)
-    ]
-    of_stage = [sum(costs[i] for i in stage) for stage in stages]
+    stages = ranges(counts)
+    of_stage = [sum(costs[stage]) for stage in stages]
     fullest = max(of_stage)
     if fullest <= min(2 * total / len(counts), 0.95 * total):
         return None
     k = of_stage.index(fullest)
-    place = max(stages[k], key=lambda i: costs[i])
+    calls = range(len(costs))[stages[k]]
+    place = max(calls, key=lambda i: costs[i])
     layer, most = nodes[place].layer, costs[place]
     if not balanced and most <= total / len(counts):
         # No single layer is to blame, so there is no advice to give. `Plan`

@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
+from tf_gpipe.stage.graph import ranges
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightBytes:
@@ -62,12 +64,10 @@ class ParameterBytes:
             counts: List of the number of calls in each stage.
             devices: A name or number of the device of each stage.
         """
-        found, first = [], 0
+        found = []
         # From each shared weight to the devices that have its value.
         places: dict[Hashable, set] = collections.defaultdict(set)
-        for device, count in zip(devices, counts, strict=True):
-            own = slice(first, first + count)
-            first = own.stop
+        for device, own in zip(devices, ranges(counts), strict=True):
             size = sum(self.new[own])
             # Each shared weight that the stage uses, once.
             shared = {

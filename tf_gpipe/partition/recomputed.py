@@ -136,8 +136,8 @@ class StageCalls:
             starts = any(part_of[i] not in (-1, own) for i in x.takers)
             if starts or (own < 0 and x.used):
                 kept += x.size
-            # Also what is kept for another part: a layer that needs what it
-            # makes is called as a whole.
+            # Counted even if the value is also kept for another part:
+            # recomputing the layer makes it a second time.
             if own >= 0 and (x.needed or (x.used and not starts)):
                 again[own] += x.size
         return Recomputation(

@@ -30,7 +30,8 @@ def to_bytes(value: Any, name: str = "size") -> int:
     size = 0.0
     if isinstance(value, str):
         match = re.fullmatch(
-            r"\s*(\d+\.?\d*)\s*(?:([KMGT])(I?))?B?\s*", value.upper()
+            r"\s*(\d+\.?\d*(?:E\+?\d+)?)\s*(?:([KMGT])(I?))?B?\s*",
+            value.upper(),
         )
         if match:
             number, prefix, binary = match.groups()

@@ -135,6 +135,7 @@ def of_graph(
     counts: Sequence[int],
     length: int = layer_costs.NOMINAL_LENGTH,
     recomputed: Sequence[Sequence[range]] | None = None,
+    num_micro_batches: int | None = None,
 ) -> list[StageCosts]:
     """Returns the costs of the stages that a graph is cut into.
 
@@ -145,11 +146,18 @@ def of_graph(
         recomputed: For each stage, ranges of indices of its calls that are
             recomputed, those of a range together, under a schedule that does
             not split backward passes. Defaults to the whole stage as one part.
+        num_micro_batches: Integer, to count the rows of a micro-batch.
+            Defaults to `None`: those of the graph's inputs, or one row.
 
     Raises:
         ValueError: If the costs of a layer cannot be found.
     """
-    traces, specs = layer_costs.trace(graph, length=length)
+    rows = None
+    if num_micro_batches is not None:
+        rows = layer_costs.rows_of_micro_batch(
+            layer_costs.rows_of(graph), num_micro_batches
+        )
+    traces, specs = layer_costs.trace(graph, rows, length)
     parts = graph.parts(list(counts))
 
     def size(value: Value) -> int:
@@ -246,7 +254,10 @@ def resolved(
         len(schedule.tasks),
     )
     try:
-        costs = of_graph(graph, counts, length)
+        # The memory of weights' gradients does not depend on the rows.
+        costs = of_graph(
+            graph, counts, length, num_micro_batches=num_micro_batches
+        )
     except ValueError as error:
         times = Times.of(
             len(counts), recompute=0.0 if remat == "never" else 1.0

@@ -21,6 +21,17 @@ class UncountedError(ValueError):
 
 
 @contextlib.contextmanager
+def choosing() -> Iterator[None]:
+    """A scope that takes no costs: where it lacks one, users must choose."""
+    try:
+        yield
+    except UncountedError as error:
+        raise UncountedError(
+            error.reason, "Choose the arguments of the pipeline yourself."
+        ) from error
+
+
+@contextlib.contextmanager
 def naming(node: Node) -> Iterator[None]:
     """A scope that replaces any exception by one that names the layer.
 

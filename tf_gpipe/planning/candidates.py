@@ -95,7 +95,7 @@ def candidates(
         for name in names:
             if count == 1 and name != (fixed.schedule or "1f1b"):
                 continue  # On one device, no order of tasks is faster.
-            each = num_each(name, count)
+            each = num_each(name, count, fixed.num_stages)
             num_stages = each * count
             if num_stages > num_calls or fixed.num_stages not in (
                 None,
@@ -178,12 +178,16 @@ def micro_batches(num_devices: int, rows: int) -> list[int]:
     return sorted(even if len(even) > 2 else {*powers, *times})
 
 
-def num_each(schedule: str, num_devices: int) -> int:
-    """Returns how many stages each device has under a schedule."""
-    if schedule in schedules.TWO_STAGES_A_DEVICE:
-        return 2
-    return (
-        2
-        if schedule in schedules.ANY_STAGES_A_DEVICE and num_devices > 1
-        else 1
-    )
+def num_each(
+    schedule: str, num_devices: int, num_stages: int | None = None
+) -> int:
+    """Returns how many stages each device has under a schedule.
+
+    Args:
+        schedule: String.
+        num_devices: Integer.
+        num_stages: Integer, those of all devices; `None` if it is not fixed.
+    """
+    if schedule in schedules.ANY_STAGES_A_DEVICE and num_devices > 1:
+        return max(2, (num_stages or 0) // num_devices)
+    return 2 if schedule in schedules.TWO_STAGES_A_DEVICE else 1

@@ -1,8 +1,10 @@
 """The search for the fastest pipelines that fit, by simulated step times."""
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from tf_gpipe.planning.candidates import Candidate
 from tf_gpipe.planning.candidates import Fixed
@@ -87,33 +89,40 @@ class Chooser:
         if rows and not layers.sampled:
             layers.sampled = sorted({min(rows), max(rows)})
         best: dict[tuple, Choice] = {}
-        # By their lower bound of the step time: once `count` choices are
-        # faster than the next bound, the rest need not be simulated.
-        drafts = sorted(
-            (draft for candidate in among for draft in self._drafts(candidate)),
-            key=lambda draft: draft.bound,
-        )
-        for draft in drafts:
+        too_large = []
+        # Candidates, and once they are cut their drafts, by a lower bound of
+        # the step time: once `count` choices are faster than the next bound,
+        # the rest need not be cut or simulated.
+        waiting: list[tuple[float, int, int, Any]] = [
+            (self._bound(x), i, 0, x) for i, x in enumerate(among)
+        ]
+        heapq.heapify(waiting)
+        while waiting:
+            bound, i, _, x = heapq.heappop(waiting)
             limit = math.inf
             if len(best) >= count:
                 limit = sorted(x.seconds for x in best.values())[count - 1]
-            if draft.bound > _NEGLIGIBLE * limit:
+            if bound > _NEGLIGIBLE * limit:
                 break
-            self._keep(best, draft.choice())
+            if isinstance(x, Draft):
+                self._keep(best, x.choice())
+                continue
+            drafts = self._drafts(x)
+            if not drafts:
+                too_large.append(x)
+            for j, draft in enumerate(drafts, 1):
+                heapq.heappush(waiting, (draft.bound, i, j, draft))
         if searched and machine.alike:
-            found = _fastest(best)
-            names = {
-                (x.candidate.num_devices, x.candidate.num_micro_batches): x
-                for x in reversed(found)
-                if x.candidate.num_devices > 1
-            }
-            for known in list(names.values())[::-1][:_NUM_SEARCHED]:
+            fastest: dict[tuple, Choice] = {}
+            for x in _fastest(best):
+                of = x.candidate
+                if of.num_devices > 1:
+                    key = of.num_devices, of.num_replicas, of.num_micro_batches
+                    fastest.setdefault(key, x)
+            for known in list(fastest.values())[:_NUM_SEARCHED]:
                 for choice in self._searched(known, fixed):
                     self._keep(best, choice)
-        fits = {draft.candidate for draft in drafts}
-        best = self._with_auto_remat(
-            best, fixed, [x for x in among if x not in fits]
-        )
+        best = self._with_auto_remat(best, fixed, too_large)
         found = _fastest(best)
         one = [
             x
@@ -135,9 +144,10 @@ class Chooser:
         fixed: Fixed,
         too_large: Iterable[Candidate],
     ) -> dict[tuple, Choice]:
-        """Adds choices with `remat="auto"`, if all devices have equal memory.
+        """Adds choices with `remat="auto"`, for devices of equal memory.
 
-        And each has its own, as a model counts what all stages of a name take.
+        Only if all devices have equal memory and none is named twice: a model
+        counts the stages of one device name together.
 
         They are made from the best choices that recompute whole stages, and
         from the fastest that do not fit without recomputation. If `fixed` asks
@@ -172,6 +182,24 @@ class Chooser:
                 draft = self._draft(auto, devices, schedule)
                 self._keep(found, draft.recomputing())
         return found
+
+    def _bound(self, candidate: Candidate) -> float:
+        """Returns a lower bound of the `bound` of a candidate's drafts.
+
+        It is that of a cut into stages of equal time, without recomputation and
+        updates.
+        """
+        machine, count = self._machine, candidate.num_devices
+        if not machine.alike:
+            return 0.0
+        speed = machine.devices[0].speed.slower(
+            machine.slowdown(count * candidate.num_replicas)
+        )
+        number = candidate.num_micro_batches
+        rows = self._layers.micro_batch(number, candidate.num_replicas)
+        passes = self._times.of(rows, speed)[:2].sum()
+        passes += 2 * candidate.num_stages * speed.task
+        return number * passes / count * (1 - 1e-9)
 
     @staticmethod
     def _keep(best: dict[tuple, Choice], choice: Choice | None) -> None:
@@ -211,13 +239,17 @@ class Chooser:
     def _searched(self, known: Choice, fixed: Fixed) -> list[Choice]:
         """Returns choices like `known`, with orders of tasks searched for it.
 
-        With one and with two stages a device.
+        With one and with two stages a device, or as many as `fixed` asks for.
         """
         found = []
-        for each in (1, 2):
+        count = known.candidate.num_devices
+        numbers = [1, 2]
+        if fixed.num_stages is not None:
+            numbers = [fixed.num_stages // count]
+        for each in numbers:
             candidate = dataclasses.replace(
                 known.candidate,
-                num_stages=each * known.candidate.num_devices,
+                num_stages=each * count,
                 schedule=schedules.AUTO,
             )
             if (
@@ -252,7 +284,7 @@ def explanation(chosen: Choice, machine: Machine, compared: bool) -> str:
     Args:
         chosen: The best `Choice`.
         machine: `Machine`.
-        compared: Boolean, whether others have several devices.
+        compared: Boolean, whether any candidate had more than one device.
     """
     best = chosen.candidate
     if best.alone:

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -26,6 +25,7 @@ from tf_gpipe.schedule.search import search
 from tf_gpipe.schedule.simulate import Times
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.stage.graph import ranges
 
 # The share of a device's memory that a plan may use; the rest is for workspaces
 # of kernels and for fragmentation.
@@ -126,7 +126,7 @@ class Draft:
             sends,
             [max(x.sum() / total, 1e-9) for x in whole],
         )
-        self._measure()
+        self._estimate()
         if self._fits():
             return True
         n = len(self._layers.names)
@@ -141,7 +141,7 @@ class Draft:
             if counts is None:
                 return False
             self.counts = counts
-            self._measure()
+            self._estimate()
             if self._fits():
                 return True
         return False
@@ -179,7 +179,7 @@ class Draft:
             rooms,
         )
 
-    def _measure(self, decided: AutoRemat | None = None) -> None:
+    def _estimate(self, decided: AutoRemat | None = None) -> None:
         """Computes bytes and times of the cut's stages and of their updates.
 
         Args:
@@ -193,8 +193,7 @@ class Draft:
             if decided
             else self._layers.stages(counts, self._micro_batch)
         )
-        ends = list(itertools.accumulate(counts))
-        parts = [slice(b - n, b) for n, b in zip(counts, ends, strict=True)]
+        parts = ranges(counts)
         forward, backward, weights = (
             [
                 float(x[i, part].sum())
@@ -227,16 +226,17 @@ class Draft:
         )
         self._parameter_bytes = own
         # An update reads and writes a stage's weights, gradients and slots.
-        self._updates = [0.0] * len(self._speeds)
+        self._updates: list[float] = []
         copies = self.candidate.num_replicas
         for device, size in zip(self._schedule.devices, own, strict=True):
-            self._updates[device] += 2 * size / self._speeds[device].memory
+            seconds = 2 * size / self._speeds[device].memory
             if copies > 1:
                 # All-reduce in a ring: each gradient is sent and received
                 # 2(R-1)/R times. Gradients are about a third of the bytes.
-                self._updates[device] += machine.latency * 2 * (copies - 1) + (
+                seconds += machine.latency * 2 * (copies - 1) + (
                     2 * (copies - 1) / copies * size / 3
                 ) / (machine.bandwidth or self._speeds[device].memory)
+            self._updates.append(seconds)
 
     def _recomputation(self, forward, parts) -> tuple[list, list]:
         """Returns seconds recomputed before and within backward, by stage."""
@@ -256,15 +256,21 @@ class Draft:
     @property
     def bound(self) -> float:
         """A lower bound of the step time: seconds of the busiest device."""
-        number = self._schedule.num_micro_batches
-        busy = list(self._updates)
+        return max(self._busy(self._schedule.num_micro_batches))
+
+    def _busy(self, number: int) -> list[float]:
+        """Returns the seconds of a step's tasks and updates on each device.
+
+        Those of `number` micro-batches; with 0, of the updates alone.
+        """
+        busy = [0.0] * len(self._speeds)
         times = self._stage_times
         for k, device in enumerate(self._schedule.devices):
             again = self._schedule.recomputed_share(k, self.candidate.remat)
-            busy[device] += number * (
+            busy[device] += self._updates[k] + number * (
                 times.forward[k] * (1 + again) + times.backward[k]
             )
-        return max(busy)
+        return busy
 
     def _fits(self) -> bool:
         """Returns whether each device needs at most `FITTING` of its memory."""
@@ -302,7 +308,7 @@ class Draft:
         alike = len(set(self._memory)) == 1
         copies = self.candidate.num_replicas
         passes = plan.step_seconds or 0.0
-        seconds = passes + max(self._updates)
+        seconds = passes + max(self._busy(0))
         return Choice(
             self.candidate,
             dataclasses.replace(
@@ -346,7 +352,7 @@ class Draft:
             decided = search().with_counts(self.counts)
         except TooLittleMemoryError:
             return None
-        self._measure(decided)
+        self._estimate(decided)
         return self.choice() if self._fits() else None
 
     def searched(self, candidate: Candidate) -> Choice | None:
@@ -370,6 +376,7 @@ class Draft:
                     times.before,
                     times.transfer,
                     times.weights,
+                    self._updates,
                 ),
                 candidate.num_micro_batches,
                 candidate.num_devices,
@@ -381,5 +388,5 @@ class Draft:
             return None
         # As the devices are alike, any of them may get any of the stages.
         self._schedule, self.candidate = order, candidate
-        self._measure()
+        self._estimate()
         return self.choice() if self._fits() else None

@@ -15,6 +15,7 @@ from tf_gpipe.schedule.memory import stage_peaks
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.stage.graph import ranges
 
 
 class StageTimes(NamedTuple):
@@ -102,12 +103,10 @@ def _stages(
     layers, counts, costs, schedule, remat, sizes, recomputed
 ) -> list[StagePlan]:
     """Returns the `StagePlan` of each stage."""
-    stages, first = [], 0
+    stages = []
     peaks = stage_peaks(schedule, remat, sizes)
     parameters = layers.parameters.of_stages(counts, schedule.devices)
-    for k, (count, cost) in enumerate(zip(counts, costs, strict=True)):
-        own = slice(first, first + count)
-        first = own.stop
+    for k, (own, cost) in enumerate(zip(ranges(counts), costs, strict=True)):
         stages.append(
             StagePlan(
                 layers=layers.names[own],

@@ -43,7 +43,7 @@ class KnownLayers:
     """
 
     def __init__(self, model, input_spec, optimizer, dtype_policy=None):
-        graph = planned_graph.of(model, input_spec)
+        graph, self.input_spec = planned_graph.of(model, input_spec)
         self.names = [node.layer.name for node in graph.nodes]
         copies, specs = planned_graph.copies(graph, optimizer, dtype_policy)
         for value, spec in specs.items():
@@ -72,7 +72,6 @@ class KnownLayers:
             for node in graph.nodes
         ]
         self.graph = dataclasses.replace(graph, nodes=nodes)
-        self.input_spec = planned_graph.spec_of(input_spec)
         self.output_spec = keras.tree.map_structure(
             lambda x: x.spec, graph.outputs
         )

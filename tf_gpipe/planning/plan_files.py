@@ -118,6 +118,9 @@ def _check(plan: Any) -> None:
     for stage in stages:
         checks.positive_integer("layers", len(stage.layers))
     checks.positive_integer("num_replicas", plan.num_replicas)
+    for memory in plan.memories:
+        if memory is not None:
+            checks.positive_integer("device_memory", memory)
     check_remat(plan.remat)
     if (plan.remat == AUTO_REMAT) != (plan.memory_limit is not None):
         raise ValueError("its memory limit is not that of its remat mode")

@@ -101,6 +101,10 @@ def _verdict(plan: Any) -> str:
         lines.append(
             f"{fits}: the fullest device needs {_size(size)} of {_size(memory)}"
         )
+    elif plan.num_devices < len(plan.stages):
+        # The peaks of its stages need not be at the same time.
+        most = _size(max(plan.device_bytes))
+        lines.append(f"the fullest device needs {most}")
     lines += [x for x in (plan.advice, *plan.reason.split("\n")) if x]
     lines.append(
         f"bubble {plan.bubble:.1%}, step time "

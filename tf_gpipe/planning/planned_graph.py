@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import checks
@@ -19,18 +20,24 @@ from tf_gpipe.stage.opening import chain
 from tf_gpipe.stage.opening import functional
 
 
-def of(model: Any, input_spec: Any) -> Graph:
-    """Returns the graph of the layers or model, with specs of its inputs."""
-    spec = spec_of(input_spec)
+def of(model: Any, input_spec: Any) -> tuple[Graph, Any]:
+    """Returns the graph of the layers or model, and the spec of its inputs.
+
+    The spec has the structure and the sizes of `input_spec`, and the dtypes of
+    the model's own inputs, if it has any: Keras converts what it is given.
+    """
+    spec = _spec_of(input_spec)
+    flat = keras.tree.flatten(spec)
     if isinstance(model, upstream.Functional):
-        graph, flat = functional(model), keras.tree.flatten(spec)
+        graph = functional(model)
         if isinstance(spec, dict):  # by the names of inputs
             call = upstream.arguments_of_call(model, (spec,), {})
             flat = [] if call is None else call[0]
-        _check([x.spec for x in graph.inputs], flat, input_spec)
+        inputs = [x.spec for x in graph.inputs]
+        _check(inputs, flat, input_spec)
         for value, x in zip(graph.inputs, flat, strict=True):
             value.spec = keras.KerasTensor(x.shape, value.spec.dtype)
-        return graph
+        return graph, _converted(spec, flat, inputs)
     if isinstance(model, keras.Model) and not isinstance(
         model, keras.Sequential
     ):
@@ -54,7 +61,8 @@ def of(model: Any, input_spec: Any) -> Graph:
     ]
     if isinstance(model, keras.Sequential) and upstream.graph_of(model):
         inputs = upstream.graph_of(model).inputs
-    _check(inputs, keras.tree.flatten(spec), input_spec)
+    _check(inputs, flat, input_spec)
+    spec = _converted(spec, flat, inputs)
     layers = [
         x
         for x in given
@@ -64,13 +72,22 @@ def of(model: Any, input_spec: Any) -> Graph:
         raise ValueError("A plan needs layers. Received none.")
     if not all(isinstance(x, keras.Operation) for x in layers):
         raise TypeError(expected)
-    return chain(layers, spec)
+    return chain(layers, spec), spec
+
+
+def _converted(spec: Any, flat: list, inputs: list) -> Any:
+    """Returns `spec`, of whose tensors those in `flat` get dtypes of inputs."""
+    dtypes = {id(x): y.dtype for x, y in zip(flat, inputs, strict=False)}
+    return keras.tree.map_structure(
+        lambda x: keras.KerasTensor(x.shape, dtypes.get(id(x), x.dtype)), spec
+    )
 
 
 def _check(inputs: list, flat: list, input_spec: Any) -> None:
     """Refuses specs that are not like the inputs, if the model has any.
 
-    As in Keras, inputs may have any number of rows, but all the same.
+    As in Keras, the number of rows is free, but must be the same for all
+    inputs.
     """
     shapes = [x.shape for x in inputs]
     if inputs and not (
@@ -93,14 +110,18 @@ def _check(inputs: list, flat: list, input_spec: Any) -> None:
         )
 
 
-def spec_of(input_spec: Any) -> Any:
+def _spec_of(input_spec: Any) -> Any:
     """Returns `input_spec` as a nested structure of `KerasTensor`s.
 
     Raises:
         TypeError: If it has something else than shapes and specs.
         ValueError: If a size is unknown or no positive integer.
     """
-    return keras.tree.map_shape_structure(_with_all_sizes, input_spec)
+    # Keras takes only Python's integers for sizes.
+    plain = keras.tree.map_structure(
+        lambda x: int(x) if isinstance(x, np.integer) else x, input_spec
+    )
+    return keras.tree.map_shape_structure(_with_all_sizes, plain)
 
 
 def _with_all_sizes(x: Any) -> keras.KerasTensor:

@@ -120,6 +120,16 @@ class Machine:
             ],
         )
 
+    def with_at_most(self, memory: int) -> "Machine":
+        """Returns a machine whose devices have at most these bytes each."""
+        return dataclasses.replace(
+            self,
+            devices=[
+                dataclasses.replace(x, memory=min(x.memory or memory, memory))
+                for x in self.devices
+            ],
+        )
+
     def slowdown(self, count: int) -> float:
         """Returns the slowdown of each device when `count` work at once."""
         others = len(self.devices) - 1

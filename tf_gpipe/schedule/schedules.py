@@ -49,6 +49,29 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     return _alternating("1f1b", num_stages, passes, each=1)
 
 
+def neighbouring(
+    num_stages: int, num_micro_batches: int, num_devices: int
+) -> Schedule:
+    """1F1B of devices that have several neighbouring stages each."""
+    _check_limits(num_stages, num_micro_batches)
+    each = num_stages // num_devices
+    merged = one_f_one_b(num_devices, num_micro_batches)
+    rows = []
+    for row in merged.tasks:
+        rows.append(
+            [
+                task._replace(stage=each * task.stage + i)
+                for task in row
+                for i in (
+                    range(each)
+                    if task.kind == FORWARD
+                    else reversed(range(each))
+                )
+            ]
+        )
+    return Schedule(rows, "1f1b")
+
+
 @functools.lru_cache(maxsize=8)
 def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """1F1B with forward passes started earlier (Zhuang et al., 2023).
@@ -314,19 +337,7 @@ def get(
     F0.0 F0.1 B0.0 B0.1
     F1.0 B1.0 F1.1 B1.1
     """
-    if num_micro_batches > MOST_MICRO_BATCHES:
-        raise ValueError(
-            f"`num_micro_batches` must be at most {MOST_MICRO_BATCHES}, since "
-            "the tasks of each micro-batch are traced. More than a mini-batch "
-            "has rows are as many as it has rows. Received: "
-            f"num_micro_batches={num_micro_batches}"
-        )
-    if num_stages * num_micro_batches > _MOST_PASSES:
-        raise ValueError(
-            f"There must be at most {_MOST_PASSES} passes of a micro-batch "
-            "through a stage. Received: "
-            f"num_stages={num_stages}, num_micro_batches={num_micro_batches}"
-        )
+    _check_limits(num_stages, num_micro_batches)
     check_name(schedule)
     if isinstance(schedule, Schedule):
         _check_numbers(schedule, num_stages, num_micro_batches)
@@ -345,6 +356,22 @@ def get(
             f"num_stages={num_stages}, {num_devices} devices"
         )
     return _BY_NAME[schedule](num_stages, num_micro_batches)
+
+
+def _check_limits(num_stages: int, num_micro_batches: int) -> None:
+    if num_micro_batches > MOST_MICRO_BATCHES:
+        raise ValueError(
+            f"`num_micro_batches` must be at most {MOST_MICRO_BATCHES}, since "
+            "the tasks of each micro-batch are traced. More than a mini-batch "
+            "has rows are as many as it has rows. Received: "
+            f"num_micro_batches={num_micro_batches}"
+        )
+    if num_stages * num_micro_batches > _MOST_PASSES:
+        raise ValueError(
+            f"There must be at most {_MOST_PASSES} passes of a micro-batch "
+            "through a stage. Received: "
+            f"num_stages={num_stages}, num_micro_batches={num_micro_batches}"
+        )
 
 
 def _check_multiple(name: str, num_stages: int, num_devices: int) -> None:

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Sequence
 
+from tf_gpipe import checks
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.listing import Problem
 from tf_gpipe.schedule.listing import Rules
@@ -62,8 +63,10 @@ def search(
             device.
 
     Raises:
-        ValueError: If the number of stages is not a multiple of
-            `num_devices`, or no order is found that needs at most `memory`.
+        ValueError: If a number is not positive, that of stages is not a
+            multiple of `num_devices`, there are `Sizes` for another number of
+            stages, or no order is found that needs at most `memory`.
+        TypeError: If `memory` is not a number.
 
     Example:
 
@@ -72,13 +75,22 @@ def search(
     "that of 'zb_v', than which none shorter was found"
     """
     num_stages = len(times.forward)
+    checks.positive_integer("num_micro_batches", num_micro_batches)
+    checks.positive_integer("num_devices", num_devices)
     num_devices = schedules.num_devices_of(
         schedules.AUTO, num_stages, num_devices
     )
     sizes = [Sizes()] * num_stages if sizes is None else list(sizes)
-    blocks = _blocks(num_stages, num_micro_batches, num_devices)
+    if len(sizes) != num_stages:
+        raise ValueError(
+            "`sizes` must have those of each stage. Received: "
+            f"{len(sizes)} of them, {num_stages} stages"
+        )
+    blocks = schedules.neighbouring(num_stages, num_micro_batches, num_devices)
     if memory is None:
         memory = max(device_peaks(blocks, remat, sizes))
+    else:
+        checks.number("memory", memory, "a number, 0 or more")
     memory *= 1 + 1e-9
 
     def seconds(schedule: Schedule) -> float:
@@ -154,26 +166,6 @@ def _named(
         for x in names
         if schedules.num_devices_of(x, num_stages, num_devices) == num_devices
     ]
-
-
-def _blocks(
-    num_stages: int, num_micro_batches: int, num_devices: int
-) -> Schedule:
-    """Returns 1F1B of devices that have several neighbouring stages each."""
-    each = num_stages // num_devices
-    merged = schedules.one_f_one_b(num_devices, num_micro_batches)
-    rows = []
-    for row in merged.tasks:
-        rows.append(
-            [
-                task._replace(stage=each * task.stage + i)
-                for task in row
-                for i in (
-                    range(each) if task.kind == "F" else reversed(range(each))
-                )
-            ]
-        )
-    return Schedule(rows, "1f1b")
 
 
 def _improved(problem: Problem, placements: Sequence[list[int]]) -> list:

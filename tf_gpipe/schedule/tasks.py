@@ -220,16 +220,7 @@ class Schedule:
         Returns:
             List of `Task`s.
         """
-        if task.kind == FORWARD:
-            return [task._replace(stage=task.stage - 1)] if task.stage else []
-        if task.kind == RECOMPUTE:
-            return [task._replace(kind=FORWARD)]
-        if task.kind == WEIGHTS:
-            return [task._replace(kind=BACKWARD)]
-        needs = [task._replace(kind=FORWARD)]
-        if task.stage + 1 < self.num_stages:
-            needs.append(task._replace(stage=task.stage + 1))
-        return needs
+        return needs(task, self.num_stages)
 
     def _linearize(self) -> tuple[Task, ...]:
         """Returns one order of all tasks, each after those that it needs.
@@ -337,8 +328,34 @@ class Schedule:
             "description": self.description,
         }
 
+    @property
+    def _content(self) -> tuple:
+        return self.tasks, self.name, self.description
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.tasks)
+
+
+def needs(task: Task, num_stages: int) -> list[Task]:
+    """Returns the tasks whose results a task uses, as `Schedule.needs`."""
+    if task.kind == FORWARD:
+        return [task._replace(stage=task.stage - 1)] if task.stage else []
+    if task.kind == RECOMPUTE:
+        return [task._replace(kind=FORWARD)]
+    if task.kind == WEIGHTS:
+        return [task._replace(kind=BACKWARD)]
+    found = [task._replace(kind=FORWARD)]
+    if task.stage + 1 < num_stages:
+        found.append(task._replace(stage=task.stage + 1))
+    return found
 
 
 def _parsed(tasks: Any) -> tuple[tuple[Task, ...], ...]:

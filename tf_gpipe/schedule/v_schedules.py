@@ -11,6 +11,7 @@ from tf_gpipe.schedule.tasks import FORWARD
 from tf_gpipe.schedule.tasks import WEIGHTS
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.schedule.tasks import Task
+from tf_gpipe.schedule.tasks import needs
 
 # Time units per micro-batch: a device has six tasks, F, B and W of two stages.
 _PERIOD = 6
@@ -44,7 +45,7 @@ def zb_v(num_stages: int, num_micro_batches: int) -> Schedule:
 
 @functools.lru_cache(maxsize=8)
 def v_half(num_stages: int, num_micro_batches: int) -> Schedule:
-    """V-Half (Qi et al., 2024, arXiv:2405.15362): about half the activations.
+    """V-Half (Qi et al., 2024, arXiv:2405.15362): down to half the activations.
 
     Stages are placed as in `zb_v`. A device keeps the activations of D+2 passes
     through a stage, where `zb_v` keeps 2D. It waits for 3D-7 units of time, or
@@ -64,7 +65,7 @@ def v_half(num_stages: int, num_micro_batches: int) -> Schedule:
 
 @functools.lru_cache(maxsize=8)
 def v_min(num_stages: int, num_micro_batches: int) -> Schedule:
-    """V-Min (Qi et al., 2024, arXiv:2405.15362): a third of the activations.
+    """V-Min (Qi et al., 2024, arXiv:2405.15362): down to a third of them.
 
     Stages are placed as in `zb_v`. A device waits for 4D-5 units of time, and
     much longer if tasks do not take equally long.
@@ -157,7 +158,7 @@ def _v_schedule(
                 for time, task in left
                 if time <= min(left)[0] + ahead[task.kind == BACKWARD]
                 and (task.kind == BACKWARD or held[device] < most)
-                and done.issuperset(_needs(task, num_stages))
+                and done.issuperset(needs(task, num_stages))
             ]
             if ready or weights:
                 started[device] = min(ready or weights)[1]
@@ -195,12 +196,3 @@ def _way(
             time += leg
         time += 1 + turn - leg
     return way
-
-
-def _needs(task: Task, num_stages: int) -> list[Task]:
-    """Returns the tasks that a task waits for; see `Schedule.needs`."""
-    if task.kind == FORWARD:
-        return [task._replace(stage=task.stage - 1)] if task.stage else []
-    if task.stage == num_stages - 1:
-        return [task._replace(kind=FORWARD)]
-    return [task._replace(stage=task.stage + 1)]

@@ -13,6 +13,7 @@ import numpy as np
 from tf_gpipe import upstream
 from tf_gpipe.stage import likeness
 from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import NestedInput
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.likeness import Likeness
@@ -145,9 +146,14 @@ class _Sequence:
         """Returns whether calls may form one block, by the rules of `find`."""
         stage = self._stage[start]
         most = max(_FEW_WEIGHTS, _SHARE * self._of_stage[stage])
+        weights = self._weights[start:end]
+        nodes = self._graph.nodes[start:end]
+        trained = [x.layer for x, n in zip(nodes, weights, strict=True) if n]
         return end == start + 1 or (
             self._piece[start] == self._piece[end - 1]
-            and sum(self._weights[start:end]) <= most
+            and sum(weights) <= most
+            # Else gradients of a layer would be summed in another order.
+            and len(set(map(id, trained))) == len(trained)
             and len(self._taken(start, end)) == 1
         )
 
@@ -196,11 +202,14 @@ def _kind(node: Node) -> Hashable:
 
 def _call(node: Node, places: dict[Value, int]) -> tuple:
     """Returns a call as a tuple, in which numbers stand for the values."""
-    arguments = keras.tree.map_structure(
-        lambda x: ("value", places[x]) if isinstance(x, Value) else x,
-        (node.args, node.kwargs),
-    )
-    return node.layer, arguments, len(node.made)
+
+    def described(x: Value | NestedInput | None) -> tuple | None:
+        if isinstance(x, NestedInput):
+            converted = upstream.conversion_of_inputs(x.model), x.place
+            return described(x.value), described(x.mask), converted
+        return None if x is None else ("value", places[x])
+
+    return node.layer, node.filled(described), len(node.made)
 
 
 def _run_lengths(same: np.ndarray) -> np.ndarray:

@@ -60,7 +60,7 @@ class StageFunction:
         foreign: Ids of variables of other stages that it must not read.
 
     Attributes:
-        borrowed: Indices in `carried` of trainable weights (the rest is
+        borrowed_indices: Indices in `carried` of trainable weights (the rest is
             state).
         updated: The variables whose new values `Result.updates` holds, known
             after the first pass.
@@ -90,7 +90,9 @@ class StageFunction:
         self._weights = [v for v in trainable(stage.owned) if id(v) not in ids]
         # The carried values that have a gradient.
         ids = {id(v) for v in trainable(carried)}
-        self.borrowed = [i for i, v in enumerate(carried) if id(v) in ids]
+        self.borrowed_indices = [
+            i for i, v in enumerate(carried) if id(v) in ids
+        ]
         # Frozen weights, whose `tf.Variable`s are trainable: without
         # `tf.stop_gradient` TensorFlow would compute gradients for them.
         ids = {id(v) for v in [*carried, *self._weights]}
@@ -115,8 +117,9 @@ class StageFunction:
             )
         )
         values = dict(zip(self.stage.inputs, given.unpack(), strict=True))
+        borrowed = self.borrowed_indices
         pairs = [
-            (v, value if i in self.borrowed else tf.stop_gradient(value))
+            (v, value if i in borrowed else tf.stop_gradient(value))
             for i, (v, value) in enumerate(
                 zip(self.carried, carried, strict=True)
             )
@@ -223,13 +226,13 @@ class StageFunction:
             for i, x in enumerate(flat)
             if x.dtype.is_floating and not stopped[i]
         ]
-        borrowed = [self.carried[i] for i in self.borrowed]
+        borrowed = [self.carried[i] for i in self.borrowed_indices]
         # Borrowed weights are sources twice, as the tensor passed in and as the
         # variable, which a layer's own `keras.remat` reads: see
         # `AssignmentScope.get_current_value`.
         variables = [*borrowed, *borrowed, *self._weights]
         sources = [flat[i] for i in differentiated]
-        sources += [carried[i] for i in self.borrowed]
+        sources += [carried[i] for i in self.borrowed_indices]
         # Not `v.value`: in the scope of a stage that borrows it, a tensor.
         sources += map(
             upstream.tensorflow_variable, [*borrowed, *self._weights]
@@ -300,8 +303,8 @@ class StageFunction:
                     x + tf.cast(args[0], x.dtype) if x.dtype.is_integer else x
                     for x in xs
                 ]
-            weights = args[len(args) - len(self.borrowed) :]
-            for i, x in zip(self.borrowed, weights, strict=True):
+            weights = args[len(args) - len(self.borrowed_indices) :]
+            for i, x in zip(self.borrowed_indices, weights, strict=True):
                 values[i] = x
                 # The gradients by these variables are asked for too: a layer's
                 # own `keras.remat` reads the variables themselves, but under
@@ -312,7 +315,7 @@ class StageFunction:
             return [leaves[i] for i in _differentiable_first(leaves)]
 
         args = [given[i] for i in floats] or [tf.zeros(())]
-        args += [carried[i] for i in self.borrowed]
+        args += [carried[i] for i in self.borrowed_indices]
         results = tf.recompute_grad(run)(*args)
         leaves = keras.tree.flatten(structure)
         for i, x in zip(_differentiable_first(leaves), results, strict=True):

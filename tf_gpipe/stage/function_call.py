@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.devices.errors import TellingFunction
+from tf_gpipe.devices.functions import NotInlinedFunction
 
 NO_SECOND_DERIVATIVES = (
     "A pipeline has no second derivatives in training mode, as a gradient "
@@ -53,7 +53,7 @@ class FunctionCall:
         self._stateless = stateless
         self._optimized = optimized
         self._jit_compile = jit_compile
-        self._function = TellingFunction(function, jit_compile)
+        self._function = NotInlinedFunction(function, jit_compile)
         # By trace: whether it has side effects.
         self._stateful: dict[Any, bool] = {}
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -116,6 +117,12 @@ class Node:
         """The values that the call makes."""
         return keras.tree.flatten(self.outputs)
 
+    @functools.cached_property
+    def variables(self) -> list[keras.Variable]:
+        """The variables among its arguments, as of an operation on a weight."""
+        leaves = keras.tree.flatten((self.args, self.kwargs))
+        return [x for x in leaves if isinstance(x, keras.Variable)]
+
     def arguments(self, values: Mapping[Value, Any]) -> tuple[tuple, dict]:
         """Returns the arguments of the call, given the contents of `inputs`."""
         return self.filled(lambda x: x.content(values))
@@ -192,7 +199,7 @@ class Graph:
                 while isinstance(x, NestedInput):
                     found.append(x.model)
                     x = x.value
-        return list({id(x): x for x in found}.values())
+        return unique(found)
 
     @functools.cached_property
     def last(self) -> dict[Value, int]:
@@ -215,8 +222,7 @@ class Graph:
         Args:
             counts: Number of nodes of each part.
         """
-        bounds = itertools.accumulate(counts, initial=0)
-        return [self._part(*ends) for ends in itertools.pairwise(bounds)]
+        return [self._part(x.start, x.stop) for x in ranges(counts)]
 
     def infer_specs(self) -> None:
         """Sets the spec of each value, as the built layers compute it."""
@@ -254,3 +260,21 @@ class Graph:
         mine = set(made)
         inputs = list(dict.fromkeys(x for x in used if x not in mine))
         return Graph(nodes, inputs, outputs)
+
+
+def ranges(counts: Iterable[int]) -> list[slice]:
+    """Returns the ranges of consecutive parts, given how long each is."""
+    bounds = itertools.accumulate(counts, initial=0)
+    return [slice(*ends) for ends in itertools.pairwise(bounds)]
+
+
+def unique(objects: Iterable[Any]) -> list[Any]:
+    """Returns the objects in order, each once, by identity."""
+    return list({id(x): x for x in objects}.values())
+
+
+def variables_of(nodes: Sequence[Node]) -> list[keras.Variable]:
+    """Returns the variables that layer calls use now, each once."""
+    layers = unique(node.layer for node in nodes)
+    own = [v for x in layers for v in getattr(x, "variables", ())]
+    return unique([*own, *(v for node in nodes for v in node.variables)])

@@ -158,7 +158,7 @@ def _read(
         return values.setdefault(id(x), Value(x))
 
     nodes = []
-    for call in upstream.calls(upstream.graph_of(model)):
+    for call in upstream.nodes_of(upstream.graph_of(model)):
         layer = call.operation
         args, kwargs = call.arguments.convert(value)
         if isinstance(model, keras.Sequential):

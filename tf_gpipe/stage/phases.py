@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.devices.errors import TellingFunction
+from tf_gpipe.devices.functions import NotInlinedFunction
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.function_call import tensors
@@ -67,7 +67,7 @@ class StagePhases:
         self._splits = splits
         self._recomputed = recomputed
         self._jit_compile = jit_compile
-        self._plain = TellingFunction(function, jit_compile)
+        self._plain = NotInlinedFunction(function, jit_compile)
         self._traced = tf.function(self._trace, autograph=False)
         # Keys are the graphs of traces.
         self._traces: dict[Any, Trace] = {}

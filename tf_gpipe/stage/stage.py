@@ -15,6 +15,8 @@ from tf_gpipe.devices import replicas
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.graph import unique
+from tf_gpipe.stage.graph import variables_of
 
 _NOT_DENSE = (tf.IndexedSlices, tf.RaggedTensor, tf.SparseTensor)
 
@@ -58,21 +60,10 @@ class Stage:
         self.inputs = part.inputs
         self.outputs = part.outputs
         # Without Keras operations that are not layers, such as additions.
+        layers = unique(node.layer for node in part.nodes)
         self.layers: tuple[keras.Layer, ...] = tuple(
-            {
-                id(node.layer): node.layer
-                for node in part.nodes
-                if isinstance(node.layer, keras.Layer)
-            }.values()
+            x for x in layers if isinstance(x, keras.Layer)
         )
-        # Variables may also be arguments of a call, such as an operation on a
-        # weight.
-        self._arguments = [
-            x
-            for node in part.nodes
-            for x in keras.tree.flatten((node.args, node.kwargs))
-            if isinstance(x, keras.Variable)
-        ]
         self.variables = self.used()
         elsewhere = {id(v) for stage in earlier for v in stage.variables}
         # Variables that an earlier stage uses too live on its device. Their
@@ -94,8 +85,7 @@ class Stage:
 
     def used(self) -> list[keras.Variable]:
         """Returns the variables that the layers have now, each once."""
-        own = [v for layer in self.layers for v in layer.variables]
-        return _unique([*own, *self._arguments])
+        return variables_of(self.nodes)
 
     def waiting(self) -> list[keras.Variable]:
         """Returns the layers' metric variables that have no value yet.
@@ -103,7 +93,7 @@ class Stage:
         Keras leaves metric variables out of `Layer.variables`.
         """
         found = [v for layer in self.layers for v in layer.metrics_variables]
-        return [v for v in _unique(found) if not upstream.has_value(v)]
+        return [v for v in unique(found) if not upstream.has_value(v)]
 
     def ids_of_weights(self) -> set[int]:
         """Returns the ids of the layers' own weights, frozen ones included."""
@@ -346,7 +336,3 @@ def name_layer(error: Exception, layer: Any, stage: str, *inputs: Any) -> None:
 def _read(x: Any) -> Any:
     is_variable = isinstance(x, (tf.Variable, keras.Variable))
     return tf.convert_to_tensor(x) if is_variable else x
-
-
-def _unique(variables) -> list[keras.Variable]:
-    return list({id(v): v for v in variables}.values())

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.devices.errors import CALLS_PYTHON
+from tf_gpipe.devices.functions import CALLS_PYTHON
 from tf_gpipe.stage.function_call import FunctionCall
 from tf_gpipe.stage.function_call import filled
 from tf_gpipe.stage.reached import reached
@@ -139,7 +139,7 @@ class TracedFunction:
         """Returns whether `is_so` holds for an operation or any in its body."""
         return is_so(node) or any(
             self._runs(inner, is_so)
-            for name in _functions_of(node)
+            for name in functions_of(node)
             if name in self._library
             for inner in self._library[name].node_def
         )
@@ -320,7 +320,7 @@ class TracedFunction:
         return definition
 
 
-def _functions_of(node: Any) -> list[str]:
+def functions_of(node: Any) -> list[str]:
     """Returns the names of the functions that an operation runs."""
     return [
         function.name

@@ -97,16 +97,10 @@ class AddedLosses:
         ]
 
     def _share(self, k: int, i: int, loss: tf.Tensor, m: int) -> tf.Tensor:
-        """Returns the factor of micro-batch `m` in the i-th loss of stage `k`.
-
-        Its share of the rows for a mean. For a sum 1, or 0 for a micro-batch
-        without rows of its own.
-        """
+        """Returns the factor of micro-batch `m` in a stage's i-th loss."""
         if self._split.num_micro_batches == 1:
             return tf.ones((), loss.dtype)
-        mean = self._kinds[k][i] == "mean"
-        share = self._split.weight(m) if mean else self._split.valid(m)
-        return tf.cast(share, loss.dtype)
+        return self._split.share(self._kinds[k][i], m, loss)
 
     def _found_kinds(
         self, k: int, losses: list[tf.Tensor], added: Sequence[AddedLoss]

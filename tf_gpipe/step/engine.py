@@ -65,6 +65,14 @@ class MiniBatch:
         previous: The mini-batch of the previous training step, if that is in
             the same graph: its stages are used again, and each device starts
             this mini-batch after its tasks of the previous one.
+
+    Attributes:
+        pipeline: As given.
+        split: `Split` of the mini-batch.
+        outputs: `Outputs`, of the mini-batch.
+        added: `AddedLosses`, of all layers.
+        exchange: `Exchange`, which has the gradients of the inputs.
+        order: `TaskOrder`, which has the times of tasks.
     """
 
     def __init__(
@@ -80,14 +88,14 @@ class MiniBatch:
         self.pipeline = pipeline
         inputs = replicas.fed(inputs)
         self.split = Split(inputs, pipeline.schedule.num_micro_batches)
-        self._exchange = Exchange(pipeline, self.split, inputs)
+        self.exchange = Exchange(pipeline, self.split, inputs)
         self._versions = StateVersions(
             self.split, pipeline.device_of, watched=not training
         )
         # `PhasedCall` or `TapedCall`.
         self._calls: dict[tuple[int, int], Any] = {}
         self._dependence = RowDependence(pipeline.graph, inputs, training)
-        self._added = AddedLosses(pipeline.stages, self.split, self._dependence)
+        self.added = AddedLosses(pipeline.stages, self.split, self._dependence)
         # By micro-batch: the gradient of each part of the outputs, or `None`.
         self._output_gradients: dict[int, list] = {}
         self._sums: list[GradientSum] = []
@@ -100,22 +108,22 @@ class MiniBatch:
             self._stages = previous._stages.serving(self._stages)
         else:
             self._stages = self._stages.traced_before(inputs)
-        self._outputs = Outputs(
-            pipeline, self.split, self._exchange, self._dependence
+        self.outputs = Outputs(
+            pipeline, self.split, self.exchange, self._dependence
         )
-        # A tape asks for gradients after all forward tasks: there, too much
-        # would be kept of stages whose backward tasks should follow at once.
-        # Not eagerly: if all stages recompute, a `ForwardAccumulator` finds no
-        # derivatives, instead of an error that it cannot have them.
+        # A tape asks for gradients after all forward tasks. Then even the last
+        # stage recomputes, or it would keep all micro-batches. Eager runs keep
+        # the usual order: with all stages recomputed, a `ForwardAccumulator`
+        # would silently find no derivatives, where it should raise.
         at_once = (
             gradients is not Gradients.FOR_OUTER_TAPE or tf.executing_eagerly()
         )
         self._steps = pipeline.steps(at_once)
         self._recomputed = {t for t in self._steps if t.kind == RECOMPUTE}
         clock = Clock() if timed and not tf.executing_eagerly() else None
-        self._order = TaskOrder(pipeline, clock)
+        self.order = TaskOrder(pipeline, clock)
         if previous is not None:
-            self._order.follow(previous._order)
+            self.order.follow(previous.order)
 
     def forward(self, tape: bool) -> None:
         """Runs all forward tasks.
@@ -134,12 +142,12 @@ class MiniBatch:
 
         Args:
             output_gradients: A gradient or `None` for each part of
-                `outputs()`.
-            loss_gradients: A scalar gradient for each of `losses()`.
+                `outputs.whole()`.
+            loss_gradients: A scalar gradient for each of `added.totals()`.
         """
         self._sums = self._no_gradients()
         self._output_gradients.update(
-            self._outputs.split_gradients(output_gradients)
+            self.outputs.split_gradients(output_gradients)
         )
         # A tape may run this after the model's call has returned.
         with placement.eagerly_alone():
@@ -161,7 +169,7 @@ class MiniBatch:
             loss_inputs: Function from the index of a micro-batch to the
                 further arguments of the loss, a tuple of nested structures of
                 tensors.
-            loss_gradient: Scalar, the gradient of each of `losses()`.
+            loss_gradient: Scalar, the gradient of each of `added.totals()`.
 
         Returns:
             For each micro-batch the list of scalars from its loss.
@@ -175,9 +183,9 @@ class MiniBatch:
                 self._forward(task, tape=True)
                 continue
             if task.kind == BACKWARD and task.stage == self.pipeline.last:
-                outputs = self._exchange.outputs(m)
+                outputs = self.exchange.outputs(m)
                 # Not finished here: the backward task follows, and finishes it.
-                with self._order.task(task):
+                with self.order.task(task):
                     if loss is None:
                         loss = make_loss(self.pipeline.packed(outputs), m)
                         differentiate = self._on_last_device(loss)
@@ -192,8 +200,8 @@ class MiniBatch:
                         )
                         if x is not None
                     )
-                    self._outputs.check_loss(outputs, self._output_gradients[m])
-            self._after_forward(task, [loss_gradient] * self._added.count(m))
+                    self.outputs.check_loss(outputs, self._output_gradients[m])
+            self._after_forward(task, [loss_gradient] * self.added.count(m))
         return [losses[m] for m in range(self.split.num_micro_batches)]
 
     def masks(self) -> Any:
@@ -205,28 +213,11 @@ class MiniBatch:
         found = masks_ahead(
             self.pipeline,
             [self._stages.of(k, splits=False).function for k in stages],
-            self._exchange,
+            self.exchange,
             self._versions,
             self.split.num_micro_batches,
         )
-        return self._outputs.merged(found)
-
-    def outputs(self) -> Activations:
-        """Returns the outputs of the mini-batch."""
-        return self._outputs.whole()
-
-    def like_outputs(self, outputs: Any, m: int) -> Any:
-        """Returns stand-ins for the outputs of the mini-batch.
-
-        Args:
-            outputs: The model's outputs for micro-batch `m`.
-            m: Index of the micro-batch.
-        """
-        return self._outputs.like_whole(outputs, m)
-
-    def losses(self) -> list[tf.Tensor]:
-        """Returns the losses that layers added, for the whole mini-batch."""
-        return self._added.totals()
+        return self.outputs.merged(found)
 
     def commit_state(self) -> None:
         """Assigns the state that layers have updated.
@@ -258,19 +249,15 @@ class MiniBatch:
         sums.append((last, self._loss_weights, self._loss_sum))
         return of_devices(self.pipeline, sums)
 
-    def input_gradients(self) -> list:
-        """Returns a gradient or `None` for each part of the inputs."""
-        return self._exchange.input_gradients()
-
     def _forward(self, task: Task, tape: bool) -> None:
         k, m = task.stage, task.micro_batch
         backward = task._replace(kind=BACKWARD)
         stage = self._stages.of(k, backward in self.pipeline.schedule.split)
         device = self.pipeline.stages[k].device
         function: StageFunction = stage.function
-        inputs = self._exchange.inputs(k, m)
+        inputs = self.exchange.inputs(k, m)
         carried = [self._versions.read(v, m, device) for v in function.carried]
-        with self._order.task(task, inputs) as finish:
+        with self.order.task(task, inputs) as finish:
             if tape:
                 remat = task._replace(kind=RECOMPUTE) in self._recomputed
                 call = stage.start(inputs, carried, remat)
@@ -279,8 +266,8 @@ class MiniBatch:
             else:
                 result = stage(inputs, carried)
             finish(result)
-        self._exchange.put(k, m, result.outputs)
-        self._added.put(k, m, result.losses, function.added)
+        self.exchange.put(k, m, result.outputs)
+        self.added.put(k, m, result.losses, function.added)
         self._versions.write(function.updated, result.updates, m)
 
     def _after_forward(
@@ -290,7 +277,7 @@ class MiniBatch:
             self._backward(task, loss_gradients)
             return
         # These tasks take nothing from other stages.
-        with self._order.task(task) as finish:
+        with self.order.task(task) as finish:
             if task.kind == RECOMPUTE:
                 finish(self._calls[task.stage, task.micro_batch].recompute())
             else:
@@ -305,9 +292,9 @@ class MiniBatch:
         arrived = (
             self._output_gradients.pop(m)
             if last
-            else self._exchange.output_gradients(k, m)
+            else self.exchange.output_gradients(k, m)
         )
-        with self._order.task(task, arrived) as finish:
+        with self.order.task(task, arrived) as finish:
             if last:
                 # The gradient of a loss that gathers rows is sparse.
                 output_gradients = [
@@ -316,9 +303,9 @@ class MiniBatch:
                 ]
             else:
                 output_gradients = [total(x) for x in arrived]
-            added = self._added.gradients(k, m, loss_gradients)
+            added = self.added.gradients(k, m, loss_gradients)
             inputs = call.backward(output_gradients + added, self._sums[k])
-            self._exchange.put_gradients(k, m, inputs)
+            self.exchange.put_gradients(k, m, inputs)
             # A split backward pass has a task of its own for weights.
             splits = task in self.pipeline.schedule.split
             rest = call.kept if splits else self._add_gradients(task)
@@ -356,7 +343,3 @@ class MiniBatch:
         if self._stages.inline:
             return on_device
         return tf.function(on_device, autograph=False)
-
-    def times(self) -> tf.Tensor | None:
-        """Returns when tasks ran; see `TaskOrder.times`."""
-        return self._order.times()

@@ -25,6 +25,7 @@ from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.reached import reached
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.straight_through import straight_through
+from tf_gpipe.stage.traced_function import functions_of
 from tf_gpipe.stage.traced_function import pruned
 from tf_gpipe.step.trials import ROWS
 
@@ -298,7 +299,8 @@ def _sized_by(found: tf.Tensor, given: list[tf.Tensor]) -> bool:
     for op in reached([found.op], lambda op: [x.op for x in op.inputs]):
         if all(x.shape.is_fully_defined() for x in op.outputs):
             continue
-        bodies = [upstream.function_of(op.graph, x) for x in _called(op)]
+        names = functions_of(op.node_def)
+        bodies = [upstream.function_of(op.graph, x) for x in names]
         for body in bodies:
             # From the end: the first input of a branch is not passed on.
             passed = zip(
@@ -316,12 +318,6 @@ def _sized_by(found: tf.Tensor, given: list[tf.Tensor]) -> bool:
         if any(follows(x) for x in sizes or op.inputs):
             return True
     return False
-
-
-def _called(op: tf.Operation) -> list[str]:
-    """Returns the names of the functions that an operation calls."""
-    found = [(x.func, *x.list.func) for x in op.node_def.attr.values()]
-    return [x.name for functions in found for x in functions if x.name]
 
 
 def _check_weight(

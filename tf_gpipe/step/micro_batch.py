@@ -227,7 +227,7 @@ class Split:
             return xs[0]
         if kind == SUM:
             return tf.add_n(
-                [x * self._share(kind, m, x) for m, x in enumerate(xs)]
+                [x * self.share(kind, m, x) for m, x in enumerate(xs)]
             )
         if kind == MEAN:
             return xs[0] + self.mean(tf.stack(xs) - xs[0])
@@ -235,8 +235,17 @@ class Split:
             xs = tuple(x[:n] for x, n in zip(xs, self._own(xs), strict=True))
         return tf.concat(xs, axis=0)
 
-    def _share(self, kind: str, m: int, like: tf.Tensor) -> tf.Tensor:
-        """Returns the factor of micro-batch `m` in the merged result."""
+    def share(self, kind: str, m: int, like: tf.Tensor) -> tf.Tensor:
+        """Returns the factor of micro-batch `m` in the merged result.
+
+        For a mean its share of the rows. For a sum 1, or 0 without rows of its
+        own.
+
+        Args:
+            kind: `MEAN`, `SUM` or `FIRST`.
+            m: Index of the micro-batch.
+            like: Tensor that has the factor's dtype.
+        """
         if kind == FIRST:
             share: Any = int(m == 0)
         else:
@@ -260,7 +269,7 @@ class Split:
         if kind != ROWS:
             value = tf.convert_to_tensor(value)
             return [
-                value * self._share(kind, m, value) for m in range(len(parts))
+                value * self.share(kind, m, value) for m in range(len(parts))
             ]
         found = []
         pieces = tf.split(value, self._own(parts))

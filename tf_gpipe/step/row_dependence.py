@@ -26,6 +26,7 @@ from tf_gpipe import upstream
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
+from tf_gpipe.stage.graph import variables_of
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import in_mode
 from tf_gpipe.step import trials
@@ -144,7 +145,7 @@ class RowDependence:
         def run() -> None:
             weights = [
                 (v, tf.zeros(v.shape, v.dtype))
-                for v in trials.variables(self._graph.nodes)
+                for v in variables_of(self._graph.nodes)
             ]
             values = {
                 value: _filled(x, [_placeholder(s, rows) for s in _flat(x)])

@@ -127,11 +127,10 @@ class RunningStages:
         return [x for x in found if not self._would_keep(x)]
 
     def _would_keep(self, block: Graph) -> bool:
-        """Returns whether sharing phases would keep recomputed values.
+        """Returns whether sharing would undo recomputation.
 
-        Such a block stores all that its gradient needs in one pack, inputs
-        included. If the block is not recomputed but its inputs are, they would
-        be kept all the same.
+        A shared block stores its inputs, even if the layers before it are
+        recomputed to make them.
         """
         made, nodes = self._recomputed
         return block.nodes[0] not in nodes and not made.isdisjoint(block.inputs)
@@ -226,7 +225,8 @@ class RunningStages:
         `None` if that is unknown, as for layers that are not Keras's own, which
         may depend on anything.
         """
-        if self.inline or tf.distribute.has_strategy():
+        settings = upstream.settings_of_traces()
+        if self.inline or tf.distribute.has_strategy() or settings is None:
             return None
         specs = [
             tf.DeviceSpec.from_string(x.device) for x in self._pipeline.stages
@@ -251,6 +251,7 @@ class RunningStages:
             keras.config.epsilon(),
             keras.config.image_data_format(),
             keras.config.is_flash_attention_enabled(),
+            settings,
         )
 
     def _captured(self) -> list[tf.Tensor]:

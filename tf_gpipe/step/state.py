@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices import replicas
+from tf_gpipe.stage.graph import unique
 from tf_gpipe.step.micro_batch import Split
 
 # Odd and far from small integers: users number their seeds 1, 2, 3.
@@ -100,7 +101,7 @@ class StateVersions:
                     found if self._watched else tf.stop_gradient(found)
                 )
         found = self._found[key]
-        if not _is_seed(variable):
+        if not upstream.is_seed(variable):
             return found
         if (key, m, device) not in self._seeds:
             # Derived on that device, so that only one seed is sent to it.
@@ -122,7 +123,7 @@ class StateVersions:
 
     def updated(self) -> list[keras.Variable]:
         """Returns the variables that layers have updated, without seeds."""
-        return [v for v in self._updated.values() if not _is_seed(v)]
+        return [v for v in self._updated.values() if not upstream.is_seed(v)]
 
     def commit(self, layers: Iterable[keras.Layer]) -> None:
         """Assigns the merged value to each updated variable.
@@ -169,7 +170,7 @@ class StateVersions:
         self, variable: keras.Variable, means: dict[int, tf.Tensor]
     ) -> tf.Tensor:
         values = self._values(variable)
-        if _is_seed(variable):
+        if upstream.is_seed(variable):
             # Each micro-batch has counted the same calls. One is taken, without
             # its offset.
             return values[0] - self._seed_offset(0, values[0].dtype)
@@ -247,7 +248,7 @@ class StateVersions:
                 v
                 for v in self._updated.values()
                 if v.aggregation != "sum"
-                and not _is_seed(v)
+                and not upstream.is_seed(v)
                 and self._values(v)[0].dtype.is_floating
             ),
         )
@@ -285,7 +286,7 @@ class StateVersions:
             Dict from ids of variables to the results.
         """
         groups = collections.defaultdict(list)
-        for v in {id(v): v for v in variables}.values():
+        for v in unique(variables):
             with tf.device(self._device_of(v)):
                 rows = tf.stack(self._values(v))
             shape = rows.shape
@@ -319,7 +320,3 @@ def _in_columns(
         x if shape.rank == 1 else tf.reshape(x, shape)
         for x, shape in zip(tf.split(row, sizes), shapes, strict=True)
     ]
-
-
-def _is_seed(variable: keras.Variable) -> bool:
-    return variable.name == "seed_generator_state"

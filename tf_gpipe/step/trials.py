@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gpipe.stage.graph import Node
+from tf_gpipe.stage.graph import variables_of
 from tf_gpipe.stage.traced_function import TracedFunction
 
 # Rows of specs and traces: a prime, which is hardly the size of another axis.
@@ -50,7 +51,7 @@ class Trials:
         nodes: Sequence[Node],
     ):
         self._specs = specs
-        self._variables = variables(nodes)
+        self._variables = variables_of(nodes)
         self._function = function
         self._device = "CPU:0"
         # By number of rows; `None` for any number.
@@ -144,20 +145,6 @@ class Trials:
             return traced.part(feeds, results)(values)
 
         return tf.function(run, autograph=False, input_signature=specs)
-
-
-def variables(nodes: Sequence[Node]) -> list[keras.Variable]:
-    """Returns the variables that layer calls use, each once."""
-    found = [
-        x
-        for node in nodes
-        for x in (
-            *getattr(node.layer, "variables", ()),
-            *keras.tree.flatten((node.args, node.kwargs)),
-        )
-        if isinstance(x, keras.Variable)
-    ]
-    return list({id(v): v for v in found}.values())
 
 
 def row_axes(x: tf.TensorSpec) -> list[int]:

@@ -1,7 +1,7 @@
 """Measured seconds of the forward and backward passes of layer calls."""
 
+import contextlib
 import time
-import timeit
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,33 +30,33 @@ def measured(
         backward pass, without the calls that could not be measured.
     """
     nothing = _call_overhead(device)
-
-    def visit(node, specs) -> tuple[Any, Any]:
-        found = None
-        if time.monotonic() < until:
-            contents = [specs[value] for value in node.inputs]
-            try:
-                with tf.device(device):
-                    forward = balanced.seconds(node, contents, backward=False)
-                    whole = balanced.seconds(node, contents)
-                forward = max(forward - nothing, 0.0)
-                found = forward, max(whole - nothing - forward, 0.0)
-            except ValueError:
-                pass  # `LayerTimes` estimates calls that are not measured.
-        return found, balanced.specs_of(node, specs)[1]
-
-    times = {
-        count: layer_costs.walk(layers.graph, visit, count)[0] for count in rows
+    specs = {
+        count: layer_costs.walk(layers.graph, balanced.specs_of, count)[1]
+        for count in rows
     }
-    lines = {}
-    for i in range(len(layers.names)):
-        points = {count: found[i] for count, found in times.items()}
-        if all(x is not None for x in points.values()):
-            lines[i] = (
-                Line.through({r: x[0] for r, x in points.items()}),
-                Line.through({r: x[1] for r, x in points.items()}),
-            )
-    return lines
+
+    def seconds(node, count) -> tuple[float, float]:
+        contents = [specs[count][value] for value in node.inputs]
+        with tf.device(device):
+            forward = balanced.seconds(node, contents, backward=False)
+            whole = balanced.seconds(node, contents)
+        forward = max(forward - nothing, 0.0)
+        return forward, max(whole - nothing - forward, 0.0)
+
+    def visit(node, own) -> tuple[Any, Any]:
+        found = None
+        # `LayerTimes` estimates calls that are not measured.
+        with contextlib.suppress(ValueError):
+            if time.monotonic() < until:
+                points = {count: seconds(node, count) for count in rows}
+                found = (
+                    Line.through({r: x[0] for r, x in points.items()}),
+                    Line.through({r: x[1] for r, x in points.items()}),
+                )
+        return found, balanced.specs_of(node, own)[1]
+
+    lines, _ = layer_costs.walk(layers.graph, visit, rows[0])
+    return {i: x for i, x in enumerate(lines) if x is not None}
 
 
 def _call_overhead(device: str) -> float:
@@ -68,5 +68,4 @@ def _call_overhead(device: str) -> float:
         def run():
             return tf.identity(x)
 
-        run().numpy()
-        return min(timeit.repeat(lambda: run().numpy(), number=1, repeat=5))
+        return balanced.fastest(lambda: run().numpy())

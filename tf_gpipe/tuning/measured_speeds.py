@@ -2,17 +2,16 @@
 
 import dataclasses
 import functools
-import timeit
 from collections.abc import Callable
 from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_gpipe.partition import balanced
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
 
-_REPEATS = 5
 _PRODUCTS = 8
 _OPERATIONS = 100
 # Sides of matrices and lengths of vectors. The first size is used that keeps a
@@ -193,11 +192,5 @@ def _connection(first: str, second: str) -> tuple[float, float]:
 
 
 def _seconds(run: Callable) -> float:
-    """Returns the seconds of the fastest run, after one that traces."""
-
-    def wait() -> None:
-        for x in tf.nest.flatten(run()):
-            x.numpy()
-
-    wait()
-    return min(timeit.repeat(wait, number=1, repeat=_REPEATS))
+    """Returns the seconds of a function of tensors, as `balanced.fastest`."""
+    return balanced.fastest(lambda: [x.numpy() for x in tf.nest.flatten(run())])

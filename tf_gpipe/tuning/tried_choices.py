@@ -39,7 +39,7 @@ class TriedChoices:
         # Those of which there are estimates to compare with.
         self._estimated: list[tuple[Choice, float]] = []
         # What `next` has returned.
-        self._taken: set[Candidate] = set()
+        self._taken: set[tuple] = set()
 
     def next(self) -> Choice | None:
         """Removes the choice to be tried next, and returns it.
@@ -47,7 +47,7 @@ class TriedChoices:
         It is `None` if no other choice is likely to be faster.
         """
         possible = [x for x in self._left if x.candidate.num_replicas == 1]
-        kinds = {x.alone for x in self._taken}
+        kinds = {x.alone for x, _ in self._taken}
         new = [x for x in possible if x.candidate.alone not in kinds]
         found = min(new or possible, key=self._least, default=None)
         if found is None:
@@ -56,7 +56,7 @@ class TriedChoices:
         if not new and self._least(found) >= best:
             return None
         self._left.remove(found)
-        self._taken.add(found.candidate)
+        self._taken.add(_key(found))
         return found
 
     def add(self, choice: Choice, seconds: float) -> None:
@@ -86,11 +86,11 @@ class TriedChoices:
 
     def estimate_anew(self, choices: Iterable[Choice]) -> None:
         """Replaces the choices that are left, and the estimates of others."""
-        found = {x.candidate: x for x in choices}
+        found = {_key(x): x for x in choices}
         self._estimated = [
-            (found[x.candidate], seconds)
+            (found[_key(x)], seconds)
             for x, seconds in self._tried
-            if x.candidate in found
+            if _key(x) in found
         ]
         self._left = [x for key, x in found.items() if key not in self._taken]
 
@@ -107,10 +107,12 @@ class TriedChoices:
         """Returns all choices but those that turned out to be too large.
 
         Those that were tried, and those with replicas, come first, by time. The
-        `step_seconds` of choices that were not tried are corrected.
+        `step_seconds` of choices that were not tried are corrected. There are
+        none if all that were tried are too large.
         """
         if not self._tried:
-            return self._left
+            # Of what no trial supports, nothing is known to fit.
+            return [] if self._taken else self._left
         corrected = [
             dataclasses.replace(
                 x,
@@ -160,6 +162,11 @@ class TriedChoices:
             for x, _ in self._similar(choice.candidate)
         )
         return self.corrected(choice) * (1 - (_DOUBT if known else _MORE_DOUBT))
+
+
+def _key(choice: Choice) -> tuple:
+    # With another memory limit, other layers are recomputed.
+    return choice.candidate, choice.plan.memory_limit
 
 
 def _distance(a: Candidate, b: Candidate) -> float:

@@ -1,17 +1,21 @@
 """`tf_gpipe.tune`: the fastest pipeline for a model, a batch and devices."""
 
+import collections
 import dataclasses
 import functools
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tf_gpipe import checks
 from tf_gpipe import progress
 from tf_gpipe.devices import placement
 from tf_gpipe.partition import sizes
+from tf_gpipe.partition import uncounted
 from tf_gpipe.planning import choice
 from tf_gpipe.planning import optimizers
 from tf_gpipe.planning import speeds
@@ -42,6 +46,7 @@ _NUM_RIVALS = 3
 
 
 @progress.shown(after=progress.PATIENCE)
+@uncounted.choosing()
 def tune(
     layers: Sequence[keras.Layer] | keras.Model,
     input_spec: Any,
@@ -61,9 +66,10 @@ def tune(
 ) -> Plan:
     """Returns the plan of the fastest pipeline that fits the devices.
 
-    It plans pipelines of any number of stages, replicas and micro-batches that
-    the devices and the mini-batch allow, with each schedule and remat mode,
-    cut into stages of equal time; drops those that need more than 90 % of a
+    It plans pipelines of one or two stages a device (or the given number) and
+    of any number of replicas and micro-batches that the devices and the
+    mini-batch allow, with each schedule and remat mode, cut into stages of
+    equal time; drops those that need more than 90 % of a
     device's memory; and simulates the rest. A pass takes the time of its
     arithmetic, of the bytes that it moves, and of the starts of its operations.
     Where the devices are there, their speed and that of the layers is measured,
@@ -83,7 +89,8 @@ def tune(
             than once may get so many stages, which share its memory.
         device_memory: Integer, the bytes that a device has for weights and
             activations, or a string such as `"16GB"`; or a list with one a
-            device. Defaults to `None`: all fits.
+            device. Defaults to `None`: all fits, but what is larger than a
+            pipeline that ran out of memory when it was tried.
         optimizer: Keras optimizer, or its name; its slots are counted.
         budget_seconds: Float, about how long measurements and trials may take.
             With 0 there are none, and the same arguments give the same plan.
@@ -151,6 +158,12 @@ def tune(
     until = time.monotonic() + float(budget_seconds)
     # Devices given as a number are not here: there is nothing to measure.
     tries = budget_seconds > 0 and names[0] is not None
+    if tries and tf.distribute.has_strategy():
+        raise ValueError(
+            "Copies of the model train here, which a strategy would share out. "
+            "Call `tune` outside of the strategy's scope, and make only the "
+            "model within it; or give budget_seconds=0."
+        )
     machine = Machine(
         [Device(*x, Speed()) for x in zip(names, memories, strict=True)],
         bandwidth,
@@ -200,11 +213,17 @@ def tune(
     if not ranked:
         raise ValueError(
             "None of the pipelines that were tried fits the memory of the "
-            "devices. Use more devices, or a smaller mini-batch."
+            "devices. Give their `device_memory` or more `budget_seconds`, so "
+            "that smaller ones are tried; or use more devices, or a smaller "
+            "mini-batch."
         )
     compared = any(not x.alone for x in choice.allowed(known, machine, fixed))
     reason = choice.explanation(ranked[0], machine, compared)
-    return _decided(ranked, tried, machine, [untried, reason])
+    plan = _decided(ranked, tried, machine, [untried, reason])
+    # What did not fit in a trial is no memory of a device.
+    return (
+        plan if any(memories) else dataclasses.replace(plan, device_memory=None)
+    )
 
 
 def _measured_times(known, machine, fixed, until) -> LayerTimes:
@@ -249,7 +268,8 @@ def _tried(
     """Tries the best choices, as long as the time allows.
 
     `ranked` are those that `estimated` returns for the machine. Choices whose
-    steps raise an error are dropped.
+    steps raise an error are dropped. Once one runs out of memory, no device is
+    taken to have more than the fullest one would have needed.
 
     Returns:
         `TriedChoices`, and the reason if none can be tried.
@@ -270,26 +290,42 @@ def _tried(
             and start + setup + trials.COUNT * choices.corrected(each) > until
         ):
             break
+        seconds = other = None
         with progress.doing(f"trying {each.candidate}"):
             try:
                 seconds = trials.step_seconds(
                     layers, known, optimizer, each.plan
                 )
+                if seconds is None:
+                    other = machine.with_at_most(_most_bytes(each.plan))
             except NoCopyError as error:
                 what = str(error).partition(". ")[0]
                 return TriedChoices(ranked), f"Nothing was tried. {what}."
             except Exception as error:  # Other candidates may run.
-                refused, seconds = refused or error, None
+                refused = refused or error
+                # The copy is among the variables of these frames.
+                traceback.clear_frames(error.__traceback__)
         taken = time.monotonic() - start
         setup = max(setup, taken - trials.COUNT * (seconds or 0.0))
-        if seconds is None:
-            continue
-        choices.add(each, seconds)
-        if other := choices.corrected_machine(machine):
-            choices.estimate_anew(estimated(other))
+        if seconds is not None:
+            choices.add(each, seconds)
+            other = choices.corrected_machine(machine)
+        if other is not None:
+            machine = other
+            choices.estimate_anew(estimated(machine))
     if refused and not choices.any_tried:
         raise refused
     return choices, ""
+
+
+def _most_bytes(plan: Plan) -> int:
+    """Returns the bytes that a plan needs of its fullest device."""
+    used: collections.Counter = collections.Counter()
+    for name, size in zip(
+        plan.device_names or (), plan.device_bytes, strict=True
+    ):
+        used[name] += size
+    return max(used.values())
 
 
 def _decided(

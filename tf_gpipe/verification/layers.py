@@ -16,6 +16,7 @@ import tensorflow as tf
 from tf_gpipe import progress
 from tf_gpipe import upstream
 from tf_gpipe.schedule import schedules
+from tf_gpipe.stage import tensorflow_state
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
@@ -29,8 +30,6 @@ from tf_gpipe.step.running import StageMode
 from tf_gpipe.verification.report import differences
 from tf_gpipe.verification.report import largest
 from tf_gpipe.verification.steps import Variables
-from tf_gpipe.verification.steps import is_seed
-from tf_gpipe.verification.steps import tensorflow_variables
 
 # The seed of the made-up gradients of outputs.
 _SEED = 31
@@ -137,7 +136,7 @@ class Layers:
         def forward():
             run = self._model._mini_batch(pipeline, self._inputs, training)
             run.forward(tape=False)
-            return run.outputs().unpack()
+            return run.outputs.whole().unpack()
 
         if not self._model.run_eagerly:
             forward = tf.function(forward, autograph=False)
@@ -164,7 +163,7 @@ class Layers:
         layer = node.layer
         state_of = _state_of(node)
         before = [_numbers(v) for v in state_of]
-        seeds = [v for v in self._variables if is_seed(v)]
+        seeds = [v for v in self._variables if upstream.is_seed(v)]
         drawn_before = [_numbers(v) for v in seeds]
         floats = _floats([values[x] for x in node.inputs])
         weights = getattr(layer, "trainable_variables", [])
@@ -237,7 +236,7 @@ class Layers:
                 pipeline, tuple(inputs), training, stages=StageMode.INLINE
             )
             run.forward(tape=training)
-            outputs, losses = run.outputs(), run.losses()
+            outputs, losses = run.outputs.whole(), run.added.totals()
             made = outputs.tensors
             if training:
                 made_up = iter(_made_up_gradients(_floats(made)))
@@ -256,7 +255,7 @@ class Layers:
                     gradient
                     for (i, x), gradient in zip(
                         [pair for parts in given for pair in enumerate(parts)],
-                        run.input_gradients(),
+                        run.exchange.input_gradients(),
                         strict=True,
                     )
                     if i == 0 and x.dtype.is_floating
@@ -308,29 +307,14 @@ def _returning(pipeline: Pipeline, made: list[Value]) -> Pipeline:
     stages: list[Stage] = []
     for k, part in enumerate(parts):
         stages.append(Stage(k, pipeline.stages[k].devices, part, stages))
-    return Pipeline(
-        graph,
-        tuple(stages),
-        pipeline.schedule,
-        pipeline.remat,
-        pipeline.boundary_dtype,
-        chosen=pipeline.chosen,
-    )
+    return dataclasses.replace(pipeline, graph=graph, stages=tuple(stages))
 
 
 def _state_of(node: Node) -> list:
     """Returns all variables of a layer, weights and `tf.Variable`s too."""
     if not isinstance(node.layer, keras.Layer):
         return []
-    found = [
-        *node.layer.variables,
-        *(
-            v
-            for x in upstream.layers_within(node.layer)
-            for v in tensorflow_variables(x)
-        ),
-    ]
-    return list({id(v): v for v in found}.values())
+    return [*node.layer.variables, *tensorflow_state.find([node.layer])]
 
 
 def _trained_norms(node: Node) -> list:
@@ -368,7 +352,7 @@ def _compared(
         "state": {
             str(i): _numbers(v)
             for i, v in enumerate(state_of)
-            if not is_seed(v)
+            if not upstream.is_seed(v)
         },
     }
 

@@ -1,6 +1,5 @@
 """A check that one device has room for the plain model, from shapes alone."""
 
-import math
 import os
 from typing import Any
 
@@ -9,6 +8,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 
 
 def too_large(model: Any, x: Any) -> str | None:
@@ -38,20 +38,14 @@ def _needed_bytes(model: Any, x: Any) -> int:
     rows = shape[0] if shape else 1
     graph = model._pipeline.graph
     # A gradient tape keeps the outputs of all layers.
-    made = [
-        spec
+    kept += [
+        keras.KerasTensor((rows, *spec.shape[1:]), spec.dtype)
         for node in graph.nodes
         for value in node.made
         for spec in keras.tree.flatten(value.spec)
         if isinstance(spec, keras.KerasTensor)
     ]
-    sizes = [_bytes(v.shape, v.dtype) for v in kept]
-    sizes += [_bytes((rows, *x.shape[1:]), x.dtype) for x in made]
-    return sum(sizes)
-
-
-def _bytes(shape: Any, dtype: Any) -> int:
-    return math.prod(n or 1 for n in shape) * tf.as_dtype(dtype).size
+    return size_in_bytes(kept)
 
 
 def _device_memory() -> int | None:

@@ -22,9 +22,11 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
+from tf_gpipe.models import mini_batch_loss
 from tf_gpipe.models.functional import PipelinedModel
 from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.stage import seeds
+from tf_gpipe.stage import tensorflow_state
 
 # Attributes that the plain model does not take from Keras's class.
 _NOT_KERAS = {
@@ -99,24 +101,14 @@ def _keras_methods(ours: Any, theirs: Any) -> Any:
         for name in vars(x)
         if hasattr(theirs, name) and name not in _NOT_KERAS
     }
-    methods["loss_and_gradients"] = _loss_and_gradients
+    # A user's `train_step` may call it.
+    methods["loss_and_gradients"] = mini_batch_loss.of_call
     return type(f"Plain{ours.__name__}", (ours,), methods)
 
 
 def _inherited(cls: type, name: str) -> Any:
     """Returns an attribute as the class body has it, `staticmethod`s too."""
     return next(vars(x)[name] for x in cls.__mro__ if name in vars(x))
-
-
-def _loss_and_gradients(self, x, y=None, sample_weight=None):
-    """Replaces the pipeline's method, which a user's `train_step` may call."""
-    with tf.GradientTape() as tape:
-        y_pred = self(x, training=True)
-        loss = self._compute_loss(x, y, y_pred, sample_weight, training=True)
-        scaled = loss
-        if self.optimizer is not None:
-            scaled = self.optimizer.scale_loss(loss)
-    return loss, tape.gradient(scaled, self.trainable_variables), y_pred
 
 
 class Variables:
@@ -137,8 +129,8 @@ class Variables:
         self._add("variable", model.trainable_variables)
         self._add("statistic", model.variables)
         self._add("statistic", seeds.global_seed())
+        self._add("statistic", tensorflow_state.find([model]))
         for layer in upstream.layers_within(model):
-            self._add("statistic", tensorflow_variables(layer))
             self._add("metric", layer.metrics_variables)
         if model.optimizer is not None:
             self._add("slot", model.optimizer.variables)
@@ -193,32 +185,9 @@ class Variables:
     def drawn(self, after: dict[int, np.ndarray]) -> bool:
         """Returns whether a seed differs in `after`: whether layers drew."""
         return any(
-            is_seed(v) and not np.array_equal(self.values[i], after[i])
+            upstream.is_seed(v) and not np.array_equal(self.values[i], after[i])
             for i, v in enumerate(self._variables)
         )
-
-
-def is_seed(variable: Any) -> bool:
-    return variable.name == "seed_generator_state"
-
-
-def tensorflow_variables(layer: keras.Layer) -> list[tf.Variable]:
-    """Returns the `tf.Variable`s that a layer has as attributes."""
-    found: dict[int, tf.Variable] = {}
-
-    def look(x: Any) -> None:
-        if isinstance(x, tf.Variable):
-            found[id(x)] = x
-        elif isinstance(x, (list, tuple, set)):
-            for each in x:
-                look(each)
-        elif isinstance(x, dict):
-            look(list(x.values()))
-        elif isinstance(x, tf.Module):
-            look(list(x.variables))
-
-    look(list(vars(layer).values()))
-    return list(found.values())
 
 
 class Attributes:
@@ -247,10 +216,7 @@ class Attributes:
         if id(x) in seen:
             return
         seen.add(id(x))
-        # The content of TensorFlow's wrappers of lists and dictionaries.
-        for name in ("_storage", "__wrapped__"):
-            if isinstance(x, tf.__internal__.tracking.Trackable):
-                self._keep(getattr(x, name, None), seen)
+        self._keep(upstream.unwrapped(x), seen)
         # Not `isinstance`, as wrappers that are no lists pretend to be.
         if issubclass(type(x), list):
             content = list.__getitem__(x, slice(None))

@@ -1,6 +1,7 @@
 """`tf_gpipe.verify`: compares a pipeline's numbers with plain Keras's."""
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ from tf_gpipe import upstream
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.schedule import schedules
-from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.verification import memory
 from tf_gpipe.verification import steps
 from tf_gpipe.verification.layers import Layers
@@ -322,13 +322,8 @@ class _Verification:
             # The user's own schedule, or one for several micro-batches only.
             schedule = schedules.get("gpipe", num_stages, 1)
         attributes = vars(self._model)
-        attributes["_pipeline"] = Pipeline(
-            pipeline.graph,
-            pipeline.stages,
-            schedule,
-            pipeline.remat,
-            pipeline.boundary_dtype,
-            chosen=pipeline.chosen,
+        attributes["_pipeline"] = dataclasses.replace(
+            pipeline, schedule=schedule, num_micro_batches=None
         )
         try:
             yield

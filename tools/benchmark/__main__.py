@@ -69,13 +69,15 @@ def main():
         command.set_defaults(main=module.main)
     args = parser.parse_args()
     try:
+        if args.plot and getattr(args, "only", None):
+            raise argparse.ArgumentError(None, "--plot is not for --only")
         with progress.shown(not args.json), progress.doing(args.command):
             report = args.main(args)
         if report:
             report.print(args.json)
             if args.plot:
                 report.plot(args.plot)
-    except argparse.ArgumentError as e:
+    except (argparse.ArgumentError, OSError, ValueError) as e:
         commands.choices[args.command].error(str(e))
 
 

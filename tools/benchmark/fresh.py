@@ -25,7 +25,7 @@ def measure(args, environment=None, **options):
         The last line that the process has printed, parsed as JSON.
     """
     flags = _flags(args, options)
-    output = subprocess.run(
+    ended = subprocess.run(
         [
             sys.executable,
             *("-m", "tools.benchmark", args.command, "--json"),
@@ -33,18 +33,27 @@ def measure(args, environment=None, **options):
         ],
         stdout=subprocess.PIPE,
         text=True,
-        check=True,
         env={**os.environ, **(environment or {})},
         preexec_fn=child_process.end_with_parent,
-    ).stdout
-    return json.loads(output.splitlines()[-1])
+    )
+    if ended.returncode < 0:
+        sys.exit(f"{args.command} was ended by signal {-ended.returncode}")
+    if ended.returncode:
+        sys.exit(ended.returncode)  # It has said why.
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
-def once(args, environment=None, **options):
+def once(args, environment=None, complete=None, **options):
     """Returns what `measure` does, and keeps it in the file `args.results`.
 
     What is in the file is not measured again with the same flags, on the same
     machine and with the same versions: a report names one of each.
+
+    Args:
+        args: As of `measure`.
+        environment: As of `measure`.
+        complete: Function from a result to whether it is kept; `None` for all.
+        **options: As of `measure`.
     """
     flags = _flags(args, options)
     key = " ".join(
@@ -60,6 +69,8 @@ def once(args, environment=None, **options):
     found = _kept(args.results)
     if key not in found:
         new = measure(args, environment, **options)
+        if complete and not complete(new):
+            return new
         # Read again: other processes may have added results meanwhile.
         found = {**_kept(args.results), key: new}
         os.makedirs(os.path.dirname(args.results) or ".", exist_ok=True)

@@ -5,6 +5,7 @@ import itertools
 import tf_gpipe
 from tf_gpipe.commands import workers
 from tf_gpipe.partition.layer_costs import size_in_bytes
+from tf_gpipe.planning.candidates import num_each
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.schedule.tasks import AUTO_REMAT
@@ -17,7 +18,13 @@ from tools.benchmark.report import Report
 
 
 def add_arguments(parser):
-    parser.add_argument("--num_stages", type=command_line.positive, default=2)
+    parser.add_argument(
+        "--num_devices",
+        type=command_line.positive,
+        default=2,
+        help="devices of each pipeline; with interleaved schedules, auto, zb_v,"
+        " v_half and v_min each has two stages, with the others one",
+    )
     parser.add_argument(
         "--num_micro_batches", type=command_line.positive, default=8
     )
@@ -69,9 +76,7 @@ def main(args):
     activations = [size / sum(by_layer) * whole for size in by_layer]
     rows = []
     processes = workers.connected(
-        max(
-            schedules.num_devices_of(x, args.num_stages) for x in args.schedule
-        ),
+        args.num_devices,
         environment=worker_usage.GIVE_BACK,
         one_core=True,
     )
@@ -81,7 +86,8 @@ def main(args):
                 args, schedule, mode, x, y, processes, activations
             )
     return Report(
-        f"{args.workload}: K={args.num_stages}, M={args.num_micro_batches}, "
+        f"{args.workload}: {args.num_devices} devices, "
+        f"M={args.num_micro_batches}, "
         f"batch of {args.batch_size}; peak MiB of activations and gradients",
         [
             {
@@ -119,7 +125,7 @@ def _measured(args, schedule, mode, x, y, processes, activations):
     """Measures a pipeline, and returns a row for each of its devices."""
     make = workloads.WORKLOADS[args.workload]
     options = {
-        "num_stages": args.num_stages,
+        "num_stages": args.num_devices * num_each(schedule, args.num_devices),
         "num_micro_batches": args.num_micro_batches,
         "balance": "flops",
         "schedule": schedule,
@@ -127,8 +133,15 @@ def _measured(args, schedule, mode, x, y, processes, activations):
     }
     if mode == AUTO_REMAT:
         options["memory_limit"] = args.memory_limit
-    plan = tf_gpipe.plan(make(), x.shape, optimizer="sgd", **options)
-    processes = processes[: schedules.num_devices_of(schedule, args.num_stages)]
+    plan = tf_gpipe.plan(
+        make(),
+        x.shape,
+        optimizer="sgd",
+        num_devices=args.num_devices
+        if schedule in schedules.ANY_STAGES_A_DEVICE
+        else None,
+        **options,
+    )
     model = tf_gpipe.PipelinedSequential(
         make(), devices=[p.device for p in processes], **options
     )

@@ -17,11 +17,18 @@ from tools import command_line
 from tools.benchmark import fresh
 from tools.benchmark import pipeline
 from tools.benchmark import timing
+from tools.benchmark import workloads
 from tools.benchmark.report import Report
 from tools.peers import program
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _REMATS = ("never", "always")
+# The values with --all. Else the first, unless a flag gives one.
+_GRID = {
+    "workload": program.WORKLOADS,
+    "remat": _REMATS,
+    "num_micro_batches": (8, 16),
+}
 _US = "tf_gpipe"
 
 
@@ -49,35 +56,40 @@ _PEERS = {
         ("1f1b", "eager_1f1b", "zero_bubble", "eager_zero_bubble"),
     ),
     "Keras fit": _Peer("keras_fit", "tensorflow"),
-    "torch.distributed.pipelining": _Peer(
-        "torch_pipelining", "torch", ("gpipe", "1f1b")
-    ),
+    "PyTorch": _Peer("torch_pipelining", "torch", ("gpipe", "1f1b")),
     "torchgpipe": _Peer("torchgpipe_pipeline", "torchgpipe", ("gpipe",)),
     "Lingvo": _Peer("lingvo_gpipe", "lingvo", ("gpipe",), ("always",)),
 }
+
+
+def _first(name):
+    return f"{_GRID[name][0]} if not given, or with --all each"
 
 
 def add_arguments(parser):
     parser.add_argument(
         "--all",
         action="store_true",
-        help="both workloads, M=8 and 16, both remat modes: one row each, the "
-        "best schedule of this library beside the best other pipeline",
+        help="both workloads, M=8 and 16, both remat modes, or those given: "
+        "one row each, the best schedule of this library beside the best "
+        "other pipeline",
     )
     parser.add_argument(
         "--results",
         metavar="PATH",
-        default="build/peers.json",
-        help="with --all: a file of results: a row in it is not measured again "
-        "with the same flags, machine and versions",
+        help="with --all: a file of results, build/peers.json if not given: a "
+        "row in it for which all libraries were there is not measured again "
+        "with the same flags, machine and versions of TensorFlow and Keras",
     )
     parser.add_argument(
-        "--workload", choices=program.WORKLOADS, default="transformer"
+        "--workload", choices=program.WORKLOADS, help=_first("workload")
     )
     parser.add_argument(
-        "--num_micro_batches", type=command_line.positive, default=8
+        "--num_micro_batches",
+        type=command_line.positive,
+        help=_first("num_micro_batches"),
     )
-    parser.add_argument("--remat", choices=_REMATS, default="never")
+    parser.add_argument("--remat", choices=_REMATS, help=_first("remat"))
     parser.add_argument("--batch_size", type=command_line.positive, default=64)
     parser.add_argument("--num_steps", type=command_line.positive, default=2)
     parser.add_argument("--num_repeats", type=command_line.positive, default=5)
@@ -108,19 +120,41 @@ def main(args):
     """
     if len(os.sched_getaffinity(0)) < 2:
         raise argparse.ArgumentError(None, "two CPU cores are needed")
-    return _each_cell(args) if args.all else _one_cell(args)
-
-
-def _each_cell(args):
-    """Measures all workloads, numbers of micro-batches and remat modes."""
+    grid = {
+        name: values if getattr(args, name) is None else (getattr(args, name),)
+        for name, values in _GRID.items()
+    }
     cells = [
-        {"workload": workload, "remat": remat, "num_micro_batches": number}
-        for workload, remat, number in itertools.product(
-            program.WORKLOADS, _REMATS, (8, 16)
-        )
+        dict(zip(grid, values, strict=True))
+        for values in itertools.product(*grid.values())
     ]
+    for cell in cells:
+        workloads.check_rows(args.batch_size, cell["num_micro_batches"])
+    if args.all:
+        args.results = args.results or "build/peers.json"
+        return _each_cell(args, cells)
+    if args.results:
+        raise argparse.ArgumentError(None, "--results is for --all")
+    vars(args).update(cells[0])
+    return _one_cell(args)
+
+
+def _each_cell(args, cells):
+    """Measures some workloads, numbers of micro-batches and remat modes."""
     # A process each: a program that has trained is slower than a new one.
-    found = [{**cell, **fresh.once(args, all=None, **cell)} for cell in cells]
+    found = [
+        {
+            **cell,
+            **fresh.once(
+                args,
+                complete=lambda result: not result["absent"],
+                all=None,
+                results=None,
+                **cell,
+            ),
+        }
+        for cell in cells
+    ]
     rows = [
         {**cell, **each["best"]}
         for cell, each in zip(cells, found, strict=True)
@@ -201,6 +235,8 @@ def _one_cell(args):
             "rows": rows,
             "best": _best(rows, seconds),
             "missing": missing,
+            # Libraries that can be installed.
+            "absent": [x for x in missing if args.remat in _PEERS[x].remats],
         },
         "samples/s",
         [f"Not measured: {name}, {why}" for name, why in missing.items()],

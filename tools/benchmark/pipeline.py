@@ -14,6 +14,7 @@ import tf_gpipe
 from tf_gpipe.commands import workers
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.simulate import simulate
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
 from tools import command_line
 from tools import local_devices
@@ -60,9 +61,15 @@ def add_arguments(parser):
     )
     parser.add_argument(
         "--remat",
-        type=command_line.choices(REMAT_MODES),
+        type=command_line.choices((*REMAT_MODES, AUTO_REMAT)),
         default="never",
         help="the remat mode of each pipeline",
+    )
+    parser.add_argument(
+        "--memory_limit",
+        type=command_line.positive_numbers,
+        help="the shares of the activations of never that auto may take, for "
+        "a pipeline each; 0.5 if not given",
     )
     parser.add_argument(
         "--steps_per_execution",
@@ -89,6 +96,11 @@ def add_arguments(parser):
         "that they are compared with",
     )
     parser.add_argument(
+        "--num_layers",
+        type=command_line.positive,
+        help="layers of each stage of simulated accelerators; 1 if not given",
+    )
+    parser.add_argument(
         "--wait",
         type=command_line.positive_number,
         help="seconds that a step waits on one simulated accelerator, "
@@ -112,10 +124,22 @@ def main(args):
     With --on=simulated a worker is a simulated accelerator: its stage waits
     instead of computing, so that there may be more workers than cores. The
     forward pass takes a third of a step. With replicas these are logical
-    devices of this process, since a MirroredStrategy takes no others.
+    devices of this process, since a MirroredStrategy takes no others. For
+    remat auto, give stages some layers: --num_layers=64 is enough for a
+    --memory_limit of 0.25.
     """
+    workloads.check_rows(args.batch_size, max(args.num_micro_batches))
+    if args.num_devices and set(args.schedule).isdisjoint(
+        schedules.ANY_STAGES_A_DEVICE
+    ):
+        raise argparse.ArgumentError(
+            None,
+            f"--num_devices is not for --schedule={','.join(args.schedule)}",
+        )
     simulated = args.on == "simulated"
-    for name in ("workload",) if simulated else ("wait",):
+    if args.memory_limit and AUTO_REMAT not in args.remat:
+        raise argparse.ArgumentError(None, "--memory_limit is for --remat=auto")
+    for name in ("workload",) if simulated else ("wait", "num_layers"):
         if getattr(args, name) is not None:
             raise argparse.ArgumentError(
                 None, f"--{name} is not for --on={args.on}"
@@ -131,7 +155,15 @@ def main(args):
             args.num_stages,
             args.num_micro_batches,
             args.schedule,
-            args.remat,
+            [
+                (mode, limit)
+                for mode in args.remat
+                for limit in (
+                    (args.memory_limit or [0.5])
+                    if mode == AUTO_REMAT
+                    else [None]
+                )
+            ],
             args.steps_per_execution,
             args.num_replicas,
             (args.jit_compile,),
@@ -164,13 +196,14 @@ def main(args):
     def layers(num_stages):
         if not simulated:
             return make()
-        # One layer a stage: several would wait at the same time.
-        return workloads.waiting(num_stages, forward / num_stages)
+        count = num_stages * (args.num_layers or 1)
+        return workloads.waiting(count, forward / count)
 
     # This starts TensorFlow.
     x, y = workloads.data(layers(1), args.batch_size * num_replicas)
 
-    def run(num_stages, num_micro_batches, schedule, remat, steps, copies, xla):
+    def run(num_stages, num_micro_batches, schedule, mode, steps, copies, xla):
+        remat, limit = mode
         count = schedules.num_devices_of(schedule, num_stages, args.num_devices)
         used = [x[:count] for x in rows[:copies]]
         with strategy.scope() if copies > 1 else contextlib.nullcontext():
@@ -181,28 +214,31 @@ def main(args):
                 balance=balance,
                 schedule=schedule,
                 remat=remat,
+                memory_limit=limit,
                 devices=used,
             )
             workloads.compiled(model, xla, steps)
         size = args.batch_size * copies
         return Run(model, x[:size], y[:size], processes, args.num_steps)
 
-    one = 1, 1, "1f1b", "never", 1, 1, False
+    one = 1, 1, "1f1b", ("never", None), 1, 1, False
     runs = {one: run(*one), **{key: run(*key) for key in grid}}
     seconds = timed(runs, args.num_repeats)
     found = []
     for key, each in runs.items():
         num_stages, num_micro_batches, schedule, mode, steps, copies, xla = key
+        remat, limit = mode
         speedup = copies * timing.median_ratio(seconds[one], seconds[key])
         num_devices = len(each.model._pipeline.schedule.tasks)
-        ideal = copies * ideal_speedup(num_devices, num_micro_batches, mode)
+        ideal = copies * ideal_speedup(num_devices, num_micro_batches, remat)
         found.append(
             {
                 "num_stages": num_stages,
                 "num_devices": num_devices,
                 "num_micro_batches": num_micro_batches,
                 "schedule": schedule,
-                "remat": mode,
+                "remat": remat,
+                "memory_limit": limit,
                 "steps_per_execution": steps,
                 "num_replicas": copies,
                 "jit_compile": xla,
@@ -226,7 +262,8 @@ def main(args):
                 "devices": row["num_devices"],
                 "M": row["num_micro_batches"],
                 "schedule": row["schedule"],
-                "remat": row["remat"],
+                "remat": row["remat"]
+                + (f", {row['memory_limit']:g}" if row["memory_limit"] else ""),
                 "steps": row["steps_per_execution"],
                 "replicas": row["num_replicas"],
                 "XLA": row["jit_compile"],
@@ -358,13 +395,20 @@ def ideal_speedup(num_devices, num_micro_batches, remat):
 
 def simulated_speedup(model):
     """Returns the simulated speed-up of a pipeline with equal stages."""
-    schedule = model._pipeline.schedule
+    pipeline = model._pipeline
+    schedule = pipeline.schedule
+    before, within = [], []
+    for stage in pipeline.stages:
+        parts = pipeline.recomputed(stage.index)
+        again = sum(map(len, parts)) / len(stage.nodes)
+        before.append(again if len(parts) == 1 else 0.0)
+        within.append(again if len(parts) > 1 else 0.0)
     found = simulate(
         schedule,
         forward=1.0,
-        backward=2.0,
-        recompute=1.0,
-        remat=model._pipeline.remat,
+        backward=[2.0 + x for x in within],
+        recompute=before,
+        remat=pipeline.remat,
     )
     work = 3.0 * schedule.num_stages * schedule.num_micro_batches
     return work / found.makespan

@@ -1,5 +1,6 @@
 """`plan`: planned memory and step time, beside what is measured."""
 
+import argparse
 import json
 import time
 
@@ -152,7 +153,16 @@ def _measured(args, name):
     )
     for remat in _REMAT:
         fixed = Fixed(args.num_stages, args.num_micro_batches, "1f1b", remat)
-        plan = Chooser(known, times, machine).ranked(fixed, 1)[0].plan
+        ranked = Chooser(known, times, machine).ranked(fixed, 1)
+        if not ranked:
+            raise argparse.ArgumentError(
+                None,
+                f"{name} has {len(known.names)} layers, and mini-batches of "
+                f"{known.rows} rows: no pipeline has --num_stages="
+                f"{args.num_stages} and --num_micro_batches="
+                f"{args.num_micro_batches}",
+            )
+        plan = ranked[0].plan
         keras.backend.clear_session(free_memory=False)
         pipeline = models.pipelined(make(), **plan.arguments)
         x, y = data(pipeline, num_rows, length)

@@ -35,11 +35,16 @@ class Report:
         """Prints a table, the machine, and JSON on the last line if wanted.
 
         A table that is wider than the terminal becomes several, each with the
-        columns that name the rows.
+        columns that name the rows; what these columns have in common stands
+        above.
         """
         console = rich.console.Console(highlight=False, markup=False)
         console.print(self.title)
-        for table in self._tables(console):
+        same = self._same(console)
+        if same:
+            each = [f"{name} {x}".strip() for name, x in same.items()]
+            console.print(f"All rows: {', '.join(each)}")
+        for table in self._tables(console, same):
             console.print(table)
         for note in self.notes:
             console.print(note)
@@ -50,12 +55,25 @@ class Report:
         if as_json:
             print(json.dumps({**self.result, "machine": about}))
 
-    def _tables(self, console):
-        """Returns tables of the rows, each with as many columns as fit."""
-        labels = list(_names(self.rows[0]))
+    def _same(self, console):
+        """Returns what names all rows alike, if the table is too wide."""
+        if len(self.rows) == 1 or _fits(self._table(self.rows[0]), console):
+            return {}
+        names = [_names(row).items() for row in self.rows]
+        return dict(x for x in names[0] if all(x in each for each in names))
+
+    def _tables(self, console, same):
+        """Returns tables of the rows, each with as many columns as fit.
+
+        Args:
+            console: The `Console` that prints them.
+            same: Dict of columns that are left out.
+        """
+        names = _names(self.rows[0])
+        labels = [name for name in names if name not in same]
         tables = []
         columns = list(labels)
-        for name in list(self.rows[0])[len(labels) :]:
+        for name in list(self.rows[0])[len(names) :]:
             if len(columns) > len(labels) and not _fits(
                 self._table([*columns, name]), console
             ):

@@ -54,6 +54,7 @@ def add_arguments(parser):
 
 def main(args):
     """Time to trace and run the first step, against plain Keras."""
+    workloads.check_rows(args.batch_size, args.num_micro_batches)
     what = args.workload
     if what != "resnet50":
         what += f", {args.num_blocks or _NUM_BLOCKS} blocks"

@@ -1,5 +1,6 @@
 """Models that several benchmarks train, and their data."""
 
+import argparse
 import functools
 import time
 
@@ -311,6 +312,19 @@ def resnet50(size=64):
 
 
 WORKLOADS = {"transformer": transformer, "convolutional": convolutional}
+
+
+def check_rows(batch_size, num_micro_batches):
+    """Checks that a batch has a row for each of so many micro-batches.
+
+    With fewer rows there would be fewer micro-batches than a report says.
+    """
+    if num_micro_batches > batch_size:
+        raise argparse.ArgumentError(
+            None,
+            f"--batch_size={batch_size} has fewer rows than "
+            f"--num_micro_batches={num_micro_batches}",
+        )
 
 
 def data(layers, batch_size):

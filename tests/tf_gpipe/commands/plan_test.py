@@ -45,12 +45,15 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     def test_pareto(self):
         with tempfile.TemporaryDirectory() as directory:
             picture = f"{directory}/pareto.png"
-            points = found("--pareto", f"--picture={picture}", SMALL)["points"]
+            flags = ["--pareto", f"--picture={picture}", SMALL]
+            points = found(*flags, "--device_memory=250KB")["points"]
             with open(picture, "rb") as f:
                 self.assertEqual(f.read(4), b"\x89PNG")
         self.assertEqual([x["name"] for x in points[:2]], ["never", "always"])
         # With all of the memory of "never", the time is also that of "never".
         self.assertEqual(points[-1]["time"], 1.0)
+        self.assertFalse(points[0]["fits"])
+        self.assertTrue(any(x["fits"] for x in points))
         for x in points[2:]:
             share = float(x["name"].split()[1].rstrip("%")) / 100
             self.assertLessEqual(x["share"], share + 1e-9)
@@ -110,6 +113,11 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             optimizer="sgd",
         )
         self.assertEqual(plan, expected.to_dict())
+        self.assertLen(plan["device_bytes"], 2)
+        most = max(plan["device_bytes"])
+        self.assertIn(
+            f"the fullest device needs {most / 2**20:,.1f} MiB", str(expected)
+        )
 
     def test_dtype_policy(self):
         whole = found(SMALL)
@@ -159,6 +167,13 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     def test_sizes(self, text, size):
         args = command.make_parser().parse_args([f"--device_memory={text}"])
         self.assertEqual(args.device_memory, size)
+
+    @parameterized.parameters("1", "1.", "1.0", "0.5", ".5", "300", "8GB")
+    def test_limits(self, text):
+        args = command.make_parser().parse_args([f"--memory_limit={text}"])
+        share = float(text) if text[-1] != "B" and float(text) <= 1 else None
+        self.assertIsInstance(args.memory_limit, float if share else int)
+        self.assertEqual(args.memory_limit, share or args.memory_limit)
 
     @parameterized.parameters(1, 20)
     @pytest.mark.slow_after(1)

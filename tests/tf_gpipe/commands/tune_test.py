@@ -6,6 +6,7 @@ import os
 import tempfile
 from unittest import mock
 
+import keras
 import tensorflow as tf
 
 from tf_gpipe.commands import tune as command
@@ -20,6 +21,11 @@ ARGS = [
     "--schedule=1f1b",
     "--remat=never",
 ]
+
+
+def make():
+    inputs = keras.Input((None, 2))
+    return [inputs, keras.layers.Dense(2), keras.layers.Dense(2)]
 
 
 def run(*args):
@@ -46,6 +52,20 @@ class TuneTest(tf.test.TestCase):
             run("--save=/no/such/directory/plan.json")
         tuned.assert_not_called()
         self.assertIn("`save` must be the path", stderr.getvalue())
+
+    def test_a_model_of_open_length(self):
+        model = (
+            "--model=tests.tf_gpipe.commands.tune_test:make",
+            "--model_args=",
+        )
+        found = run(*model, "--length=4", "--bandwidth=1e10")
+        self.assertIn("schedule 1f1b", found)
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+            self.assertRaises(SystemExit),
+        ):
+            run(*model)
+        self.assertIn("Give a --length", stderr.getvalue())
 
     def test_it_is_printed_before_it_is_saved(self):
         stdout = io.StringIO()

@@ -1,5 +1,6 @@
 """All that is done with a Keras model, with a pipeline and a plain model."""
 
+import inspect
 import itertools
 import os
 
@@ -761,6 +762,14 @@ class StructureTest(LifeTest):
             for layer in stage.layers:
                 for variable in layer.variables:
                     self.assertEndsWith(variable.value.device, stage.device)
+
+    def test_methods_have_the_arguments_of_keras(self):
+        for name in ("fit", "train_on_batch", "predict", "save", "export"):
+            self.assertEqual(
+                inspect.signature(getattr(tf_gpipe.PipelinedModel, name)),
+                inspect.signature(getattr(keras.Model, name)),
+                name,
+            )
 
     def test_optimizer_variables_live_with_their_weights(self):
         model = pipelined(make_layers(), num_stages=3)

@@ -7,6 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
+from tests import pairwise
 from tf_gpipe.models import several_steps
 
 _rng = np.random.default_rng(0)
@@ -90,7 +91,7 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
         for a, b in zip(trained(1)[0], trained(4)[0], strict=True):
             self.assertAllEqual(a, b)
 
-    @parameterized.product(steps=(2, 3, 6), known=(False, True))
+    @pairwise.each(steps=(2, 3, 6), known=(False, True))
     @pytest.mark.slow
     def test_losses_of_outputs(self, steps, known):
         """Keras weights them by rows where a dataset tells how many.
@@ -155,18 +156,28 @@ class SeveralStepsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(seen, [3, 7])
 
     @parameterized.parameters(
-        (1, 1), (2, 2), (8, 8), (12, 6), (13, 1), (100, 5), ("auto", 1)
+        *((1, 1), (2, 2), (8, 8), (12, 6), (13, 1), (100, 5), ("auto", 1)),
+        (np.int64(8), 8),
     )
     def test_num_in_one_graph(self, steps, expected):
         self.assertEqual(several_steps.num_in_one_graph(steps), expected)
 
     @parameterized.parameters(
-        ({}, False), ({"clipnorm": 0.1}, False), ({"global_clipnorm": 1}, True)
+        ({}, False),
+        ({"clipnorm": 0.1}, False),
+        # Without `use_ema` Keras keeps this number, and does not use it.
+        ({"ema_overwrite_frequency": 3}, False),
+        ({"global_clipnorm": 1}, True),
     )
     def test_stages_wait_for_no_other_stage(self, options, waits):
         model = _make()
-        model.compile(keras.optimizers.Adam(**options), "mse")
+        model.compile(
+            keras.optimizers.Adam(**options), "mse", steps_per_execution=2
+        )
         model.train_on_batch(_X[:8], _Y[:8])
+        texts = []
+        model.summary(120, print_fn=lambda text, **_: texts.append(text))
+        self.assertEqual("needs all gradients" in texts[-1], waits)
 
         @tf.function(autograph=False)
         def two_steps(x, y):

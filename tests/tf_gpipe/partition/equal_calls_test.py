@@ -1,5 +1,7 @@
 """Calls of layers share costs where these are equal, and only there."""
 
+import itertools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -64,11 +66,16 @@ class OddConfig(L.Layer):
         return {**super().get_config(), "table": {(0, 1): 2}}
 
 
+# So that no other one has the id of an older one.
+_KEPT = []
+
+
 def traced(make):
     """Returns the `LayerCosts` of the model `make`, called on its input."""
     x = keras.Input((16,))
     graph = functional(keras.Model(x, make(x)))
     costs, specs = layer_costs.trace(graph)
+    _KEPT.extend(costs)
     return [id(c) for c in costs], [
         specs[v].shape[-1] for n in graph.nodes for v in n.made
     ]
@@ -126,6 +133,16 @@ class EqualCallsTest(tf.test.TestCase, parameterized.TestCase):
         second.trainable = False
         calls, _ = traced(lambda x: second(first(x)))
         self.assertLen(set(calls), 2)
+
+    def test_calls_of_other_models(self):
+        """Those of Keras's layers are found once, whatever the model."""
+
+        class Own(L.Dense):
+            pass
+
+        for kind, count in ((L.Dense, 1), (Own, 2)):
+            found = [traced(kind(16, "selu"))[0] for _ in range(2)]
+            self.assertLen(set(itertools.chain(*found)), count)
 
     def test_large_initial_values(self):
         """They are not listed number by number."""

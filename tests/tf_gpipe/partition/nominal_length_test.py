@@ -110,7 +110,7 @@ class NominalLengthTest(tf.test.TestCase, parameterized.TestCase):
                 [keras.Input((length, 8)), *layers],
                 num_stages=4,
                 balance=[2, 2, 2, 2],
-                num_micro_batches=4,
+                num_micro_batches=8,
                 schedule="auto",
                 **kwargs,
             )

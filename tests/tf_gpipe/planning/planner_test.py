@@ -825,7 +825,11 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
             plan(make_dense(), (16, 4), num_stages=2, device_memory=size)
 
     @parameterized.parameters(
-        ("16GB", 16 * 10**9), ("2 KiB", 2048), ("3b", 3), (5e3, 5000)
+        ("16GB", 16 * 10**9),
+        ("2 KiB", 2048),
+        ("3b", 3),
+        (5e3, 5000),
+        ("2e3KB", 2000000),
     )
     def test_sizes(self, size, number):
         found = plan(make_dense(), (16, 4), num_stages=2, device_memory=size)

@@ -1,6 +1,7 @@
 """The pipeline that `tune` chooses, compared with all simulated candidates."""
 
 import dataclasses
+import gc
 import json
 import os
 import tempfile
@@ -17,6 +18,7 @@ from tests.devices import KIND
 from tf_gpipe.planning import candidates
 from tf_gpipe.planning import choice
 from tf_gpipe.planning import cuts
+from tf_gpipe.planning import drafts
 from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.drafts import FITTING
 from tf_gpipe.planning.known_layers import KnownLayers
@@ -25,6 +27,7 @@ from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule import schedules
+from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import measured_speeds
 from tf_gpipe.tuning import trials
 from tf_gpipe.tuning.tried_choices import TriedChoices
@@ -52,6 +55,18 @@ def machine(speeds, memory=None, **kwargs):
         bandwidth=1e9,
         **kwargs,
     )
+
+
+class Endless(keras.layers.Layer):
+    """Never ends where nothing is known of its input but the shape."""
+
+    def call(self, x):
+        while tf.reduce_sum(x) > 0:
+            x = x - 1
+        return x
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
 
 
 class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
@@ -105,7 +120,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_one_device_is_enough(self):
         # Starting a task takes longer than all arithmetic.
-        found = tuned(spec=(2, 64), device_flops=1e13)
+        found = tuned(spec=(np.int64(2), 64), device_flops=1e13)
         self.assertLen(found.stages, 1)
         self.assertEqual(found.num_replicas, 1)
         self.assertIn("One device is enough", str(found))
@@ -155,6 +170,12 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(found.devices[0].speed.flops, SLOW)
         self.assertFalse(machine([SLOW, 3 * SLOW]).with_equal_speeds().alike)
 
+    def test_a_searched_order_counts_updates(self):
+        with mock.patch.object(drafts, "search", wraps=drafts.search) as search:
+            tuned(devices=2, schedule="auto", num_stages=2)
+        for call in search.call_args_list:
+            self.assertTrue(all(call.args[0].update))
+
     def test_a_searched_order_or_none(self):
         found = tuned(devices=2, schedule="auto", num_stages=4)
         self.assertEqual(found.schedule, "auto")
@@ -162,6 +183,27 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(tuned(devices=1, schedule="auto").num_devices, 1)
         with self.assertRaisesRegex(ValueError, "has num_stages=3, schedule="):
             tuned(devices=2, schedule="auto", num_stages=3)
+
+    @parameterized.parameters("interleaved", "auto")
+    def test_four_stages_a_device(self, schedule):
+        found = tuned(devices=2, schedule=schedule, num_stages=8)
+        self.assertEqual((len(found.stages), found.num_devices), (8, 2))
+        self.assertEqual(found.schedule, schedule)
+
+    def test_a_layer_without_costs(self):
+        inputs = keras.Input((4,), batch_size=8)
+        layers = [inputs, keras.layers.Dense(4), Endless()]
+        advice = r"(?s)cannot be found.*\. Choose the arguments of the"
+        with self.assertRaisesRegex(ValueError, advice):
+            tuned(layers, (8, 4))
+        with self.assertRaisesRegex(ValueError, advice):
+            tf_gpipe.PipelinedSequential(layers, num_stages="auto")
+
+    def test_within_a_strategy(self):
+        with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+            tuned()
+            with self.assertRaisesRegex(ValueError, "Call `tune` outside"):
+                tuned(devices=[f"{KIND}:0"], budget_seconds=1)
 
     def test_a_device_that_is_named_twice(self):
         options = {"spec": (64, 64), "num_micro_batches": 8, "num_stages": 2}
@@ -350,6 +392,13 @@ class TrialTest(tf.test.TestCase):
         self.assertFalse(optimizer.built)
         self.assertIsNotNone(found.measured_seconds)
         self.assertIn("tried", str(found))
+        # Nor are copies kept in memory.
+        copies = [
+            x
+            for x in gc.get_objects()
+            if type(x) is tf_gpipe.PipelinedSequential and x.name == "tried"
+        ]
+        self.assertEmpty(copies)
 
     def test_slots_of_a_trained_model_stay(self):
         optimizer = keras.optimizers.Adam()
@@ -451,6 +500,18 @@ class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
             ],
             (8, 8),
         ),
+        (
+            "strings, and rows without features",
+            lambda: [
+                keras.Input((3,), dtype="string"),
+                keras.layers.StringLookup(vocabulary=["a", "b"]),
+                keras.layers.Embedding(3, 1),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+                keras.layers.Reshape(()),
+            ],
+            (8, 3),
+        ),
     )
     def test_model(self, make, spec):
         model = make()
@@ -485,6 +546,28 @@ class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
         else:
             self.assertLess(found.transfer_share, 0.2)
 
+    def test_out_of_memory(self):
+        layers = [keras.layers.Conv2D(8, 3, padding="same") for _ in range(8)]
+        spec = (16, 16, 16, 8)
+        options = {"num_micro_batches": 8, "schedule": "gpipe", "remat": None}
+        memory = []
+
+        def seconds(layers, known, optimizer, plan):
+            memory.append(max(plan.device_bytes))
+            # The first one is too large, and its like.
+            return 1.0 if memory[-1] < 0.6 * memory[0] else None
+
+        with mock.patch.object(trials, "step_seconds", seconds):
+            found = self.tried(layers, spec, **options)
+        self.assertLess(max(found.device_bytes), 0.6 * memory[0])
+        self.assertNotEqual(found.remat, "never")
+        self.assertEqual(found.measured_seconds, 1.0)
+        with (
+            mock.patch.object(trials, "step_seconds", return_value=None),
+            self.assertRaisesRegex(ValueError, "None of the pipelines"),
+        ):
+            self.tried(layers, spec, **options)
+
     def test_no_copy(self):
         layer = NoCopy(tf.nn.relu)
         layer(tf.ones((8, 8)))
@@ -510,6 +593,17 @@ class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(found.num_micro_batches, 1)
         with self.assertRaisesRegex(ValueError, "with renorm=True"):
             self.tried(layers(), (512, 64))
+
+
+class MeasuredLayersTest(tf.test.TestCase):
+    def test_a_call_is_measured_at_all_sizes_before_the_next(self):
+        known = KnownLayers(
+            [keras.layers.Dense(x) for x in (2, 3, 4)], (8, 2), "sgd"
+        )
+        clock = mock.Mock(side_effect=[0.0, 0.0, 1.0])
+        with mock.patch.object(measured_layers.time, "monotonic", clock):
+            found = measured_layers.measured(known, [1, 8], f"{KIND}:0", 0.5)
+        self.assertCountEqual(found, [0, 1])
 
 
 class TriedChoicesTest(tf.test.TestCase):
@@ -560,6 +654,26 @@ class TriedChoicesTest(tf.test.TestCase):
         self.assertAllClose(
             corrected[str(alone[2].candidate)], factor * alone[2].seconds
         )
+
+    def test_orders_are_searched_for_the_fastest(self):
+        known = []
+
+        def searched(choice, fixed):
+            known.append(choice)
+            return []
+
+        layers = KnownLayers(make_layers(), (32, 64), "sgd")
+        chooser = Chooser(layers, LayerTimes(layers), machine([SLOW] * 4))
+        fixed = candidates.Fixed(remat="never")
+        with mock.patch.object(chooser, "_searched", searched):
+            ranked = chooser.ranked(fixed, 99)
+        kinds = {}
+        for x in ranked:
+            of = x.candidate
+            if of.num_devices > 1:
+                key = of.num_devices, of.num_replicas, of.num_micro_batches
+                kinds.setdefault(key, of)
+        self.assertEqual([x.candidate for x in known], list(kinds.values())[:3])
 
     def test_trials_end_when_none_may_be_faster(self):
         found = self.choices(lambda x: x.num_devices == 2, 20)
@@ -773,6 +887,11 @@ class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
             tf_gpipe.PipelinedSequential(
                 [keras.Input((64,)), *make_layers()], num_stages="auto"
             )
+        # Its output is not the model's input.
+        called = make_layers(2)
+        called[0](keras.Input((64,), batch_size=8))
+        with self.assertRaisesRegex(ValueError, "begin with a `keras.Input`"):
+            tf_gpipe.PipelinedSequential(called, num_stages="auto")
 
     def test_wrong(self):
         plan = self.make()
@@ -833,8 +952,9 @@ class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
         path = os.path.join(tempfile.mkdtemp(), "plan.json")
         plan.save(path)
         loaded = tf_gpipe.Plan.load(path)
-        self.assertEqual(str(loaded), str(plan))
-        self.assertEqual(loaded.tasks.tasks, plan.tasks.tasks)
+        self.assertEqual(loaded, plan)
+        self.assertEqual(hash(loaded.tasks), hash(plan.tasks))
+        self.assertNotEqual(loaded, self.make(schedule="zb_v"))
         with open(path) as file:
             whole = file.read()
         config = json.loads(whole)
@@ -847,6 +967,7 @@ class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
             json.dumps({**config, "bubble": "x"}),
             json.dumps({**config, "num_micro_batches": 3}),
             json.dumps({**config, "more": 1}),
+            json.dumps({**config, "device_memory": 0}),
         ):
             with open(path, "w") as file:
                 file.write(text)

@@ -162,6 +162,14 @@ class SearchTest(parameterized.TestCase):
     def test_refuses(self):
         with self.assertRaisesRegex(ValueError, "num_stages=5, 2 devices"):
             search(Times.of(5), 4, 2)
+        with self.assertRaisesRegex(ValueError, "num_micro_batches=0"):
+            search(Times.of(4), 0, 2)
+        with self.assertRaisesRegex(ValueError, "num_devices=0"):
+            search(Times.of(4), 4, 0)
+        with self.assertRaisesRegex(ValueError, "Received: 5.*4 stages"):
+            search(Times.of(4), 4, 2, sizes=[Sizes()] * 5)
+        with self.assertRaisesRegex(TypeError, "memory='8GB'"):
+            search(Times.of(4), 4, 2, memory="8GB")
 
 
 if __name__ == "__main__":

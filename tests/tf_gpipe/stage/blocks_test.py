@@ -96,6 +96,15 @@ class BlocksTest(parameterized.TestCase, tf.test.TestCase):
         found = self.lengths(_times(8, large), [4, 4], (600,))
         self.assertEqual(found, [1] * 8)
 
+    def test_one_layer_many_times(self):
+        """Its gradients are added up in the order of plain Keras."""
+
+        def make(x):
+            one = L.Dense(4, "relu")
+            return _times(8, lambda x: one(x))(x)
+
+        self.assertEqual(self.lengths(make, [4, 4]), [1] * 8)
+
     def test_nothing_repeats(self):
         def make(x):
             for i in range(1, 6):

@@ -125,7 +125,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
             found.append(model.get_weights())
         self.assertAllClose(*found, rtol=1e-5, atol=1e-5)
 
-    @pairwise.product(
+    @pairwise.each(
         kind=tuple(POSITIONS), num_micro_batches=(2, 3), eager=(False, True)
     )
     @pytest.mark.slow_after(1)
@@ -151,7 +151,7 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
             with_positions(kind), X, batch_size=5, num_micro_batches=4
         )
 
-    @pairwise.product(
+    @pairwise.each(
         schedule=("1f1b", "zero_bubble", "gpipe", "eager_zero_bubble"),
         remat=("always", "never"),
         eager=(False, True),

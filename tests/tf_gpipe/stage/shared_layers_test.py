@@ -1,6 +1,7 @@
 """Layers that are alike share a trace, with the numbers of plain Keras."""
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ from absl.testing import parameterized
 import tf_gpipe
 from tests import pairwise
 from tf_gpipe.stage import likeness
+from tf_gpipe.stage import opening
 
 L = keras.layers
 _DIM = 8
@@ -100,6 +102,34 @@ def _numbered(i):
     return Numbered
 
 
+class Holding(L.Layer):
+    """Calls a model that it holds, as Keras's Transformer examples do."""
+
+    def __init__(self, inner, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = inner
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x, training=None):
+        return x + self.inner(x, training=training)
+
+
+def _holding(activation="gelu"):
+    dense = [L.Dense(2 * _DIM, activation), L.Dropout(0.0), L.Dense(_DIM)]
+    return Holding(keras.Sequential(dense))
+
+
+def _nested(normalized=0):
+    """A functional model of a few layers."""
+    inputs = keras.Input((3, _DIM))
+    layers = L.Dense(_DIM, "gelu"), L.Dense(_DIM)
+    outputs = layers[1](layers[0](inputs))
+    outputs = L.LayerNormalization()([outputs, inputs][normalized] + outputs)
+    return keras.Model(inputs, outputs)
+
+
 def _different(make):
     """Returns blocks that differ in attributes set after they were made."""
     blocks = [make() for _ in range(4)]
@@ -141,6 +171,8 @@ _SHARED = {
     "batch_norm": lambda: [Block(norm="batch") for _ in range(5)],
     "mixed": lambda: [Block(dtype="mixed_bfloat16") for _ in range(4)],
     "frozen": _frozen,
+    "holding": lambda: [_holding() for _ in range(5)],
+    "nested": lambda: [_nested() for _ in range(5)],
     "recurrent": lambda: [
         L.LSTM(_DIM, return_sequences=True) for _ in range(4)
     ],
@@ -203,7 +235,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
         own_losses, own = _trained(
             lambda layers: tf_gpipe.PipelinedSequential(
                 layers,
-                balance=[2, len(layers) - 3],
+                balance=[2, opening.num_calls(layers[1:]) - 2],
                 num_micro_batches=num_micro_batches,
                 **kwargs,
             ),
@@ -213,8 +245,11 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
         for a, b in zip(plain, own, strict=True):
             self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
 
-    @pairwise.product(
-        blocks=("plain", "frozen", "recurrent", "one_thrice", "small"),
+    @pairwise.each(
+        blocks=(
+            *("plain", "frozen", "recurrent", "one_thrice", "small"),
+            *("holding", "nested"),
+        ),
         schedule=("gpipe", "1f1b", "zero_bubble", "eager_zero_bubble"),
         remat=("always", "except_last", "never"),
         num_micro_batches=(1, 4),
@@ -284,7 +319,8 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
         return sum(len(f.node_def) for f in graph.library.function)
 
     @parameterized.parameters(
-        "plain", "dropout", "batch_norm", "mixed", "frozen", "small"
+        *("plain", "nested", "holding", "dropout", "batch_norm", "mixed"),
+        *("frozen", "small"),
     )
     @pytest.mark.slow_after(1)
     def test_traced_once(self, blocks):
@@ -329,11 +365,57 @@ class LookingUp(L.Layer):
         return x + tf.gather(self.scale[None] * x, row, axis=1)[:, None]
 
 
+class Switched(L.Layer):
+    """Has an attribute with the name of a method of Keras."""
+
+    def __init__(self, quantize):
+        super().__init__()
+        self.quantize = quantize
+
+    def call(self, x):
+        return keras.ops.round(x) if self.quantize else x
+
+
+# Different for each layer, where no call uses it.
+_NUMBERS = itertools.count()
+_FACTORS = {}
+
+
+def _factor(layer):
+    return _FACTORS[layer.name]
+
+
+def _twice(method):
+    @functools.wraps(method)
+    def wrapper(self, x):
+        return 2 * method(self, x)
+
+    return wrapper
+
+
+class PerLayer:
+    """A descriptor that keeps a value for each layer."""
+
+    def __get__(self, layer, kind):
+        return self if layer is None else _FACTORS[id(layer)]
+
+    def __set__(self, layer, value):
+        _FACTORS[id(layer)] = value
+
+
 class LikenessTest(parameterized.TestCase, tf.test.TestCase):
     def forms(self, *layers):
         for layer in layers:
             layer.build((None, 3, _DIM))
         return [likeness.of(layer) for layer in layers]
+
+    def test_recomputed_by_name(self):
+        """Keras recomputes the layers of a `RematScope` that it names."""
+        with keras.RematScope("list_of_layers", layer_names=["a"]):
+            layers = [L.Dense(_DIM, name=name) for name in "abc"]
+        a, b, c = self.forms(*layers)
+        self.assertNotEqual(a.form, b.form)
+        self.assertEqual(b.form, c.form)
 
     @parameterized.parameters(
         lambda: L.Dense(3, "gelu"),
@@ -343,7 +425,16 @@ class LikenessTest(parameterized.TestCase, tf.test.TestCase):
         lambda: L.TimeDistributed(L.Dense(3)),
         lambda: L.Bidirectional(L.GRU(3)),
         lambda: L.Conv1D(3, 3, padding="same"),
+        lambda: L.Rescaling(0.5),
+        lambda: L.Dropout(0.1, seed=next(_NUMBERS)),
+        lambda: L.GRU(3, dropout=0.1, seed=next(_NUMBERS)),
+        lambda: L.Dense(
+            3,
+            kernel_initializer=keras.initializers.GlorotUniform(next(_NUMBERS)),
+        ),
         lambda: Block(),
+        lambda: _holding(),
+        lambda: Holding(_nested()),
     )
     def test_alike(self, make):
         one, other = self.forms(make(), make())
@@ -363,6 +454,9 @@ class LikenessTest(parameterized.TestCase, tf.test.TestCase):
         (lambda: L.Dropout(0.1), lambda: L.Dropout(0.2)),
         (lambda: Block(), lambda: Block(norm="batch")),
         (lambda: Block(), lambda: Noting()),
+        (lambda: Switched(True), lambda: Switched(False)),
+        (lambda: _holding("gelu"), lambda: _holding("tanh")),
+        (lambda: Holding(_nested(0)), lambda: Holding(_nested(1))),
     )
     def test_not_alike(self, one, other):
         one, other = self.forms(one(), other())
@@ -381,6 +475,35 @@ class LikenessTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(one.form, same.form)
         self.assertEqual(other.form, third.form)
         self.assertNotEqual(one.form, other.form)
+
+    def test_uses_attributes(self):
+        """A method may do anything with what is the layer's."""
+
+        class Using(Block):
+            """Uses itself in each way in which Python loads attributes."""
+
+            count: int = 0
+            kinds = {"a": 1}  # noqa: RUF012
+
+            @property
+            def doubled(self):
+                return 2 * self.factor
+
+            @staticmethod
+            def helped(x):
+                return _factor(x)
+
+            def call(self, x, training=None):
+                x = super().call(x, training=training)
+                self.factor += self.kinds["a"]
+                self.norms[0].epsilon *= self.doubled
+                del self.count
+                self.last = [self.scale + self.helped(i) for i in range(2)]
+                return x, lambda: self.factor
+
+        one, other = self.forms(Using(), Using())
+        self.assertIsNotNone(one)
+        self.assertEqual(one.form, other.form)
 
     def test_set_later(self):
         layers = [Block() for _ in range(6)]
@@ -423,10 +546,44 @@ class LikenessTest(parameterized.TestCase, tf.test.TestCase):
             def call(self, x):
                 return later(super().call(x))
 
+        class Helped(Block):
+            def call(self, x):
+                return super().call(x) * _factor(self)
+
+        class HelpedWithin(Block):
+            def call(self, x):
+                return super().call(x) * sum(_factor(self) for _ in "ab")
+
+        class Keyed(Block):
+            def call(self, x):
+                return super().call(x) * _FACTORS[self]
+
+        class Configured(Block):
+            def call(self, x):
+                return super().call(x) * _FACTORS[self.get_config()["name"]]
+
+        class Decorated(Block):
+            @_twice
+            def call(self, x):
+                return super().call(x) * len(self.name)
+
+        class Slotted(Block):
+            __slots__ = ("slot",)
+
+        class Described(Block):
+            value = PerLayer()
+
+        class Remembering(Block):
+            def call(self, x, seen=[]):  # noqa: B006
+                seen.append(x.shape)
+                return super().call(x) * len(seen)
+
         holding = Block()
         holding.table = np.zeros(3)
         layers = [Around(), Named(), Compiled(), Asking(), Early(), holding]
-        layers += [ByPath(), Within()]
+        layers += [ByPath(), Within(), Helped(), HelpedWithin(), Keyed()]
+        layers += [Configured(), Decorated(), Slotted(), Described()]
+        layers += [Remembering()]
         # `later` does not exist yet when the layers are compared.
         found = [likeness.of(layer) for layer in layers]
         later = keras.ops.abs

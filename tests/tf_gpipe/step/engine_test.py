@@ -96,7 +96,7 @@ def _waits(graph):
 
 
 class OrderTest(parameterized.TestCase, tf.test.TestCase):
-    @parameterized.product(
+    @pairwise.each(
         schedule=(
             *("1f1b", "eager_1f1b", "gpipe", "interleaved", "zero_bubble"),
             *("interleaved_zero_bubble", "zb_v", "v_half", "v_min"),
@@ -220,7 +220,7 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
         for k in range(2):
             self.assertLen([x for x in log if x.startswith(f"F{k}")], 6)
 
-    @pairwise.product(
+    @pairwise.each(
         layers=(_with_effects, _recurrent),
         schedule=(
             *("1f1b", "eager_1f1b", "gpipe", "zero_bubble"),

@@ -27,6 +27,7 @@ def _layers(extra=()):
         L.BatchNormalization(),
         L.Dropout(0.5, seed=1),
         *extra,
+        L.Rescaling(0.5),
         L.Dense(3),
     ]
 
@@ -196,9 +197,11 @@ class TracedBeforeTest(parameterized.TestCase, tf.test.TestCase):
             lambda m: setattr(m.layers[0], "activation", keras.ops.tanh),
         ),
         ("global_state", lambda m: keras.config.set_epsilon(1e-3)),
+        ("checks", lambda m: tf.debugging.enable_check_numerics()),
     )
     def test_what_has_changed(self, change):
         self.addCleanup(keras.config.set_epsilon, keras.config.epsilon())
+        self.addCleanup(tf.debugging.disable_check_numerics)
         x, y = _data()
         model, plain = self.model(), self.model()
         for each in (model, plain):

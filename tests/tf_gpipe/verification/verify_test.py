@@ -280,7 +280,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         class Loses(tf_gpipe.PipelinedSequential):
             def _mini_batch(self, *args, **kwargs):
                 run = super()._mini_batch(*args, **kwargs)
-                put = run._exchange.put
+                put = run.exchange.put
 
                 def zeros(k, m, outputs):
                     if k == 0:
@@ -289,7 +289,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
                         outputs = outputs._replace(tensors=made)
                     put(k, m, outputs)
 
-                run._exchange.put = zeros
+                run.exchange.put = zeros
                 return run
 
         model = stack([L.Dense(5)], Loses, balance=[2, 2])
