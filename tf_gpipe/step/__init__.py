@@ -17,7 +17,6 @@ summed. The result is that of the mini-batch in one piece:
     state           state that layers update: batch statistics, seeds
     masks           Keras masks of outputs, computed before the outputs
     outputs         the model's outputs, merged from micro-batches
-    returned        how each output is merged
     row_dependence  how outputs and losses depend on the rows of a batch
     trials          layers run on made-up batches, for `row_dependence`
 """
