@@ -87,7 +87,22 @@ def decide(
         ValueError: If a stage cannot fit in the memory limit; or if the size
             of a mini-batch is needed and not known.
     """
-    counts = functools.partial(_counts, name, graph, config, schedule, devices)
+
+    def counts() -> list[int]:
+        """Returns the number of layer calls of each stage, by `balance`."""
+        balance: Any = config.balance
+        if isinstance(balance, list):
+            return balance
+        return balanced.counts(
+            balance,
+            graph,
+            schedule,
+            config.remat,
+            devices[0][0],
+            tell=functools.partial(lopsided.warn, name),
+            length=config.nominal_length,
+        )
+
     found = None
     if config.remat == AUTO_REMAT:
         found = _recomputed(graph, config, schedule, devices, optimizer, counts)
@@ -110,28 +125,6 @@ def decide(
     return Decision(decided, found.parts if found else None, schedule, devices)
 
 
-def _counts(
-    name: str,
-    graph: Graph,
-    config: PipelineConfig,
-    schedule: Schedule,
-    devices: Sequence[Sequence[str]],
-) -> list[int]:
-    """Returns the number of layer calls of each stage, as `balance` says."""
-    balance: Any = config.balance
-    if isinstance(balance, list):
-        return balance
-    return balanced.counts(
-        balance,
-        graph,
-        schedule,
-        config.remat,
-        devices[0][0],
-        tell=functools.partial(lopsided.warn, name),
-        length=config.nominal_length,
-    )
-
-
 def _recomputed(
     graph: Graph,
     config: PipelineConfig,
@@ -143,10 +136,10 @@ def _recomputed(
     """Chooses the layer calls to recompute, for `remat="auto"`, and the cut.
 
     Args:
-        graph: `Graph` of built layers.
-        config: The `PipelineConfig`.
-        schedule: The `Schedule`.
-        devices: List with a list for each stage: its device in each replica.
+        graph: As of `decide`.
+        config: As of `decide`.
+        schedule: As of `decide`.
+        devices: As of `decide`.
         optimizer: The model's optimizer, whose slots count if the limit is in
             bytes. With `None`, Adam's slots are counted; if nothing fits with
             them, no slots are.
