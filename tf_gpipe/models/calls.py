@@ -241,15 +241,11 @@ class PipelinedCalls(upstream.Mixin):
         )
 
     def _with_rows_of(self, inputs, pipeline, training):
-        """Returns the pipeline for as many rows as inputs have at most."""
-        rows = self._most_rows(micro_batch.static_rows(inputs), training)
-        return pipeline.with_rows(rows)
-
-    def _most_rows(self, rows: int | None, training: bool | None) -> int:
-        """Returns an upper bound of the rows of a mini-batch.
+        """Returns the pipeline for as many rows as inputs have at most.
 
         Args:
-            rows: Integer, the static number of rows, or `None`.
+            inputs: Nested structure of the tensors of a mini-batch.
+            pipeline: The `Pipeline`.
             training: Boolean or `None`. In training, results may depend on the
                 number of micro-batches, so that it must not be lowered.
 
@@ -257,16 +253,17 @@ class PipelinedCalls(upstream.Mixin):
             ValueError: If the rows are not known, and there could be more
                 micro-batches than can be traced.
         """
+        rows = micro_batch.static_rows(inputs)
         if rows is not None:
-            return rows
+            return pipeline.with_rows(rows)
         at_most = self._rows_at_most()
         if math.isfinite(at_most):
-            return int(at_most)
+            return pipeline.with_rows(int(at_most))
         asked = self._built_pipeline().num_micro_batches or 0
         if asked <= schedules.MOST_MICRO_BATCHES:
-            return schedules.MOST_MICRO_BATCHES
+            return pipeline.with_rows(schedules.MOST_MICRO_BATCHES)
         if not training:
-            return _ROWS_ASKED
+            return pipeline.with_rows(_ROWS_ASKED)
         raise ValueError(
             "`num_micro_batches` is capped at the number of rows of a "
             "mini-batch, which is unknown when the step is traced. Make the "

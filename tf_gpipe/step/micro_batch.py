@@ -76,13 +76,13 @@ class Split:
         """Returns the number of rows of micro-batch `m`, 0 if only padding."""
         if self.even:
             return self.static_rows // self.num_micro_batches
-        return self._here("each size", lambda: tf.unstack(self._sizes()))[m]
+        return self._each(self._sizes)[m]
 
     def weight(self, m: int) -> tf.Tensor:
         """Returns micro-batch `m`'s share of the rows, a float64 scalar."""
         if self.even:
             return tf.constant(1.0 / self.num_micro_batches, tf.float64)
-        return self._here("each weight", lambda: tf.unstack(self._weights()))[m]
+        return self._each(self._weights)[m]
 
     def mean(self, values: tf.Tensor) -> tf.Tensor:
         """Returns the mean of a tensor of shape `(M, ...)` over axis 0.
@@ -91,7 +91,7 @@ class Split:
         """
         if self.even:
             return tf.reduce_mean(values, axis=0)
-        weights = tf.cast(self._weights(), values.dtype)
+        weights = tf.cast(self._here(self._weights), values.dtype)
         shape = [-1] + [1] * (values.shape.rank - 1)
         return tf.reduce_sum(tf.reshape(weights, shape) * values, axis=0)
 
@@ -125,8 +125,8 @@ class Split:
             if rows is None or self.static_rows is None:
                 # `x` is kept with them, so that no other tensor gets its id.
                 starts, ends, _ = self._here(
-                    ("bounds of outputs", id(x)),
                     lambda: (*self._bounds_of_outputs(tf.shape(x)[0]), x),
+                    ("bounds of outputs", id(x)),
                 )
                 return x[starts[m] : ends[m]]
             if rows == 1 < self.static_rows:
@@ -149,7 +149,7 @@ class Split:
         check = tf.debugging.Assert(fits, [*received, rows, self.rows])
         with tf.control_dependencies([check]):
             each = tf.identity(each)
-        starts, ends = self._all_bounds()
+        starts, ends = self._here(self._all_bounds)
         # A tensor of one row is taken whole, as Keras would broadcast it.
         ends = tf.where(rows == 1, 1, ends * each)
         return tf.unstack(starts * each), tf.unstack(ends)
@@ -159,51 +159,48 @@ class Split:
         if self.even:
             size = self.size(m)
             return m * size, (m + 1) * size
-        starts, ends = self._here(
-            "each bound", lambda: [tf.unstack(x) for x in self._all_bounds()]
-        )
+        starts, ends = self._each(self._all_bounds)
         return starts[m], ends[m]
 
     def _all_bounds(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the starts and ends of all micro-batches, shape `(M,)`."""
-
-        def make() -> tuple[tf.Tensor, tf.Tensor]:
-            sizes = self._sizes()
-            starts = tf.cumsum(sizes, exclusive=True)
-            starts = tf.maximum(tf.minimum(starts, self.rows - 1), 0)
-            return starts, starts + tf.maximum(sizes, 1)
-
-        return self._here("bounds", make)
+        sizes = self._here(self._sizes)
+        starts = tf.cumsum(sizes, exclusive=True)
+        starts = tf.maximum(tf.minimum(starts, self.rows - 1), 0)
+        return starts, starts + tf.maximum(sizes, 1)
 
     def _sizes(self) -> tf.Tensor:
         """Returns `size` of all micro-batches, shape `(M,)`."""
-
-        def make() -> tf.Tensor:
-            base = self.rows // self.num_micro_batches
-            rest = self.rows % self.num_micro_batches
-            more = tf.range(self.num_micro_batches) < rest
-            return base + tf.cast(more, tf.int32)
-
-        return self._here("sizes", make)
+        base = self.rows // self.num_micro_batches
+        rest = self.rows % self.num_micro_batches
+        more = tf.range(self.num_micro_batches) < rest
+        return base + tf.cast(more, tf.int32)
 
     def _weights(self) -> tf.Tensor:
         """Returns `weight` of all micro-batches, shape `(M,)`."""
+        rows = tf.cast(tf.maximum(self.rows, 1), tf.float64)
+        return tf.cast(self._here(self._sizes), tf.float64) / rows
 
-        def make() -> tf.Tensor:
-            rows = tf.cast(tf.maximum(self.rows, 1), tf.float64)
-            return tf.cast(self._sizes(), tf.float64) / rows
+    def _each(self, make: Callable) -> Any:
+        """As `_here`, with a list in place of each tensor of shape `(M,)`."""
+        return self._here(
+            lambda: tf.nest.map_structure(tf.unstack, self._here(make)),
+            ("each", make),
+        )
 
-        return self._here("weights", make)
-
-    def _here(self, name: Any, make: Callable) -> Any:
+    def _here(self, make: Callable, name: Any = None) -> Any:
         """Returns `make()`, called once per graph and device.
 
         Each device computes its own, so that none waits for another's result.
+
+        Args:
+            make: Function without arguments.
+            name: Identifies `make`, if it is another object in each call.
         """
         if tf.executing_eagerly():
             return make()
         place = tf.no_op()
-        key = name, place.graph, place.device
+        key = name or make, place.graph, place.device
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
