@@ -14,9 +14,9 @@ from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
 from tf_gpipe.schedule import schedules
 from tf_gpipe.stage.function_call import NO_SECOND_DERIVATIVES
-from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import run_stage
+from tf_gpipe.stage.structures import tensors
 from tf_gpipe.step import micro_batch
 from tf_gpipe.step import state
 from tf_gpipe.step.engine import MiniBatch

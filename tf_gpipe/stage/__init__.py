@@ -24,6 +24,7 @@ weights. Activations that the backward pass reads are kept or recomputed
     traced_function    parts of a trace as functions of their own
     reached            graph search over operations
     function_call      a function that a graph calls many times
+    structures         tensors in nested structures
     gradients          sums of gradients of weights over micro-batches
     lookups            sparse gradients of embeddings
     accumulator        sums of tensors, to which functions add in place

@@ -13,8 +13,6 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.stage import matrix_gradient
 from tf_gpipe.stage.assignments import AssignmentScope
-from tf_gpipe.stage.function_call import filled
-from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import AddedLoss
@@ -24,6 +22,8 @@ from tf_gpipe.stage.stage import adder
 from tf_gpipe.stage.stage import run_stage
 from tf_gpipe.stage.stage import share_nothing
 from tf_gpipe.stage.stage import trainable
+from tf_gpipe.stage.structures import filled
+from tf_gpipe.stage.structures import tensors
 from tf_gpipe.stage.tensorflow_state import TensorFlowState
 from tf_gpipe.stage.tensorflow_state import holding
 from tf_gpipe.stage.tensorflow_state import not_followed

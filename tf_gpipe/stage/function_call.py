@@ -1,13 +1,14 @@
 """A function that a graph calls many times."""
 
 from collections.abc import Callable
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices.functions import NotInlinedFunction
+from tf_gpipe.stage.structures import filled
+from tf_gpipe.stage.structures import tensors
 
 NO_SECOND_DERIVATIVES = (
     "A pipeline has no second derivatives in training mode, as a gradient "
@@ -102,22 +103,3 @@ def _fail(op: tf.Operation | None, *args: tf.Tensor) -> list:
         return [
             tf.zeros_like(x) if x.dtype.is_floating else None for x in inputs
         ]
-
-
-def flatten(structure: Any) -> list:
-    """Returns the leaves of a nested structure, `IndexedSlices` taken apart."""
-    return tf.nest.flatten(structure, expand_composites=True)
-
-
-def tensors(structure: Any) -> list[tf.Tensor]:
-    """Returns the tensors among the leaves of a nested structure."""
-    return [x for x in flatten(structure) if isinstance(x, tf.Tensor)]
-
-
-def filled(structure: Any, values: Sequence[tf.Tensor]) -> Any:
-    """Returns a nested structure with new tensors; `None`s stay `None`."""
-    leaves = flatten(structure)
-    places = [i for i, x in enumerate(leaves) if x is not None]
-    for i, x in zip(places, values, strict=True):
-        leaves[i] = x
-    return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)

@@ -10,12 +10,12 @@ from tf_gpipe import upstream
 from tf_gpipe.devices.functions import NotInlinedFunction
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
-from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.stage import share_nothing
+from tf_gpipe.stage.structures import tensors
 from tf_gpipe.stage.traced_phases import Phases
 from tf_gpipe.stage.traced_phases import Trace
 

@@ -13,8 +13,6 @@ from tf_gpipe.devices.errors import ALIKE
 from tf_gpipe.stage.blocks import likeness_of
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
-from tf_gpipe.stage.function_call import flatten
-from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
@@ -24,6 +22,8 @@ from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import trainable
+from tf_gpipe.stage.structures import flatten
+from tf_gpipe.stage.structures import tensors
 from tf_gpipe.stage.traced_phases import Phases
 
 # A trace with fewer operations is not shared: to trace it again is faster than

@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from tf_gpipe.stage import accumulator
 from tf_gpipe.stage.function_call import FunctionCall
-from tf_gpipe.stage.function_call import filled
-from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.pack import pack
 from tf_gpipe.stage.pack import unpack
+from tf_gpipe.stage.structures import filled
+from tf_gpipe.stage.structures import tensors
 
 
 class Backward:

@@ -12,8 +12,8 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.devices.functions import CALLS_PYTHON
 from tf_gpipe.stage.function_call import FunctionCall
-from tf_gpipe.stage.function_call import filled
 from tf_gpipe.stage.reached import reached
+from tf_gpipe.stage.structures import filled
 from tf_gpipe.stage.tensorflow_state import written
 
 # Operations that read variables.

@@ -15,12 +15,12 @@ from tf_gpipe import upstream
 from tf_gpipe.stage import lookups
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function_call import FunctionCall
-from tf_gpipe.stage.function_call import filled
-from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.lookups import Lookup
 from tf_gpipe.stage.pack import pack
 from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.recomputed_parts import RecomputedParts
+from tf_gpipe.stage.structures import filled
+from tf_gpipe.stage.structures import tensors
 from tf_gpipe.stage.traced_backward import Backward
 from tf_gpipe.stage.traced_function import TracedFunction
 

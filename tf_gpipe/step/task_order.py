@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe.schedule.tasks import Task
-from tf_gpipe.stage.function_call import tensors
 from tf_gpipe.stage.pipeline import Pipeline
+from tf_gpipe.stage.structures import tensors
 from tf_gpipe.step.clock import Clock
 
 
