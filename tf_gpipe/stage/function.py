@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 from typing import NamedTuple
 
 import keras
@@ -197,20 +196,19 @@ class StageFunction:
         self,
         inputs: Activations,
         carried: list,
-        remat: bool = False,
         repeatable: bool = False,
         instead: LayerRunner = share_nothing,
+        run: Callable[[Activations, list], Result] | None = None,
     ) -> tuple[Result, Callable[[list], tuple[list, list]]]:
         """Runs the stage under a tape, which keeps its activations.
 
         Args:
             inputs: The inputs of the stage.
             carried: The values of the variables `carried`.
-            remat: Whether the gradient runs the stage once more, instead of
-                keeping activations.
             repeatable: Whether the gradient may be asked for more than once.
-            instead: `LayerRunner` that runs layers in place of their calls; not
-                used with `remat`.
+            instead: `LayerRunner` that runs layers in place of their calls.
+            run: Function that runs the stage, in place of a call of this
+                object.
 
         Returns:
             Tuple of the `Result` and its gradient function. That takes a
@@ -242,8 +240,8 @@ class StageFunction:
         ) as tape:
             tape.watch(sources)
             result = (
-                self._rematerialized(inputs, carried)
-                if remat
+                run(inputs, carried)
+                if run is not None
                 else self(inputs, carried, instead)
             )
 
@@ -280,62 +278,6 @@ class StageFunction:
             for content, stop in zip(inputs.each(), self._stopped, strict=True)
             for _ in content.parts()
         ]
-
-    def _rematerialized(self, inputs: Activations, carried: list) -> Result:
-        """Runs the stage so that its gradient recomputes the activations.
-
-        `tf.recompute_grad` makes the arguments of the recomputation depend on
-        the incoming gradient by arithmetic, so they must be floating-point.
-        If all inputs of a stage are integers, a zero of type float is added to
-        them, which carries the dependency.
-        """
-        given = inputs.parts()
-        floats = [i for i, x in enumerate(given) if x.dtype.is_floating]
-        structure: Any = None
-
-        def run(*args):
-            nonlocal structure
-            xs, values = list(given), list(carried)
-            for i, x in zip(floats, args, strict=False):
-                xs[i] = x
-            if not floats:
-                xs = [
-                    x + tf.cast(args[0], x.dtype) if x.dtype.is_integer else x
-                    for x in xs
-                ]
-            weights = args[len(args) - len(self.borrowed_indices) :]
-            for i, x in zip(self.borrowed_indices, weights, strict=True):
-                values[i] = x
-                # The gradients by these variables are asked for too: a layer's
-                # own `keras.remat` reads the variables themselves, but under
-                # `tf.recompute_grad` not before the gradient runs.
-                upstream.watch_as_read(self.carried[i].value)
-            structure = self(inputs.with_parts(xs), values)
-            leaves = keras.tree.flatten(structure)
-            return [leaves[i] for i in _differentiable_first(leaves)]
-
-        args = [given[i] for i in floats] or [tf.zeros(())]
-        args += [carried[i] for i in self.borrowed_indices]
-        results = tf.recompute_grad(run)(*args)
-        leaves = keras.tree.flatten(structure)
-        for i, x in zip(_differentiable_first(leaves), results, strict=True):
-            leaves[i] = x
-        return keras.tree.pack_sequence_as(structure, leaves)
-
-
-def _differentiable_first(leaves: list) -> list[int]:
-    """Returns the indices of tensors in `leaves`, floating-point ones first.
-
-    Strings are left out, which `tf.custom_gradient` cannot return.
-    """
-    return sorted(
-        (
-            i
-            for i, x in enumerate(leaves)
-            if x is not None and x.dtype != tf.string
-        ),
-        key=lambda i: not leaves[i].dtype.is_floating,
-    )
 
 
 def _num_operations() -> int:

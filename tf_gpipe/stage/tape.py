@@ -1,9 +1,12 @@
 """A stage run under a gradient tape: eagerly, or if XLA compiles the step."""
 
+import functools
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from tf_gpipe import upstream
 from tf_gpipe.stage import lookups
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
@@ -75,11 +78,15 @@ class TapedCall:
         self.kept: list[tf.Tensor] = []
         # A Jacobian traces the backward pass of what ran eagerly.
         self._runs_again = remat and tf.executing_eagerly()
+        function = stage.function
         if self._runs_again:
-            self.result = stage.function(inputs, carried)
+            self.result = function(inputs, carried)
         else:
-            self.result, self._gradient = stage.function.with_gradient(
-                inputs, carried, remat, stage.repeatable
+            run = (
+                functools.partial(_rematerialized, function) if remat else None
+            )
+            self.result, self._gradient = function.with_gradient(
+                inputs, carried, stage.repeatable, run=run
             )
 
     def recompute(self) -> list[tf.Tensor]:
@@ -119,3 +126,62 @@ class TapedCall:
             sums.add_lookups(found, lookups.divided(x, found))
         sums.add(dense)
         return self.kept
+
+
+def _rematerialized(
+    function: StageFunction, inputs: Activations, carried: list
+) -> Result:
+    """Runs the stage so that its gradient recomputes the activations.
+
+    `tf.recompute_grad` makes the arguments of the recomputation depend on the
+    incoming gradient by arithmetic, so they must be floating-point. If all
+    inputs of a stage are integers, a zero of type float is added to them, which
+    carries the dependency.
+    """
+    given = inputs.parts()
+    floats = [i for i, x in enumerate(given) if x.dtype.is_floating]
+    structure: Any = None
+
+    def run(*args):
+        nonlocal structure
+        xs, values = list(given), list(carried)
+        for i, x in zip(floats, args, strict=False):
+            xs[i] = x
+        if not floats:
+            xs = [
+                x + tf.cast(args[0], x.dtype) if x.dtype.is_integer else x
+                for x in xs
+            ]
+        weights = args[len(args) - len(function.borrowed_indices) :]
+        for i, x in zip(function.borrowed_indices, weights, strict=True):
+            values[i] = x
+            # The gradients by these variables are asked for too: a layer's
+            # own `keras.remat` reads the variables themselves, but under
+            # `tf.recompute_grad` not before the gradient runs.
+            upstream.watch_as_read(function.carried[i].value)
+        structure = function(inputs.with_parts(xs), values)
+        leaves = keras.tree.flatten(structure)
+        return [leaves[i] for i in _differentiable_first(leaves)]
+
+    args = [given[i] for i in floats] or [tf.zeros(())]
+    args += [carried[i] for i in function.borrowed_indices]
+    results = tf.recompute_grad(run)(*args)
+    leaves = keras.tree.flatten(structure)
+    for i, x in zip(_differentiable_first(leaves), results, strict=True):
+        leaves[i] = x
+    return keras.tree.pack_sequence_as(structure, leaves)
+
+
+def _differentiable_first(leaves: list) -> list[int]:
+    """Returns the indices of tensors in `leaves`, floating-point ones first.
+
+    Strings are left out, which `tf.custom_gradient` cannot return.
+    """
+    return sorted(
+        (
+            i
+            for i, x in enumerate(leaves)
+            if x is not None and x.dtype != tf.string
+        ),
+        key=lambda i: not leaves[i].dtype.is_floating,
+    )
