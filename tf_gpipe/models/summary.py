@@ -11,18 +11,15 @@ from tf_gpipe.stage.pipeline import Pipeline
 
 
 def stage_table(
-    pipeline: Pipeline,
-    length: int = layer_costs.NOMINAL_LENGTH,
-    line_length: int | None = None,
-    waits: str = "",
+    pipeline: Pipeline, length: int, line_length: int | None, waits: str
 ) -> str:
     """Returns a table with a row a stage.
 
     Args:
         pipeline: The `Pipeline`.
         length: Integer that stands for unknown sizes, such as a sequence's.
-        line_length: Characters of a line. Defaults to the terminal's width.
-        waits: A further note.
+        line_length: Characters of a line, or `None` for the terminal's width.
+        waits: A further note, or an empty string.
     """
     stages, schedule = pipeline.stages, pipeline.schedule
     replicas = zip(*(stage.devices for stage in stages), strict=True)

@@ -250,7 +250,7 @@ class Split:
         return tf.cast(share, like.dtype)
 
     def unmerge(
-        self, value: tf.Tensor, parts: list[tf.Tensor], kind: str = ROWS
+        self, value: tf.Tensor, parts: list[tf.Tensor], kind: str
     ) -> list:
         """Returns the gradients of `parts`, given that of the merged tensor.
 
@@ -282,9 +282,7 @@ class Split:
         """Returns the number of rows in `parts` that are not padding."""
         return [tf.shape(x)[0] * self.valid(m) for m, x in enumerate(parts)]
 
-    def like_whole(
-        self, part: tf.Tensor, m: int, kind: str = ROWS
-    ) -> tf.Tensor:
+    def like_whole(self, part: tf.Tensor, m: int, kind: str) -> tf.Tensor:
         """Returns a stand-in for a merged tensor, given its m-th part.
 
         It has the shape and dtype. Floating-point values are 0.5, for which
