@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.stage.gradients import add
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.step.engine import MiniBatch
 from tf_gpipe.step.loss import MicroBatchLoss
 
@@ -57,15 +56,8 @@ def after_all_forwards(
 
     Exact for any loss function: it gets the outputs of the whole mini-batch.
 
-    Args:
-        model: A pipeline.
-        run: The `MiniBatch`, of which no task has run.
-        x: Inputs of the mini-batch.
-        y: Labels.
-        sample_weight: Sample weights, or `None`.
-
-    Returns:
-        As `of_call`.
+    Arguments and result are those of `of_call`, and `run`, the `MiniBatch`, of
+    which no task has run.
     """
     run.forward(tape=True)
     # The loss may read what layers have assigned, and penalties of weights do:
@@ -101,45 +93,25 @@ def by_micro_batch(
 ) -> LossAndGradients:
     """Loss and gradients, by a loss of each micro-batch in its backward task.
 
-    Args:
-        model: A pipeline.
-        run: The `MiniBatch`, of which no task has run.
-        y: Labels of the mini-batch.
-        sample_weight: Sample weights, or `None`.
-
-    Returns:
-        As `of_call`.
+    Arguments and result are those of `after_all_forwards`.
 
     Raises:
         ValueError: If there is no loss.
     """
-    split = run.split
     # Factors of the gradients: the optimizer's loss scale for losses given to
     # `compile`; for all others, as in Keras, divided by the replicas as well.
     scale = model._scale_loss(tf.ones(()))
     added_scale = upstream.scaled_for_replicas(scale)
 
-    def make_loss(outputs: Any, m: Any) -> MicroBatchLoss:
-        return MicroBatchLoss(
-            model._compile_loss,
-            y,
-            _like_outputs(run, outputs, m),
-            sample_weight,
-            scale,
-            split.static_rows,
-            model.trainable_variables,
-        )
-
-    parts = run.interleave(
-        make_loss,
-        lambda m: (
-            split.take_of_outputs(y, m),
-            split.take_of_outputs(sample_weight, m),
-            split.valid(m),
-            split.weight(m),
-        ),
-        added_scale,
+    loss_of_each = MicroBatchLoss(
+        model._compile_loss,
+        y,
+        sample_weight,
+        scale,
+        model.trainable_variables,
+        run.split,
     )
+    parts = run.interleave(loss_of_each, added_scale)
     if model._compile_loss is None and not (
         run.added.totals() or model._get_regularization_losses()
     ):
@@ -171,7 +143,7 @@ def by_micro_batch(
     for metric, value in zip(metrics, of_each, strict=False):
         metric.update_state(
             upstream.unscaled_for_replicas(value),
-            sample_weight=split.static_rows,
+            sample_weight=run.split.static_rows,
         )
     return loss, _gradients(model, run, variable_gradients), y_pred
 
@@ -219,12 +191,3 @@ def _gradients(
         with tf.device(run.pipeline.device_of(variable)):
             gradients.append(add(accumulated.get(id(variable)), direct))
     return gradients
-
-
-def _like_outputs(run: MiniBatch, outputs: Any, m: Any) -> Any:
-    """Returns stand-ins for the whole mini-batch's outputs, with its masks."""
-    masks = outputs.masks
-    if any(x is not None for x in keras.tree.flatten(masks)):
-        masks = run.masks()
-    like = run.outputs.like_whole(outputs.tensors, m)
-    return Activations.of(like)._replace(masks=masks).unpack()

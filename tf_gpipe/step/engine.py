@@ -157,25 +157,21 @@ class MiniBatch:
 
     def interleave(
         self,
-        make_loss: Callable[[Activations, int], MicroBatchLoss],
-        loss_inputs: Callable[[int], tuple],
+        loss: MicroBatchLoss,
         loss_gradient: tf.Tensor,
     ) -> list[list[tf.Tensor]]:
         """Runs all tasks in the order of the schedule.
 
         Args:
-            make_loss: Function from the outputs and the index of a micro-batch
-                to the `MicroBatchLoss`, which runs on the last stage's device.
-            loss_inputs: Function from the index of a micro-batch to the
-                further arguments of the loss, a tuple of nested structures of
-                tensors.
+            loss: The loss, which runs on the last stage's device.
             loss_gradient: Scalar, the gradient of each of `added.totals()`.
 
         Returns:
             For each micro-batch the list of scalars from its loss.
         """
         self._sums = self._no_gradients()
-        loss: MicroBatchLoss | None = None
+        differentiate = self._on_last_device(loss)
+        weights: list[tf.Tensor] | None = None
         losses: dict[int, list[tf.Tensor]] = {}
         for task in self._steps:
             m = task.micro_batch
@@ -186,12 +182,11 @@ class MiniBatch:
                 outputs = self.exchange.outputs(m)
                 # Not finished here: the backward task follows, and finishes it.
                 with self.order.task(task):
-                    if loss is None:
-                        loss = make_loss(self.pipeline.packed(outputs), m)
-                        differentiate = self._on_last_device(loss)
+                    if weights is None:
+                        loss.prepare(self._like_whole(m))
                         weights = self._weights_of(loss)
                     losses[m], self._output_gradients[m], weight_gradients = (
-                        differentiate(outputs, weights, *loss_inputs(m))
+                        differentiate(outputs, weights, *loss.inputs(m))
                     )
                     self._loss_sum.add(
                         (v, x)
@@ -203,21 +198,6 @@ class MiniBatch:
                     self.outputs.check_loss(outputs, self._output_gradients[m])
             self._after_forward(task, [loss_gradient] * self.added.count(m))
         return [losses[m] for m in range(self.split.num_micro_batches)]
-
-    def masks(self) -> Any:
-        """Returns the Keras masks of the outputs of the mini-batch.
-
-        They do not wait for the forward tasks; see `masks_ahead`.
-        """
-        stages = range(len(self.pipeline.stages))
-        found = masks_ahead(
-            self.pipeline,
-            [self._stages.of(k, splits=False).function for k in stages],
-            self.exchange,
-            self._versions,
-            self.split.num_micro_batches,
-        )
-        return self.outputs.merged(found)
 
     def commit_state(self) -> None:
         """Assigns the state that layers have updated.
@@ -324,6 +304,26 @@ class MiniBatch:
         again = self._stages.asked_again
         call = self._calls[key] if again else self._calls.pop(key)
         return call.weights(self._sums[task.stage])
+
+    def _like_whole(self, m: int) -> Any:
+        """Returns stand-ins for the mini-batch's outputs, with its masks.
+
+        Args:
+            m: Index of a micro-batch, whose forward tasks have run.
+        """
+        tensors, masks, *_ = self.pipeline.packed(self.exchange.outputs(m))
+        if any(x is not None for x in keras.tree.flatten(masks)):
+            stages = range(len(self.pipeline.stages))
+            of_each = masks_ahead(
+                self.pipeline,
+                [self._stages.of(k, splits=False).function for k in stages],
+                self.exchange,
+                self._versions,
+                self.split.num_micro_batches,
+            )
+            masks = self.outputs.merged(of_each)
+        like = self.outputs.like_whole(tensors, m)
+        return Activations.of(like)._replace(masks=masks).unpack()
 
     def _weights_of(self, loss: MicroBatchLoss) -> list[tf.Tensor]:
         """Returns a loss's weights as tensors for the last stage's device."""

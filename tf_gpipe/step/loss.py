@@ -27,6 +27,7 @@ from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.straight_through import straight_through
 from tf_gpipe.stage.traced_function import functions_of
 from tf_gpipe.stage.traced_function import pruned
+from tf_gpipe.step.micro_batch import Split
 from tf_gpipe.step.trials import ROWS
 
 # Operations with as many results as there are values of some kind.
@@ -42,38 +43,50 @@ class MicroBatchLoss:
     Args:
         compile_loss: Keras's `CompileLoss`, or `None`.
         y: Labels of the mini-batch.
-        outputs: Tensors with the shapes and Keras masks of the mini-batch's
-            outputs; their values don't matter.
         sample_weight: Sample weights of the mini-batch.
         scale: Scalar by which gradients are multiplied.
-        num_rows: Integer, rows of the mini-batch, or `None` if unknown.
         trainable: Variables whose gradients are asked for.
+        split: `Split` of the mini-batch.
 
     Attributes:
-        read: Set of the ids of variables that the losses read.
+        read: Set of the ids of variables that the losses read. Known, as
+            `weights`, once the loss has been prepared.
         weights: List of the variables in `trainable` that the losses use.
-
-    Raises:
-        ValueError: If a loss can only be computed on the whole mini-batch.
     """
 
     def __init__(
         self,
         compile_loss: Any,
         y: Any,
-        outputs: Any,
         sample_weight: Any,
         scale: tf.Tensor,
-        num_rows: int | None,
         trainable: Iterable[keras.Variable],
+        split: Split,
     ):
         self._compile_loss = compile_loss
+        self._y = y
+        self._sample_weight = sample_weight
         self._scale = scale
+        self._trainable = trainable
+        self._split = split
         # By index of the loss: whether its count N needs the loss's values,
         # and N of the mini-batch.
         self._needed: dict[int, bool] = {}
         self._counts: dict[int, tf.Tensor | None] = {}
         self.read: set[int] = set()
+        self.weights: list[keras.Variable] = []
+
+    def prepare(self, outputs: Any) -> None:
+        """Counts what the losses of the mini-batch divide by.
+
+        Args:
+            outputs: Tensors with the shapes and Keras masks of the mini-batch's
+                outputs; their values don't matter.
+
+        Raises:
+            ValueError: If a loss can only be computed on the whole mini-batch.
+        """
+        num_rows = self._split.static_rows
         reduced: list[bool] = []
 
         def probe(i, loss, y_true, y_pred, weight):
@@ -89,7 +102,9 @@ class MicroBatchLoss:
             )
             return tf.zeros(())
 
-        _in_place_of_each(compile_loss, probe, y, outputs, sample_weight)
+        _in_place_of_each(
+            self._compile_loss, probe, self._y, outputs, self._sample_weight
+        )
         if len(reduced) > 1 and not all(reduced):
             # Keras adds their arrays, as NumPy does whatever their shapes are.
             raise ValueError(
@@ -97,7 +112,16 @@ class MicroBatchLoss:
                 "value a sample to be added to the other losses. Give each a "
                 "`reduction`, or use schedule='gpipe'."
             )
-        self.weights = [v for v in trainable if id(v) in self.read]
+        self.weights = [v for v in self._trainable if id(v) in self.read]
+
+    def inputs(self, m: int) -> tuple:
+        """Returns the arguments of a call for micro-batch `m`, from `y` on."""
+        return (
+            self._split.take_of_outputs(self._y, m),
+            self._split.take_of_outputs(self._sample_weight, m),
+            self._split.valid(m),
+            self._split.weight(m),
+        )
 
     def __call__(
         self,
