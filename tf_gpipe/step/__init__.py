@@ -13,6 +13,7 @@ summed. The result is that of the mini-batch in one piece:
     task_order      control dependencies between the tasks of a device
     clock           time stamps of tasks
     loss            the loss of a mini-batch from those of its micro-batches
+    loss_checks     refuses losses that need the whole mini-batch
     added_losses    losses that layers add, merged over micro-batches
     state           state that layers update: batch statistics, seeds
     masks           Keras masks of outputs, computed before the outputs

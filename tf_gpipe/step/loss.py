@@ -21,17 +21,11 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.stage.reached import followed_values
-from tf_gpipe.stage.reached import reached
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.straight_through import straight_through
-from tf_gpipe.stage.traced_function import functions_of
 from tf_gpipe.stage.traced_function import pruned
+from tf_gpipe.step import loss_checks
 from tf_gpipe.step.micro_batch import Split
-from tf_gpipe.step.trials import ROWS
-
-# Operations with as many results as there are values of some kind.
-_CHOOSE = ("DynamicPartition", "Unique", "UniqueV2", "Where")
 
 
 class MicroBatchLoss:
@@ -87,16 +81,16 @@ class MicroBatchLoss:
             ValueError: If a loss can only be computed on the whole mini-batch.
         """
         num_rows = self._split.static_rows
-        reduced: list[bool] = []
+        losses: list[keras.Loss] = []
 
         def probe(i, loss, y_true, y_pred, weight):
             scope = _LossScope()
-            needed = _needs_values(
+            needed = loss_checks.needs_values(
                 loss, y_true, y_pred, weight, num_rows, scope
             )
             self.read.update(scope.read)
             self._needed[i] = needed
-            reduced.append(not _is_unreduced(loss))
+            losses.append(loss)
             self._counts[i] = pruned(
                 lambda: _count(loss, needed, y_true, y_pred, weight)
             )
@@ -105,13 +99,7 @@ class MicroBatchLoss:
         _in_place_of_each(
             self._compile_loss, probe, self._y, outputs, self._sample_weight
         )
-        if len(reduced) > 1 and not all(reduced):
-            # Keras adds their arrays, as NumPy does whatever their shapes are.
-            raise ValueError(
-                "One of several losses has reduction=None, which leaves a "
-                "value a sample to be added to the other losses. Give each a "
-                "`reduction`, or use schedule='gpipe'."
-            )
+        loss_checks.check_together(losses)
         self.weights = [v for v in self._trainable if id(v) in self.read]
 
     def inputs(self, m: int) -> tuple:
@@ -159,10 +147,12 @@ class MicroBatchLoss:
             with _LossScope(pairs) as scope:
                 values = loss(y_true, y_pred, weight)
             if scope.assigned:
-                raise _whole(loss, "changes variables, such as random seeds")
+                raise loss_checks.needs_whole(
+                    loss, "changes variables, such as random seeds"
+                )
             value = tf.reduce_sum(values)
             value *= tf.cast(portion, value.dtype)
-            if _is_unreduced(loss):
+            if loss_checks.is_unreduced(loss):
                 mean = tf.reduce_mean(values)
                 mean *= tf.cast(share_of_rows, mean.dtype)
                 value = straight_through(mean, value)
@@ -214,164 +204,14 @@ def _in_place_of_each(
             return compile_loss(*args)
 
     if not compile_loss.built:
-        _check_losses(upstream.loss_as_given(compile_loss), args[1])
+        loss_checks.check_argument(
+            upstream.loss_as_given(compile_loss), args[1]
+        )
         # A trace that is never run. It builds `compile_loss`: only Keras knows
         # which labels belong to which output.
         build = functools.partial(call, compile_loss)
         tf.function(build, autograph=False).get_concrete_function()
     return upstream.call_with_each(compile_loss, function, call)
-
-
-def _check_losses(given: Any, y_pred: Any) -> None:
-    """Raises an error for `loss` arguments with which Keras's build fails."""
-    if (
-        isinstance(given, (list, tuple))
-        and None in given
-        and not keras.tree.is_nested(y_pred)
-    ):
-        raise ValueError(
-            "A model with a single output has no output without a loss: "
-            f"`loss` must not have `None` in it. Received: loss={given}"
-        )
-
-
-def _needs_values(
-    loss: keras.Loss,
-    y_true: Any,
-    y_pred: Any,
-    weight: Any,
-    num_rows: int | None,
-    scope: _LossScope,
-) -> bool:
-    """Returns whether `_count` needs the values of a loss.
-
-    It does unless the number of values is proportional to the rows and they
-    have no mask. That is found by a trace that is never run: with a batch of
-    unknown size, TensorFlow would compute the values of the whole mini-batch
-    to count them.
-
-    Raises:
-        ValueError: If the loss needs the whole mini-batch, or if
-            `sample_weight` has the wrong shape.
-    """
-    if type(loss).__call__ is not keras.Loss.__call__:
-        raise _whole(loss, "overrides `__call__`")
-    given = _given(loss, y_true, y_pred)
-
-    def sized(x: tf.Tensor) -> tf.TensorSpec:
-        # One row of labels may be broadcast to all samples.
-        if not x.shape.rank or (x.shape[0] == 1 and num_rows != 1):
-            return tf.TensorSpec(x.shape, x.dtype)
-        return tf.TensorSpec([ROWS, *x.shape[1:]], x.dtype)
-
-    def call(y_true, y_pred):
-        with scope:
-            found = keras.ops.convert_to_tensor(loss.call(y_true, y_pred))
-        mask = upstream.mask(found)
-        if mask is not None:
-            makers = followed_values(mask)
-            follows.extend(x.op in makers for x in keras.tree.flatten(y_pred))
-        chooses.append(_sized_by(found, keras.tree.flatten(y_pred)))
-        return found, mask
-
-    follows: list[bool] = []
-    chooses: list[bool] = []
-    try:
-        found, mask = (
-            tf.function(call, autograph=False)
-            .get_concrete_function(*keras.tree.map_structure(sized, given))
-            .structured_outputs
-        )
-    except Exception as e:
-        shapes = keras.tree.map_structure(lambda x: str(x.shape), given)
-        e.add_note(
-            f"Raised by loss '{loss.name}', called on labels and outputs of "
-            f"shapes {shapes}."
-        )
-        raise
-    shape = found.shape
-    if shape.rank == 0:
-        raise _whole(loss, "returns one number, not one a sample")
-    rows = shape[0] if shape.rank else None
-    if rows is not None and rows % ROWS:
-        raise _whole(loss, f"returns {rows} numbers for all samples")
-    if isinstance(loss, keras.losses.Circle):
-        raise _whole(loss, "compares samples with one another")
-    if any(follows):
-        raise _whole(loss, "leaves out values by a mask of the outputs")
-    if rows is None and _is_unreduced(loss):
-        raise _whole(loss, "has reduction=None and a number of values unknown")
-    if any(chooses) and loss.reduction != "sum":
-        raise _whole(loss, "chooses values by the values of the outputs")
-    _check_weight(loss, shape, weight)
-    return rows is None or mask is not None
-
-
-def _sized_by(found: tf.Tensor, given: list[tf.Tensor]) -> bool:
-    """Returns whether a tensor's unknown size follows the values of others.
-
-    Looked at are operations that make a size unknown, and of their inputs those
-    that may be sizes, indices or conditions, if there are any.
-    """
-    if found.shape.is_fully_defined():
-        return False
-    sources = {x.op for x in given}
-
-    def follows(x: tf.Tensor) -> bool:
-        return not sources.isdisjoint(followed_values(x))
-
-    for op in reached([found.op], lambda op: [x.op for x in op.inputs]):
-        if all(x.shape.is_fully_defined() for x in op.outputs):
-            continue
-        names = functions_of(op.node_def)
-        bodies = [upstream.function_of(op.graph, x) for x in names]
-        for body in bodies:
-            # From the end: the first input of a branch is not passed on.
-            passed = zip(
-                reversed(body.graph.inputs), reversed(op.inputs), strict=False
-            )
-            inner = [x for x, outer in passed if follows(outer)]
-            if any(_sized_by(x, inner) for x in body.graph.outputs):
-                return True
-        if bodies or not (
-            op.type in _CHOOSE
-            or all(x.shape.is_fully_defined() for x in op.inputs)
-        ):
-            continue
-        sizes = [x for x in op.inputs if not x.dtype.is_floating]
-        if any(follows(x) for x in sizes or op.inputs):
-            return True
-    return False
-
-
-def _check_weight(
-    loss: keras.Loss, values: tf.TensorShape, weight: Any
-) -> None:
-    """Raises an error for sample weights that Keras would broadcast wrongly.
-
-    Keras broadcasts as NumPy does, from the last axis: weights of shape (B,)
-    times values of shape (B, T) fail, or weigh positions if B is T. With
-    micro-batches they might not fail.
-    """
-    shape = tf.TensorShape(getattr(weight, "shape", ()))
-    rank = values.rank
-    if None in (shape.rank, rank) or shape.rank in (0, rank) or shape[0] == 1:
-        return
-    longer = max(shape, values, key=len)
-    if abs(shape.rank - rank) > 1 or longer[-1] != 1:
-        raise ValueError(
-            f"`sample_weight` must have {rank} axes, as many as the values of "
-            f"loss '{loss.name}', such as shape (batch_size, 1). Received: "
-            f"sample_weight of shape {tuple(shape)}"
-        )
-
-
-def _is_unreduced(loss: keras.Loss) -> bool:
-    """Returns whether a loss is one value a sample or position.
-
-    Keras reports the mean of these values, but differentiates their sum.
-    """
-    return loss.reduction in ("none", None)
 
 
 def _count(
@@ -384,7 +224,9 @@ def _count(
     if loss.reduction in ("sum", "none", None):
         return tf.ones((), tf.float64)
     # The caller prunes operations that the count does not need.
-    made = loss.call(*_given(loss, y_true, y_pred)) if needed else None
+    made = None
+    if needed:
+        made = loss.call(*loss_checks.converted(loss, y_true, y_pred))
     mask = upstream.mask(y_pred)
     own = upstream.mask(made)
     if own is not None:
@@ -395,20 +237,3 @@ def _count(
     if counted is not None:
         return tf.reduce_sum(tf.cast(counted, tf.float64))
     return None if made is None else tf.cast(tf.shape(made)[0], tf.float64)
-
-
-def _given(loss: keras.Loss, *values: Any) -> list:
-    """Returns labels and outputs as Keras passes them to `loss.call`."""
-    convert = functools.partial(keras.ops.convert_to_tensor, dtype=loss.dtype)
-    return keras.tree.map_structure(convert, list(values))
-
-
-def _whole(loss: Any, reason: str) -> ValueError:
-    name = getattr(loss, "name", type(loss).__name__)
-    return ValueError(
-        f"Loss '{name}' {reason}, so the loss of a mini-batch cannot be put "
-        "together from its micro-batches, as a schedule that starts backward "
-        "passes before all forward passes are done needs. Return one value a "
-        "sample (leave the mean to `reduction`), or use schedule='gpipe', "
-        "which computes the loss on the whole mini-batch."
-    )
