@@ -51,8 +51,7 @@ def inference_step(model: Any) -> Iterator[None]:
 class PipelinedCalls(upstream.Mixin):
     """Mixin: `call` runs a Keras model as a pipeline.
 
-    For a `keras.Model` with a method `_pipeline_for(x)`, which returns its
-    `Pipeline` and a tuple of the inputs of its graph, taken from `x`.
+    For a functional `keras.Model`, or one with its own `_pipeline_for`.
     """
 
     # What `compile` was given as `jit_compile`.
@@ -184,6 +183,34 @@ class PipelinedCalls(upstream.Mixin):
         ]
         self._finish(mini_batch, list(results))
         return outputs.with_parts(values).unpack()
+
+    def _pipeline_for(self, x: Any) -> tuple:
+        """Returns the `Pipeline`, and the inputs of its graph, from `x`.
+
+        Args:
+            x: What the model is called with: a nested structure of tensors,
+                arrays or variables.
+        """
+        x = self._as_tensors(x)
+        # Keras checks inputs in `__call__`, which `fit` does not go through.
+        self._assert_input_compatibility(x)
+        return self._built_pipeline(), tuple(self._standardize_inputs(x))
+
+    @staticmethod
+    def _as_tensors(x: Any) -> Any:
+        """Converts a nested structure of arrays and variables to tensors.
+
+        A missing input stays `None`: Keras's error about it has its name.
+        """
+
+        def as_tensor(t):
+            if t is None:
+                return None
+            if isinstance(t, (tf.Variable, keras.Variable)):
+                return tf.convert_to_tensor(t)
+            return t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t)
+
+        return keras.tree.map_structure(as_tensor, x)
 
     def _run_layers(self, pipeline, inputs, training):
         """Calls the layers on the whole mini-batch, each on its device.

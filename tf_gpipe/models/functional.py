@@ -307,11 +307,5 @@ class PipelinedModel(Pipelined, upstream.Functional):
                 upstream.set_mask(x, mask)
         return converted
 
-    def _pipeline_for(self, x: Any) -> tuple:
-        x = self._as_tensors(x)
-        # Keras checks inputs in `__call__`, which `fit` does not go through.
-        self._assert_input_compatibility(x)
-        return self._built_pipeline(), tuple(self._standardize_inputs(x))
-
 
 user_class.register_for_hdf5(PipelinedModel)

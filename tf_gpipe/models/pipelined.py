@@ -208,22 +208,6 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             "for gradients."
         )
 
-    @staticmethod
-    def _as_tensors(x: Any) -> Any:
-        """Converts a nested structure of arrays and variables to tensors.
-
-        A missing input stays `None`: Keras's error about it has its name.
-        """
-
-        def as_tensor(t):
-            if t is None:
-                return None
-            if isinstance(t, (tf.Variable, keras.Variable)):
-                return tf.convert_to_tensor(t)
-            return t if tf.is_tensor(t) else keras.ops.convert_to_tensor(t)
-
-        return keras.tree.map_structure(as_tensor, x)
-
     def _place(self, graph: Graph) -> None:
         """Forms the stages and puts the weights on their devices."""
         config = self._config
