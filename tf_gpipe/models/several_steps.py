@@ -45,7 +45,7 @@ def num_in_one_graph(steps: Any) -> int:
     return max(n for n in range(1, _MOST_STEPS + 1) if steps % n == 0)
 
 
-def _number(model: Any) -> int:
+def number(model: Any) -> int:
     """Returns the number of steps in a graph of a compiled model."""
     # Replicas and eager steps are left to Keras's own loop.
     if model.run_eagerly or upstream.strategy_of(model):
@@ -60,7 +60,7 @@ def waits(model: Any) -> str:
     """
     if not model.compiled or model.steps_per_execution == 1:
         return ""
-    if _number(model) == 1:
+    if number(model) == 1:
         why = "each step has a graph of its own"
     elif isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         why = "the loss scale depends on all gradients"
@@ -77,28 +77,8 @@ def waits(model: Any) -> str:
     return f"Between steps, stages wait for each other ({why})."
 
 
-def make_train_function(
-    model: Any, keras_makes: Callable[..., Any], force: bool
-) -> None:
-    """Makes a model's `train_function`, with several steps in a graph.
-
-    Args:
-        model: A pipeline.
-        keras_makes: The `make_train_function` of `keras.Model`, bound to it.
-        force: Boolean, whether to replace an existing function.
-    """
-    if model.train_function is not None and not force:
-        return
-    keras_makes(force=force)
-    number = _number(model)
-    if number > 1:
-        model.train_function = _in_one_graph(
-            model, model.train_function, number
-        )
-
-
-def _in_one_graph(
-    model: Any, one_by_one: Callable[[Iterator], Any], number: int
+def in_one_graph(
+    model: Any, one_by_one: Callable[[Iterator], Any], count: int
 ) -> Callable[[Iterator], Any]:
     """Returns a `train_function` that runs several steps in one graph.
 
@@ -106,12 +86,12 @@ def _in_one_graph(
         model: A pipeline.
         one_by_one: Keras's `train_function`, for data that is no `tf.data`
             iterator.
-        number: Integer, the steps in a graph.
+        count: Integer, the steps in a graph.
     """
 
     @tf.function(reduce_retracing=True, autograph=False)
     def draw(iterator: tf.data.Iterator) -> list[Any]:
-        return [iterator.get_next_as_optional() for _ in range(number)]
+        return [iterator.get_next_as_optional() for _ in range(count)]
 
     @tf.function(reduce_retracing=True, autograph=False)
     def run(drawn: list[Any]) -> Any:
@@ -125,7 +105,7 @@ def _in_one_graph(
         if not isinstance(iterator, tf.data.Iterator):
             return one_by_one(iterator)
         logs = None
-        for _ in range(model.steps_per_execution // number):
+        for _ in range(model.steps_per_execution // count):
             drawn = draw(iterator)
             if drawn[-1].has_value():
                 logs = run(drawn)

@@ -53,6 +53,8 @@ class Run(NamedTuple):
 class PipelinedTraining(PipelinedCalls, SeveralHosts):
     """Mixin: the `fit`, training step and test step of a pipelined model."""
 
+    # What `make_train_function` makes, in Keras an attribute.
+    train_function: Any
     # Set by `callbacks.Timeline`: a function that gets the times of tasks.
     _record_times: Any = None
     # While several steps are traced in one graph: a list with the previous
@@ -149,9 +151,14 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             if self.built:
                 self._build_optimizer()
             colocate(self.optimizer)
-        several_steps.make_train_function(
-            self, super().make_train_function, force
-        )
+        if self.train_function is not None and not force:
+            return
+        super().make_train_function(force=force)
+        count = several_steps.number(self)
+        if count > 1:
+            self.train_function = several_steps.in_one_graph(
+                self, self.train_function, count
+            )
 
     @contextlib.contextmanager
     def _steps_in_one_graph(self):
