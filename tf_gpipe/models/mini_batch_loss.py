@@ -148,30 +148,6 @@ def by_micro_batch(
     return loss, _gradients(model, run, variable_gradients), y_pred
 
 
-def penalty(variable: keras.Variable, device: str) -> tf.Tensor:
-    """Returns a regularisation loss, computed where the variable lives."""
-
-    @tf.custom_gradient
-    def of_value(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        with tf.device(device), tf.GradientTape() as tape:
-            tape.watch(value)
-            loss = variable.regularizer(value)
-
-        # TensorFlow gives it the trainable variables that the regulariser has
-        # read, if there are any.
-        def gradient(by_loss: tf.Tensor, variables: Any = None) -> Any:
-            with tf.device(device):
-                by_value, by_variables = tape.gradient(
-                    loss, (value, variables or []), output_gradients=by_loss
-                )
-            return by_value if variables is None else (by_value, by_variables)
-
-        return loss, gradient
-
-    with tf.device(device):
-        return of_value(tf.convert_to_tensor(variable.value))
-
-
 def _gradients(
     model: Any, run: MiniBatch, variable_gradients: list[Any]
 ) -> list[Any]:
@@ -181,9 +157,6 @@ def _gradients(
     losses that use variables directly, such as regularisers.
     """
     accumulated = run.gradients()
-    times = run.order.times()
-    if times is not None:
-        model._record_times(times, run.pipeline)
     gradients = []
     for variable, direct in zip(
         model.trainable_variables, variable_gradients, strict=True

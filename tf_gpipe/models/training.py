@@ -28,6 +28,7 @@ from tf_gpipe.models.traced_once import traced_once
 from tf_gpipe.models.user_class import CALLS
 from tf_gpipe.models.user_class import overrides
 from tf_gpipe.stage import seeds
+from tf_gpipe.step import penalties
 from tf_gpipe.step.running import Gradients
 
 _FIT = inspect.signature(keras.Model.fit)
@@ -137,10 +138,15 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             self._previous[:] = [run]
         # Eager tasks do not overlap, so their order does not matter.
         if forwards_first or tf.executing_eagerly():
-            return mini_batch_loss.after_all_forwards(
+            found = mini_batch_loss.after_all_forwards(
                 self, run, x, y, sample_weight
             )
-        return mini_batch_loss.by_micro_batch(self, run, y, sample_weight)
+        else:
+            found = mini_batch_loss.by_micro_batch(self, run, y, sample_weight)
+        times = run.order.times()
+        if times is not None:
+            self._record_times(times, run.pipeline)
+        return found
 
     def make_train_function(self, force=False):
         # Keras may have dropped the seed since the build. It must be made
@@ -287,7 +293,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     def _get_regularization_losses(self):
         return [
-            mini_batch_loss.penalty(
+            penalties.of_weight(
                 variable, self._built_pipeline().device_of(variable)
             )
             for variable in self.trainable_variables

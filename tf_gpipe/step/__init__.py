@@ -15,6 +15,7 @@ summed. The result is that of the mini-batch in one piece:
     loss            the loss of a mini-batch from those of its micro-batches
     loss_checks     refuses losses that need the whole mini-batch
     added_losses    losses that layers add, merged over micro-batches
+    penalties       losses of regularisers, on the devices of their weights
     state           state that layers update: batch statistics, seeds
     masks           Keras masks of outputs, computed before the outputs
     outputs         the model's outputs, merged from micro-batches
