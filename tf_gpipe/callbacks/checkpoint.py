@@ -389,6 +389,6 @@ def _position(saved: Saved) -> Position:
 @worker_lost.naming_failures
 def _restore(model: Any, saved: Saved, kinds: tuple[str, ...]) -> None:
     if state.optimizer_of(model) is not None:
-        model._build_optimizer()
+        slots.build(model)
     state.restore(model, saved, kinds)
     worker_lost.note_checkpoint(model, saved.path)

@@ -30,6 +30,29 @@ def of_optimizer(
     return [found[id(w)] for w in weights]
 
 
+def build(model: keras.Model) -> None:
+    """Makes the slots of a model's optimizer on the devices of their weights.
+
+    Call it before the step is traced: slots created within the trace would not
+    be on those devices. Those of an optimizer that was built before its weights
+    moved, for a plain model, follow them.
+    """
+    optimizer = model.optimizer
+    if not model.trainable_variables:
+        return
+    within_step = not tf.executing_eagerly() or replicas.within_one()
+    if not (optimizer.built and within_step):
+        with (
+            tf.init_scope(),
+            placement.eagerly_alone(),
+            model.distribute_strategy.scope(),
+        ):
+            if not optimizer.built:
+                optimizer.build(model.trainable_variables)
+            place(optimizer)
+    find_again(optimizer)
+
+
 def place(optimizer: keras.optimizers.Optimizer) -> None:
     """Moves the slots of a built optimizer to the devices of their weights.
 

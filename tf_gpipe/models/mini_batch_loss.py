@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.devices import slots
 from tf_gpipe.stage.gradients import add
 from tf_gpipe.step.engine import MiniBatch
 from tf_gpipe.step.loss import MicroBatchLoss
@@ -45,7 +46,7 @@ def of_call(
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True)
         loss = model._compute_loss(x, y, y_pred, sample_weight)
-        scaled = model._scale_loss(loss)
+        scaled = _scaled(model, loss)
     return loss, tape.gradient(scaled, model.trainable_variables), y_pred
 
 
@@ -76,7 +77,7 @@ def after_all_forwards(
                 loss = model._compute_loss(x, y, y_pred, sample_weight)
             finally:
                 model._losses_override = []
-            scaled = model._scale_loss(loss)
+            scaled = _scaled(model, loss)
         output_gradients, added_gradients, variable_gradients = tape.gradient(
             scaled, (parts, added, model.trainable_variables)
         )
@@ -100,7 +101,7 @@ def by_micro_batch(
     """
     # Factors of the gradients: the optimizer's loss scale for losses given to
     # `compile`; for all others, as in Keras, divided by the replicas as well.
-    scale = model._scale_loss(tf.ones(()))
+    scale = _scaled(model, tf.ones(()))
     added_scale = upstream.scaled_for_replicas(scale)
 
     loss_of_each = MicroBatchLoss(
@@ -146,6 +147,16 @@ def by_micro_batch(
             sample_weight=run.split.static_rows,
         )
     return loss, _gradients(model, run, variable_gradients), y_pred
+
+
+def _scaled(model: Any, loss: tf.Tensor) -> tf.Tensor:
+    """Returns a loss times the loss scale of the model's optimizer."""
+    if getattr(model, "optimizer", None) is None:
+        return loss
+    # Before it is built, a `LossScaleOptimizer` scales by a constant.
+    if not model.optimizer.built:
+        slots.build(model)
+    return model.optimizer.scale_loss(loss)
 
 
 def _gradients(

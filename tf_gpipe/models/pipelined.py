@@ -193,7 +193,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         # optimizer does not have its variables yet.
         optimizer = getattr(self, "optimizer", None)
         if optimizer is not None and self.built:
-            self._build_optimizer()
+            slots.build(self)
         super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     def stateless_call(self, *args, **kwargs):

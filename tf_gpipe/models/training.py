@@ -11,8 +11,6 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.devices import placement
-from tf_gpipe.devices import replicas
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.colocation import colocate
@@ -155,7 +153,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             seeds.global_seed()
         if self.optimizer is not None:
             if self.built:
-                self._build_optimizer()
+                slots.build(self)
             colocate(self.optimizer)
         if self.train_function is not None and not force:
             return
@@ -260,36 +258,6 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         if self._record_times is not None:
             self._record_times = None
             self.train_function = None
-
-    def _build_optimizer(self):
-        """Makes the optimizer's slots, each on the device of its weight.
-
-        Call it before the step is traced: slots created within the trace would
-        not be on those devices. Those of an optimizer that was built before
-        its weights moved, for a plain model, follow them.
-        """
-        optimizer = self.optimizer
-        if not self.trainable_variables:
-            return
-        within_step = not tf.executing_eagerly() or replicas.within_one()
-        if not (optimizer.built and within_step):
-            with (
-                tf.init_scope(),
-                placement.eagerly_alone(),
-                self.distribute_strategy.scope(),
-            ):
-                if not optimizer.built:
-                    optimizer.build(self.trainable_variables)
-                slots.place(optimizer)
-        slots.find_again(optimizer)
-
-    def _scale_loss(self, loss):
-        if getattr(self, "optimizer", None) is None:
-            return loss
-        # Before it is built, a `LossScaleOptimizer` scales by a constant.
-        if not self.optimizer.built:
-            self._build_optimizer()
-        return self.optimizer.scale_loss(loss)
 
     def _get_regularization_losses(self):
         return [

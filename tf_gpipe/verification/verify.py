@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tf_gpipe import progress
 from tf_gpipe import upstream
+from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.schedule import schedules
@@ -123,7 +124,7 @@ class _Verification:
                 )
                 # As the first step does: the slots must exist before their
                 # values are saved.
-                model._build_optimizer()
+                slots.build(model)
                 variables = Variables(model)
                 # No warnings beside the report, which names the layers.
                 with warnings.catch_warnings():
