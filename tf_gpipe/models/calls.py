@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
+from tf_gpipe.devices import worker_lost
 from tf_gpipe.schedule import schedules
 from tf_gpipe.stage.function_call import NO_SECOND_DERIVATIVES
 from tf_gpipe.stage.stage import Activations
@@ -67,6 +68,14 @@ class PipelinedCalls(upstream.Mixin):
     @jit_compile.setter
     def jit_compile(self, value: bool | str) -> None:
         self._stage_jit_compile = value is True
+
+    @worker_lost.naming_failures
+    def __call__(self, inputs, *args, **kwargs):
+        # Checked before Keras builds the layers for a ragged tensor's shape.
+        for x in keras.tree.flatten(inputs):
+            if isinstance(x, tf.RaggedTensor):
+                raise micro_batch.not_dense(x)
+        return super().__call__(inputs, *args, **kwargs)
 
     def call(self, inputs, training=None, mask=None):
         """Runs the pipeline forward; a gradient tape runs it backward.

@@ -33,11 +33,10 @@ from tf_gpipe.stage.opening import num_calls
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.step import state
-from tf_gpipe.step.micro_batch import not_dense
 
 
 @worker_lost.naming_failures_of(
-    *("__call__", "_place", "rebalance", "export"),
+    *("_place", "rebalance", "export"),
     *("fit", "train_on_batch", "evaluate", "test_on_batch"),
     *("predict", "predict_on_batch", "get_weights", "set_weights"),
     *("save", "save_weights", "load_weights"),
@@ -80,13 +79,6 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             ValueError: If the model has not been built.
         """
         return self._built_pipeline().stages
-
-    def __call__(self, inputs, *args, **kwargs):
-        # Checked before Keras builds the layers for a ragged tensor's shape.
-        for x in keras.tree.flatten(inputs):
-            if isinstance(x, tf.RaggedTensor):
-                raise not_dense(x)
-        return super().__call__(inputs, *args, **kwargs)
 
     def rebalance(self, balance: Any = "time") -> None:
         """Cuts a built model into stages anew.
