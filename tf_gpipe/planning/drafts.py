@@ -1,6 +1,5 @@
 """A candidate placed on devices: its cut, its stages' times, its plan."""
 
-import collections
 import dataclasses
 import functools
 import math
@@ -13,6 +12,7 @@ from tf_gpipe.partition.contiguous import split
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.planning import cuts
+from tf_gpipe.planning import speeds
 from tf_gpipe.planning.candidates import Candidate
 from tf_gpipe.planning.estimates import StageTimes
 from tf_gpipe.planning.estimates import estimate
@@ -72,22 +72,12 @@ class Draft:
         self._rows = rows
         self._schedule = schedule
         slow = machine.slowdown(candidate.num_devices * candidate.num_replicas)
-        # A stage's replicas wait for the slowest, and the smallest must fit.
-        columns = list(zip(*rows, strict=True))
+        # A stage's replicas wait for the slowest.
         self._speeds: list[Speed] = [
             min((x.speed for x in column), key=lambda x: x.flops).slower(slow)
-            for column in columns
+            for column in zip(*rows, strict=True)
         ]
-        # A device that is named more than once has its memory once.
-        uses = collections.Counter(x.name for row in rows for x in row)
-        uses[None] = 1
-        self._memory: list[Any] = [
-            min(
-                (x.memory // uses[x.name] for x in column if x.memory),
-                default=None,
-            )
-            for column in columns
-        ]
+        self._memory: list[Any] = speeds.memories(rows)
         self._micro_batch = layers.micro_batch(
             candidate.num_micro_batches, candidate.num_replicas
         )

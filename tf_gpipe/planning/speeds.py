@@ -3,7 +3,9 @@
 This module imports no TensorFlow.
 """
 
+import collections
 import dataclasses
+from collections.abc import Mapping
 from collections.abc import Sequence
 
 # How many times as fast a device of another kind is, at least.
@@ -79,6 +81,27 @@ def any_twice(names: Sequence[str | None]) -> bool:
     return len(set(known)) < len(known)
 
 
+def memories(rows: Sequence[Sequence[Device]]) -> list[int | None]:
+    """Returns the bytes that a pipeline has on each of its devices.
+
+    Args:
+        rows: List with a list of `Device`s for each replica.
+
+    Returns:
+        List of integers, or `None` where they are unknown. The smallest of a
+        stage's replicas must do. A device that is named more than once has its
+        memory once.
+    """
+    uses = collections.Counter(x.name for row in rows for x in row)
+    uses[None] = 1
+    return [
+        min(
+            (x.memory // uses[x.name] for x in column if x.memory), default=None
+        )
+        for column in zip(*rows, strict=True)
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """The devices for a pipeline, and the connections between them.
@@ -120,12 +143,27 @@ class Machine:
             ],
         )
 
-    def with_at_most(self, memory: int) -> "Machine":
-        """Returns a machine whose devices have at most these bytes each."""
+    def with_less_memory(self, used: Mapping[str | None, int]) -> "Machine":
+        """Returns a machine in which a pipeline that ran out of memory fails.
+
+        Args:
+            used: Dictionary from names of devices to the bytes that the
+                pipeline needed there.
+        """
+        # Which device ran out is not known. It is taken to be the fullest by
+        # its share: of 16 GB and 80 GB, with 14 GB and 60 GB in use, the first.
+        # None gets a larger share than that one had, as what takes the rest of
+        # the memory, such as fragmentation, takes a share of it, too. So
+        # devices that were alike stay alike. All are, if nothing is known.
+        known = {x.name: x.memory or 1 for x in self.devices}
+        size, memory = max(
+            ((size, known[name]) for name, size in used.items()),
+            key=lambda pair: pair[0] / pair[1],
+        )
         return dataclasses.replace(
             self,
             devices=[
-                dataclasses.replace(x, memory=min(x.memory or memory, memory))
+                dataclasses.replace(x, memory=known[x.name] * size // memory)
                 for x in self.devices
             ],
         )

@@ -5,6 +5,7 @@ import functools
 import gc
 import random
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,7 @@ def step_seconds(
 
     Raises:
         NoCopyError: If a layer cannot be copied.
+        Exception: What a step has raised. The variables of its frames are gone.
     """
     with _nothing_drawn():
         try:
@@ -68,9 +70,27 @@ def step_seconds(
             )
         except tf.errors.ResourceExhaustedError:
             return None
+        except Exception as error:
+            _clear_frames(error)
+            raise
         finally:
             # The copy, which reference cycles keep, has all of its memory.
             gc.collect()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clears the frames of an error, and those of the errors before it.
+
+    The copy is among their variables, which live as long as the error.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            left += [each.__cause__, each.__context__]
 
 
 def _fitted(copy: Any, known: KnownLayers, optimizer: Any) -> float:

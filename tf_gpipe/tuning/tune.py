@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import time
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -220,10 +219,7 @@ def tune(
     compared = any(not x.alone for x in choice.allowed(known, machine, fixed))
     reason = choice.explanation(ranked[0], machine, compared)
     plan = _decided(ranked, tried, machine, [untried, reason])
-    # What did not fit in a trial is no memory of a device.
-    return (
-        plan if any(memories) else dataclasses.replace(plan, device_memory=None)
-    )
+    return _with_memories(plan, machine.devices) if tries else plan
 
 
 def _measured_times(known, machine, fixed, until) -> LayerTimes:
@@ -268,8 +264,8 @@ def _tried(
     """Tries the best choices, as long as the time allows.
 
     `ranked` are those that `estimated` returns for the machine. Choices whose
-    steps raise an error are dropped. Once one runs out of memory, no device is
-    taken to have more than the fullest one would have needed.
+    steps raise an error are dropped. Once one runs out of memory, devices are
+    taken to have no more of it than was too little.
 
     Returns:
         `TriedChoices`, and the reason if none can be tried.
@@ -297,14 +293,12 @@ def _tried(
                     layers, known, optimizer, each.plan
                 )
                 if seconds is None:
-                    other = machine.with_at_most(_most_bytes(each.plan))
+                    other = machine.with_less_memory(_used(each.plan))
             except NoCopyError as error:
                 what = str(error).partition(". ")[0]
                 return TriedChoices(ranked), f"Nothing was tried. {what}."
             except Exception as error:  # Other candidates may run.
                 refused = refused or error
-                # The copy is among the variables of these frames.
-                traceback.clear_frames(error.__traceback__)
         taken = time.monotonic() - start
         setup = max(setup, taken - trials.COUNT * (seconds or 0.0))
         if seconds is not None:
@@ -318,14 +312,31 @@ def _tried(
     return choices, ""
 
 
-def _most_bytes(plan: Plan) -> int:
-    """Returns the bytes that a plan needs of its fullest device."""
+def _used(plan: Plan) -> dict[str | None, int]:
+    """Returns the bytes that a plan of one replica needs, by device name."""
     used: collections.Counter = collections.Counter()
     for name, size in zip(
         plan.device_names or (), plan.device_bytes, strict=True
     ):
         used[name] += size
-    return max(used.values())
+    return used
+
+
+def _with_memories(plan: Plan, devices: Sequence[Device]) -> Plan:
+    """Returns a plan with the memories of these devices.
+
+    Those by which it was chosen are smaller, if a trial ran out of memory.
+    """
+    by_name = {x.name: x for x in devices}
+    names = plan.device_names or []
+    found: list[Any] = speeds.memories(
+        [
+            [by_name[name] for name in row]
+            for row in (names if plan.num_replicas > 1 else [names])
+        ]
+    )
+    alike = len(set(found)) == 1
+    return dataclasses.replace(plan, device_memory=found[0] if alike else found)
 
 
 def _decided(

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import tempfile
+import weakref
 from unittest import mock
 
 import keras
@@ -173,7 +174,9 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
     def test_a_searched_order_counts_updates(self):
         with mock.patch.object(drafts, "search", wraps=drafts.search) as search:
             tuned(devices=2, schedule="auto", num_stages=2)
+        self.assertNotEmpty(search.call_args_list)
         for call in search.call_args_list:
+            self.assertLen(call.args[0].update, 2)
             self.assertTrue(all(call.args[0].update))
 
     def test_a_searched_order_or_none(self):
@@ -358,7 +361,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         )
 
 
-class TrialTest(tf.test.TestCase):
+class TrialTest(tf.test.TestCase, parameterized.TestCase):
     ONE_PIPELINE = {
         "devices": [f"{KIND}:0", f"{KIND}:1"],
         "num_stages": 2,
@@ -399,6 +402,36 @@ class TrialTest(tf.test.TestCase):
             if type(x) is tf_gpipe.PipelinedSequential and x.name == "tried"
         ]
         self.assertEmpty(copies)
+
+    @parameterized.parameters(True, False)
+    def test_one_that_fails_leaves_no_copy(self, out_of_memory):
+        layers = make_layers(2, 8)
+        known = KnownLayers(layers, (8, 8), "sgd")
+        plan = tf_gpipe.plan(layers, (8, 8), num_stages=2)
+        copies = []
+
+        def before(copy):
+            raise KeyError
+
+        def fitted(copy, known, optimizer):
+            copies.append(weakref.ref(copy))
+            try:
+                before(copy)
+            except KeyError:
+                if out_of_memory:
+                    raise tf.errors.ResourceExhaustedError(
+                        None, None, ""
+                    ) from None
+                raise ValueError from None
+
+        raised = None
+        with mock.patch.object(trials, "_fitted", fitted):
+            try:
+                trials.step_seconds(layers, known, "sgd", plan)
+            except ValueError as error:
+                raised = error  # It is kept, as `tune` may.
+        self.assertEqual(raised is None, out_of_memory)
+        self.assertEqual([x() for x in copies], [None])
 
     def test_slots_of_a_trained_model_stay(self):
         optimizer = keras.optimizers.Adam()
@@ -568,6 +601,35 @@ class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
         ):
             self.tried(layers, spec, **options)
 
+    @parameterized.parameters(([10**9, 10**9],), ([2 * 10**9, 10**9],))
+    def test_memory_after_out_of_memory(self, memories):
+        """A plan has the user's memories, in whatever order its devices are."""
+        where = machine([SLOW] * 2, replicates=False)
+        where = dataclasses.replace(
+            where,
+            devices=[
+                dataclasses.replace(x, memory=memory)
+                for x, memory in zip(where.devices, memories, strict=True)
+            ],
+        )
+        names = TrialTest.ONE_PIPELINE["devices"]
+        seconds = mock.Mock(side_effect=[None, *[1.0] * 20])
+        with mock.patch.object(trials, "step_seconds", seconds):
+            found = self.tried(
+                [keras.layers.Conv2D(8, 3, padding="same") for _ in range(8)],
+                (16, 16, 16, 8),
+                measured=where,
+                device_memory=memories,
+                num_micro_batches=None,
+                remat=None,
+            )
+        self.assertGreater(seconds.call_count, 1)
+        self.assertEqual(
+            dict(zip(found.device_names, found.memories, strict=True)),
+            dict(zip(names, memories, strict=True)),
+        )
+        self.assertTrue(found.fits)
+
     def test_no_copy(self):
         layer = NoCopy(tf.nn.relu)
         layer(tf.ones((8, 8)))
@@ -606,7 +668,7 @@ class MeasuredLayersTest(tf.test.TestCase):
         self.assertCountEqual(found, [0, 1])
 
 
-class TriedChoicesTest(tf.test.TestCase):
+class TriedChoicesTest(tf.test.TestCase, parameterized.TestCase):
     """In which order choices are tried, and how trials correct the others."""
 
     def setUp(self):
@@ -740,6 +802,19 @@ class TriedChoicesTest(tf.test.TestCase):
         # Three times as long as the old estimate is six times the new one.
         for x, half in zip(rest, halves[1:], strict=True):
             self.assertAllClose(x.seconds, 6 * half.seconds)
+
+    @parameterized.parameters(
+        # The small one is the fuller one.
+        ([16, 80], {"0": 14, "1": 60}, [14, 70]),
+        ([16, 80], {"0": 4, "1": 60}, [12, 60]),
+        ([16, 80], {"1": 60}, [12, 60]),
+        ([16, 16], {"0": 14, "1": 3}, [14, 14]),
+        ([None, None], {"0": 14, "1": 3}, [14, 14]),
+    )
+    def test_machine_with_less_memory(self, memories, used, left):
+        devices = [Device(str(i), x) for i, x in enumerate(memories)]
+        found = Machine(devices).with_less_memory(used)
+        self.assertEqual([x.memory for x in found.devices], left)
 
     def test_machine_with_slowdown(self):
         for count in (2, 3, 4):
