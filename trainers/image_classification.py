@@ -59,6 +59,7 @@ from absl import flags
 
 import model_zoo
 from tf_gpipe.commands.flags import keyword_arguments
+from tf_gpipe.whole_files import replacing
 from trainers import augmentation
 from trainers import command_line
 from trainers import images
@@ -74,7 +75,6 @@ from trainers.failures import as_user_errors
 from trainers.job import Job
 from trainers.job_config import JobConfig
 from trainers.optimization import Optimization
-from trainers.workdir import replacing
 
 _MODEL = flags.DEFINE_enum(
     "model", "resnet_small", model_zoo.names(), "Model of model_zoo."

@@ -4,6 +4,8 @@ import pathlib
 
 import keras
 
+from tf_gpipe.whole_files import replacing
+
 
 class LossLog(keras.callbacks.Callback):
     """Writes a line `step,loss` for each step, counted from 0 over all epochs.
@@ -56,7 +58,6 @@ class LossLog(keras.callbacks.Callback):
             with self.path.open(errors="replace") as file:
                 # A crash of the host may have left any bytes in it.
                 lines = file.readlines()[: step + 1]
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(lines))
-        partial.replace(self.path)
+        with replacing(self.path) as partial:
+            partial.write_text("".join(lines))
         return self.path.open("a")

@@ -9,7 +9,7 @@ import rich.table
 from sacrebleu.metrics import BLEU
 from sacrebleu.metrics import CHRF
 
-from trainers.workdir import replacing
+from tf_gpipe.whole_files import replacing
 
 GROUPS = ("high", "middle", "low")
 

@@ -9,9 +9,9 @@ import urllib.parse
 import sentencepiece
 import tensorflow_datasets as tfds
 
+from tf_gpipe.whole_files import replacing
 from trainers import placeholders
 from trainers.command_line import UserError
-from trainers.workdir import replacing
 
 # The ids of sentencepiece's control symbols. Tokens of languages follow.
 _PADDING, _START, _END, _UNKNOWN = range(4)

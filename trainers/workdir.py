@@ -5,7 +5,6 @@ run.json          the flags that determine the model and the data
 plan_flags.json   those for which --tune has chosen plan.json
 """
 
-import contextlib
 import json
 import pathlib
 import weakref
@@ -13,6 +12,7 @@ import weakref
 from tf_gpipe import checks
 from tf_gpipe.checkpoints.lock import Lock
 from tf_gpipe.checkpoints.lock import LockedError
+from tf_gpipe.whole_files import replacing
 from trainers.command_line import UserError
 
 _RUN = "run.json"
@@ -140,21 +140,6 @@ class Workdir:
                 f"{self.path / name} must be {expected} that a trainer writes. "
                 "Choose another --workdir, or move it away."
             )
-
-
-@contextlib.contextmanager
-def replacing(path):
-    """A scope to write a file in: all of it, or the one before stays.
-
-    Args:
-        path: `pathlib.Path` of the file.
-
-    Yields:
-        The path to write to.
-    """
-    partial = path.with_name(f"{path.name}.partial")
-    yield partial
-    partial.replace(path)
 
 
 def _plain(about):

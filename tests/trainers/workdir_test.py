@@ -16,7 +16,6 @@ from absl.testing import parameterized
 from tools import child_process
 from trainers.command_line import UserError
 from trainers.workdir import Workdir
-from trainers.workdir import replacing
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRAINS = """
@@ -137,15 +136,6 @@ class WorkdirTest(parameterized.TestCase):
             Workdir(self.path / "file" / "x").lock()
         with self.assertRaisesRegex(UserError, "Cannot read --workdir"):
             Workdir(self.path / ("x" * 300))
-
-    def test_file_is_replaced_as_a_whole(self):
-        path = self.path / "flags.txt"
-        with replacing(path) as partial:
-            partial.write_text("old")
-        with self.assertRaises(KeyboardInterrupt), replacing(path) as partial:
-            partial.write_text("new")
-            raise KeyboardInterrupt
-        self.assertEqual(path.read_text(), "old")
 
     def test_lock_that_says_anything(self):
         path = self.path / ".lock"

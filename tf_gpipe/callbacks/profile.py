@@ -9,6 +9,7 @@ from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Span
+from tf_gpipe.whole_files import replacing
 
 # The plane of the host: trace viewers show each of its lines.
 _HOST = "/host:CPU"
@@ -86,10 +87,8 @@ def name_tasks(log_dir: str, steps: Iterable[Recorded]) -> int:
     for name, kind in kinds.items():
         host.event_metadata[kind].id = kind
         host.event_metadata[kind].name = name
-    # The profile stays whole until the new one is.
-    new = found[-1].with_suffix(".tmp")
-    new.write_bytes(space.SerializeToString())
-    new.replace(found[-1])
+    with replacing(found[-1]) as new:
+        new.write_bytes(space.SerializeToString())
     # What XProf has made of the profile when it was looked at before.
     for cached in found[-1].parent.glob("*.SSTABLE"):
         cached.unlink(missing_ok=True)

@@ -3,17 +3,15 @@
 This module imports no TensorFlow.
 """
 
-import contextlib
 import dataclasses
 import json
-import os
-import shutil
 from typing import Any
 
 from tf_gpipe import checks
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.schedule.tasks import check_remat
+from tf_gpipe.whole_files import replacing
 
 _FORMAT = "tf_gpipe.Plan"
 _VERSION = 1
@@ -31,33 +29,14 @@ def save(plan: Any, path: Any) -> None:
     text = json.dumps(
         {"format": _FORMAT, "version": _VERSION, **config}, indent=1
     )
-    there = os.path.exists(place)
     try:
-        if there and not os.path.isfile(place):  # a pipe
-            _write(place, text)
-            return
-        # A file that is there stays whole until the new one is.
-        place = os.path.realpath(place)
-        new = f"{place}.{os.getpid()}.tmp"
-        try:
-            _write(new, text)
-            if there:
-                shutil.copymode(place, new)
-            os.replace(new, place)
-        except OSError:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(new)
-            raise
+        with replacing(place) as new:
+            new.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(
             "`path` must be the path of a file that can be written. Received: "
             f"path={path!r} ({error})"
         ) from error
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def load(path: Any, plan_of: Any, stage_of: Any, rival_of: Any) -> Any:

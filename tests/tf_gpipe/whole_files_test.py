@@ -1,0 +1,70 @@
+"""A file is replaced by a whole one, or stays."""
+
+import os
+import pathlib
+import tempfile
+import threading
+
+from absl.testing import absltest
+
+from tf_gpipe.whole_files import replacing
+
+
+class WholeFilesTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = pathlib.Path(
+            self.enterContext(tempfile.TemporaryDirectory())
+        )
+        self.path = self.directory / "file"
+
+    def write(self, text):
+        with replacing(self.path) as partial:
+            self.assertNotEqual(partial, self.path)
+            partial.write_text(text)
+
+    def test_replaced_as_a_whole(self):
+        self.write("old")
+        for error in (KeyboardInterrupt, ValueError):
+            with self.assertRaises(error), replacing(self.path) as partial:
+                partial.write_text("new")
+                raise error
+            self.assertEqual(self.path.read_text(), "old")
+            self.assertEqual(os.listdir(self.directory), ["file"])
+        self.write("new")
+        self.assertEqual(self.path.read_text(), "new")
+        self.assertEqual(os.listdir(self.directory), ["file"])
+
+    def test_permissions_and_links_stay(self):
+        self.write("old")
+        self.path.chmod(0o640)
+        link = self.directory / "link"
+        link.symlink_to(self.path)
+        with replacing(str(link)) as partial:
+            partial.write_text("new")
+        self.assertTrue(link.is_symlink())
+        self.assertEqual(self.path.read_text(), "new")
+        self.assertEqual(self.path.stat().st_mode & 0o777, 0o640)
+
+    def test_pipe(self):
+        os.mkfifo(self.path)
+        read = []
+        reader = threading.Thread(
+            target=lambda: read.append(self.path.read_text())
+        )
+        reader.start()
+        with replacing(self.path) as path:
+            path.write_text("text")
+        reader.join()
+        self.assertEqual(read, ["text"])
+        self.assertTrue(self.path.is_fifo())
+
+    def test_no_directory(self):
+        with self.assertRaises(NotADirectoryError):
+            self.write("")
+            with replacing(self.path / "file") as partial:
+                partial.write_text("")
+
+
+if __name__ == "__main__":
+    absltest.main()
