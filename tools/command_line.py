@@ -1,6 +1,7 @@
-"""Types of command-line flags that several tools share."""
+"""Types and checks of command-line flags that several tools share."""
 
 import argparse
+import contextlib
 import math
 
 from tf_gpipe.commands.flags import positive
@@ -41,3 +42,16 @@ def choices(names):
         return found
 
     return type_
+
+
+@contextlib.contextmanager
+def checking():
+    """A scope for what fails only where flags are wrong.
+
+    Its errors become usage errors, of one line. Others, outside of it, keep
+    their traceback.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentError(None, str(error)) from error

@@ -120,6 +120,14 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         ("peers --results=x", "--results is for --all"),
         ("peers --torch=/nope", "No such file"),
         ("trace --only=keras --plot=x.png", "--plot is not for --only"),
+        (
+            "trace --only=tf_gpipe --num_stages=8 --num_blocks=1",
+            "num_stages=8",
+        ),
+        ("trace --only=tf_gpipe --num_stages=999", "999 devices are needed"),
+        ("breakdown --on=local --num_stages=3 --schedule=zb_v", "must be even"),
+        ("memory --num_devices=999", "999 workers"),
+        ("one_device --case=unet_batch --results=/", "Is a directory"),
     )
     def test_refused(self, line, message):
         with (
@@ -129,6 +137,14 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             printed_here(*line.split())
         self.assertEqual(ended.exception.code, 2)
         self.assertIn(message, stderr.getvalue())
+
+    def test_an_error_that_is_no_flag_s(self):
+        """It has a traceback, which tells where it comes from."""
+        with (
+            mock.patch.object(workloads, "data", side_effect=ValueError("x")),
+            self.assertRaisesRegex(ValueError, "x"),
+        ):
+            printed_here("trace", "--only=keras")
 
     @parameterized.parameters(
         ("transformer", "sequential"), ("dense", "functional")

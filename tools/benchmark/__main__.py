@@ -8,6 +8,7 @@ from tools import quiet
 quiet.import_tensorflow()
 
 from tf_gpipe import progress  # noqa: E402
+from tools import command_line  # noqa: E402
 from tools.benchmark import auto_remat  # noqa: E402
 from tools.benchmark import baselines  # noqa: E402
 from tools.benchmark import breakdown  # noqa: E402
@@ -76,8 +77,9 @@ def main():
         if report:
             report.print(args.json)
             if args.plot:
-                report.plot(args.plot)
-    except (argparse.ArgumentError, OSError, ValueError) as e:
+                with command_line.checking():
+                    report.plot(args.plot)
+    except argparse.ArgumentError as e:
         commands.choices[args.command].error(str(e))
 
 

@@ -70,19 +70,21 @@ def main(args):
     _check(args)
     make = _WORKLOADS[args.workload]
     x, y = workloads.data(make(), args.batch_size)
-    processes = workers.connected(num_stages, one_core=True)
+    with command_line.checking():
+        processes = workers.connected(num_stages, one_core=True)
     with _data_parallel(args) as data_parallel:
 
         def run(num_stages, num_micro_batches, remat="never", schedule="1f1b"):
-            model = tf_gpipe.PipelinedSequential(
-                make(),
-                num_stages=num_stages,
-                num_micro_batches=num_micro_batches,
-                balance="flops",
-                schedule=schedule,
-                remat=remat,
-                devices=[process.device for process in processes],
-            )
+            with command_line.checking():
+                model = tf_gpipe.PipelinedSequential(
+                    make(),
+                    num_stages=num_stages,
+                    num_micro_batches=num_micro_batches,
+                    balance="flops",
+                    schedule=schedule,
+                    remat=remat,
+                    devices=[process.device for process in processes],
+                )
             workloads.compiled(model)
             return pipeline.Run(model, x, y, processes, args.num_steps)
 

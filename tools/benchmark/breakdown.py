@@ -49,18 +49,20 @@ def main(args):
     after the last task, mostly the update of the weights.
     """
     make = workloads.WORKLOADS[args.workload]
-    num_devices = schedules.num_devices_of(args.schedule, args.num_stages)
+    with command_line.checking():
+        num_devices = schedules.num_devices_of(args.schedule, args.num_stages)
     devices, _, note = pipeline.devices(args.on, num_devices)
     x, y = workloads.data(make(), args.batch_size)
-    model = tf_gpipe.PipelinedSequential(
-        make(),
-        num_stages=args.num_stages,
-        num_micro_batches=args.num_micro_batches,
-        balance="flops",
-        schedule=args.schedule,
-        remat=args.remat,
-        devices=devices[:num_devices],
-    )
+    with command_line.checking():
+        model = tf_gpipe.PipelinedSequential(
+            make(),
+            num_stages=args.num_stages,
+            num_micro_batches=args.num_micro_batches,
+            balance="flops",
+            schedule=args.schedule,
+            remat=args.remat,
+            devices=devices[:num_devices],
+        )
     workloads.compiled(model)
     recorder = _Recorder()
     timing.fit(model, x, y, args.num_steps + 1, [recorder])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+from tf_gpipe.whole_files import replacing
 from tools import child_process
 from tools import command_line
 from tools.benchmark import report
@@ -73,12 +74,10 @@ def once(args, environment=None, complete=None, **options):
             return new
         # Read again: other processes may have added results meanwhile.
         found = {**_kept(args.results), key: new}
-        os.makedirs(os.path.dirname(args.results) or ".", exist_ok=True)
-        # The file stays whole until the new one is.
-        new_file = f"{args.results}.{os.getpid()}.tmp"
-        with open(new_file, "w") as file:
-            json.dump(found, file, indent=1)
-        os.replace(new_file, args.results)
+        with command_line.checking():
+            os.makedirs(os.path.dirname(args.results) or ".", exist_ok=True)
+            with replacing(args.results) as path:
+                path.write_text(json.dumps(found, indent=1))
     return found[key]
 
 
@@ -95,7 +94,7 @@ def _kept(path):
     """Returns the results in a file, by flags and machine."""
     if not os.path.exists(path):
         return {}
-    with open(path) as file:
+    with command_line.checking(), open(path) as file:
         return json.load(file)
 
 

@@ -84,9 +84,11 @@ def _measured(args, places, processes):
     }
     tasks = {"plain": _task(args)}
     for k in args.num_stages:
-        tasks[f"K={k}"] = tf_gpipe.PipelinedModel.from_model(
-            _task(args), num_stages=k, devices=places[:k]
-        )
+        task = _task(args)
+        with command_line.checking():
+            tasks[f"K={k}"] = tf_gpipe.PipelinedModel.from_model(
+                task, num_stages=k, devices=places[:k]
+            )
     with tempfile.TemporaryDirectory() as folder:
         tasks[f"K={max(args.num_stages)}"].save_to_preset(folder)
         tasks["loaded again"] = type(tasks["plain"]).from_preset(folder)

@@ -75,11 +75,12 @@ def main(args):
     by_layer = _activations(make(), x.shape, len(make()) - 1)
     activations = [size / sum(by_layer) * whole for size in by_layer]
     rows = []
-    processes = workers.connected(
-        args.num_devices,
-        environment=worker_usage.GIVE_BACK,
-        one_core=True,
-    )
+    with command_line.checking():
+        processes = workers.connected(
+            args.num_devices,
+            environment=worker_usage.GIVE_BACK,
+            one_core=True,
+        )
     for schedule in args.schedule:
         for mode in args.remat:
             rows += _measured(
@@ -133,15 +134,16 @@ def _measured(args, schedule, mode, x, y, processes, activations):
     }
     if mode == AUTO_REMAT:
         options["memory_limit"] = args.memory_limit
-    plan = tf_gpipe.plan(
-        make(),
-        x.shape,
-        optimizer="sgd",
-        num_devices=args.num_devices
-        if schedule in schedules.ANY_STAGES_A_DEVICE
-        else None,
-        **options,
-    )
+    with command_line.checking():
+        plan = tf_gpipe.plan(
+            make(),
+            x.shape,
+            optimizer="sgd",
+            num_devices=args.num_devices
+            if schedule in schedules.ANY_STAGES_A_DEVICE
+            else None,
+            **options,
+        )
     model = tf_gpipe.PipelinedSequential(
         make(), devices=[p.device for p in processes], **options
     )

@@ -167,9 +167,10 @@ def _largest(args, case, way, start):
         else:
             high = number
         if high == 1:
-            raise ValueError(
+            raise argparse.ArgumentError(
+                None,
                 f"Nothing of {case} fits by {way}. Received: --limit="
-                f"{args.limit}"
+                f"{args.limit}",
             )
         near = low and best["bytes"] * _EXACT >= most
         if near or high <= max(low + 1, _EXACT * low):
@@ -201,9 +202,10 @@ def _largest_planned(args, case, start):
         if used <= 1:
             return {"size": size, **found}
         share = round(share - max(0.1, min(0.3, used - 1)), 2)
-    raise ValueError(
+    raise argparse.ArgumentError(
+        None,
         f"Nothing of {case} fits by {device_step.GPIPE}. Received: "
-        f"--limit={args.limit}"
+        f"--limit={args.limit}",
     )
 
 

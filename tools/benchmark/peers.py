@@ -311,7 +311,9 @@ def _programs(args):
         )
         look = "import importlib.util, sys; "
         look += f"sys.exit(importlib.util.find_spec({peer.needs!r}) is None)"
-        if subprocess.run([python, "-c", look]).returncode:
+        with command_line.checking():
+            looked = subprocess.run([python, "-c", look])
+        if looked.returncode:
             missing[name] = f"{python} has no package {peer.needs}"
             continue
         command = [python, "-m", f"tools.peers.{peer.module}"]

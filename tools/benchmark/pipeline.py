@@ -169,10 +169,11 @@ def main(args):
             (args.jit_compile,),
         )
     )
-    row = max(
-        schedules.num_devices_of(schedule, num_stages, args.num_devices)
-        for num_stages, _, schedule, *_ in grid
-    )
+    with command_line.checking():
+        row = max(
+            schedules.num_devices_of(schedule, num_stages, args.num_devices)
+            for num_stages, _, schedule, *_ in grid
+        )
     num_replicas = max(args.num_replicas)
     if not {1, num_replicas}.issuperset(args.num_replicas):
         # A process can use one strategy.
@@ -207,16 +208,17 @@ def main(args):
         count = schedules.num_devices_of(schedule, num_stages, args.num_devices)
         used = [x[:count] for x in rows[:copies]]
         with strategy.scope() if copies > 1 else contextlib.nullcontext():
-            model = tf_gpipe.PipelinedSequential(
-                layers(num_stages),
-                num_stages=num_stages,
-                num_micro_batches=num_micro_batches,
-                balance=balance,
-                schedule=schedule,
-                remat=remat,
-                memory_limit=limit,
-                devices=used,
-            )
+            with command_line.checking():
+                model = tf_gpipe.PipelinedSequential(
+                    layers(num_stages),
+                    num_stages=num_stages,
+                    num_micro_batches=num_micro_batches,
+                    balance=balance,
+                    schedule=schedule,
+                    remat=remat,
+                    memory_limit=limit,
+                    devices=used,
+                )
             workloads.compiled(model, xla, steps)
         size = args.batch_size * copies
         return Run(model, x[:size], y[:size], processes, args.num_steps)
@@ -297,12 +299,14 @@ def devices(where, count, for_replicas=False):
         and a string that describes the devices.
     """
     if where == "local":
-        names, note = local_devices.find(count)
+        with command_line.checking():
+            names, note = local_devices.find(count)
         return names, [], note
     if for_replicas:
         names = tf_gpipe.split_cpu(count)
         return names, [], "simulated accelerators in one process"
-    processes = workers.connected(count, one_core=where == "workers")
+    with command_line.checking():
+        processes = workers.connected(count, one_core=where == "workers")
     note = "worker processes of one core"
     if where == "simulated":
         note = "simulated accelerators"

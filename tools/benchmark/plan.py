@@ -132,11 +132,12 @@ def _measured(args, name):
     """Returns a model's results, a dictionary for each remat mode."""
     make, num_rows, length, convolutions = MODELS[name]
     found = []
-    processes = workers.connected(
-        args.num_stages,
-        environment=worker_usage.KERNELS[args.kernels],
-        one_core=True,
-    )
+    with command_line.checking():
+        processes = workers.connected(
+            args.num_stages,
+            environment=worker_usage.KERNELS[args.kernels],
+            one_core=True,
+        )
     names = [x.device for x in processes]
     model = make()
     known = KnownLayers(model, models.batch(model, num_rows, length), "adam")

@@ -89,8 +89,9 @@ def main(args):
 
 def _first_step(args):
     """Returns the seconds of a model's first step in this process."""
-    num_devices = schedules.num_devices_of(args.schedule, args.num_stages)
-    devices, _ = local_devices.find(num_devices)
+    with command_line.checking():
+        num_devices = schedules.num_devices_of(args.schedule, args.num_stages)
+        devices, _ = local_devices.find(num_devices)
     make = _WORKLOADS[args.workload]
     num_blocks = args.num_blocks or _NUM_BLOCKS
     layers = make() if args.workload == "resnet50" else make(num_blocks)
@@ -106,17 +107,16 @@ def _first_step(args):
         outputs = inputs = layers[0]
         for layer in layers[1:]:
             outputs = layer(outputs)
-        model = (
-            keras.Model(inputs, outputs)
-            if args.only == "keras"
-            else tf_gpipe.PipelinedModel(inputs, outputs, **pipelined)
-        )
+        plain, pipeline = keras.Model, tf_gpipe.PipelinedModel
+        made_of = [inputs, outputs]
     else:
-        model = (
-            keras.Sequential(layers)
-            if args.only == "keras"
-            else tf_gpipe.PipelinedSequential(layers, **pipelined)
-        )
+        plain, pipeline = keras.Sequential, tf_gpipe.PipelinedSequential
+        made_of = [layers]
+    if args.only == "keras":
+        model = plain(*made_of)
+    else:
+        with command_line.checking():
+            model = pipeline(*made_of, **pipelined)
     model = workloads.compiled(model)
     ends = []
     clock = keras.callbacks.LambdaCallback(

@@ -122,9 +122,10 @@ def main(args):
 
 
 def _devices(where, count):
-    if where == "logical":
-        return local_devices.find(count)[0]
-    processes = workers.connected(count, one_core=where == "workers")
+    with command_line.checking():
+        if where == "logical":
+            return local_devices.find(count)[0]
+        processes = workers.connected(count, one_core=where == "workers")
     return [x.device for x in processes]
 
 
