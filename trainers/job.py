@@ -16,6 +16,7 @@ from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Store
 from tf_gpipe.commands import models
 from tf_gpipe.schedule import schedules
+from tf_gpipe.whole_files import replacing
 from trainers import devices
 from trainers.command_line import UserError
 from trainers.failures import NotANumber
@@ -31,14 +32,16 @@ from trainers.weight_averages import SwapAverages
 from trainers.weight_averages import averaged
 from trainers.weight_averages import has_averages
 from trainers.workdir import Workdir
-from trainers.workdir import replacing
 
 # The files in the working directory of the plan of --tune, and of the flags
 # that it was chosen for.
 _PLAN = "plan.json"
 _PLAN_FLAGS = "plan_flags.json"
-# Those that the trainer itself has.
-_OF_A_PLAN = ("model", "model_args", "batch_size", "batch_tokens", "max_length")
+# Those that the trainer itself has, beside the hyper-parameters of its model.
+_OF_A_PLAN = (
+    *("batch_size", "batch_tokens", "max_length"),
+    *("optimizer", "optimizer_args", "ema"),
+)
 
 
 class Job:
@@ -143,13 +146,14 @@ class Job:
         """
         if self.config.tune:
             model = model_zoo.get(name, **hyper_parameters)
-            plan = self._kept_plan()
+            tuned_for = self._tuned_for(name, hyper_parameters)
+            plan = self._kept_plan(tuned_for)
             if plan is None:
                 plan = self._tuned(model, rows, length, optimizer)
                 print(plan, end="")
                 if self.workdir:
                     self.workdir.mkdir(parents=True, exist_ok=True)
-                    self._place.keep(self._tuned_for(), _PLAN_FLAGS)
+                    self._place.keep(tuned_for, _PLAN_FLAGS)
                     plan.save(self.workdir / _PLAN)
             return models.pipelined(model, plan=plan)
         names = [field.name for field in dataclasses.fields(PipelineConfig)]
@@ -185,7 +189,8 @@ class Job:
                 with keras.StatelessScope(initialize_variables=False):
                     model = model_zoo.get(name, **hyper_parameters)
                 if self.config.tune:
-                    return self._kept_plan() or self._tuned(
+                    tuned_for = self._tuned_for(name, hyper_parameters)
+                    return self._kept_plan(tuned_for) or self._tuned(
                         model, rows, length, optimizer
                     )
                 return tf_gpipe.plan(
@@ -200,28 +205,44 @@ class Job:
         except (TypeError, ValueError) as error:
             raise UserError(error) from error
 
-    def _kept_plan(self):
-        """Returns the plan in the working directory, or `None`."""
+    def _kept_plan(self, tuned_for):
+        """Returns the plan in the working directory, or `None`.
+
+        Args:
+            tuned_for: What `_tuned_for` returns.
+
+        Raises:
+            UserError: If the plan was chosen for something else.
+        """
         path = self.workdir and self.workdir / _PLAN
         if not path or not path.exists():
             return None
-        changed = self._place.changed(self._tuned_for(), _PLAN_FLAGS)
+        changed = self._place.changed(tuned_for, _PLAN_FLAGS)
         if changed:
             raise UserError(
                 f"{path} was chosen for other flags: {'; '.join(changed)}. Go "
-                "on with the same flags, or delete it to choose anew."
+                "on with the same flags, or delete it to choose anew. "
+                "(--model_args also has what follows from the data.)"
             )
         return tf_gpipe.Plan.load(path)
 
-    def _tuned_for(self):
+    def _tuned_for(self, name, hyper_parameters):
         """Returns the flags that a chosen plan depends on, with their values.
 
-        Those of the batches are known only where a model is trained.
+        Those of the batches are known only where a model is trained. Which data
+        set that is, and how it is read, matters by the hyper-parameters that
+        follow: the size of images, the number of classes, or the vocabulary's.
+
+        Args:
+            name: String, the name of the model.
+            hyper_parameters: Dictionary of its arguments.
         """
         return {
             "dtype_policy": self.config.dtype_policy,
             "workers": self.config.workers,
             "num_stages": self.config.num_stages,
+            "model": name,
+            "model_args": hyper_parameters,
             **{x: y for x, y in self._about.items() if x in _OF_A_PLAN},
         }
 

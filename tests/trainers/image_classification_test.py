@@ -44,6 +44,7 @@ from trainers.command_line import UserError
 from trainers.datasets import digits
 from trainers.devices import HardwareConfig
 from trainers.interruption import Stopped
+from trainers.job import Job
 from trainers.job_config import JobConfig
 from trainers.loss_log import LossLog
 from trainers.optimization import Optimization
@@ -408,6 +409,32 @@ class TrainTest(TestCase):
             ):
                 self.train(**options, batch_size=4)
         self.assertLen(plans, 1)
+
+    @mock.patch.object(Job, "fit", side_effect=UserError("begins"))
+    def test_tuned_for_the_data_and_the_optimizer(self, fit):
+        workdir = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+        def tune(model, spec, **kwargs):
+            return tf_gpipe.plan(model, spec, num_stages=2)
+
+        def run(**kwargs):
+            self.train(tune=True, workdir=workdir, **kwargs)
+
+        with mock.patch.object(tf_gpipe, "tune", tune):
+            for kwargs, message in (
+                ({}, "begins"),
+                # Of the optimizer's state there is as much.
+                ({"learning_rate": 0.1, "num_epochs": 3}, "begins"),
+                ({"image_size": 4}, "'input_shape': .6, 5, 3.*.4, 4, 3"),
+                (
+                    {"dataset": "tiny_images_of_two_classes"},
+                    "'num_classes': 3.*is .*'num_classes': 2",
+                ),
+                ({"optimizer": "sgd"}, "--optimizer was 'adamw', is 'sgd'"),
+                ({"ema": 0.9}, "--ema was None, is 0.9"),
+            ):
+                with self.assertRaisesRegex(UserError, message):
+                    run(**kwargs)
 
     @pytest.mark.slow
     def test_shown_before_and_after(self):
