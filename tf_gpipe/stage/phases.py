@@ -94,7 +94,8 @@ class StagePhases:
         """
         with self.function.on_device():
             phases = self.traced(inputs, carried)
-            return PhasedCall(phases, tensors((inputs, carried)), remat)
+            given = tensors((inputs, carried))
+            return PhasedCall(phases, phases.weights, given, remat)
 
     def read_weights_again(self) -> None:
         """Makes later phases of the graph read the weights anew.
@@ -173,22 +174,33 @@ class StagePhases:
 class PhasedCall:
     """A micro-batch on its way through the phases of a stage.
 
+    Args:
+        phases: The `Phases` of the stage.
+        packed: Function that returns the pack of weights for a phase.
+        inputs: The tensors of the stage's inputs and carried values.
+        remat: Whether this micro-batch is recomputed; see `StagePhases.start`.
+
     Attributes:
         result: `Result`.
         kept: Tensors that `backward` has kept for `weights`: they are ready
             once the backward phase is done.
     """
 
-    def __init__(self, phases: Phases, inputs: list[tf.Tensor], remat: bool):
+    def __init__(
+        self,
+        phases: Phases,
+        packed: Callable[[], list[tf.Tensor]],
+        inputs: list[tf.Tensor],
+        remat: bool,
+    ):
         self._phases = phases
+        self._packed = packed
         self._inputs = inputs
         self._remat = remat
         # Known once the backward phase has run.
         self._backward: Any = None
         self.kept: Any = None
-        self.result, self._made = phases.forward(
-            phases.weights(), inputs, not remat
-        )
+        self.result, self._made = phases.forward(packed(), inputs, not remat)
         self._stored = self._made
 
     def recompute(self) -> list[tf.Tensor]:
@@ -200,7 +212,7 @@ class PhasedCall:
         if phases.recomputes_before:
             # From `_made`, which stays: a tape may ask for it more than once.
             self._stored = phases.recompute(
-                phases.weights(), self._inputs, self._made
+                self._packed(), self._inputs, self._made
             )
         return self._stored
 
@@ -229,7 +241,7 @@ class PhasedCall:
             for x, arrived in pairs
         ]
         input_gradients, self.kept = self._backward.run(
-            self._phases.weights(),
+            self._packed(),
             self._stored,
             values,
             [] if self._phases.splits else sums.place(self._backward.dense),
@@ -245,13 +257,15 @@ class PhasedCall:
         place = sums.place(variables)
         made = self.kept
         if self._phases.splits:
-            weights = self._phases.weights()
-            made = self._backward.weights(weights, made, place)
+            made = self._backward.weights(self._packed(), made, place)
         dense, sparse = made
         if place:
             sums.added(variables, dense)
         else:
-            values = unpack(dense, [v.value for v in variables])
+            # Not `v.value`: a layer may ask for the gradient in a scope that
+            # gives its weights other values.
+            like = list(map(upstream.tensorflow_variable, variables))
+            values = unpack(dense, like)
             sums.add(zip(variables, values, strict=True))
         sums.add_lookups(self._backward.sparse, sparse)
         return tensors(made)

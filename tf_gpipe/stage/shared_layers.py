@@ -1,6 +1,7 @@
 """Blocks of layers that are alike share one trace and its functions."""
 
 import collections
+from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Iterable
 from typing import Any
@@ -12,12 +13,13 @@ from tf_gpipe import upstream
 from tf_gpipe.devices.errors import ALIKE
 from tf_gpipe.stage.blocks import likeness_of
 from tf_gpipe.stage.function import Result
-from tf_gpipe.stage.function import StageFunction
+from tf_gpipe.stage.structures import tensors
+from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.likeness import Likeness
-from tf_gpipe.stage.pack import unpack
+from tf_gpipe.stage.phases import PhasedCall
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
@@ -44,19 +46,14 @@ class SharedLayers:
 
     Args:
         blocks: Blocks of layer calls of all stages, as from `blocks.find`.
-        seeds: States of seed generators that any layer may draw from.
-        training: `None` for Keras's default.
-        splits: Whether the gradients of weights have a phase of their own.
-        differentiated: Whether the phases may be differentiated.
+        phases_of: Function that returns the `StagePhases` of a block, given as
+            a `Stage`. They recompute nothing.
     """
 
     def __init__(
         self,
         blocks: Iterable[Graph],
-        seeds: list[keras.Variable],
-        training: bool | None,
-        splits: bool,
-        differentiated: bool,
+        phases_of: Callable[[Stage], StagePhases],
     ):
         kinds: dict[Hashable, list] = collections.defaultdict(list)
         for block in blocks:
@@ -67,9 +64,7 @@ class SharedLayers:
         for kind in kinds.values():
             if len(kind) > 1:
                 block, alike = kind[0]
-                shared = _Shared(
-                    block, alike, seeds, training, splits, differentiated
-                )
+                shared = _Shared(block, alike, phases_of)
                 self._block.update(
                     (node, (shared, x, alike.variables))
                     for x, alike in kind
@@ -108,29 +103,16 @@ class _Shared:
         self,
         block: Graph,
         alike: Likeness,
-        seeds: list[keras.Variable],
-        training: bool | None,
-        splits: bool,
-        differentiated: bool,
+        phases_of: Callable[[Stage], StagePhases],
     ):
         self._block = block
-        self._differentiated = differentiated
         self._form = alike.form
         self._variables = alike.variables
         stage = Stage(0, [""], block, [])
         stage.scope = ALIKE
-        states = [v for v in stage.owned if not v.value.trainable]
-        self._function = StageFunction(
-            stage, [*seeds, *states], training, (), ()
-        )
-        self._phases = StagePhases(
-            self._function,
-            splits,
-            recomputed=(),
-            jit_compile=False,
-            differentiated=differentiated,
-        )
-        known = {id(v) for v in [*seeds, *self._variables]}
+        self._phases = phases_of(stage)
+        self._function = self._phases.function
+        known = set(map(id, self._variables))
         self._weights = trainable(self._variables)
         self._can_share: dict[Phases, bool] = {}
         self._sharing_disabled = any(id(v) not in known for v in stage.used())
@@ -205,36 +187,34 @@ class _Shared:
     ) -> Result:
         """Calls the forward phase, and records its gradient on tapes."""
         weights = phases.weights_of(handles)
-        result, stored = phases.forward(
-            weights, tensors((inputs, carried)), True
+        call = PhasedCall(
+            phases, lambda: weights, tensors((inputs, carried)), remat=False
         )
-        if not self._differentiated:
-            return result
-        parts = inputs.parts()
+        if not phases.output_gradients:
+            return call.result
+        parts, targets = inputs.parts(), call.result.targets
         floats = [i for i, x in enumerate(parts) if x.dtype.is_floating]
         trained = [v for v, _ in phases.trace.variable_gradients]
 
         def gradient(arrived: tf.Tensor) -> list:
-            backward = phases.backward((True,), False)
-            input_gradients, kept = backward.run(
-                weights, stored, [tf.convert_to_tensor(arrived)], []
-            )
-            if phases.splits:
-                kept = backward.weights(weights, kept, [])
-            dense = unpack(
-                kept[0], list(map(upstream.tensorflow_variable, backward.dense))
-            )
-            found = dict(zip(map(id, backward.dense), dense, strict=True))
+            sums = GradientSum(several=False)
+            arriving = [
+                tf.convert_to_tensor(arrived) if x.dtype.is_floating else None
+                for x in targets
+            ]
+            input_gradients = call.backward(arriving, sums)
+            call.weights(sums)
+            found = sums.by_variable()
             return [
                 *(input_gradients[i] for i in floats),
                 *(found.get(id(v)) for v in trained),
             ]
 
-        (target,) = [x for x in result.targets if x.dtype.is_floating]
+        (target,) = [x for x in targets if x.dtype.is_floating]
         sources = [parts[i] for i in floats]
         sources += [handles[id(_handle(v))] for v in trained]
         upstream.record_gradient([target], sources, gradient)
-        return result
+        return call.result
 
 
 def _handle(variable: keras.Variable) -> tf.Tensor:

@@ -23,6 +23,7 @@ from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.seeds import global_seed
 from tf_gpipe.stage.shared_layers import SharedLayers
 from tf_gpipe.stage.stage import LayerRunner
+from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import share_nothing
 from tf_gpipe.stage.tape import TapedStage
 from tf_gpipe.stage.tensorflow_state import TensorFlowState
@@ -105,14 +106,20 @@ class RunningStages:
             or tf.distribute.has_strategy()
         ):
             return share_nothing
-        if splits not in self._shared:
-            self._shared[splits] = SharedLayers(
-                self._blocks,
-                self._seed,
-                self._training,
+
+        def phases_of(stage: Stage) -> StagePhases:
+            states = [v for v in stage.owned if not v.value.trainable]
+            carried = [*self._seed, *states]
+            return StagePhases(
+                StageFunction(stage, carried, self._training, (), ()),
                 splits,
-                self._differentiated,
-            ).run
+                recomputed=(),
+                jit_compile=False,
+                differentiated=self._differentiated,
+            )
+
+        if splits not in self._shared:
+            self._shared[splits] = SharedLayers(self._blocks, phases_of).run
         return self._shared[splits]
 
     @functools.cached_property
