@@ -14,9 +14,9 @@ weights. Activations that the backward pass reads are kept or recomputed
     assignments        the scope that records assignments to variables
     straight_through   a tensor whose gradient goes to another one
     matrix_gradient    the gradient of rows of matrices times one matrix
-    phases             forward, recompute, backward and weights phases
-    traced_phases      the phases, cut from one trace of the function
-    traced_backward    the backward and weights phases of a trace
+    phases             the phases, cut from one trace of the function
+    phased_call        a micro-batch in the phases; those of its gradient
+    read_weights       the weights that the phases read, as one tensor
     recomputed_parts   operations of the trace that are recomputed
     shared_layers      one trace for blocks of layers that are alike
     blocks, likeness   repeated blocks of layers; comparison of layers

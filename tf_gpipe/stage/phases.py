@@ -1,23 +1,36 @@
 """Forward, recompute, backward and weights phases of a stage as functions."""
 
+import functools
+import itertools
 from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices.functions import NotInlinedFunction
+from tf_gpipe.stage import lookups
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
-from tf_gpipe.stage.gradients import GradientSum
+from tf_gpipe.stage.function_call import FunctionCall
+from tf_gpipe.stage.lookups import Lookup
+from tf_gpipe.stage.pack import pack
 from tf_gpipe.stage.pack import unpack
+from tf_gpipe.stage.phased_call import Backward
+from tf_gpipe.stage.phased_call import PhasedCall
+from tf_gpipe.stage.read_weights import ReadWeights
+from tf_gpipe.stage.recomputed_parts import RecomputedParts
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.stage import share_nothing
+from tf_gpipe.stage.structures import filled
 from tf_gpipe.stage.structures import tensors
-from tf_gpipe.stage.traced_phases import Phases
-from tf_gpipe.stage.traced_phases import Trace
+from tf_gpipe.stage.traced_function import TracedFunction
 
 
 class StagePhases:
@@ -64,9 +77,13 @@ class StagePhases:
         self.function = function
         self._differentiated = differentiated
         self._instead = instead
-        self._splits = splits
-        self._recomputed = recomputed
-        self._jit_compile = jit_compile
+        self._cut = functools.partial(
+            Phases,
+            name=f"stage {function.stage.index}",
+            splits=splits,
+            recomputed=recomputed,
+            jit_compile=jit_compile,
+        )
         self._plain = NotInlinedFunction(function, jit_compile)
         self._traced = tf.function(self._trace, autograph=False)
         # Keys are the graphs of traces.
@@ -83,7 +100,7 @@ class StagePhases:
 
     def start(
         self, inputs: Activations, carried: list, remat: bool
-    ) -> "PhasedCall":
+    ) -> PhasedCall:
         """Runs the forward phase.
 
         Args:
@@ -95,7 +112,7 @@ class StagePhases:
         with self.function.on_device():
             phases = self.traced(inputs, carried)
             given = tensors((inputs, carried))
-            return PhasedCall(phases, phases.weights, given, remat)
+            return PhasedCall(phases, phases.read_weights.packed, given, remat)
 
     def read_weights_again(self) -> None:
         """Makes later phases of the graph read the weights anew.
@@ -103,7 +120,7 @@ class StagePhases:
         After weights have been assigned within the graph.
         """
         for phases in self._by_graph.values():
-            phases.read_weights_again()
+            phases.read_weights.read_again()
 
     def captured(self) -> list[tf.Tensor]:
         """Returns the tensors that the traces capture from outside."""
@@ -113,21 +130,14 @@ class StagePhases:
             found += phases.traced.captured()
         return found
 
-    def traced(self, inputs: Activations, carried: list) -> Phases:
+    def traced(self, inputs: Activations, carried: list) -> "Phases":
         """Returns the phases for arguments of these dtypes and shapes."""
         # Outside of device functions, for the reason in `FunctionCall`.
         with tf.device(None):
             concrete = self._traced.get_concrete_function(inputs, carried)
         graph = concrete.graph
         if graph not in self._by_graph:
-            self._by_graph[graph] = Phases(
-                f"stage {self.function.stage.index}",
-                concrete,
-                self._traces[graph],
-                self._splits,
-                self._jit_compile,
-                self._recomputed,
-            )
+            self._by_graph[graph] = self._cut(concrete, self._traces[graph])
         return self._by_graph[graph]
 
     def _trace(self, inputs: Activations, carried: list) -> None:
@@ -171,101 +181,186 @@ class StagePhases:
             )
 
 
-class PhasedCall:
-    """A micro-batch on its way through the phases of a stage.
+class Trace(NamedTuple):
+    """Tensors of a traced stage and, if it has one, of its gradient."""
+
+    num_inputs: int  # tensors among the stage's inputs, without `carried`
+    num_forward: int  # operations of the graph in the forward pass
+    ends: list[int]  # operations before the first and after each layer call
+    result: Result
+    # A placeholder for the gradient, or None, for each of `result.targets`.
+    # This and the next two lists are empty if the trace has no gradient.
+    output_gradients: list
+    input_gradients: list  # a gradient or None for each flat input
+    variable_gradients: list  # pairs of a variable and its gradient
+
+
+class Phases:
+    """The phases of a stage, cut from a trace.
+
+    Each phase takes the weights that the stage reads as one tensor: see
+    `ReadWeights`.
 
     Args:
-        phases: The `Phases` of the stage.
-        packed: Function that returns the pack of weights for a phase.
-        inputs: The tensors of the stage's inputs and carried values.
-        remat: Whether this micro-batch is recomputed; see `StagePhases.start`.
+        concrete: The concrete function of the trace.
+        trace: The `Trace`.
+        name: Name of the stage, for errors.
+        splits, recomputed, jit_compile: As in `StagePhases`.
 
     Attributes:
-        result: `Result`.
-        kept: Tensors that `backward` has kept for `weights`: they are ready
-            once the backward phase is done.
+        read_weights: `ReadWeights`.
+        recomputes_before: Whether layers are recomputed by a phase before the
+            backward phase, and not within it.
+        forward: `FunctionCall` of the forward phase. It takes the pack of
+            weights, the stage's inputs, and whether to store the tensors
+            `stored`, that is, not to recompute. It returns the `Result` and a
+            pack of the tensors `stored`, or else of `kept`.
+        recompute: `FunctionCall` of the recompute phase. It takes the pack of
+            weights, the stage's inputs and the pack of `kept`, and returns the
+            pack of `stored`.
+        parts: `RecomputedParts`.
+        stored: Tensors of the forward pass that the backward phase reads.
+        kept: Tensors that the forward phase stores if layers are recomputed.
+
+    Raises:
+        ValueError: If XLA cannot compile the phases.
     """
 
     def __init__(
         self,
-        phases: Phases,
-        packed: Callable[[], list[tf.Tensor]],
-        inputs: list[tf.Tensor],
-        remat: bool,
+        concrete: Any,
+        trace: Trace,
+        name: str,
+        splits: bool,
+        recomputed: Sequence[range],
+        jit_compile: bool,
     ):
-        self._phases = phases
-        self._packed = packed
-        self._inputs = inputs
-        self._remat = remat
-        # Known once the backward phase has run.
-        self._backward: Any = None
-        self.kept: Any = None
-        self.result, self._made = phases.forward(packed(), inputs, not remat)
-        self._stored = self._made
-
-    def recompute(self) -> list[tf.Tensor]:
-        """Runs the recompute phase, if the stage has one.
-
-        Returns the pack of tensors that the backward phase reads.
-        """
-        phases = self._phases
-        if phases.recomputes_before:
-            # From `_made`, which stays: a tape may ask for it more than once.
-            self._stored = phases.recompute(
-                self._packed(), self._inputs, self._made
+        self.trace = trace
+        # The first stage has no gradients of inputs to send first.
+        self.splits = splits and bool(tensors(trace.input_gradients))
+        self.jit_compile = jit_compile
+        size = len(concrete.inputs) - len(concrete.captured_inputs)
+        self.inputs = concrete.inputs[:size]
+        self.output_gradients = [
+            x for x in trace.output_gradients if x is not None
+        ]
+        self.traced = TracedFunction(
+            concrete, [*self.inputs, *self.output_gradients], jit_compile
+        )
+        # All operations of the gradient, even those that depend on the forward
+        # pass alone: computed early, their results would have to be stored.
+        late = set(concrete.graph.get_operations()[trace.num_forward :])
+        effects = self.traced.effects()
+        self._early_effects = effects - late
+        self.late_effects = effects & late
+        fetches = tensors(
+            (trace.input_gradients, [x for _, x in trace.variable_gradients])
+        )
+        self.early = self.traced.makers(fetches, self.late_effects) - late
+        self.stored = self.traced.live(fetches, self.early, self.late_effects)
+        if jit_compile and any(x.dtype == tf.variant for x in self.stored):
+            raise ValueError(
+                f"XLA cannot compile {name}: it keeps lists of tensors for "
+                "the backward pass, as recurrent layers do. Received: "
+                "compile(jit_compile=True). Use False."
             )
-        return self._stored
+        self.parts = RecomputedParts(
+            self.traced, self._of_calls(recomputed), self.early
+        )
+        self.kept = self.parts.kept(self.stored)
+        self.recomputes_before = len(recomputed) == 1
+        if self.recomputes_before:
+            # The recompute phase is given the stage's inputs as well.
+            given = {id(x) for x in self.inputs}
+            self.kept = [x for x in self.kept if id(x) not in given]
+        # XLA does not support packs: compiled phases read variables themselves.
+        reads = [] if jit_compile else self.traced.reads()
+        self.read_weights = ReadWeights(reads)
+        self._backward: dict[tuple, Backward] = {}
+        self.forward = FunctionCall(self._forward)
+        self.recompute = FunctionCall(self._recompute)
 
-    def backward(self, output_gradients: list, sums: GradientSum) -> list:
-        """Runs the backward phase.
+    def part(
+        self,
+        feeds: list[tf.Tensor],
+        fetches: list[tf.Tensor],
+        effects: Iterable[tf.Operation] = (),
+        then: Callable | None = None,
+        after: Mapping[tf.Operation, Collection[tf.Operation]] | None = None,
+    ) -> Callable:
+        """As `TracedFunction.part`, fed the pack of weights first."""
+        read = self.read_weights.read
+        part = self.traced.part([*feeds, *read], fetches, effects, then, after)
+
+        def run(
+            weights: list[tf.Tensor], values: Sequence[tf.Tensor], *args: Any
+        ) -> Any:
+            known = self.read_weights.unpack(weights)
+            return part([*values, *known], *args)
+
+        return run
+
+    def _forward(
+        self, weights: list[tf.Tensor], inputs: list[tf.Tensor], stores: bool
+    ) -> tuple[Result, list[tf.Tensor]]:
+        result = tensors(self.trace.result)
+        part = self.part(
+            self.inputs,
+            result + (self.stored if stores else self.kept),
+            self._early_effects,
+        )
+        found = part(weights, inputs)
+        size = len(result)
+        return filled(self.trace.result, found[:size]), pack(found[size:])
+
+    def _recompute(
+        self,
+        weights: list[tf.Tensor],
+        inputs: list[tf.Tensor],
+        packed: list[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        part = self.part(self.inputs + self.kept, self.stored)
+        values = [*inputs, *unpack(packed, self.kept)]
+        return pack(part(weights, values))
+
+    def lookups(self, gradients: Iterable[tuple]) -> list[Lookup]:
+        """Returns the lookups among pairs of a variable and a gradient."""
+        size = self.trace.num_inputs
+        return lookups.find(
+            self.traced, self.inputs[:size], self.inputs[size:], gradients
+        )
+
+    def _of_calls(self, recomputed: Sequence[range]) -> list[set[tf.Operation]]:
+        """Returns the forward operations of each range of the stage's calls.
+
+        Operations before the first call count as its own, and those after the
+        last call likewise.
+        """
+        ends = [0, *self.trace.ends[1:-1], self.trace.num_forward]
+        inputs = {x.op for x in self.inputs}
+        return [
+            self.early.intersection(
+                self.traced.operations[ends[part.start] : ends[part.stop]]
+            )
+            - inputs
+            for part in recomputed
+        ]
+
+    def backward(self, arrived: tuple[bool, ...], remat: bool) -> Backward:
+        """Returns the backward phase for a set of incoming gradients.
 
         Args:
-            output_gradients: A gradient or `None` for each of `Result.targets`.
-            sums: The `GradientSum` of the stage.
-
-        Returns:
-            List with a gradient or `None` for each part of the inputs.
+            arrived: For each placeholder of a gradient, whether a gradient
+                arrives. Gradients that depend on none of these are `None`, as
+                from a tape.
+            remat: Whether this micro-batch is recomputed: the forward phase
+                has stored `kept`, not `stored`.
         """
-        pairs = [
-            (x, arrived)
-            for x, arrived in zip(
-                self.result.targets, output_gradients, strict=True
+        again = remat and not self.recomputes_before
+        key = arrived, again
+        if key not in self._backward:
+            there = itertools.compress(self.output_gradients, arrived)
+            self._backward[key] = Backward(
+                self, self.traced.users(there), again
             )
-            if x.dtype.is_floating
-        ]
-        self._backward = self._phases.backward(
-            tuple(arrived is not None for _, arrived in pairs), self._remat
-        )
-        values = [
-            tf.zeros_like(x) if arrived is None else tf.cast(arrived, x.dtype)
-            for x, arrived in pairs
-        ]
-        input_gradients, self.kept = self._backward.run(
-            self._packed(),
-            self._stored,
-            values,
-            [] if self._phases.splits else sums.place(self._backward.dense),
-        )
-        return input_gradients
-
-    def weights(self, sums: GradientSum) -> list[tf.Tensor]:
-        """Adds the gradients of weights to `sums`, after the backward phase.
-
-        Returns tensors that are ready once all gradients have been added.
-        """
-        variables = self._backward.dense
-        place = sums.place(variables)
-        made = self.kept
-        if self._phases.splits:
-            made = self._backward.weights(self._packed(), made, place)
-        dense, sparse = made
-        if place:
-            sums.added(variables, dense)
-        else:
-            # Not `v.value`: a layer may ask for the gradient in a scope that
-            # gives its weights other values.
-            like = list(map(upstream.tensorflow_variable, variables))
-            values = unpack(dense, like)
-            sums.add(zip(variables, values, strict=True))
-        sums.add_lookups(self._backward.sparse, sparse)
-        return tensors(made)
+        return self._backward[key]

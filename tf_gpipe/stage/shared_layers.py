@@ -13,20 +13,19 @@ from tf_gpipe import upstream
 from tf_gpipe.devices.errors import ALIKE
 from tf_gpipe.stage.blocks import likeness_of
 from tf_gpipe.stage.function import Result
-from tf_gpipe.stage.structures import tensors
 from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.likeness import Likeness
-from tf_gpipe.stage.phases import PhasedCall
+from tf_gpipe.stage.phased_call import PhasedCall
+from tf_gpipe.stage.phases import Phases
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import trainable
 from tf_gpipe.stage.structures import flatten
 from tf_gpipe.stage.structures import tensors
-from tf_gpipe.stage.traced_phases import Phases
 
 # A trace with fewer operations is not shared: to trace it again is faster than
 # to call it.
@@ -168,7 +167,7 @@ class _Shared:
             after = likeness_of(self._block)
             weights = set(map(id, self._weights))
             self._can_share[phases] = (
-                phases.is_pure([id(_handle(v)) for v in self._variables])
+                _is_pure(phases, {id(_handle(v)) for v in self._variables})
                 and len(phases.traced.operations) >= _MIN_OPERATIONS
                 and not self._function.added
                 and weights.isdisjoint(map(id, self._function.updated))
@@ -186,7 +185,8 @@ class _Shared:
         carried: list,
     ) -> Result:
         """Calls the forward phase, and records its gradient on tapes."""
-        weights = phases.weights_of(handles)
+        read = phases.read_weights
+        weights = read.packed_of(handles[id(x)] for x in read.handles)
         call = PhasedCall(
             phases, lambda: weights, tensors((inputs, carried)), remat=False
         )
@@ -215,6 +215,26 @@ class _Shared:
         sources += [handles[id(_handle(v))] for v in trained]
         upstream.record_gradient([target], sources, gradient)
         return call.result
+
+
+def _is_pure(phases: Phases, handles: set[int]) -> bool:
+    """Returns whether other blocks can call these phases.
+
+    That is so if there is one differentiable result, it depends on the inputs
+    and on weights with the ids `handles` alone, gradients of weights are dense,
+    and nothing has side effects, draws random numbers or calls Python.
+    """
+    trace, traced = phases.trace, phases.traced
+    read = set(map(id, phases.read_weights.handles))
+    gradients = [x for _, x in trace.variable_gradients]
+    return (
+        len(phases.output_gradients) == min(len(trace.output_gradients), 1)
+        and {*map(id, traced.captured())} <= read <= handles
+        and not traced.effects()
+        and not traced.draws(traced.operations)
+        and not traced.calls_python()
+        and not any(isinstance(x, tf.IndexedSlices) for x in gradients)
+    )
 
 
 def _handle(variable: keras.Variable) -> tf.Tensor:

@@ -12,10 +12,10 @@ from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.lookups import Lookup
+from tf_gpipe.stage.phases import Phases
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.structures import tensors
-from tf_gpipe.stage.traced_phases import Phases
 
 
 class TapedStage:

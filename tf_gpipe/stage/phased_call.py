@@ -1,18 +1,124 @@
-"""The backward and weights phases, cut from a trace of a stage's gradient."""
+"""A micro-batch in the phases of a stage, and the phases of its gradient."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe import upstream
 from tf_gpipe.stage import accumulator
 from tf_gpipe.stage.function_call import FunctionCall
+from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.pack import pack
 from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.structures import filled
 from tf_gpipe.stage.structures import tensors
+
+if TYPE_CHECKING:
+    from tf_gpipe.stage.phases import Phases
+
+
+class PhasedCall:
+    """A micro-batch on its way through the phases of a stage.
+
+    Args:
+        phases: The `Phases` of the stage.
+        packed: Function that returns the pack of weights for a phase.
+        inputs: The tensors of the stage's inputs and carried values.
+        remat: Whether this micro-batch is recomputed; see `StagePhases.start`.
+
+    Attributes:
+        result: `Result`.
+        kept: Tensors that `backward` has kept for `weights`: they are ready
+            once the backward phase is done.
+    """
+
+    def __init__(
+        self,
+        phases: "Phases",
+        packed: Callable[[], list[tf.Tensor]],
+        inputs: list[tf.Tensor],
+        remat: bool,
+    ):
+        self._phases = phases
+        self._packed = packed
+        self._inputs = inputs
+        self._remat = remat
+        # Known once the backward phase has run.
+        self._backward: Any = None
+        self.kept: Any = None
+        self.result, self._made = phases.forward(packed(), inputs, not remat)
+        self._stored = self._made
+
+    def recompute(self) -> list[tf.Tensor]:
+        """Runs the recompute phase, if the stage has one.
+
+        Returns the pack of tensors that the backward phase reads.
+        """
+        phases = self._phases
+        if phases.recomputes_before:
+            # From `_made`, which stays: a tape may ask for it more than once.
+            self._stored = phases.recompute(
+                self._packed(), self._inputs, self._made
+            )
+        return self._stored
+
+    def backward(self, output_gradients: list, sums: GradientSum) -> list:
+        """Runs the backward phase.
+
+        Args:
+            output_gradients: A gradient or `None` for each of `Result.targets`.
+            sums: The `GradientSum` of the stage.
+
+        Returns:
+            List with a gradient or `None` for each part of the inputs.
+        """
+        pairs = [
+            (x, arrived)
+            for x, arrived in zip(
+                self.result.targets, output_gradients, strict=True
+            )
+            if x.dtype.is_floating
+        ]
+        self._backward = self._phases.backward(
+            tuple(arrived is not None for _, arrived in pairs), self._remat
+        )
+        values = [
+            tf.zeros_like(x) if arrived is None else tf.cast(arrived, x.dtype)
+            for x, arrived in pairs
+        ]
+        input_gradients, self.kept = self._backward.run(
+            self._packed(),
+            self._stored,
+            values,
+            [] if self._phases.splits else sums.place(self._backward.dense),
+        )
+        return input_gradients
+
+    def weights(self, sums: GradientSum) -> list[tf.Tensor]:
+        """Adds the gradients of weights to `sums`, after the backward phase.
+
+        Returns tensors that are ready once all gradients have been added.
+        """
+        variables = self._backward.dense
+        place = sums.place(variables)
+        made = self.kept
+        if self._phases.splits:
+            made = self._backward.weights(self._packed(), made, place)
+        dense, sparse = made
+        if place:
+            sums.added(variables, dense)
+        else:
+            # Not `v.value`: a layer may ask for the gradient in a scope that
+            # gives its weights other values.
+            like = list(map(upstream.tensorflow_variable, variables))
+            values = unpack(dense, like)
+            sums.add(zip(variables, values, strict=True))
+        sums.add_lookups(self._backward.sparse, sparse)
+        return tensors(made)
 
 
 class Backward:
@@ -40,7 +146,7 @@ class Backward:
             sparse gradients.
     """
 
-    def __init__(self, phases: Any, alive: set[tf.Operation], again: bool):
+    def __init__(self, phases: "Phases", alive: set[tf.Operation], again: bool):
         def lives(gradient: Any) -> bool:
             return any(x.op in alive for x in tensors(gradient))
 
