@@ -230,7 +230,7 @@ class PipelinedCalls(upstream.Mixin):
         values = dict(zip(pipeline.graph.inputs, inputs, strict=True))
         for stage in pipeline.stages:
             with tf.device(stage.device):
-                run_stage(stage, values, training)
+                list(run_stage(stage, values, training))
         return keras.tree.map_structure(values.get, pipeline.graph.outputs)
 
     def _mini_batch(

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.stage import matrix_gradient
 from tf_gpipe.stage.assignments import AssignmentScope
+from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import AddedLoss
@@ -19,7 +20,6 @@ from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import adder
 from tf_gpipe.stage.stage import run_stage
-from tf_gpipe.stage.stage import share_nothing
 from tf_gpipe.stage.stage import trainable
 from tf_gpipe.stage.structures import filled
 from tf_gpipe.stage.structures import tensors
@@ -107,7 +107,7 @@ class StageFunction:
         self,
         inputs: Activations,
         carried: list,
-        instead: LayerRunner = share_nothing,
+        instead: LayerRunner | None = None,
     ) -> Result:
         given = inputs.with_parts(
             tf.stop_gradient(x) if stop else x
@@ -133,14 +133,8 @@ class StageFunction:
         losses: list[tf.Tensor] = []
         added: list[AddedLoss] = []
 
-        def after(node):
-            ends.append(_num_operations())
-            # After each call: when a layer is called again, Keras clears the
-            # losses that it has added to the scope.
-            for i, loss in enumerate(scope.losses):
-                losses.append(loss)
-                added.append(AddedLoss(node, i, adder(node.layer, loss)))
-            scope.losses.clear()
+        def shared(node: Node) -> bool:
+            return instead is not None and instead(node, values, scope)
 
         with (
             tf.device(self.stage.device),
@@ -149,13 +143,14 @@ class StageFunction:
             AssignmentScope(mapping, self._foreign) as scope,
         ):
             ends = [_num_operations()]
-            run_stage(
-                self.stage,
-                values,
-                self._training,
-                after,
-                lambda node: instead(node, values, scope),
-            )
+            for node in run_stage(self.stage, values, self._training, shared):
+                ends.append(_num_operations())
+                # After each call: when a layer is called again, Keras clears
+                # the losses that it has added to the scope.
+                for i, loss in enumerate(scope.losses):
+                    losses.append(loss)
+                    added.append(AddedLoss(node, i, adder(node.layer, loss)))
+                scope.losses.clear()
             assigned = self._assigned([v for v, _ in others], ends[0])
             self.ends = ends
             self.updated = [*scope.updated.values(), *assigned]
@@ -197,7 +192,7 @@ class StageFunction:
         inputs: Activations,
         carried: list,
         repeatable: bool = False,
-        instead: LayerRunner = share_nothing,
+        instead: LayerRunner | None = None,
         run: Callable[[Activations, list], Result] | None = None,
     ) -> tuple[Result, Callable[[list], tuple[list, list]]]:
         """Runs the stage under a tape, which keeps its activations.

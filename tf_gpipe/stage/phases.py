@@ -27,7 +27,6 @@ from tf_gpipe.stage.read_weights import ReadWeights
 from tf_gpipe.stage.recomputed_parts import RecomputedParts
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import LayerRunner
-from tf_gpipe.stage.stage import share_nothing
 from tf_gpipe.stage.structures import filled
 from tf_gpipe.stage.structures import tensors
 from tf_gpipe.stage.traced_function import TracedFunction
@@ -61,7 +60,7 @@ class StagePhases:
             recomputed. Calls of one range are recomputed together.
         jit_compile: Whether XLA compiles the phases.
         instead: Function that returns the `LayerRunner` for layers that share
-            phases; see `run_stage`. It is called when the stage is traced.
+            phases, if any. It is called when the stage is traced.
         differentiated: Whether the phases may be differentiated.
     """
 
@@ -71,7 +70,7 @@ class StagePhases:
         splits: bool,
         recomputed: Sequence[range],
         jit_compile: bool,
-        instead: Callable[[], LayerRunner] = lambda: share_nothing,
+        instead: Callable[[], LayerRunner | None] = lambda: None,
         differentiated: bool = True,
     ):
         self.function = function

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -242,42 +243,44 @@ class AddedLoss(NamedTuple):
 LayerRunner = Callable[[Node, dict[Value, Any], keras.StatelessScope], bool]
 
 
-def share_nothing(
-    node: Node, values: dict, scope: keras.StatelessScope
-) -> bool:
-    """A `LayerRunner` that shares nothing: every layer is called."""
-    del node, values, scope
-    return False
-
-
 def run_stage(
     stage: Stage,
     values: dict[Value, Any],
     training: bool | None,
-    after: Callable[[Node], None] = lambda node: None,
     instead: Callable[[Node], bool] = lambda node: False,
-) -> None:
+) -> Iterator[Node]:
     """Calls the layers of a stage, and adds a note to an error of a layer.
+
+    A generator, which calls each layer when it is asked for the next node.
 
     Args:
         stage: The stage.
         values: Dict from values to tensors. It has the stage's inputs; the
             results of layers are added.
         training: `None` for Keras's default.
-        after: Function that is called with each node after its call.
         instead: Function that is called with each node first. If it returns
             `True`, the layer is not called.
+
+    Yields:
+        Each node, after its call.
     """
     for node in stage.nodes:
         try:
             if not instead(node):
-                node.run(values, functools.partial(in_mode, training=training))
+                run_node(node, values, training)
         except Exception as e:
             where = f"stage {stage.index} on {stage.device}"
             name_layer(e, node.layer, where, *node.arguments(values)[0])
             raise
-        after(node)
+        yield node
     _check_dense(stage, values)
+
+
+def run_node(
+    node: Node, values: dict[Value, Any], training: bool | None
+) -> None:
+    """Calls a layer with `training`, unless `None`; see `Node.run`."""
+    node.run(values, functools.partial(in_mode, training=training))
 
 
 def _check_dense(stage: Stage, values: dict[Value, Any]) -> None:

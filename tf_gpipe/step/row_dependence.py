@@ -28,7 +28,7 @@ from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.graph import variables_of
 from tf_gpipe.stage.stage import Activations
-from tf_gpipe.stage.stage import in_mode
+from tf_gpipe.stage.stage import run_node
 from tf_gpipe.step import trials
 from tf_gpipe.step.state import batch_norms
 from tf_gpipe.step.trials import Trials
@@ -153,7 +153,7 @@ class RowDependence:
             }
             with keras.StatelessScope(weights):
                 for node in self._graph.nodes:
-                    node.run(values, self._in_mode(self._training))
+                    run_node(node, values, self._training)
             for value, x in values.items():
                 found[value] = _specs(Activations.of(x), _of_tensor)
 
@@ -166,10 +166,6 @@ class RowDependence:
         except Exception:
             return None
         return found
-
-    @staticmethod
-    def _in_mode(training: bool | None) -> Callable:
-        return functools.partial(in_mode, training=training)
 
     def _tried(self, node: Node, fetch: Callable) -> list[Dependence | None]:
         """Returns the dependence of each tensor that `fetch` returns.
@@ -239,7 +235,7 @@ class RowDependence:
             }
             for node in nodes:
                 scope.losses.clear()
-                node.run(values, self._in_mode(training))
+                run_node(node, values, training)
             return fetch(values, scope.losses)
 
         try:

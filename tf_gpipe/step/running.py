@@ -24,7 +24,6 @@ from tf_gpipe.stage.seeds import global_seed
 from tf_gpipe.stage.shared_layers import SharedLayers
 from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.stage import Stage
-from tf_gpipe.stage.stage import share_nothing
 from tf_gpipe.stage.tape import TapedStage
 from tf_gpipe.stage.tensorflow_state import TensorFlowState
 from tf_gpipe.stage.tensorflow_state import find
@@ -98,14 +97,14 @@ class RunningStages:
         # Kept alive for functions that read it after Keras has another one.
         pipeline.seeds.update((id(v), v) for v in self._seed)
 
-    def _instead(self, splits: bool) -> LayerRunner:
-        """The `LayerRunner` by which blocks that are alike share phases."""
+    def _instead(self, splits: bool) -> LayerRunner | None:
+        """Returns what lets blocks that are alike share phases, if they may."""
         if (
             self._how is not StageMode.FUNCTIONS
             or self._gradients is Gradients.FOR_OUTER_TAPE
             or tf.distribute.has_strategy()
         ):
-            return share_nothing
+            return None
 
         def phases_of(stage: Stage) -> StagePhases:
             states = [v for v in stage.owned if not v.value.trainable]

@@ -5,7 +5,6 @@ difference that is small beside the rest of the model is found.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
-from tf_gpipe.stage.stage import in_mode
+from tf_gpipe.stage.stage import run_node
 from tf_gpipe.step import state
 from tf_gpipe.step.engine import MiniBatch
 from tf_gpipe.step.running import StageMode
@@ -128,7 +127,7 @@ class Layers:
         self._variables.restore()
         values = dict(zip(self._graph.inputs, self._inputs, strict=True))
         for node in self._graph.nodes:
-            node.run(values, functools.partial(in_mode, training=training))
+            run_node(node, values, training)
         self._variables.restore()
         made = [value for node in self._graph.nodes for value in node.made]
         pipeline = _returning(self._pipeline, made)
@@ -167,10 +166,9 @@ class Layers:
         drawn_before = [_numbers(v) for v in seeds]
         floats = _floats([values[x] for x in node.inputs])
         weights = getattr(layer, "trainable_variables", [])
-        call = functools.partial(in_mode, training=training)
         with tf.GradientTape() as tape:
             tape.watch(floats)
-            node.run(values, call)
+            run_node(node, values, training)
             made = [values[x] for x in node.made]
             losses = [tf.reduce_sum(x) for x in _added(layer)]
             targets = [*_floats(made), *losses]
@@ -200,7 +198,7 @@ class Layers:
         )
         self._assign([*state_of, *seeds], [*before, *drawn_before])
         again = dict(values)
-        node.run(again, call)
+        run_node(node, again, training)
         repeated = _flat([again[x] for x in node.made])
         repeats = all(
             x.ok
