@@ -1,9 +1,11 @@
 """Blocks of layers that are alike share one trace and its functions."""
 
 import collections
+import itertools
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,6 +13,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices.errors import ALIKE
+from tf_gpipe.stage.blocks import find
 from tf_gpipe.stage.blocks import likeness_of
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.gradients import GradientSum
@@ -32,6 +35,37 @@ from tf_gpipe.stage.structures import tensors
 _MIN_OPERATIONS = 32
 
 
+def shareable(
+    graph: Graph, stages: Sequence[Stage], recomputed: Sequence[Sequence[range]]
+) -> list[Graph]:
+    """Returns the blocks of a model that may share phases, if they are alike.
+
+    The calls of a block are in one stage, and are recomputed together or not at
+    all. A block is left out if sharing would undo recomputation: a shared block
+    stores its inputs, even if the layers before it are recomputed to make them.
+
+    Args:
+        graph: The model.
+        stages: All its `Stage`s.
+        recomputed: For each stage, ranges of indices in `Stage.nodes`: the
+            calls that are recomputed.
+    """
+    pieces: list[int] = []
+    again: set[Node] = set()
+    for stage, parts in zip(stages, recomputed, strict=True):
+        bounds = {0, len(stage.nodes)}
+        for part in parts:
+            bounds |= {part.start, part.stop}
+            again.update(stage.nodes[part.start : part.stop])
+        pieces += [b - a for a, b in itertools.pairwise(sorted(bounds))]
+    made = {value for node in again for value in node.made}
+    return [
+        block
+        for block in find(graph, [len(x.nodes) for x in stages], pieces)
+        if block.nodes[0] in again or made.isdisjoint(block.inputs)
+    ]
+
+
 class SharedLayers:
     """The blocks of a pipeline that are alike, and the phases they share.
 
@@ -44,7 +78,7 @@ class SharedLayers:
         block 2             forward(weights of block 2, outputs of block 1)
 
     Args:
-        blocks: Blocks of layer calls of all stages, as from `blocks.find`.
+        blocks: Blocks of layer calls of all stages, as from `shareable`.
         phases_of: Function that returns the `StagePhases` of a block, given as
             a `Stage`. They recompute nothing.
     """

@@ -2,7 +2,6 @@
 
 import enum
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Hashable
@@ -12,16 +11,15 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.stage import blocks
+from tf_gpipe.stage.blocks import likeness_of
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.graph import Graph
-from tf_gpipe.stage.graph import Node
-from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.likeness import Itself
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.seeds import global_seed
 from tf_gpipe.stage.shared_layers import SharedLayers
+from tf_gpipe.stage.shared_layers import shareable
 from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.tape import TapedStage
@@ -124,47 +122,10 @@ class RunningStages:
     @functools.cached_property
     def _blocks(self) -> list[Graph]:
         """Blocks of layer calls that may share phases with others."""
-        pipeline = self._pipeline
-        found = blocks.find(
-            pipeline.graph,
-            [len(x.nodes) for x in pipeline.stages],
-            self._pieces(),
+        stages = self._pipeline.stages
+        return shareable(
+            self._pipeline.graph, stages, [self._parts(x.index) for x in stages]
         )
-        return [x for x in found if not self._would_keep(x)]
-
-    def _would_keep(self, block: Graph) -> bool:
-        """Returns whether sharing would undo recomputation.
-
-        A shared block stores its inputs, even if the layers before it are
-        recomputed to make them.
-        """
-        made, nodes = self._recomputed
-        return block.nodes[0] not in nodes and not made.isdisjoint(block.inputs)
-
-    @functools.cached_property
-    def _recomputed(self) -> tuple[set[Value], set[Node]]:
-        """The values that are recomputed, and the calls that make them."""
-        nodes = {
-            node
-            for stage in self._pipeline.stages
-            for part in self._parts(stage.index)
-            for node in stage.nodes[part.start : part.stop]
-        }
-        return {value for node in nodes for value in node.made}, nodes
-
-    def _pieces(self) -> list[int]:
-        """Returns the lengths of consecutive pieces of the layer calls.
-
-        The calls of a piece are in one stage and are recomputed together, or
-        not at all.
-        """
-        found = []
-        for stage in self._pipeline.stages:
-            bounds = {0, len(stage.nodes)}
-            for part in self._parts(stage.index):
-                bounds |= {part.start, part.stop}
-            found += [b - a for a, b in itertools.pairwise(sorted(bounds))]
-        return found
 
     def _parts(self, k: int) -> tuple[range, ...]:
         """Returns the ranges of stage `k`'s calls that are recomputed."""
@@ -241,9 +202,7 @@ class RunningStages:
             # A worker that has been restarted does not have earlier traces.
             return None
         graph = self._pipeline.graph
-        alike = blocks.likeness_of(
-            Graph(graph.nodes, graph.inputs, graph.returned)
-        )
+        alike = likeness_of(Graph(graph.nodes, graph.inputs, graph.returned))
         if alike is None or not alike.of_keras:
             return None
         variables = map(upstream.tensorflow_variable, alike.variables)
