@@ -330,7 +330,8 @@ def _key(node: Node, specs: Specs) -> tuple[Hashable, bool]:
     """Returns a key that is the same for calls with the same costs.
 
     They are calls of layers with equal attributes, on equal arguments: tensors
-    of equal dtypes and shapes. The Boolean is as of `likeness.in_costs`.
+    of equal dtypes and shapes. The Boolean tells whether the key may outlive
+    the layers: all their code is that of libraries.
     """
     numbers = {value: i for i, value in enumerate(node.inputs)}
 
@@ -347,7 +348,9 @@ def _key(node: Node, specs: Specs) -> tuple[Hashable, bool]:
         if isinstance(layer, keras.Layer)
         else []
     )
-    return likeness.in_costs((layer, trained, node.filled(described)))
+    arguments = node.filled(described)
+    found = likeness.of((layer, trained, arguments), in_costs=True)
+    return found.form, found.of_keras
 
 
 def _described(spec: Any) -> Any:

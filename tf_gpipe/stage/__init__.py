@@ -20,6 +20,7 @@ weights. Activations that the backward pass reads are kept or recomputed
     recomputed_parts   operations of the trace that are recomputed
     shared_layers      one trace for blocks of layers that are alike
     blocks, likeness   repeated blocks of layers; comparison of layers
+    compared_blocks, same_traces   comparison of what layers compute
     tape               a stage run under a gradient tape: eagerly, and in XLA
     traced_function    parts of a trace as functions of their own
     reached            graph search over operations

@@ -63,7 +63,7 @@ def find(
     return blocks
 
 
-def likeness_of(block: Graph) -> Likeness | None:
+def likeness_of(block: Graph) -> Likeness:
     """Returns the `Likeness` of a block: its layers and their arguments."""
     made = [value for node in block.nodes for value in node.made]
     places = {value: i for i, value in enumerate([*block.inputs, *made])}
@@ -196,8 +196,7 @@ def _num_weights(layer: Any) -> int:
 def _kind(node: Node) -> Hashable:
     """Returns a key that is equal for calls that are alike."""
     places = {value: i for i, value in enumerate(node.inputs)}
-    found = likeness.of(_call(node, places))
-    return node if found is None else found.form
+    return likeness.of(_call(node, places)).form
 
 
 def _call(node: Node, places: dict[Value, int]) -> tuple:

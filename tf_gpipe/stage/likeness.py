@@ -1,11 +1,13 @@
-"""Comparison of layers: which differ only in the values of their weights?"""
+"""Comparison of layers: may they differ only in the values of their weights?"""
 
-import dis
+import collections
 import functools
 import inspect
 import itertools
+import sys
 import types
 from collections.abc import Hashable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 from typing import NamedTuple
@@ -41,76 +43,46 @@ _OBJECTS = (
     keras.DTypePolicy,
     upstream.DynamicBackend,
 )
-
-# Attributes by which a method may tell a layer from others like it.
-_NAMES = frozenset(("name", "_name", "path", "_path", "get_config", "__dict__"))
-# Members of a class that no call uses.
-_UNUSED = (
-    *("__dict__", "__weakref__"),
-    *("__init__", "build", "from_config", "get_config"),
-)
-# What bytecode does with a layer right after loading it, to use an attribute.
-_USES_ATTRIBUTE = (
-    "DELETE_ATTR",
-    "LOAD_ATTR",
-    "LOAD_METHOD",
-    "LOAD_SUPER_ATTR",
-    "STORE_ATTR",
-)
 # Packages whose layer classes use no state beside a layer's attributes.
 _LIBRARIES = (
     *("keras", "tensorflow"),
     *("abc", "builtins", "collections", "typing"),
 )
+_CONTAINERS = (collections.deque, dict, list, set)
+# Members of a class that no call uses.
+_UNUSED = ("__init__", "build", "from_config", "get_config")
 
 
 class Likeness(NamedTuple):
     """A key to compare layers by, and the layers' variables in order.
 
-    Layers with equal forms compute the same function of their variables, taken
-    in this order.
+    Layers with equal forms are of the same classes and have equal attributes.
+    If all their code is that of libraries, they compute the same function of
+    their variables, taken in this order. Other code may use more, such as a
+    layer's name, and only its traces tell: see `same_traces`.
     """
 
     form: Hashable
     variables: list[keras.Variable]
-    # Whether all classes and functions are of Keras or TensorFlow: other code
-    # may use state that the form does not contain.
+    # Whether all classes and functions are of Keras or TensorFlow.
     of_keras: bool
 
 
-def of(layers: Any) -> Likeness | None:
-    """Returns the `Likeness` of layers, or `None` if they cannot be compared.
+def of(layers: Any, in_costs: bool = False) -> Likeness:
+    """Returns the `Likeness` of layers.
 
-    A layer cannot be compared if it has an attribute of an unknown type, which
-    may do anything.
+    Objects of unknown types are equal to themselves alone, and so are layers
+    whose calls may change what others do.
 
     Args:
         layers: A layer, or a nested structure of layers and of other objects
             that must be equal too, such as arguments of their calls.
+        in_costs: Whether such layers may be equal to others: what their calls
+            cost is the same.
     """
-    walk = _Walk()
-    try:
-        form = walk.form(layers)
-        return Likeness(form, walk.variables, walk.of_keras)
-    except _UnknownKindError:
-        return None
-
-
-def in_costs(layers: Any) -> tuple[Hashable, bool]:
-    """Returns a key that is equal for layers whose calls cost the same.
-
-    They are of the same classes, whatever these do, and have equal attributes.
-    Objects of unknown types are equal to themselves alone.
-
-    Args:
-        layers: As of `of`.
-
-    Returns:
-        Tuple of the key, and whether it may outlive the layers: all classes
-        and functions are those of libraries.
-    """
-    walk = _CostWalk()
-    return walk.form(layers), walk.of_keras
+    walk = _Walk(in_costs)
+    form = walk.form(layers)
+    return Likeness(form, walk.variables, walk.of_keras)
 
 
 class Itself:
@@ -129,14 +101,11 @@ class Itself:
         return isinstance(other, Itself) and self._x is other._x
 
 
-class _UnknownKindError(Exception):
-    pass
-
-
 class _Walk:
     """A recursive walk through the attributes of layers, making their form."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_costs: bool):
+        self._in_costs = in_costs
         self.variables: list[keras.Variable] = []
         self.of_keras = True
         # By id: the object's number, and the object itself, which is kept
@@ -155,8 +124,8 @@ class _Walk:
         self._seen[id(x)] = len(self._seen), x
         if isinstance(x, keras.Variable):
             self.variables.append(x)
-            kind = tuple(x.shape), x.dtype, x.trainable, upstream.casts(x)
-            return "variable", *kind
+            casts = upstream.casts(x)
+            return "variable", tuple(x.shape), x.dtype, x.trainable, casts
         if isinstance(x, (list, tuple)):
             return type(x).__name__, tuple(map(self.form, x))
         if isinstance(x, (set, frozenset)):
@@ -165,19 +134,23 @@ class _Walk:
             return "dict", self._items(x)
         if isinstance(x, keras.random.SeedGenerator):
             return type(x), self.form(x.state)
-        self.of_keras &= _is_of_library(type(x))
+        kind: Any = type(x)
+        self.of_keras &= _is_of_library(kind)
+        if not self._in_costs and _may_remember(kind):
+            return Itself(x)
         if upstream.runs_its_graph(x) and upstream.graph_of(x):
-            return type(x), self._model(x)
+            return kind, self._model(x)
         if isinstance(x, keras.initializers.Constant) and isinstance(
             x.value, np.ndarray
         ):
             # By identity: its config, a list, may take gigabytes.
-            return type(x), Itself(x.value)
+            return kind, Itself(x.value)
         if isinstance(x, keras.Initializer):
-            return type(x), self.form(x.get_config())
-        if isinstance(x, _OBJECTS) and self._compares(type(x)):
-            return type(x), self._items(upstream.attributes_used_by_call(x))
-        return self._unknown(x)
+            return kind, self.form(x.get_config())
+        if isinstance(x, _OBJECTS):
+            return kind, self._items(upstream.attributes_used_by_call(x))
+        self.of_keras = False
+        return Itself(x)
 
     def _model(self, model: keras.Model) -> Hashable:
         """Returns the form of a model whose call only runs its graph."""
@@ -205,81 +178,17 @@ class _Walk:
             )
         )
 
-    def _compares(self, kind: type) -> bool:
-        """Returns whether objects of a class are compared by attributes."""
-        return _is_plain(kind)
-
-    def _unknown(self, x: Any) -> Hashable:
-        raise _UnknownKindError
-
     def _items(self, x: Mapping) -> Hashable:
         return tuple((self.form(k), self.form(v)) for k, v in x.items())
-
-
-class _CostWalk(_Walk):
-    """A walk for what calls cost, not for what they compute."""
-
-    def _compares(self, kind: type) -> bool:
-        return True
-
-    def _unknown(self, x: Any) -> Hashable:
-        self.of_keras = False
-        return Itself(x)
 
 
 def _is_of_library(x: Any) -> bool:
     """Returns whether a class, function or module is in `_LIBRARIES`."""
     name = x.__name__ if inspect.ismodule(x) else x.__module__
-    return name.split(".")[0] in _LIBRARIES
-
-
-def _is_plain(kind: type) -> bool:
-    """Returns whether the methods of a class use the layer's attributes only.
-
-    That is, neither the layer's name, nor the layer itself as an argument or
-    key, nor objects in a closure, where a method might store something when it
-    is called.
-    """
-    return all(
-        _knows_attributes_alone(member)
-        for cls in kind.__mro__
-        if not _is_of_library(cls)
-        for name, member in vars(cls).items()
-        if name not in _UNUSED
-    )
-
-
-def _knows_attributes_alone(member: Any) -> bool:
-    """Returns whether a member of a class is such a method, or no method."""
-    if isinstance(member, property):
-        methods = (member.fget, member.fset, member.fdel)
-        return all(x is None or _knows_attributes_alone(x) for x in methods)
-    is_free = isinstance(member, (classmethod, staticmethod))
-    method = member.__func__ if is_free else member
-    if not isinstance(method, types.FunctionType):
-        # A callable such as a `tf.function` hides the method that it wraps, and
-        # another descriptor may keep a value for each layer.
-        return isinstance(method, type) or not (
-            callable(method) or hasattr(method, "__get__")
-        )
-    try:
-        around = [cell.cell_contents for cell in method.__closure__ or ()]
-    except ValueError:
-        # A variable of the closure has no value yet.
-        return False
-    # A default value may be a list or a dictionary that calls share.
-    defaults = (method.__kwdefaults__ or {}).values()
-    around += [*(method.__defaults__ or ()), *defaults]
-    return not _tells_apart(method.__code__, not is_free) and all(
-        map(_is_fixed, around)
-    )
-
-
-def _is_fixed(x: Any) -> bool:
-    """Returns whether an object can hold nothing that calls change."""
-    if isinstance(x, tuple):
-        return all(map(_is_fixed, x))
-    return isinstance(x, (type, types.ModuleType, *_VALUES)) or _is_alone(x)
+    if name == "builtins":
+        # As that of classes made by `exec` is, if it is not told a module.
+        return vars(sys.modules[name]).get(x.__name__) is x
+    return name is not None and name.split(".")[0] in _LIBRARIES
 
 
 def _is_alone(x: Any) -> bool:
@@ -287,39 +196,67 @@ def _is_alone(x: Any) -> bool:
     return isinstance(x, types.FunctionType) and not x.__closure__
 
 
-@functools.lru_cache(4096)
-def _tells_apart(code: types.CodeType, is_method: bool) -> bool:
-    """Returns whether code may tell a layer from others that are alike.
+@functools.lru_cache(512)
+def _may_remember(kind: Any) -> bool:
+    """Returns whether code of a class may note something when it is called.
+
+    It may do so in a list or another container that it finds in a closure, a
+    default value or a global variable, or in any object of a closure. To trace
+    such a layer once more may change what others do.
+    """
+    return any(
+        not _is_fixed(x)
+        for cls in kind.__mro__
+        if not _is_of_library(cls)
+        for name, member in vars(cls).items()
+        if name not in _UNUSED
+        for x in _used_by(member, {})
+    )
+
+
+def _is_fixed(x: Any) -> bool:
+    """Returns whether an object can hold nothing that calls change."""
+    if isinstance(x, tuple):
+        return all(map(_is_fixed, x))
+    kinds = (type, types.ModuleType, types.FunctionType, *_VALUES)
+    return isinstance(x, kinds)
+
+
+def _used_by(member: Any, seen: dict[int, Any]) -> Iterator[Any]:
+    """Yields objects that a method uses: see `_may_remember`.
 
     Args:
-        code: The code of a function.
-        is_method: Whether its first argument is the layer.
+        member: A member of a class, or any other object.
+        seen: Dictionary of functions that have been looked at.
     """
-    layer = code.co_varnames[0] if is_method and code.co_varnames else None
-    return any(
-        not _NAMES.isdisjoint(x.co_names)
-        or (layer is not None and _passes_on(x, layer))
-        for x in _codes_in(code)
-    )
-
-
-def _passes_on(code: types.CodeType, variable: str) -> bool:
-    """Returns whether code uses a variable for more than its attributes."""
-    steps = [
-        (x.opname, x.argval if isinstance(x.argval, tuple) else (x.argval,))
-        for x in dis.get_instructions(code)
-        # `x.a += 1` copies `x` before it loads `x.a`.
-        if x.opname not in ("COPY", "EXTENDED_ARG")
+    if isinstance(member, property):
+        for x in (member.fget, member.fset, member.fdel):
+            yield from _used_by(x, seen)
+        return
+    method = inspect.unwrap(getattr(member, "__func__", member))
+    if not isinstance(method, types.FunctionType) or id(method) in seen:
+        return
+    seen[id(method)] = method
+    if _is_of_library(method):
+        return
+    found = [
+        *(method.__defaults__ or ()),
+        *(method.__kwdefaults__ or {}).values(),
     ]
-    shared = variable in (*code.co_cellvars, *code.co_freevars)
-    # A shared variable that is loaded in another way goes to an inner function.
-    loads = "LOAD_DEREF" if shared else "LOAD_FAST"
-    return any(
-        loads in name
-        and variable in used
-        and (variable in used[:-1] or after not in _USES_ATTRIBUTE)
-        for (name, used), (after, _) in itertools.pairwise(steps)
+    for cell in method.__closure__ or ():
+        # The variable may have no value yet.
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            found.append(cell)
+    yield from found
+    names = itertools.chain.from_iterable(
+        code.co_names for code in _codes_in(method.__code__)
     )
+    used = [method.__globals__[x] for x in names if x in method.__globals__]
+    yield from (x for x in used if isinstance(x, _CONTAINERS))
+    for x in [*found, *used]:
+        yield from _used_by(x, seen)
 
 
 def _codes_in(code: types.CodeType) -> list[types.CodeType]:

@@ -131,13 +131,20 @@ class StagePhases:
 
     def traced(self, inputs: Activations, carried: list) -> "Phases":
         """Returns the phases for arguments of these dtypes and shapes."""
-        # Outside of device functions, for the reason in `FunctionCall`.
-        with tf.device(None):
-            concrete = self._traced.get_concrete_function(inputs, carried)
+        concrete, trace = self.concrete(inputs, carried)
         graph = concrete.graph
         if graph not in self._by_graph:
-            self._by_graph[graph] = self._cut(concrete, self._traces[graph])
+            self._by_graph[graph] = self._cut(concrete, trace)
         return self._by_graph[graph]
+
+    def concrete(
+        self, inputs: Activations, carried: list
+    ) -> "tuple[Any, Trace]":
+        """Returns the concrete function that the phases are cut from."""
+        # Outside of device functions, for the reason in `FunctionCall`.
+        with tf.device(None):
+            found = self._traced.get_concrete_function(inputs, carried)
+        return found, self._traces[found.graph]
 
     def _trace(self, inputs: Activations, carried: list) -> None:
         # Called before the scope of the stage is entered, in which variables

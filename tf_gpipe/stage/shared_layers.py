@@ -15,6 +15,7 @@ from tf_gpipe import upstream
 from tf_gpipe.devices.errors import ALIKE
 from tf_gpipe.stage.blocks import find
 from tf_gpipe.stage.blocks import likeness_of
+from tf_gpipe.stage.compared_blocks import ComparedBlock
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.graph import Graph
@@ -91,13 +92,11 @@ class SharedLayers:
         kinds: dict[Hashable, list] = collections.defaultdict(list)
         for block in blocks:
             alike = likeness_of(block)
-            if alike is not None:
-                kinds[alike.form].append((block, alike))
+            kinds[alike.form].append((block, alike))
         self._block: dict[Node, tuple[_Shared, Graph, list]] = {}
         for kind in kinds.values():
             if len(kind) > 1:
-                block, alike = kind[0]
-                shared = _Shared(block, alike, phases_of)
+                shared = _Shared(kind, phases_of)
                 self._block.update(
                     (node, (shared, x, alike.variables))
                     for x, alike in kind
@@ -134,20 +133,27 @@ class _Shared:
 
     def __init__(
         self,
-        block: Graph,
-        alike: Likeness,
+        kind: list[tuple[Graph, Likeness]],
         phases_of: Callable[[Stage], StagePhases],
     ):
+        block, alike = kind[0]
         self._block = block
         self._form = alike.form
         self._variables = alike.variables
-        stage = Stage(0, [""], block, [])
-        stage.scope = ALIKE
+        stage = _stage(block)
         self._phases = phases_of(stage)
         self._function = self._phases.function
         known = set(map(id, self._variables))
         self._weights = trainable(self._variables)
         self._can_share: dict[Phases, bool] = {}
+        # By the first call of a block, unless all code is a library's.
+        self._compared = {
+            x.nodes[0]: ComparedBlock(
+                x, variables, phases_of(_stage(x)).function
+            )
+            for x, (_, variables, of_keras) in kind
+            if not of_keras
+        }
         self._sharing_disabled = any(id(v) not in known for v in stage.used())
 
     def run(
@@ -157,9 +163,9 @@ class _Shared:
         values: dict[Value, Any],
         scope: keras.StatelessScope,
     ) -> bool:
-        pairs = list(zip(self._variables, variables, strict=True))
+        pairs = zip(self._variables, variables, strict=True)
         own = {id(a): b for a, b in pairs}
-        handles = {id(_handle(a)): _handle(b) for a, b in pairs}
+        handles = {id(_handle(v)): _handle(own[id(v)]) for v in self._variables}
 
         def value(variable: keras.Variable) -> tf.Tensor | None:
             return scope.get_current_value(own.get(id(variable), variable))
@@ -176,7 +182,7 @@ class _Shared:
         inputs = Activations.of(given)
         carried = [value(v) for v in self._function.carried]
         phases = self._traced(inputs, carried)
-        if phases is None:
+        if phases is None or not self._is_same(block, phases, inputs, carried):
             return False
         # The name by which an error in the block is placed.
         with tf.name_scope(block.nodes[0].layer.name):
@@ -206,10 +212,28 @@ class _Shared:
                 and not self._function.added
                 and weights.isdisjoint(map(id, self._function.updated))
                 # The call has changed no attribute of the layers.
-                and after is not None
                 and after.form == self._form
             )
         return phases if self._can_share[phases] else None
+
+    def _is_same(
+        self,
+        block: Graph,
+        phases: Phases,
+        inputs: Activations,
+        carried: list,
+    ) -> bool:
+        """Returns whether a block computes what the traced one does."""
+        if block is self._block or not self._compared:
+            return True
+        one, other = (self._compared[x.nodes[0]] for x in (self._block, block))
+        try:
+            return one.is_same(
+                other, inputs, carried, bool(phases.output_gradients)
+            )
+        except Exception:
+            # The layer raises it again when it is called in line.
+            return False
 
     def _called(
         self,
@@ -269,6 +293,12 @@ def _is_pure(phases: Phases, handles: set[int]) -> bool:
         and not traced.calls_python()
         and not any(isinstance(x, tf.IndexedSlices) for x in gradients)
     )
+
+
+def _stage(block: Graph) -> Stage:
+    stage = Stage(0, [""], block, [])
+    stage.scope = ALIKE
+    return stage
 
 
 def _handle(variable: keras.Variable) -> tf.Tensor:

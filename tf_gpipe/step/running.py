@@ -203,7 +203,7 @@ class RunningStages:
             return None
         graph = self._pipeline.graph
         alike = likeness_of(Graph(graph.nodes, graph.inputs, graph.returned))
-        if alike is None or not alike.of_keras:
+        if not alike.of_keras:
             return None
         variables = map(upstream.tensorflow_variable, alike.variables)
         return (

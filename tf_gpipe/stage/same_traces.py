@@ -1,0 +1,140 @@
+"""Comparison of traces: do two functions compute the same of their variables?
+
+The names of operations and functions, which contain those of layers, are left
+out.
+"""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
+from typing import NamedTuple
+
+import tensorflow as tf
+
+# Attributes of operations and functions that name others of the graph.
+_NAMES = frozenset(
+    (
+        *("_class", "_user_specified_name"),
+        *("forward_function_name", "backward_function_name"),
+    )
+)
+# Names a Python function that makes the operation's gradient.
+_GRADIENT = "_gradient_op_type"
+
+
+class Description(NamedTuple):
+    """What a traced graph computes. Equal ones compute the same."""
+
+    operations: tuple
+    captures: tuple
+    outputs: Any
+    # Whether Python functions make gradients of operations. If so, the graphs
+    # are the same, but their gradients may differ.
+    has_custom_gradients: bool
+
+
+def described(
+    graph: Any, outputs: Any, captured: Callable[[tf.Tensor], Hashable]
+) -> Description:
+    """Returns the `Description` of a graph.
+
+    Args:
+        graph: The `tf.Graph` of a concrete function.
+        outputs: Nested structure of the graph's tensors and other objects.
+        captured: Function from each tensor that the graph captures to an object
+            that is equal for tensors which stand for each other.
+    """
+    definition = graph.as_graph_def()
+    numbers = {x.name: i for i, x in enumerate(definition.node)}
+
+    def place(x: Any) -> Any:
+        if not isinstance(x, tf.Tensor):
+            return x
+        return numbers[x.op.name], x.value_index
+
+    functions = _Functions(definition.library.function)
+    operations = functions.operations(definition.node)
+    return Description(
+        operations,
+        tuple((place(x), captured(outer)) for outer, x in graph.captures),
+        tf.nest.map_structure(place, outputs),
+        functions.have_custom_gradients,
+    )
+
+
+class _Functions:
+    """Descriptions of operations, and of the functions that these call."""
+
+    def __init__(self, definitions: Iterable[Any]):
+        self._definitions = {x.signature.name: x for x in definitions}
+        self._found: dict[str, Hashable] = {}
+        self.have_custom_gradients = False
+
+    def operations(
+        self, nodes: Iterable[Any], arguments: Iterable[str] = ()
+    ) -> tuple:
+        """Describes operations, of a graph or of a function's body."""
+        names = [*arguments, *(x.name for x in nodes)]
+        numbers = {name: i for i, name in enumerate(names)}
+        return tuple(
+            (
+                x.op,
+                x.device,
+                tuple(_numbered(name, numbers) for name in x.input),
+                self._attributes(x.attr),
+            )
+            for x in nodes
+        )
+
+    def _attributes(self, attributes: Mapping[str, Any]) -> tuple:
+        self.have_custom_gradients |= _GRADIENT in attributes
+        return tuple(
+            (name, self._value(attributes[name]))
+            for name in sorted(attributes)
+            if name != _GRADIENT and name not in _NAMES
+        )
+
+    def _value(self, value: Any) -> Hashable:
+        called = [value.func] if value.HasField("func") else value.list.func
+        if called:
+            return tuple(
+                (self._function(x.name), self._attributes(x.attr))
+                for x in called
+            )
+        return value.SerializeToString(deterministic=True)
+
+    def _function(self, name: str) -> Hashable:
+        if name not in self._definitions:
+            return name
+        if name not in self._found:
+            # A function that calls itself is described by its name there.
+            self._found[name] = name
+            self._found[name] = self._described(self._definitions[name])
+        return self._found[name]
+
+    def _described(self, function: Any) -> tuple:
+        arguments = [x.name for x in function.signature.input_arg]
+        names = [*arguments, *(x.name for x in function.node_def)]
+        numbers = {name: i for i, name in enumerate(names)}
+        return (
+            tuple(x.type for x in function.signature.input_arg),
+            self.operations(function.node_def, arguments),
+            tuple(
+                _numbered(function.ret[x.name], numbers)
+                for x in function.signature.output_arg
+            ),
+            frozenset(map(numbers.get, function.control_ret.values())),
+            self._attributes(function.attr),
+        )
+
+
+def _numbered(name: str, numbers: Mapping[str, int]) -> tuple:
+    """Returns the name of an input, with a number for that of its operation.
+
+    Names are such as "x", "x:1", "x:output:0" and, of a control dependency,
+    "^x".
+    """
+    operation, *place = name.removeprefix("^").split(":")
+    return name[:1] == "^", numbers[operation], *place
