@@ -29,23 +29,24 @@ def product(**axes):
 def each(**axes):
     """Like `product`, with as many cells as the longest axis has values.
 
-    Each value is in some cell. For tests whose axes do not interact.
+    Each value is in some cell, and as many pairs of values as this allows. For
+    tests whose axes do not interact.
     """
     if ALL:
         return parameterized.product(**axes)
+    axes = {name: list(values) for name, values in axes.items()}
+    met = collections.Counter()
+    cells = []
+    for _ in range(max(map(len, axes.values()))):
+        cell = {}
+        for name in sorted(axes, key=lambda name: -len(axes[name])):
 
-    def cell(i):
-        # An axis that starts over starts at another value, so that two axes of
-        # the same length do not always have the same index.
-        return {
-            name: values[(i + j * (i // len(values))) % len(values)]
-            for j, (name, values) in enumerate(axes.items())
-        }
+            def order(i, cell=cell, name=name):
+                new = [x for x in cell.items() if not met[x, (name, i)]]
+                return met[name, i], -len(new)
 
-    count = max(map(len, axes.values()))
-    return parameterized.parameters([cell(i) for i in range(count)])
-
-
-def some(values, count):
-    """Returns the first `count` of random values, or all if `ALL`."""
-    return values if ALL else values[:count]
+            i = min(range(len(axes[name])), key=order)
+            met.update([(name, i), *((x, (name, i)) for x in cell.items())])
+            cell[name] = i
+        cells.append({name: axes[name][i] for name, i in cell.items()})
+    return parameterized.parameters(*cells)

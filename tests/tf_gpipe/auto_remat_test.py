@@ -14,7 +14,6 @@ from absl.testing import parameterized
 from keras import layers as L  # noqa: N812
 
 import tf_gpipe
-from tests import pairwise
 from tests.tf_gpipe import comparison
 from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.partition import stage_costs
@@ -415,7 +414,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class TrainTest(tf.test.TestCase, parameterized.TestCase):
-    @pairwise.each(schedule=("1f1b", "gpipe"), share=(0.45, 0.7))
+    @parameterized.product(schedule=("1f1b", "gpipe"), share=(0.45, 0.7))
     @pytest.mark.slow_after(1)
     def test_trains_as_never(self, schedule, share):
         runs = []

@@ -258,7 +258,9 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             balance=[4] if num_stages == 1 else [1, 3],
         )
 
-    @pairwise.each(schedule=("1f1b", "zero_bubble"), remat=("always", "never"))
+    @parameterized.product(
+        schedule=("1f1b", "zero_bubble"), remat=("always", "never")
+    )
     @pytest.mark.slow_after(1)
     def test_garbage_collected_before_the_first_step(self, schedule, remat):
         model = tf_gpipe.PipelinedSequential(
