@@ -439,7 +439,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
         many = self.nodes(lambda: _SHARED[blocks]() + _SHARED[blocks]())
         self.assertLess(many, 1.6 * few)
 
-    @parameterized.parameters(Adding, Rectified, Noting, Named)
+    @parameterized.parameters(Adding, Rectified, Noting)
     @pytest.mark.slow
     def test_traced_apart(self, block):
         few = self.nodes(lambda: [block() for _ in range(2)])
