@@ -14,13 +14,15 @@ weights. Activations that the backward pass reads are kept or recomputed
     assignments        the scope that records assignments to variables
     straight_through   a tensor whose gradient goes to another one
     matrix_gradient    the gradient of rows of matrices times one matrix
-    phases             the phases, cut from one trace of the function
+    trace, phases      a trace of the function; the phases, cut from it
     phased_call        a micro-batch in the phases; those of its gradient
     read_weights       the weights that the phases read, as one tensor
     recomputed_parts   operations of the trace that are recomputed
     shared_layers      one trace for blocks of layers that are alike
-    blocks, likeness   repeated blocks of layers; comparison of layers
-    compared_blocks, same_traces   comparison of what layers compute
+    blocks             repeated blocks of layers
+    likeness           comparison of layers by their attributes
+    compared_blocks    comparison of blocks by their traces
+    same_traces        what a trace computes, without names
     tape               a stage run under a gradient tape: eagerly, and in XLA
     traced_function    parts of a trace as functions of their own
     reached            graph search over operations

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -29,6 +28,7 @@ from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.structures import filled
 from tf_gpipe.stage.structures import tensors
+from tf_gpipe.stage.trace import Trace
 from tf_gpipe.stage.traced_function import TracedFunction
 
 
@@ -137,9 +137,7 @@ class StagePhases:
             self._by_graph[graph] = self._cut(concrete, trace)
         return self._by_graph[graph]
 
-    def concrete(
-        self, inputs: Activations, carried: list
-    ) -> "tuple[Any, Trace]":
+    def concrete(self, inputs: Activations, carried: list) -> tuple[Any, Trace]:
         """Returns the concrete function that the phases are cut from."""
         # Outside of device functions, for the reason in `FunctionCall`.
         with tf.device(None):
@@ -185,20 +183,6 @@ class StagePhases:
                 input_gradients,
                 variable_gradients,
             )
-
-
-class Trace(NamedTuple):
-    """Tensors of a traced stage and, if it has one, of its gradient."""
-
-    num_inputs: int  # tensors among the stage's inputs, without `carried`
-    num_forward: int  # operations of the graph in the forward pass
-    ends: list[int]  # operations before the first and after each layer call
-    result: Result
-    # A placeholder for the gradient, or None, for each of `result.targets`.
-    # This and the next two lists are empty if the trace has no gradient.
-    output_gradients: list
-    input_gradients: list  # a gradient or None for each flat input
-    variable_gradients: list  # pairs of a variable and its gradient
 
 
 class Phases:
@@ -270,8 +254,14 @@ class Phases:
                 "the backward pass, as recurrent layers do. Received: "
                 "compile(jit_compile=True). Use False."
             )
+        forward = self.early - {x.op for x in self.inputs}
         self.parts = RecomputedParts(
-            self.traced, self._of_calls(recomputed), self.early
+            self.traced,
+            [
+                forward.intersection(self.traced.operations[x.start : x.stop])
+                for x in map(trace.operations_of, recomputed)
+            ],
+            self.early,
         )
         self.kept = self.parts.kept(self.stored)
         self.recomputes_before = len(recomputed) == 1
@@ -335,22 +325,6 @@ class Phases:
         return lookups.find(
             self.traced, self.inputs[:size], self.inputs[size:], gradients
         )
-
-    def _of_calls(self, recomputed: Sequence[range]) -> list[set[tf.Operation]]:
-        """Returns the forward operations of each range of the stage's calls.
-
-        Operations before the first call count as its own, and those after the
-        last call likewise.
-        """
-        ends = [0, *self.trace.ends[1:-1], self.trace.num_forward]
-        inputs = {x.op for x in self.inputs}
-        return [
-            self.early.intersection(
-                self.traced.operations[ends[part.start] : ends[part.stop]]
-            )
-            - inputs
-            for part in recomputed
-        ]
 
     def backward(self, arrived: tuple[bool, ...], remat: bool) -> Backward:
         """Returns the backward phase for a set of incoming gradients.
