@@ -149,7 +149,8 @@ def _forgotten_gradients():
     known = set(gradients)
     yield
     for name in set(gradients) - known:
-        del gradients[name]
+        if name.startswith(("CustomGradient-", "PartitionedCall-")):
+            del gradients[name]
 
 
 def _mark_cells_slow(items):

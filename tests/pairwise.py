@@ -50,3 +50,8 @@ def each(**axes):
             cell[name] = i
         cells.append({name: axes[name][i] for name, i in cell.items()})
     return parameterized.parameters(*cells)
+
+
+def some(values, count):
+    """Returns the first `count` of random values, or all if `ALL`."""
+    return values if ALL else values[:count]

@@ -21,6 +21,7 @@ weights. Activations that the backward pass reads are kept or recomputed
     shared_layers      one trace for blocks of layers that are alike
     blocks             repeated blocks of layers
     likeness           comparison of layers by their attributes
+    user_code          code that may change something when it is called
     compared_blocks    comparison of blocks by their traces
     same_traces        what a trace computes, without names
     tape               a stage run under a gradient tape: eagerly, and in XLA

@@ -1,7 +1,6 @@
 """Comparison of blocks of layers: do they compute the same, by their traces?"""
 
 from collections.abc import Hashable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -39,76 +38,93 @@ class ComparedBlock:
     ):
         self._block = block
         self._function = function
-        self._numbers = {
+        self._places = {
             id(upstream.tensorflow_variable(v).handle): i
             for i, v in enumerate(variables)
         }
-        self._phases = [
-            StagePhases(
-                function,
-                splits=False,
-                recomputed=(),
-                jit_compile=False,
-                differentiated=differentiated,
-            )
-            for differentiated in (False, True)
-        ]
-        self._found: dict[Any, Description] = {}
+        self._found: dict[tuple, Description] = {}
+        self._verdicts: dict[tuple, bool] = {}
 
     def is_same(
         self,
         other: "ComparedBlock",
+        trace: Hashable,
         inputs: Activations,
         carried: list,
         differentiated: bool,
     ) -> bool:
-        """Returns whether both blocks compute the same of their variables.
+        """Returns whether another block computes the same of its variables.
 
         Args:
             other: `ComparedBlock`.
+            trace: A key that is equal for inputs for which blocks are traced
+                once.
             inputs: The inputs of the blocks.
             carried: The values of `StageFunction.carried`.
-            differentiated: Whether their gradients are to be the same, too.
+            differentiated: Whether the gradients are to be the same, too.
         """
+        key = trace, other._block.nodes[0]
+        if key not in self._verdicts:
+            same = sum(self._verdicts.values())
+            # Where most layers tell themselves apart, as by their names, all
+            # others are taken to do so.
+            self._verdicts[key] = len(self._verdicts) <= 2 * same + 2 and (
+                self._compared(other, trace, inputs, carried, differentiated)
+            )
+        return self._verdicts[key]
+
+    def _compared(
+        self,
+        other: "ComparedBlock",
+        trace: Hashable,
+        inputs: Activations,
+        carried: list,
+        differentiated: bool,
+    ) -> bool:
         if self._carried() != other._carried():
             return False
         before = likeness_of(self._block).form
-        for phases in (False, True)[: 1 + differentiated]:
-            one = self._described(inputs, carried, phases)
-            if one != other._described(inputs, carried, phases):
+        for with_gradient in (False, True)[: 1 + differentiated]:
+            arguments = inputs, carried, with_gradient
+            key = trace, with_gradient
+            if key not in self._found:
+                self._found[key] = self._described(*arguments)
+            if self._found[key] != other._described(*arguments):
                 return False
-            if not one.has_custom_gradients:
+            if not self._found[key].has_custom_gradients:
                 break
         # The calls have changed no attribute of the layers.
-        return likeness_of(self._block).form == before
+        return all(likeness_of(x._block).form == before for x in (self, other))
 
     def _carried(self) -> list[Hashable]:
-        return [self._number_of(v) for v in self._function.carried]
+        return [self._place_of(v) for v in self._function.carried]
 
     def _described(
-        self, inputs: Activations, carried: list, differentiated: bool
+        self, inputs: Activations, carried: list, with_gradient: bool
     ) -> Description:
-        concrete, trace = self._phases[differentiated].concrete(inputs, carried)
-        graph = concrete.graph
-        if graph not in self._found:
-            self._found[graph] = described(
-                graph,
-                (
-                    trace.result,
-                    trace.input_gradients,
-                    [
-                        (self._number_of(v), x)
-                        for v, x in trace.variable_gradients
-                    ],
-                    [self._number_of(v) for v in self._function.updated],
-                    len(self._function.added),
-                ),
-                self._number,
-            )
-        return self._found[graph]
+        # Made anew, so that no graph outlives the comparison.
+        concrete, trace = StagePhases(
+            self._function,
+            splits=False,
+            recomputed=(),
+            jit_compile=False,
+            differentiated=with_gradient,
+        ).concrete(inputs, carried)
+        return described(
+            concrete.graph,
+            (
+                trace.result,
+                trace.input_gradients,
+                [(self._place_of(v), x) for v, x in trace.variable_gradients],
+                [self._place_of(v) for v in self._function.updated],
+                len(self._function.added),
+            ),
+            self._place,
+        )
 
-    def _number_of(self, variable: keras.Variable) -> Hashable:
-        return self._number(upstream.tensorflow_variable(variable).handle)
+    def _place_of(self, variable: keras.Variable) -> Hashable:
+        return self._place(upstream.tensorflow_variable(variable).handle)
 
-    def _number(self, handle: tf.Tensor) -> Hashable:
-        return self._numbers.get(id(handle), Itself(handle))
+    def _place(self, handle: tf.Tensor) -> Hashable:
+        """Returns a variable's place in the likeness, or other tensors."""
+        return self._places.get(id(handle), Itself(handle))

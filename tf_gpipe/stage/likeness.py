@@ -1,39 +1,19 @@
 """Comparison of layers: may they differ only in the values of their weights?"""
 
-import collections
-import functools
-import inspect
-import itertools
-import sys
 import types
 from collections.abc import Hashable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 from typing import NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage.user_code import VALUES
+from tf_gpipe.stage.user_code import is_of_library
+from tf_gpipe.stage.user_code import may_change
 
-# Types of objects that are compared by value.
-_VALUES = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    slice,
-    type(...),
-    np.dtype,
-    np.generic,
-    tf.DType,
-    tf.TensorShape,
-)
 # Types of objects whose attributes are compared.
 _OBJECTS = (
     keras.Operation,
@@ -43,14 +23,6 @@ _OBJECTS = (
     keras.DTypePolicy,
     upstream.DynamicBackend,
 )
-# Packages whose layer classes use no state beside a layer's attributes.
-_LIBRARIES = (
-    *("keras", "tensorflow"),
-    *("abc", "builtins", "collections", "typing"),
-)
-_CONTAINERS = (collections.deque, dict, list, set)
-# Members of a class that no call uses.
-_UNUSED = ("__init__", "build", "from_config", "get_config")
 
 
 class Likeness(NamedTuple):
@@ -71,14 +43,14 @@ class Likeness(NamedTuple):
 def of(layers: Any, in_costs: bool = False) -> Likeness:
     """Returns the `Likeness` of layers.
 
-    Objects of unknown types are equal to themselves alone, and so are layers
-    whose calls may change what others do.
+    No other equals a layer that has an object of an unknown type, or whose call
+    may change what others do.
 
     Args:
         layers: A layer, or a nested structure of layers and of other objects
             that must be equal too, such as arguments of their calls.
-        in_costs: Whether such layers may be equal to others: what their calls
-            cost is the same.
+        in_costs: Whether layers are equal if their calls cost the same. Then
+            objects of unknown types equal themselves.
     """
     walk = _Walk(in_costs)
     form = walk.form(layers)
@@ -114,11 +86,14 @@ class _Walk:
 
     def form(self, x: Any) -> Hashable:
         """Returns the form of an object; notes the variables in it."""
-        if isinstance(x, _VALUES):
+        if isinstance(x, VALUES):
             return type(x), repr(x) if isinstance(x, (slice, float)) else x
-        if isinstance(x, type) or inspect.ismodule(x) or _is_alone(x):
-            self.of_keras &= _is_of_library(x)
+        if isinstance(x, (type, types.ModuleType)):
+            self.of_keras &= is_of_library(x)
             return Itself(x)
+        if isinstance(x, types.FunctionType):
+            self.of_keras &= is_of_library(x)
+            return self._alone(x) if may_change(x) else Itself(x)
         if id(x) in self._seen:
             return "seen", self._seen[id(x)][0]
         self._seen[id(x)] = len(self._seen), x
@@ -135,9 +110,7 @@ class _Walk:
         if isinstance(x, keras.random.SeedGenerator):
             return type(x), self.form(x.state)
         kind: Any = type(x)
-        self.of_keras &= _is_of_library(kind)
-        if not self._in_costs and _may_remember(kind):
-            return Itself(x)
+        self.of_keras &= is_of_library(kind)
         if upstream.runs_its_graph(x) and upstream.graph_of(x):
             return kind, self._model(x)
         if isinstance(x, keras.initializers.Constant) and isinstance(
@@ -147,10 +120,15 @@ class _Walk:
             return kind, Itself(x.value)
         if isinstance(x, keras.Initializer):
             return kind, self.form(x.get_config())
-        if isinstance(x, _OBJECTS):
+        changes = not self._in_costs and may_change(kind)
+        if isinstance(x, _OBJECTS) and not changes:
             return kind, self._items(upstream.attributes_used_by_call(x))
         self.of_keras = False
-        return Itself(x)
+        return self._alone(x)
+
+    def _alone(self, x: Any) -> Hashable:
+        """Returns a form that equals no other one, but in costs that of `x`."""
+        return Itself(x if self._in_costs else object())
 
     def _model(self, model: keras.Model) -> Hashable:
         """Returns the form of a model whose call only runs its graph."""
@@ -180,86 +158,3 @@ class _Walk:
 
     def _items(self, x: Mapping) -> Hashable:
         return tuple((self.form(k), self.form(v)) for k, v in x.items())
-
-
-def _is_of_library(x: Any) -> bool:
-    """Returns whether a class, function or module is in `_LIBRARIES`."""
-    name = x.__name__ if inspect.ismodule(x) else x.__module__
-    if name == "builtins":
-        # As that of classes made by `exec` is, if it is not told a module.
-        return vars(sys.modules[name]).get(x.__name__) is x
-    return name is not None and name.split(".")[0] in _LIBRARIES
-
-
-def _is_alone(x: Any) -> bool:
-    """Returns whether an object is a function without a closure."""
-    return isinstance(x, types.FunctionType) and not x.__closure__
-
-
-@functools.lru_cache(512)
-def _may_remember(kind: Any) -> bool:
-    """Returns whether code of a class may note something when it is called.
-
-    It may do so in a list or another container that it finds in a closure, a
-    default value or a global variable, or in any object of a closure. To trace
-    such a layer once more may change what others do.
-    """
-    return any(
-        not _is_fixed(x)
-        for cls in kind.__mro__
-        if not _is_of_library(cls)
-        for name, member in vars(cls).items()
-        if name not in _UNUSED
-        for x in _used_by(member, {})
-    )
-
-
-def _is_fixed(x: Any) -> bool:
-    """Returns whether an object can hold nothing that calls change."""
-    if isinstance(x, tuple):
-        return all(map(_is_fixed, x))
-    kinds = (type, types.ModuleType, types.FunctionType, *_VALUES)
-    return isinstance(x, kinds)
-
-
-def _used_by(member: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """Yields objects that a method uses: see `_may_remember`.
-
-    Args:
-        member: A member of a class, or any other object.
-        seen: Dictionary of functions that have been looked at.
-    """
-    if isinstance(member, property):
-        for x in (member.fget, member.fset, member.fdel):
-            yield from _used_by(x, seen)
-        return
-    method = inspect.unwrap(getattr(member, "__func__", member))
-    if not isinstance(method, types.FunctionType) or id(method) in seen:
-        return
-    seen[id(method)] = method
-    if _is_of_library(method):
-        return
-    found = [
-        *(method.__defaults__ or ()),
-        *(method.__kwdefaults__ or {}).values(),
-    ]
-    for cell in method.__closure__ or ():
-        # The variable may have no value yet.
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:
-            found.append(cell)
-    yield from found
-    names = itertools.chain.from_iterable(
-        code.co_names for code in _codes_in(method.__code__)
-    )
-    used = [method.__globals__[x] for x in names if x in method.__globals__]
-    yield from (x for x in used if isinstance(x, _CONTAINERS))
-    for x in [*found, *used]:
-        yield from _used_by(x, seen)
-
-
-def _codes_in(code: types.CodeType) -> list[types.CodeType]:
-    """Returns code and that of functions within it, as comprehensions are."""
-    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
-    return [code, *itertools.chain.from_iterable(map(_codes_in, inner))]

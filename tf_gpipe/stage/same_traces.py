@@ -4,6 +4,7 @@ The names of operations and functions, which contain those of layers, are left
 out.
 """
 
+import hashlib
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Iterable
@@ -27,7 +28,7 @@ _GRADIENT = "_gradient_op_type"
 class Description(NamedTuple):
     """What a traced graph computes. Equal ones compute the same."""
 
-    operations: tuple
+    operations: bytes
     captures: tuple
     outputs: Any
     # Whether Python functions make gradients of operations. If so, the graphs
@@ -55,7 +56,7 @@ def described(
         return numbers[x.op.name], x.value_index
 
     functions = _Functions(definition.library.function)
-    operations = functions.operations(definition.node)
+    operations = _digest(functions.operations(definition.node))
     return Description(
         operations,
         tuple((place(x), captured(outer)) for outer, x in graph.captures),
@@ -103,7 +104,8 @@ class _Functions:
                 (self._function(x.name), self._attributes(x.attr))
                 for x in called
             )
-        return value.SerializeToString(deterministic=True)
+        # Shortened: it may hold a large constant.
+        return _digest(value.SerializeToString(deterministic=True))
 
     def _function(self, name: str) -> Hashable:
         if name not in self._definitions:
@@ -111,7 +113,8 @@ class _Functions:
         if name not in self._found:
             # A function that calls itself is described by its name there.
             self._found[name] = name
-            self._found[name] = self._described(self._definitions[name])
+            described = self._described(self._definitions[name])
+            self._found[name] = _digest(described)
         return self._found[name]
 
     def _described(self, function: Any) -> tuple:
@@ -125,9 +128,15 @@ class _Functions:
                 _numbered(function.ret[x.name], numbers)
                 for x in function.signature.output_arg
             ),
-            frozenset(map(numbers.get, function.control_ret.values())),
+            tuple(
+                sorted(map(numbers.__getitem__, function.control_ret.values()))
+            ),
             self._attributes(function.attr),
         )
+
+
+def _digest(description: Hashable) -> bytes:
+    return hashlib.sha256(repr(description).encode()).digest()
 
 
 def _numbered(name: str, numbers: Mapping[str, int]) -> tuple:

@@ -229,7 +229,7 @@ class _Shared:
         one, other = (self._compared[x.nodes[0]] for x in (self._block, block))
         try:
             return one.is_same(
-                other, inputs, carried, bool(phases.output_gradients)
+                other, phases, inputs, carried, bool(phases.output_gradients)
             )
         except Exception:
             # The layer raises it again when it is called in line.
@@ -296,6 +296,7 @@ def _is_pure(phases: Phases, handles: set[int]) -> bool:
 
 
 def _stage(block: Graph) -> Stage:
+    """Returns a block as a stage without a device."""
     stage = Stage(0, [""], block, [])
     stage.scope = ALIKE
     return stage

@@ -187,6 +187,47 @@ def _skipping():
     return [Saving(), Saving(), Block(), Using(), Using()]
 
 
+def _held(layer=Block):
+    """As `_skipping`, with the list held by the layers."""
+
+    class Taps:
+        def __init__(self):
+            self.kept = []
+
+    taps = Taps()
+
+    class Saving(layer):
+        def call(self, x, training=None):
+            self.taps.kept.append(x)
+            return super().call(x, training=training)
+
+    class Using(layer):
+        def call(self, x, training=None):
+            return super().call(x, training=training) + self.taps.kept.pop()
+
+    layers = [Saving(), Saving(), layer(), Using(), Using()]
+    for each in (*layers[:2], *layers[3:]):
+        each.taps = taps
+    return layers
+
+
+def _tapped():
+    """One layer of several notes a tensor, which a later one uses."""
+
+    class Tapped(Block):
+        def call(self, x, training=None):
+            if self.name == "noting":
+                self.feature = x
+            return super().call(x, training=training)
+
+    class Using(Block):
+        def call(self, x, training=None):
+            return super().call(x, training=training) + taps[0].feature
+
+    taps = [Tapped(name="noting")]
+    return [Tapped(), *taps, Tapped(), Using()]
+
+
 class Holding(L.Layer):
     """Calls a model that it holds, as Keras's Transformer examples do."""
 
@@ -413,8 +454,15 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
     def test_alone(self, blocks, **kwargs):
         self.check(_ALONE[blocks], **kwargs)
 
-    def test_past_keras(self):
-        self.check(_skipping, first=5)
+    @parameterized.parameters(
+        (_skipping, 5),
+        (_held, 5),
+        (_tapped, 4),
+    )
+    @pytest.mark.slow_after(1)
+    def test_past_keras(self, blocks, first):
+        """Layers that hand tensors to later ones by Python objects."""
+        self.check(blocks, first=first)
 
     def nodes(self, blocks):
         model = tf_gpipe.PipelinedSequential(
