@@ -10,6 +10,8 @@ from tf_gpipe.stage.blocks import likeness_of
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.likeness import Itself
+from tf_gpipe.stage.likeness import Likeness
+from tf_gpipe.stage.phases import Phases
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.same_traces import Description
 from tf_gpipe.stage.same_traces import described
@@ -26,21 +28,22 @@ class ComparedBlock:
 
     Args:
         block: The block.
-        variables: The block's variables, as in its `Likeness`.
+        alike: The block's `Likeness`.
         function: `StageFunction` of the block.
     """
 
     def __init__(
         self,
         block: Graph,
-        variables: list[keras.Variable],
+        alike: Likeness,
         function: StageFunction,
     ):
         self._block = block
+        self._form = alike.form
         self._function = function
         self._places = {
             id(upstream.tensorflow_variable(v).handle): i
-            for i, v in enumerate(variables)
+            for i, v in enumerate(alike.variables)
         }
         self._found: dict[tuple, Description] = {}
         self._verdicts: dict[tuple, bool] = {}
@@ -48,45 +51,41 @@ class ComparedBlock:
     def is_same(
         self,
         other: "ComparedBlock",
-        trace: Hashable,
+        phases: Phases,
         inputs: Activations,
         carried: list,
-        differentiated: bool,
     ) -> bool:
         """Returns whether another block computes the same of its variables.
 
         Args:
             other: `ComparedBlock`.
-            trace: A key that is equal for inputs for which blocks are traced
-                once.
+            phases: The phases of this block that the other one is to share.
             inputs: The inputs of the blocks.
             carried: The values of `StageFunction.carried`.
-            differentiated: Whether the gradients are to be the same, too.
         """
-        key = trace, other._block.nodes[0]
+        key = phases, other
         if key not in self._verdicts:
             same = sum(self._verdicts.values())
             # Where most layers tell themselves apart, as by their names, all
             # others are taken to do so.
             self._verdicts[key] = len(self._verdicts) <= 2 * same + 2 and (
-                self._compared(other, trace, inputs, carried, differentiated)
+                self._compared(other, phases, inputs, carried)
             )
         return self._verdicts[key]
 
     def _compared(
         self,
         other: "ComparedBlock",
-        trace: Hashable,
+        phases: Phases,
         inputs: Activations,
         carried: list,
-        differentiated: bool,
     ) -> bool:
         if self._carried() != other._carried():
             return False
-        before = likeness_of(self._block).form
+        differentiated = bool(phases.output_gradients)
         for with_gradient in (False, True)[: 1 + differentiated]:
             arguments = inputs, carried, with_gradient
-            key = trace, with_gradient
+            key = phases, with_gradient
             if key not in self._found:
                 self._found[key] = self._described(*arguments)
             if self._found[key] != other._described(*arguments):
@@ -94,7 +93,9 @@ class ComparedBlock:
             if not self._found[key].has_custom_gradients:
                 break
         # The calls have changed no attribute of the layers.
-        return all(likeness_of(x._block).form == before for x in (self, other))
+        return all(
+            likeness_of(x._block).form == self._form for x in (self, other)
+        )
 
     def _carried(self) -> list[Hashable]:
         return [self._place_of(v) for v in self._function.carried]

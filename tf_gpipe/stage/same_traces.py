@@ -48,7 +48,7 @@ def described(
             that is equal for tensors which stand for each other.
     """
     definition = graph.as_graph_def()
-    numbers = {x.name: i for i, x in enumerate(definition.node)}
+    numbers = _numbers(definition.node)
 
     def place(x: Any) -> Any:
         if not isinstance(x, tf.Tensor):
@@ -56,7 +56,7 @@ def described(
         return numbers[x.op.name], x.value_index
 
     functions = _Functions(definition.library.function)
-    operations = _digest(functions.operations(definition.node))
+    operations = _digest(functions.operations(definition.node, numbers))
     return Description(
         operations,
         tuple((place(x), captured(outer)) for outer, x in graph.captures),
@@ -74,11 +74,9 @@ class _Functions:
         self.have_custom_gradients = False
 
     def operations(
-        self, nodes: Iterable[Any], arguments: Iterable[str] = ()
+        self, nodes: Iterable[Any], numbers: Mapping[str, int]
     ) -> tuple:
         """Describes operations, of a graph or of a function's body."""
-        names = [*arguments, *(x.name for x in nodes)]
-        numbers = {name: i for i, name in enumerate(names)}
         return tuple(
             (
                 x.op,
@@ -118,12 +116,11 @@ class _Functions:
         return self._found[name]
 
     def _described(self, function: Any) -> tuple:
-        arguments = [x.name for x in function.signature.input_arg]
-        names = [*arguments, *(x.name for x in function.node_def)]
-        numbers = {name: i for i, name in enumerate(names)}
+        arguments = function.signature.input_arg
+        numbers = _numbers([*arguments, *function.node_def])
         return (
-            tuple(x.type for x in function.signature.input_arg),
-            self.operations(function.node_def, arguments),
+            tuple(x.type for x in arguments),
+            self.operations(function.node_def, numbers),
             tuple(
                 _numbered(function.ret[x.name], numbers)
                 for x in function.signature.output_arg
@@ -137,6 +134,11 @@ class _Functions:
 
 def _digest(description: Hashable) -> bytes:
     return hashlib.sha256(repr(description).encode()).digest()
+
+
+def _numbers(nodes: Iterable[Any]) -> dict[str, int]:
+    """Returns numbers in place of names, for operations and arguments."""
+    return {x.name: i for i, x in enumerate(nodes)}
 
 
 def _numbered(name: str, numbers: Mapping[str, int]) -> tuple:

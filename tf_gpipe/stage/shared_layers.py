@@ -148,11 +148,9 @@ class _Shared:
         self._can_share: dict[Phases, bool] = {}
         # By the first call of a block, unless all code is a library's.
         self._compared = {
-            x.nodes[0]: ComparedBlock(
-                x, variables, phases_of(_stage(x)).function
-            )
-            for x, (_, variables, of_keras) in kind
-            if not of_keras
+            x.nodes[0]: ComparedBlock(x, each, phases_of(_stage(x)).function)
+            for x, each in kind
+            if not each.of_keras
         }
         self._sharing_disabled = any(id(v) not in known for v in stage.used())
 
@@ -228,9 +226,7 @@ class _Shared:
             return True
         one, other = (self._compared[x.nodes[0]] for x in (self._block, block))
         try:
-            return one.is_same(
-                other, phases, inputs, carried, bool(phases.output_gradients)
-            )
+            return one.is_same(other, phases, inputs, carried)
         except Exception:
             # The layer raises it again when it is called in line.
             return False

@@ -31,6 +31,7 @@ VALUES = (
     tf.DType,
     tf.TensorShape,
 )
+_FIXED = (type, types.ModuleType, *VALUES)
 # Packages whose layer classes use no state beside a layer's attributes.
 _LIBRARIES = (
     *("keras", "tensorflow"),
@@ -140,15 +141,11 @@ def _function_may(function: Any, seen: dict[int, Any]) -> bool:
 
 def _has_container(x: Any) -> bool:
     """Returns whether an object is a container, or has one as an attribute."""
-    if isinstance(x, (type, types.ModuleType, *VALUES)):
+    if isinstance(x, _FIXED):
         return False
-    return any(isinstance(y, _CONTAINERS) for y in (x, *_attributes(x)))
-
-
-def _attributes(x: Any) -> list:
-    return (
-        [] if is_of_library(type(x)) else [*getattr(x, "__dict__", {}).values()]
-    )
+    of_library = is_of_library(type(x))
+    attributes = {} if of_library else getattr(x, "__dict__", {})
+    return any(isinstance(y, _CONTAINERS) for y in (x, *attributes.values()))
 
 
 def _is_fixed(x: Any, seen: dict[int, Any]) -> bool:
@@ -157,7 +154,7 @@ def _is_fixed(x: Any, seen: dict[int, Any]) -> bool:
         return not _function_may(x, seen)
     if isinstance(x, tuple):
         return all(_is_fixed(each, seen) for each in x)
-    if isinstance(x, (type, types.ModuleType, *VALUES)):
+    if isinstance(x, _FIXED):
         return True
     # A descriptor may keep a value for each layer.
     changes = isinstance(x, _CONTAINERS) or hasattr(type(x), "__get__")
