@@ -206,6 +206,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             )
             ideal = row["num_stages"] * 3 / (2 + row["num_stages"]) * 3 / 4
             self.assertAllClose(row["ideal"], ideal)
+            self.assertGreater(some["simulated"], ideal)
 
     @mock.patch.dict(workloads.WORKLOADS, SMALL)
     def test_local(self):
@@ -439,6 +440,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             "--case=small",
             "--num_micro_batches=2",
             "--num_repeats=1",
+            "--measuring_seconds=3",
             f"--results={results}",
         )
         found = only_here(*flags, "--only=small")
@@ -455,8 +457,8 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             contextlib.redirect_stderr(io.StringIO()) as stderr,
             self.assertRaises(SystemExit),
         ):
-            only_here(*flags, "--only=small", "--num_stages=99")
-        self.assertIn("no pipeline has --num_stages=99", stderr.getvalue())
+            only_here(*flags, "--only=small", "--num_stages=9")
+        self.assertIn("no pipeline has --num_stages=9", stderr.getvalue())
 
     def test_kept_results(self):
         results = os.path.join(

@@ -119,14 +119,16 @@ def main(args):
     speed-up of the schedule with equal stages. It exceeds the ideal where the
     schedule recomputes less or has a smaller bubble. "idle" is the share of the
     devices' time beyond the time that one device needs: recomputing, and all
-    that makes a pipeline slower, count as idle.
+    that makes a pipeline slower, count as idle. With remat auto the stages are
+    cut for what they recompute, as by default; otherwise they are equal.
 
     With --on=simulated a worker is a simulated accelerator: its stage waits
     instead of computing, so that there may be more workers than cores. The
     forward pass takes a third of a step. With replicas these are logical
     devices of this process, since a MirroredStrategy takes no others. For
     remat auto, give stages some layers: --num_layers=64 is enough for a
-    --memory_limit of 0.25.
+    --memory_limit of 0.25. "simulated" takes into account how many layers each
+    stage has.
     """
     workloads.check_rows(args.batch_size, max(args.num_micro_batches))
     if args.num_devices and set(args.schedule).isdisjoint(
@@ -213,7 +215,7 @@ def main(args):
                     layers(num_stages),
                     num_stages=num_stages,
                     num_micro_batches=num_micro_batches,
-                    balance=balance,
+                    balance=None if remat == AUTO_REMAT else balance,
                     schedule=schedule,
                     remat=remat,
                     memory_limit=limit,
@@ -251,7 +253,7 @@ def main(args):
                 "ideal": ideal,
                 "fraction": speedup / ideal,
                 "idle": 1 - speedup / (copies * num_devices),
-                "simulated": copies * simulated_speedup(each.model),
+                "simulated": copies * simulated_speedup(each.model, simulated),
                 "cores_used": statistics.median(each.cores),
                 "client_cores_used": statistics.median(each.client),
             }
@@ -397,22 +399,29 @@ def ideal_speedup(num_devices, num_micro_batches, remat):
     return ideal * 3 / 4 if remat == "always" else ideal
 
 
-def simulated_speedup(model):
-    """Returns the simulated speed-up of a pipeline with equal stages."""
+def simulated_speedup(model, equal_layers=False):
+    """Returns the simulated speed-up of a pipeline.
+
+    Args:
+        model: A compiled pipeline.
+        equal_layers: Whether all layers take the same time. Otherwise all
+            stages do.
+    """
     pipeline = model._pipeline
     schedule = pipeline.schedule
-    before, within = [], []
+    forward, before, within = [], [], []
     for stage in pipeline.stages:
+        size = len(stage.nodes)
         parts = pipeline.recomputed(stage.index)
-        again = sum(map(len, parts)) / len(stage.nodes)
+        forward.append(size if equal_layers else 1.0)
+        again = sum(map(len, parts)) * forward[-1] / size
         before.append(again if len(parts) == 1 else 0.0)
         within.append(again if len(parts) > 1 else 0.0)
     found = simulate(
         schedule,
-        forward=1.0,
-        backward=[2.0 + x for x in within],
+        forward=forward,
+        backward=[2 * a + b for a, b in zip(forward, within, strict=True)],
         recompute=before,
         remat=pipeline.remat,
     )
-    work = 3.0 * schedule.num_stages * schedule.num_micro_batches
-    return work / found.makespan
+    return 3 * sum(forward) * schedule.num_micro_batches / found.makespan
