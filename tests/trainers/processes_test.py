@@ -29,6 +29,8 @@ def trainer(workdir, *flags, **environment):
             *quick_python.command(),
             "-m",
             "trainers.image_classification",
+            # Half of the blocks: less to trace.
+            "--model_args=num_blocks=2",
             "--num_epochs=2",
             f"--workdir={workdir}",
             *flags,
