@@ -204,13 +204,14 @@ def forward_and_backward(node: Node) -> Callable:
     """Returns a function that runs a layer call and its backward pass.
 
     It takes a list with the contents of `node.inputs` and a list of values
-    that stand for `variables_of(node.layer)`. It returns the outputs, and the
-    list of gradients of their sum by the floating-point inputs and the
-    trainable variables. The layer's own variables are neither read nor changed.
+    that stand for `variables_of(node.layer)`. It returns the outputs; the list
+    of gradients of their sum by the floating-point inputs and the trainable
+    variables; and the gradients of the outputs that these begin with. The
+    layer's own variables are neither read nor changed.
     """
     variables = variables_of(node.layer)
 
-    def run(contents: list, values: list) -> tuple[Any, list]:
+    def run(contents: list, values: list) -> tuple[Any, list, list]:
         mapping = list(zip(variables, values, strict=True))
         args, kwargs = node.arguments(
             dict(zip(node.inputs, contents, strict=True))
@@ -226,7 +227,8 @@ def forward_and_backward(node: Node) -> Callable:
             ):
                 outputs = in_mode(node.layer, training=True)(*args, **kwargs)
             targets = _floating(outputs)
-        return outputs, tape.gradient(targets, sources)
+        arrived = list(map(tf.ones_like, targets))
+        return outputs, tape.gradient(targets, sources, arrived), arrived
 
     return run
 
@@ -239,13 +241,14 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
     """Returns the `LayerCosts` of a call, and the specs of its outputs."""
     with uncounted.naming(node):
         outputs: Any = None
+        arrived: list = []
         by_inputs: list = []
         slices: list = []
         run = forward_and_backward(node)
 
         def gradients(*args):
-            nonlocal outputs
-            outputs, found = run(*args)
+            nonlocal outputs, arrived
+            outputs, found, arrived = run(*args)
             count = len(_floating(args[0]))
             by_inputs.extend(x for x in found[:count] if x is not None)
             slices.extend(
@@ -282,6 +285,10 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
         of_outputs = {memory_owner(x).name for x in keras.tree.flatten(outputs)}
         elsewhere = of_outputs.union(names, *of_inputs)
         for_weights = late - _needed_by(by_inputs)
+        # Layers of layers, such as residual blocks, mostly repeat. Then they
+        # share a function, whose caller holds the gradient of the outputs to
+        # its end.
+        held = arrived if _has_layers(node.layer) else []
         found = LayerCosts(
             forward_flops=flops.count(early),
             backward_flops=flops.count(late),
@@ -294,7 +301,7 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             kept_inputs=tuple(not own.isdisjoint(kept) for own in of_inputs),
             keeps_outputs=not of_outputs.isdisjoint(kept),
             output_bytes=size_in_bytes(outputs),
-            temporary=peak(late, graph.outputs),
+            temporary=peak(late, [*graph.outputs, *held]),
             forward=flops.traffic(early),
             backward=flops.traffic(late),
             by_weights=flops.traffic(for_weights),
@@ -313,6 +320,13 @@ def _trace(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
             ),
             outputs,
         )
+
+
+def _has_layers(layer: keras.Operation) -> bool:
+    return (
+        isinstance(layer, keras.Layer)
+        and len(upstream.layers_within(layer)) > 1
+    )
 
 
 def _needed_by(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:

@@ -1,5 +1,6 @@
 """The memory that a backward pass needs only while it runs."""
 
+import functools
 import math
 
 import keras
@@ -87,6 +88,32 @@ class PlannedTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_gradient_of_the_outputs(self, call, expected):
         self.assertAllClose(_activations(call), expected, atol=0.1)
+
+    def test_gradient_of_the_outputs_of_a_layer_of_layers(self):
+        """The caller of a function that several layers share holds it."""
+
+        class Block(L.Layer):
+            def build(self, shape):
+                self.first = L.Dense(8, use_bias=False)
+                self.second = L.Dense(8, use_bias=False)
+                self.first.build(shape)
+                self.second.build(shape)
+
+            def call(self, x):
+                return self.second(self.first(x))
+
+            def compute_output_shape(self, shape):
+                return shape
+
+        def alone(x):
+            dense = [L.Dense(8, use_bias=False) for _ in range(4)]
+            return _small(functools.reduce(lambda x, f: f(x), dense, x))
+
+        self.assertAllClose(
+            _activations(lambda x: _small(Block()(Block()(x)))),
+            _activations(alone) + 1,
+            atol=0.01,
+        )
 
     def test_gradient_of_a_skip_waits(self):
         def convolution(x):
