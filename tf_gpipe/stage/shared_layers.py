@@ -89,6 +89,8 @@ class SharedLayers:
         blocks: Iterable[Graph],
         phases_of: Callable[[Stage], StagePhases],
     ):
+        # The newest block, if it was run by shared phases.
+        self._running: Graph | None = None
         kinds: dict[Hashable, list] = collections.defaultdict(list)
         for block in blocks:
             alike = likeness_of(block)
@@ -124,8 +126,9 @@ class SharedLayers:
             return False
         shared, block, variables = self._block[node]
         if node is block.nodes[0]:
-            return shared.run(block, variables, values, scope)
-        return all(value in values for value in block.outputs)
+            ran = shared.run(block, variables, values, scope)
+            self._running = block if ran else None
+        return self._running is block
 
 
 class _Shared:
@@ -203,12 +206,13 @@ class _Shared:
             return None
         if phases not in self._can_share:
             after = likeness_of(self._block)
-            weights = set(map(id, self._weights))
+            carried = set(map(id, self._function.carried))
             self._can_share[phases] = (
                 _is_pure(phases, {id(_handle(v)) for v in self._variables})
                 and len(phases.traced.operations) >= _MIN_OPERATIONS
                 and not self._function.added
-                and weights.isdisjoint(map(id, self._function.updated))
+                # The value of another variable would not be read again.
+                and carried.issuperset(map(id, self._function.updated))
                 # The call has changed no attribute of the layers.
                 and after.form == self._form
             )

@@ -303,9 +303,59 @@ def _small(dropout=0.0, norm=L.LayerNormalization):
     return layers
 
 
+class Renormed(Block):
+    """Assigns a weight as it is called, as spectral normalisation does."""
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.kernel = self.add_weight(shape=(_DIM, _DIM))
+
+    def call(self, x, training=None):
+        self.kernel.assign(0.5 * self.kernel)
+        x = super().call(x, training=training)
+        return x + 0.1 * keras.ops.matmul(x, self.kernel)
+
+
+def _renormed(trainable=True, again=False):
+    """Layers that assign weights, each called twice."""
+    blocks = [Renormed() for _ in range(3)]
+    for block in blocks:
+        block.trainable = trainable
+    return [*blocks, *(blocks[::-1] if again else blocks)]
+
+
 def _residual(x):
     h = L.BatchNormalization()(L.Dense(_DIM, "gelu")(x))
     return L.Activation("tanh")(x + 0.5 * h)
+
+
+class Counting(L.Layer):
+    """Assigns a variable."""
+
+    def build(self, input_shape):
+        self.count = self.add_weight(
+            shape=(), initializer="zeros", trainable=False
+        )
+
+    def call(self, x):
+        self.count.assign_add(keras.ops.mean(x))
+        return 0.5 * x
+
+
+def _with_aside(kind, depth):
+    """A model of two outputs. Deep ones have enough operations to share."""
+    inputs = h = keras.Input((_DIM,))
+    for _ in range(depth):
+        h = L.Dense(_DIM, "tanh")(h)
+    if kind == "batch_norm":
+        aside = L.BatchNormalization(center=False, scale=False)(h)
+    elif kind == "loss":
+        aside = L.ActivityRegularization(l2=0.01)(h)
+    elif kind == "state":
+        aside = Counting()(h)
+    else:
+        aside = Counting()(L.UnitNormalization()(Counting()(h)))
+    return keras.Model(inputs, [h, aside])
 
 
 _SHARED = {
@@ -334,6 +384,9 @@ _ALONE = {
     "held": _held_apart,
     "initializing": lambda: [Initializing(i) for i in range(4)],
     "bent": lambda: [Bent(name="a" * i) for i in range(1, 5)],
+    "renormed": _renormed,
+    "frozen_renormed": lambda: _renormed(trainable=False),
+    "frozen_renormed_again": lambda: _renormed(False, again=True),
     "read": lambda: [_READ["Read"](name="a" * i) for i in range(1, 5)],
 }
 
@@ -442,6 +495,40 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
             model.compile(keras.optimizers.SGD(1e-2, 0.9), "mse")
             model.fit(x, x, batch_size=8, epochs=3, shuffle=False, verbose=0)
             found.append(model.get_weights())
+        for a, b in zip(*found, strict=True):
+            self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
+
+    @pairwise.each(
+        aside=("loss", "state", "batch_norm", "chain"),
+        depth=(1, 6),
+        schedule=("1f1b", "zero_bubble"),
+        remat=("always", "never"),
+    )
+    @pytest.mark.slow_after(2)
+    def test_results_that_nothing_takes(self, aside, depth, **kwargs):
+        """Models within the model, whose second output is not used."""
+        random = np.random.default_rng(0)
+        x = random.normal(size=(8, _DIM)).astype("float32")
+        found = []
+        for pipelined in (False, True):
+            keras.utils.set_random_seed(3)
+            inputs = h = keras.Input((_DIM,))
+            models = [_with_aside(aside, depth) for _ in range(4)]
+            for each in models:
+                h = each(h)[0]
+            model = keras.Model(inputs, h)
+            if pipelined:
+                half = opening.num_calls(models) // 2
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model, balance=[half, half], num_micro_batches=1, **kwargs
+                )
+            _set_weights(model)
+            model.compile(keras.optimizers.SGD(1e-2, 0.9), "mse")
+            losses = model.fit(
+                x, x, batch_size=8, epochs=3, shuffle=False, verbose=0
+            ).history["loss"]
+            losses.append(model.evaluate(x, x, batch_size=8, verbose=0))
+            found.append([losses, *model.get_weights()])
         for a, b in zip(*found, strict=True):
             self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
 
