@@ -21,17 +21,21 @@ class AssignmentScope(keras.StatelessScope):
 
     Attributes:
         updated: Dict from ids to the variables that layers have assigned to.
+        unmapped: Dict from ids to the variables that layers have used and that
+            had no value in the scope.
     """
 
     def __init__(self, state_mapping, foreign):
         super().__init__(state_mapping, collect_losses=True)
         self.updated: dict[int, keras.Variable] = {}
+        self.unmapped: dict[int, keras.Variable] = {}
         self._foreign = foreign
         self._stopped = upstream.tapes_are_stopped()
 
     def add_update(self, update):
         variable, value = update
         self.updated[id(variable)] = variable
+        self._note(variable, super().get_current_value(variable))
         if value.dtype.is_floating and not variable.trainable:
             value = tf.stop_gradient(value)
         elif value.dtype.is_floating:
@@ -57,4 +61,10 @@ class AssignmentScope(keras.StatelessScope):
             # weights of the function that it will rerun by watching which
             # variables are read: so these must be read, not a tensor.
             return None
-        return super().get_current_value(variable)
+        value = super().get_current_value(variable)
+        self._note(variable, value)
+        return value
+
+    def _note(self, variable, value):
+        if value is None:
+            self.unmapped[id(variable)] = variable

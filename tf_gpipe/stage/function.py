@@ -65,6 +65,9 @@ class StageFunction:
             after the first pass.
         added: The origin of each of `Result.losses`, known after the first
             pass.
+        unmapped: The variables that layers have used without a value of the
+            micro-batch: those of the stage that are not `carried`, and others
+            that layers reach in another way. Known after the first pass.
         ends: Numbers of operations that the graph had in the last run: before
             the first layer, then after each of the stage's calls.
     """
@@ -81,6 +84,7 @@ class StageFunction:
         self.carried = carried
         self.updated: list[keras.Variable] = []
         self.added: list[AddedLoss] = []
+        self.unmapped: list[keras.Variable] = []
         self.ends: list[int] = []
         self._training = training
         self._foreign = foreign
@@ -155,6 +159,7 @@ class StageFunction:
             self.ends = ends
             self.updated = [*scope.updated.values(), *assigned]
             self.added = added
+            self.unmapped = list(scope.unmapped.values())
             updates = [
                 tf.stop_gradient(scope.get_current_value(v))
                 for v in scope.updated.values()

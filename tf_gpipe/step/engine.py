@@ -246,6 +246,7 @@ class MiniBatch:
             else:
                 result = stage(inputs, carried)
             finish(result)
+        self._versions.check_unmapped(function.unmapped, k, m)
         self.exchange.put(k, m, result.outputs)
         self.added.put(k, m, result.losses, function.added)
         self._versions.write(function.updated, result.updates, m)

@@ -14,6 +14,7 @@ from tf_gpipe import upstream
 from tf_gpipe.stage.blocks import likeness_of
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import unique
 from tf_gpipe.stage.likeness import Itself
 from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.pipeline import Pipeline
@@ -266,6 +267,8 @@ class RunningStages:
             if self._gradients is Gradients.FOR_OUTER_TAPE
             or not v.value.trainable
         ]
+        # Keras leaves the variables of metrics out of `Layer.variables`.
+        metrics = [v for x in stage.layers for v in x.metrics_variables]
         several = tf.distribute.has_strategy()
         others = [] if several else find(stage.layers)
         for v in others:
@@ -277,6 +280,7 @@ class RunningStages:
                 *self._seed,
                 *states,
                 *stage.borrowed,
+                *unique(metrics),
                 *(self._others[v.ref()] for v in others),
             ],
             self._training,

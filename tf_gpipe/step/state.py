@@ -110,6 +110,37 @@ class StateVersions:
                 self._seeds[key, m, device] = found + offset
         return self._seeds[key, m, device]
 
+    def check_unmapped(
+        self, variables: Iterable[keras.Variable], k: int, m: int
+    ) -> None:
+        """Raises an error if stage `k` would have needed values from here.
+
+        Args:
+            variables: Those that the stage has used without asking for a value
+                of micro-batch `m`.
+            k: Index of the stage.
+            m: Index of the micro-batch, of which earlier stages have run.
+        """
+        for variable in variables:
+            if id(variable) in self._versions[m]:
+                problem = (
+                    "layers of an earlier stage assign. They would see the "
+                    "value before the step"
+                )
+            elif upstream.is_seed(variable) and len(self._versions) > 1:
+                problem = (
+                    "is the state of a random seed generator. All micro-"
+                    "batches would draw the same numbers"
+                )
+            else:
+                continue
+            raise ValueError(
+                f"Layers of stage {k} use variable '{variable.path}', which "
+                f"{problem}, since none of these layers has it. Make its owner "
+                "(a layer, a metric or a `keras.random.SeedGenerator`) an "
+                "attribute of each layer that uses it."
+            )
+
     def write(
         self,
         variables: Sequence[keras.Variable],

@@ -857,6 +857,92 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
 
         self.assert_trains_alike(make, numbers(8, 6), numbers(8, 3))
 
+    @parameterized.parameters(
+        {},
+        {"schedule": "gpipe", "remat": "always"},
+        {"num_micro_batches": 3, "remat": "never"},
+        {"run_eagerly": True, "schedule": "gpipe", "remat": "always"},
+    )
+    @pytest.mark.slow_after(1)
+    def test_a_metric_of_layers_of_several_stages(self, **kwargs):
+        class Watched(L.Layer):
+            def __init__(self, mean):
+                super().__init__()
+                self.mean = mean
+
+            def call(self, x):
+                self.mean.update_state(x)
+                return keras.ops.tanh(x)
+
+        def make():
+            mean = keras.metrics.Mean(name="watched")
+            layers = [L.Dense(4), Watched(mean), L.Dense(4), Watched(mean)]
+            return [keras.Input((6,)), *layers, L.Dense(3)]
+
+        self.assert_trains_alike(make, numbers(8, 6), numbers(8, 3), **kwargs)
+
+    @pairwise.each(
+        reader=("layer", "lambda", "metric"),
+        schedule=("1f1b", "gpipe"),
+        run_eagerly=(False, True),
+    )
+    @pytest.mark.slow_after(1)
+    def test_state_in_a_closure(self, reader, schedule, run_eagerly):
+        """State of another stage is seen only if a layer has its owner."""
+        counting = Counting()
+        mean = keras.metrics.Mean()
+
+        class Reading(L.Layer):
+            def call(self, x):
+                return x * counting.calls
+
+        class Updating(L.Layer):
+            def call(self, x):
+                mean.update_state(x)
+                return x
+
+        def read(x):
+            return x * counting.calls
+
+        if reader == "metric":
+            first, last = Updating(), Updating()
+        else:
+            last = Reading() if reader == "layer" else L.Lambda(read)
+            first = counting
+        layers = [keras.Input((6,)), first, L.Dense(4), last, L.Dense(3)]
+        for balance in ([3, 1], [2, 2]):
+            model = tf_gpipe.PipelinedSequential(
+                layers, balance=balance, schedule=schedule, num_micro_batches=2
+            )
+            model.compile("sgd", "mse", run_eagerly=run_eagerly)
+            if balance[0] == 3:
+                model.train_on_batch(numbers(8, 6), numbers(8, 3))
+                continue
+            with self.assertRaisesRegex(
+                ValueError, "stage 1 use .* layers of an earlier stage assign"
+            ):
+                model.train_on_batch(numbers(8, 6), numbers(8, 3))
+
+    @parameterized.parameters(1, 2)
+    def test_seed_in_a_closure(self, num_micro_batches):
+        """It would be the same for all micro-batches."""
+        seed = keras.random.SeedGenerator(1)
+
+        def noisy(x):
+            return x + keras.random.normal(keras.ops.shape(x), seed=seed)
+
+        def make():
+            seed.state.assign([1, 0])
+            return [keras.Input((6,)), L.Lambda(noisy), L.Dense(4), L.Dense(3)]
+
+        data = numbers(8, 6), numbers(8, 3)
+        kwargs = {"num_micro_batches": num_micro_batches}
+        if num_micro_batches == 1:
+            self.assert_trains_alike(make, *data, **kwargs)
+            return
+        with self.assertRaisesRegex(ValueError, "random seed generator"):
+            comparison.train(make, [data], loss="mse", **{**TWO, **kwargs})
+
     def test_loss_with_a_state(self):
         class Noisy(keras.losses.Loss):
             def __init__(self):
