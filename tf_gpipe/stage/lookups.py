@@ -69,6 +69,9 @@ def divided(
 ) -> list[tf.IndexedSlices]:
     """Splits a gradient into the slices of each of its lookups."""
     sizes = [x.slices.indices.shape[0] for x in lookups]
+    if None in sizes:
+        # Of a graph: eagerly all sizes are known.
+        return _parts(slices)
     return [
         tf.IndexedSlices(*pair, slices.dense_shape)
         for pair in zip(
@@ -118,6 +121,12 @@ def _is_repeated(
         size = min(fixed, default=1)
         if size == 1 or found.size % size:
             return True
+        if (found == found[:1]).all():
+            # Their values show nothing. Their shape does, before the tape has
+            # made them flat.
+            flat = indices.op.type == "Reshape"
+            shape = (indices.op.inputs[0] if flat else indices).shape
+            return not shape[:1].is_compatible_with([size])
         copies = found.reshape(size, -1)
         return not (copies == copies[0]).all()
     two, three = (_computed(traced, fed, indices, n) for n in (2, 3))

@@ -62,6 +62,7 @@ POSITIONS = {
     "one axis more": lambda x: ops.arange(STEPS)[None],
     "of rows": of_rows,
     # Positions that repeat, come from pairs, or depend on the inputs' values.
+    "one": lambda x: ops.zeros((x.shape[1],), "int32"),
     "twice": lambda x: ops.arange(STEPS) // 2,
     # These are 20, as many as four rows would have with five each.
     "pairs of positions": lambda x: ops.abs(
@@ -205,6 +206,42 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
                 for g in tape.gradient(loss, model.trainable_weights)
             ],
         )
+
+    @pairwise.each(
+        kinds=(("of values", "fixed", "of rows"), ("fixed",)),
+        num_micro_batches=(3, 1),
+        remat=("never", "always"),
+    )
+    @pytest.mark.slow_after(1)
+    def test_eager_step_in_a_function(self, kinds, num_micro_batches, remat):
+        """Then micro-batches may be of sizes that are not known."""
+        found = []
+        for pipelined in (False, True):
+            keras.utils.set_random_seed(0)
+            model = with_tables(*kinds)
+            if pipelined:
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model,
+                    num_stages=2,
+                    num_micro_batches=num_micro_batches,
+                    remat=remat,
+                    devices=["CPU:0", "CPU:1"],
+                )
+            model.compile("sgd", "mse", run_eagerly=True)
+            model.optimizer.build(model.trainable_variables)
+            step = tf.function(model.train_step)
+            for _ in range(2):
+                step((tf.constant(X), tf.constant(Y)))
+            found.append(model.get_weights())
+        self.assertAllClose(*found, rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters(4, 8, 12)
+    @pytest.mark.slow_after(1)
+    def test_one_row_for_all_positions(self, length):
+        """As many positions as rows of a micro-batch, or twice as many."""
+        x = np.tile(X, (1, 3, 1))[:, :length]
+        kwargs = {"num_micro_batches": 4 if length == 4 else 2}
+        self.assert_trains_alike(with_positions("one", length), x, **kwargs)
 
     @parameterized.parameters("1f1b", "gpipe")
     @pytest.mark.slow
