@@ -36,9 +36,10 @@ class AssignmentScope(keras.StatelessScope):
         variable, value = update
         self.updated[id(variable)] = variable
         self._note(variable, super().get_current_value(variable))
-        if value.dtype.is_floating and not variable.trainable:
+        differentiable = value.dtype.is_floating or value.dtype.is_complex
+        if differentiable and not variable.trainable:
             value = tf.stop_gradient(value)
-        elif value.dtype.is_floating:
+        elif differentiable:
             before = self.get_current_value(variable)
             if before is None:
                 # Not `variable.value`, which is cast under mixed precision.

@@ -178,7 +178,11 @@ class _Shared:
         ):
             return False
         given = tuple(values[x] for x in block.inputs)
-        if not all(isinstance(x, tf.Tensor) for x in flatten(given)):
+        if not all(
+            # Phases have no gradients of complex inputs.
+            isinstance(x, tf.Tensor) and not x.dtype.is_complex
+            for x in flatten(given)
+        ):
             return False
         inputs = Activations.of(given)
         carried = [value(v) for v in self._function.carried]

@@ -175,7 +175,7 @@ class StateVersions:
         own = [
             key
             for key, variable in self._updated.items()
-            if variable.aggregation == "none" and merged[key].dtype.is_floating
+            if variable.aggregation == "none" and _has_means(merged[key].dtype)
         ]
         means = replicas.reduced(
             tf.distribute.ReduceOp.MEAN,
@@ -251,11 +251,11 @@ class StateVersions:
     def _means(self, layers: Iterable[keras.Layer]) -> dict[int, tf.Tensor]:
         """Returns weighted means over micro-batches, by variable id.
 
-        For floating-point variables that are neither seeds nor sums. A mean of
-        equal versions is exact. Moving variances are corrected: a micro-batch
-        with mean u_m and variance s_m, of weight w_m, moves the statistics to
-        `a * old + (1 - a) * (u_m, s_m)`, a being the momentum. The variance of
-        the mini-batch, with mean u, is
+        For variables of real or complex numbers that are neither seeds nor
+        sums. A mean of equal versions is exact. Moving variances are corrected:
+        a micro-batch with mean u_m and variance s_m, of weight w_m, moves the
+        statistics to `a * old + (1 - a) * (u_m, s_m)`, a being the momentum.
+        The variance of the mini-batch, with mean u, is
 
             sum_m w_m * s_m  +  sum_m w_m * (u_m - u)^2
 
@@ -280,7 +280,7 @@ class StateVersions:
                 for v in self._updated.values()
                 if v.aggregation != "sum"
                 and not upstream.is_seed(v)
-                and self._values(v)[0].dtype.is_floating
+                and _has_means(self._values(v)[0].dtype)
             ),
         )
         norms = [
@@ -332,6 +332,10 @@ class StateVersions:
                 (id(v), x) for (v, _), x in zip(group, made, strict=True)
             )
         return found
+
+
+def _has_means(dtype: tf.DType) -> bool:
+    return dtype.is_floating or dtype.is_complex
 
 
 def _in_columns(

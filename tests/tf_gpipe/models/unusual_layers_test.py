@@ -943,6 +943,33 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "random seed generator"):
             comparison.train(make, [data], loss="mse", **{**TWO, **kwargs})
 
+    @parameterized.parameters(("1f1b", False), ("zero_bubble", True))
+    @pytest.mark.slow_after(1)
+    def test_complex_state(self, schedule, used):
+        """It is averaged, and no gradient goes through an assignment."""
+
+        class Spectrum(L.Layer):
+            def build(self, input_shape):
+                self.mean = self.add_weight(
+                    shape=(3,), dtype="complex64", trainable=False
+                )
+
+            def call(self, x):
+                found = tf.reduce_mean(tf.signal.rfft(x), axis=0)
+                self.mean.assign(0.5 * self.mean.value + 0.5 * found)
+                return x + used * tf.reduce_sum(tf.abs(self.mean.value))
+
+            def compute_output_shape(self, input_shape):
+                return input_shape
+
+        def make():
+            layers = L.Dense(4), Spectrum(), L.Dense(4), L.Dense(3)
+            return [keras.Input((6,)), *layers]
+
+        # If it is used, each micro-batch has the mean of the mini-batch.
+        x = np.tile(numbers(1, 6), (8, 1)) if used else numbers(8, 6)
+        self.assert_trains_alike(make, x, numbers(8, 3), schedule=schedule)
+
     def test_loss_with_a_state(self):
         class Noisy(keras.losses.Loss):
             def __init__(self):

@@ -303,6 +303,34 @@ def _small(dropout=0.0, norm=L.LayerNormalization):
     return layers
 
 
+class Turns(L.Layer):
+    def build(self, input_shape):
+        self.angles = self.add_weight(shape=(_DIM // 2,))
+
+    def call(self, x):
+        steps = tf.range(tf.cast(x.shape[1], x.dtype))
+        return tf.exp(tf.complex(0.0, steps[:, None] * self.angles))
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor((x.shape[1], _DIM // 2), "complex64")
+
+
+class Turned(Block):
+    def __init__(self):
+        super().__init__(autocast=False)
+
+    def build(self, x_shape, turns_shape):
+        super().build(x_shape)
+
+    def call(self, x, turns, training=None):
+        x = super().call(x, training=training)
+        turned = tf.complex(x[..., ::2], x[..., 1::2]) * turns
+        return tf.concat([tf.math.real(turned), tf.math.imag(turned)], -1)
+
+    def compute_output_spec(self, x, turns):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
 class Renormed(Block):
     """Assigns a weight as it is called, as spectral normalisation does."""
 
@@ -529,6 +557,33 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
             ).history["loss"]
             losses.append(model.evaluate(x, x, batch_size=8, verbose=0))
             found.append([losses, *model.get_weights()])
+        for a, b in zip(*found, strict=True):
+            self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
+
+    @pairwise.each(
+        schedule=("1f1b", "zero_bubble"), remat=("always", "never")
+    )
+    @pytest.mark.slow_after(1)
+    def test_complex_arguments(self, **kwargs):
+        """Blocks turn complex numbers by angles that a layer has learned."""
+        random = np.random.default_rng(0)
+        x = random.normal(size=(8, 3, _DIM)).astype("float32")
+        found = []
+        for pipelined in (False, True):
+            keras.utils.set_random_seed(3)
+            inputs = h = keras.Input((3, _DIM))
+            turns = Turns()(inputs)
+            for _ in range(4):
+                h = Turned()(h, turns)
+            model = keras.Model(inputs, h)
+            if pipelined:
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model, num_stages=1, num_micro_batches=2, **kwargs
+                )
+            _set_weights(model)
+            model.compile(keras.optimizers.SGD(1e-2, 0.9), "mse")
+            model.fit(x, x, batch_size=8, epochs=3, shuffle=False, verbose=0)
+            found.append(model.get_weights())
         for a, b in zip(*found, strict=True):
             self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
 
