@@ -155,6 +155,7 @@ class StageFunction:
                     losses.append(loss)
                     added.append(AddedLoss(node, i, adder(node.layer, loss)))
                 scope.losses.clear()
+            _check_captures(self.stage)
             assigned = self._assigned([v for v, _ in others], ends[0])
             self.ends = ends
             self.updated = [*scope.updated.values(), *assigned]
@@ -278,6 +279,23 @@ class StageFunction:
             for content, stop in zip(inputs.each(), self._stopped, strict=True)
             for _ in content.parts()
         ]
+
+
+def _check_captures(stage: Stage) -> None:
+    """Raises an error if layers have used a tensor of another stage's trace."""
+    graphs = [tf.compat.v1.get_default_graph()]
+    while getattr(graphs[-1], "outer_graph", None) is not None:
+        graphs.append(graphs[-1].outer_graph)
+    for x, _ in getattr(graphs[0], "captures", ()):
+        if tf.is_symbolic_tensor(x) and x.graph not in graphs:
+            raise ValueError(
+                f"Stage {stage.index} on {stage.device} uses tensor "
+                f"'{x.name}', which does not reach it as an input: a layer of "
+                "another stage has kept it, as in an attribute. Return it from "
+                "that layer, and give it to the layers that use it; or keep "
+                "all of them in one stage, with `balance` a list of layer "
+                "counts."
+            )
 
 
 def _num_operations() -> int:

@@ -923,6 +923,38 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             ):
                 model.train_on_batch(numbers(8, 6), numbers(8, 3))
 
+    @pairwise.each(
+        schedule=("1f1b", "gpipe", "zero_bubble"), remat=("always", "never")
+    )
+    @pytest.mark.slow_after(1)
+    def test_tensor_kept_for_another_layer(self, **kwargs):
+        """As in reversible instance normalisation, of time series."""
+
+        class Centred(L.Layer):
+            def call(self, x):
+                self.mean = keras.ops.mean(x, axis=-1, keepdims=True)
+                return x - self.mean
+
+        class Shifted(L.Layer):
+            def __init__(self, centred):
+                super().__init__()
+                self.centred = centred
+
+            def call(self, x):
+                return x + self.centred.mean
+
+        def make():
+            centred = Centred()
+            layers = centred, L.Dense(4, "tanh"), Shifted(centred), L.Dense(3)
+            return [keras.Input((6,)), *layers]
+
+        data = numbers(8, 6), numbers(8, 3)
+        self.assert_trains_alike(make, *data, balance=[3, 1], **kwargs)
+        with self.assertRaisesRegex(
+            ValueError, "stage_0/centred.*does not reach it as an input"
+        ):
+            self.assert_trains_alike(make, *data, balance=[2, 2], **kwargs)
+
     @parameterized.parameters(1, 2)
     def test_seed_in_a_closure(self, num_micro_batches):
         """It would be the same for all micro-batches."""
