@@ -114,9 +114,10 @@ def assert_same(test, plain, pipelined, rtol=2e-5, atol=2e-6):
     ):
         test.assertLen(ours, len(theirs))
         for a, b in zip(ours, theirs, strict=True):
+            dtype = "complex128" if "complex" in b.dtype else "float64"
             np.testing.assert_allclose(
-                np.asarray(a, dtype="float64"),
-                np.asarray(b, dtype="float64"),
+                np.asarray(a, dtype=dtype),
+                np.asarray(b, dtype=dtype),
                 rtol=rtol,
                 atol=atol,
                 err_msg=f"{kind} {b.path}",

@@ -210,13 +210,13 @@ class _Shared:
             return None
         if phases not in self._can_share:
             after = likeness_of(self._block)
-            carried = set(map(id, self._function.carried))
+            passed = set(map(id, self._function.carried))
             self._can_share[phases] = (
                 _is_pure(phases, {id(_handle(v)) for v in self._variables})
                 and len(phases.traced.operations) >= _MIN_OPERATIONS
                 and not self._function.added
                 # The value of another variable would not be read again.
-                and carried.issuperset(map(id, self._function.updated))
+                and passed.issuperset(map(id, self._function.updated))
                 # The call has changed no attribute of the layers.
                 and after.form == self._form
             )

@@ -560,9 +560,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
         for a, b in zip(*found, strict=True):
             self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
 
-    @pairwise.each(
-        schedule=("1f1b", "zero_bubble"), remat=("always", "never")
-    )
+    @pairwise.each(schedule=("1f1b", "zero_bubble"), remat=("always", "never"))
     @pytest.mark.slow_after(1)
     def test_complex_arguments(self, **kwargs):
         """Blocks turn complex numbers by angles that a layer has learned."""
