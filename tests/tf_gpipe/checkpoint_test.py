@@ -122,6 +122,68 @@ class Decaying(keras.callbacks.Callback):
         rate.assign(rate / 2)
 
 
+class DecayingBySteps(keras.callbacks.Callback):
+    """Lowers the learning rate as a step begins."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        rate = self.model.optimizer.learning_rate
+        rate.assign(rate * 0.9)
+
+
+class Noisy(keras.optimizers.SGD):
+    """Adds noise to gradients, less of it from update to update."""
+
+    def __init__(self):
+        super().__init__(0.1)
+        self.numbers = keras.random.SeedGenerator(7)
+        self.share = tf.Variable(1.0, trainable=False)
+
+    def update_step(self, gradient, variable, learning_rate):
+        noise = keras.random.normal(variable.shape, seed=self.numbers)
+        self.share.assign(0.9 * self.share)
+        super().update_step(
+            gradient + self.share * noise, variable, learning_rate
+        )
+
+
+class Annealed(keras.losses.Loss):
+    """Is halved by a callback as an epoch ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = keras.Variable(1.0, trainable=False)
+
+    def call(self, y_true, y_pred):
+        return self.factor * keras.ops.mean((y_true - y_pred) ** 2, -1)
+
+
+class Annealing(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        factor = self.model.loss.factor
+        factor.assign(factor / 2)
+
+
+class Several(tf_gpipe.PipelinedSequential):
+    """Has optimizers of its own, in a list and in an attribute."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.others = [keras.optimizers.Adam(0.01)]
+        self.last = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9)
+        )
+
+    def train_step(self, data):
+        x, y = data
+        loss, gradients, outputs = self.loss_and_gradients(x, y)
+        weights = self.trainable_variables
+        of_last = [g * self.last.scale_loss(1.0) for g in gradients[3:]]
+        self.optimizer.apply(gradients[:1], weights[:1])
+        self.others[0].apply(gradients[1:3], weights[1:3])
+        self.last.apply(of_last, weights[3:])
+        return self.compute_metrics(x, y, outputs)
+
+
 class Rows(keras.utils.PyDataset):
     """Shuffles at the end of an epoch, as Keras's guide shows it."""
 
@@ -372,6 +434,44 @@ class ResumptionTest(TestCase):
 
         self.compare(counting, DATA["arrays"], (4,))
 
+    @parameterized.parameters(5, 6)
+    @pytest.mark.slow_after(1)
+    def test_optimizers_of_the_model(self, steps):
+        """Also where no step has built them: as an epoch begins."""
+
+        def several():
+            keras.utils.set_random_seed(3)
+            model = Several(
+                [keras.Input((4,)), L.Dense(8, "tanh"), L.Dense(4)],
+                num_stages=2,
+                num_micro_batches=2,
+            )
+            model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
+            return model
+
+        def slots(model):
+            optimizers = [*model.others, model.last]
+            return [np.array(v) for x in optimizers for v in x.variables]
+
+        whole = several()
+        whole.fit(**DATA["arrays"](), epochs=EPOCHS, verbose=0)
+        parts, _ = self.with_deaths(several, DATA["arrays"], (steps,))
+        self.assert_same(whole, parts)
+        for x, y in zip(slots(whole), slots(parts), strict=True):
+            self.assertAllEqual(x, y)
+
+    def test_state_of_losses_and_optimizers(self):
+        def model():
+            made = small(Noisy())
+            made.compile(made.optimizer, Annealed())
+            return made
+
+        def callbacks():
+            return [Annealing()]
+
+        # Within the second epoch, and as the third one has begun.
+        self.compare(model, DATA["arrays"], (8, 3), callbacks)
+
     @pytest.mark.slow
     def test_callbacks_that_watch(self):
         def callbacks():
@@ -426,6 +526,16 @@ class ResumptionTest(TestCase):
 
         # As an epoch has begun, then in the midst of it.
         self.compare(model, DATA["arrays"], (6, 3), callbacks, every_steps=1)
+
+    @parameterized.parameters("arrays", "tf.data without end")
+    @pytest.mark.slow_after(1)
+    def test_callbacks_as_a_step_begins(self, data):
+        """What they do then was done before the checkpoint was written."""
+
+        def callbacks():
+            return [DecayingBySteps()]
+
+        self.compare(small, DATA[data], (6, 3), callbacks, every_steps=2)
 
     @parameterized.parameters(True, False)
     def test_more_epochs(self, first):
@@ -1080,6 +1190,17 @@ class RefusedTest(TestCase):
         ):
             with self.assertRaisesRegex(ValueError, "deterministic=False"):
                 self.fit(model, lambda data=data: {"x": data})
+
+    def test_optimizer_of_other_weights(self):
+        other = keras.layers.Dense(2)
+        other.build((None, 4))
+        model = small()
+        model.other = keras.optimizers.SGD(0.1)
+        model.other.build(other.trainable_variables)
+        with self.assertRaisesRegex(ValueError, "an attribute of the model"):
+            self.fit(model, DATA["arrays"])
+        model.part = other
+        self.fit(model, DATA["arrays"], epochs=1)
 
     def test_models(self):
         plain = keras.Sequential([keras.Input((4,)), L.Dense(4)])

@@ -235,9 +235,11 @@ class Checkpoint(keras.callbacks.Callback):
         In its first step Keras makes variables that do not exist yet, such as
         those of metrics; only then can their values be restored.
         """
+        saved: Any = self._resumed
         self.model.train_function(batches)
-        _restore(self.model, self._resumed, (*state.MODEL, state.METRICS))
-        self._resumed = None
+        _restore(self.model, saved, (*state.MODEL, state.METRICS))
+        if not saved.content.get("begun"):
+            self._resumed = None
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._steps = epoch, 0
@@ -246,7 +248,7 @@ class Checkpoint(keras.callbacks.Callback):
         if saved is not None:
             # Not in `on_train_begin`, where later callbacks reset themselves.
             self._go_on(saved)
-            if saved.content.get("begun"):
+            if not self._passed and saved.content.get("begun"):
                 # What the callbacks before this one do as an epoch begins, such
                 # as setting the learning rate, was done when it was written.
                 _restore(self.model, saved, state.MODEL)
@@ -269,10 +271,14 @@ class Checkpoint(keras.callbacks.Callback):
             # the variables that have moved.
             self._pipeline = self.model._pipeline
             self._copier = state.Copier(self.model)
+        if self._resumed is not None:
+            # As in `on_epoch_begin`, for what callbacks do as a step begins.
+            _restore(self.model, self._resumed, (*state.MODEL, state.METRICS))
+            self._resumed = None
         # Before a step, not after one: the checkpoint at the end of an epoch
         # is written elsewhere.
         if batch and self._is_due():
-            self._save(Position(self._epoch, batch))
+            self._save(Position(self._epoch, batch), begun=True)
 
     def on_train_batch_end(self, batch, logs=None):
         self._total += batch + 1 - self._steps
@@ -362,7 +368,8 @@ class Checkpoint(keras.callbacks.Callback):
             "data": self._data,
             "random": self._random,
             "monitors": monitors.states(self._monitors),
-            "optimizer": state.optimizer_of(self.model),
+            "optimizer": state.names_of_optimizers(self.model),
+            "weights of optimizers": state.weights_of_optimizers(self.model),
         }
         model, trainable = self.model, self._copier.trainable
         self._writer.write(
@@ -388,7 +395,6 @@ def _position(saved: Saved) -> Position:
 
 @worker_lost.naming_failures
 def _restore(model: Any, saved: Saved, kinds: tuple[str, ...]) -> None:
-    if state.optimizer_of(model) is not None:
-        slots.build(model)
+    state.build_optimizers(model, saved)
     state.restore(model, saved, kinds)
     worker_lost.note_checkpoint(model, saved.path)

@@ -31,6 +31,16 @@ METRICS = "metrics"
 MODEL = (WEIGHTS, OTHER_STATE, OPTIMIZER)
 
 
+# Parts of a model whose attributes may be variables that Keras does not track.
+_PARTS = (
+    keras.Loss,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+    keras.random.SeedGenerator,
+    tf.Module,
+)
+
+
 def variables_of(model: keras.Model) -> dict[str, list]:
     """Returns the variables that a step may change, by kind, each once.
 
@@ -39,7 +49,7 @@ def variables_of(model: keras.Model) -> dict[str, list]:
     exist once Keras has built them, in the first step.
     """
     layers = upstream.layers_within(model)
-    optimizer = getattr(model, "optimizer", None)
+    of_optimizers = [v for x in optimizers_of(model) for v in x.variables]
     found: dict[str, list] = {}
     seen: set[int] = set()
     for kind, variables in (
@@ -51,7 +61,9 @@ def variables_of(model: keras.Model) -> dict[str, list]:
                 *tensorflow_state.find([model], generators=True),
             ],
         ),
-        (OPTIMIZER, optimizer.variables if optimizer is not None else []),
+        # What is left of the model's attributes is part of what it is compiled
+        # with: without it, as for an evaluation, it is not restored.
+        (OPTIMIZER, [*of_optimizers, *_within_parts(model)]),
         (
             METRICS,
             [
@@ -67,6 +79,81 @@ def variables_of(model: keras.Model) -> dict[str, list]:
                 seen.add(id(inner))
                 found[kind] += _parts(v)
     return found
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns a model's optimizer, and those that are other attributes of it.
+
+    A `train_step` of the user's own may use the others.
+    """
+    first = getattr(model, "optimizer", None)
+    found = [] if first is None else [first]
+    for x in tensorflow_state.held([vars(model)]):
+        if isinstance(x, keras.optimizers.Optimizer) and not any(
+            x is y for each in found for y in slots.with_inner(each)
+        ):
+            found.append(x)
+    return found
+
+
+def _within_parts(model: keras.Model) -> list[Any]:
+    """Returns the variables in attributes of a model, and of its `_PARTS`.
+
+    Such as the seeds of an optimizer, or the factor of a loss.
+    """
+    return [
+        x
+        for x in tensorflow_state.held([vars(model)], _PARTS)
+        if isinstance(x, (keras.Variable, tf.Variable))
+    ]
+
+
+def weights_of_optimizers(model: keras.Model) -> list[list[int]]:
+    """Returns the weights for which each of `optimizers_of` was built.
+
+    By their numbers among the model's weights and other state; an empty list if
+    it was not built.
+
+    Raises:
+        ValueError: If an optimizer was built for variables of something else.
+    """
+    numbers = {id(_inner(v)): i for i, v in enumerate(_trained(model))}
+    found = []
+    for x in optimizers_of(model):
+        weights = upstream.weights_of(x)
+        for v in weights:
+            if id(_inner(v)) not in numbers:
+                raise ValueError(
+                    f"Optimizer '{x.name}' of model '{model.name}' trains "
+                    f"variable '{getattr(v, 'path', v.name)}', which is not "
+                    "one of the model, so that a checkpoint would not hold it. "
+                    "Make it, or the layer that it is of, an attribute of the "
+                    "model."
+                )
+        found.append([numbers[id(_inner(v))] for v in weights])
+    return found
+
+
+def build_optimizers(model: keras.Model, saved: Saved) -> None:
+    """Builds a model's optimizers, so that their slots can be restored.
+
+    The one that it is compiled with for its trainable weights; the others,
+    which only a step would build, for those that they had in a checkpoint.
+    """
+    if getattr(model, "optimizer", None) is None:
+        return
+    slots.build(model)
+    trained = _trained(model)
+    numbers = saved.content.get("weights of optimizers", [])
+    for x, own in zip(optimizers_of(model), numbers, strict=False):
+        if not x.built and own and max(own) < len(trained):
+            slots.build_for(model, x, [trained[i] for i in own])
+
+
+def _trained(model: keras.Model) -> list[Any]:
+    """Returns the variables of a model that its optimizers may train."""
+    found = variables_of(model)
+    return found[WEIGHTS] + found[OTHER_STATE]
 
 
 class Copier:
@@ -186,7 +273,7 @@ def restore(model: keras.Model, saved: Saved, kinds: tuple[str, ...]) -> None:
         CheckpointError: If the checkpoint is one of another model or optimizer.
             No variable has been changed then.
     """
-    optimizer = optimizer_of(model)
+    optimizer = names_of_optimizers(model)
     of_model = variables_of(model)
     if optimizer is None:
         kinds = tuple(x for x in kinds if x != OPTIMIZER)
@@ -296,12 +383,18 @@ def _assign(v: Any, saved: Saved, i: int) -> None:
     inner.assign(value)
 
 
-def optimizer_of(model: keras.Model) -> list[str] | None:
-    """Returns the class names of the model's optimizer and those within it."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
+def names_of_optimizers(model: keras.Model) -> list[str] | None:
+    """Returns the class names of the model's optimizers and those within them.
+
+    `None` if the model is not compiled.
+    """
+    if getattr(model, "optimizer", None) is None:
         return None
-    return [type(x).__name__ for x in slots.with_inner(optimizer)]
+    return [
+        type(x).__name__
+        for each in optimizers_of(model)
+        for x in slots.with_inner(each)
+    ]
 
 
 def _functions(variables: list[tuple[str, Any]]) -> list[tuple]:

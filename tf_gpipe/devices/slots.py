@@ -37,9 +37,16 @@ def build(model: keras.Model) -> None:
     be on those devices. Those of an optimizer that was built before its weights
     moved, for a plain model, follow them.
     """
-    optimizer = model.optimizer
-    if not model.trainable_variables:
-        return
+    if model.trainable_variables:
+        build_for(model, model.optimizer, model.trainable_variables)
+
+
+def build_for(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    weights: Sequence[keras.Variable],
+) -> None:
+    """As `build`, for any optimizer of weights of a model."""
     within_step = not tf.executing_eagerly() or replicas.within_one()
     if not (optimizer.built and within_step):
         with (
@@ -48,7 +55,7 @@ def build(model: keras.Model) -> None:
             model.distribute_strategy.scope(),
         ):
             if not optimizer.built:
-                optimizer.build(model.trainable_variables)
+                optimizer.build(weights)
             place(optimizer)
     find_again(optimizer)
 
@@ -64,8 +71,9 @@ def place(optimizer: keras.optimizers.Optimizer) -> None:
     for weight, own in zip(
         weights, of_optimizer(optimizer, weights), strict=True
     ):
+        value = weight if isinstance(weight, tf.Variable) else weight.value
         for slot in own:
-            placement.place(slot, replicas.devices_of(weight.value))
+            placement.place(slot, replicas.devices_of(value))
 
 
 def find_again(optimizer: keras.optimizers.Optimizer) -> None:

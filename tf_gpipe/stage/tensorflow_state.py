@@ -49,26 +49,40 @@ def find(
             micro-batch.
     """
     found: dict[Any, tf.Variable] = {}
-    seen: set[int] = set()
-    rest: list = [
+    for x in held(
         vars(x) for layer in layers for x in upstream.layers_within(layer)
-    ]
-    while rest:
-        x = rest.pop()
+    ):
+        if generators and isinstance(x, tf.random.Generator):
+            x = x.state
         if isinstance(x, tf.Variable):
             found[x.ref()] = x
-        elif id(x) in seen:
+    return list(found.values())
+
+
+def held(
+    objects: Iterable[Any], opened: tuple[type, ...] = (tf.Module,)
+) -> Iterator[Any]:
+    """Yields objects, those in lists and dictionaries, and so on; each once.
+
+    Args:
+        objects: The objects, such as dictionaries of attributes.
+        opened: Types of objects whose attributes are yielded, too.
+    """
+    seen: set[int] = set()
+    rest = list(objects)
+    while rest:
+        x = rest.pop()
+        if id(x) in seen:
             continue
-        elif isinstance(x, tf.random.Generator):
-            rest += [x.state] if generators else []
-        elif isinstance(x, dict):
+        seen.add(id(x))
+        if isinstance(x, dict):
             rest += list(x.values())[::-1]
         elif isinstance(x, (list, tuple, set)):
             rest += list(x)[::-1]
-        elif isinstance(x, tf.Module):
-            rest.append(vars(x))
-        seen.add(id(x))
-    return list(found.values())
+        else:
+            yield x
+            if isinstance(x, opened):
+                rest.append(vars(x))
 
 
 @contextlib.contextmanager
