@@ -1199,8 +1199,15 @@ class RefusedTest(TestCase):
         model.other.build(other.trainable_variables)
         with self.assertRaisesRegex(ValueError, "an attribute of the model"):
             self.fit(model, DATA["arrays"])
+        # Where its weights are those of a model, it is restored with them.
+        before = [x.numpy() for x in other.weights]
         model.part = other
         self.fit(model, DATA["arrays"], epochs=1)
+        for x in (*other.weights, *model.other.variables):
+            x.assign(x + 1)
+        self.fit(model, DATA["arrays"], epochs=1)
+        self.assertAllEqual(before[0], other.kernel)
+        self.assertEqual(model.other.learning_rate, np.float32(0.1))
 
     def test_models(self):
         plain = keras.Sequential([keras.Input((4,)), L.Dense(4)])

@@ -59,6 +59,13 @@ def variables_of(model: keras.Model) -> dict[str, list]:
             [
                 *seeds.global_seed(),
                 *tensorflow_state.find([model], generators=True),
+                # A `Sequential` has no weights but those of its stack.
+                *(
+                    v
+                    for x in tensorflow_state.held([vars(model)])
+                    if isinstance(x, keras.Layer)
+                    for v in x.variables
+                ),
             ],
         ),
         # What is left of the model's attributes is part of what it is compiled

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
@@ -194,6 +195,9 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             self.optimizer.apply_gradients(
                 zip(gradients, self.trainable_variables, strict=True)
             )
+        else:
+            # Keras's own words.
+            warnings.warn("The model does not have any trainable weights.")
         with following_inputs():
             return self.compute_metrics(
                 x, y, y_pred, sample_weight=sample_weight

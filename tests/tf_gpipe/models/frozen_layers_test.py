@@ -170,6 +170,24 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
     def test_eagerly(self, schedule):
         self.compare(single_weight, "shared", eager=True, schedule=schedule)
 
+    def test_nothing_is_trained(self):
+        """As in Keras, a warning says so, and metrics are computed."""
+        x, y = numbers(8, 4), numbers(8, 1, seed=1)
+        plain = keras.Sequential([keras.Input((4,)), L.Dense(3), L.Dense(1)])
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((4,)), L.Dense(3), L.Dense(1)],
+            num_stages=2,
+            devices=DEVICES,
+        )
+        model.set_weights(plain.get_weights())
+        logs = []
+        for each in (plain, model):
+            each.trainable = False
+            each.compile("sgd", "mse", metrics=["mae"])
+            with self.assertWarnsRegex(UserWarning, "not have any trainable"):
+                logs.append(each.fit(x, y, verbose=0).history)
+        self.assertAllClose(*logs)
+
     @parameterized.parameters("functional", "sequential")
     def test_model_that_is_frozen_itself(self, kind):
         """Keras trains no weight of a frozen model, whatever is in it."""
