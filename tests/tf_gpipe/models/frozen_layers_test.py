@@ -189,6 +189,7 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(*logs)
 
     @parameterized.parameters("functional", "sequential")
+    @pytest.mark.filterwarnings("ignore:The model does not have any trainable")
     def test_model_that_is_frozen_itself(self, kind):
         """Keras trains no weight of a frozen model, whatever is in it."""
         for change in ("before", "after"):
