@@ -58,8 +58,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     Raises:
         TypeError, ValueError: If an argument is not valid; in `fit`, if the
-            data cannot be taken up again, another process trains there, or
-            the checkpoints are of another model or all damaged.
+            data cannot be taken up again, another process trains there, the
+            checkpoints are of another model or all damaged, or an optimizer
+            of the model trains variables that are not of the model.
         OSError: In `fit`, if a checkpoint cannot be written or read.
 
     Example:

@@ -147,9 +147,10 @@ def build_optimizers(model: keras.Model, saved: Saved) -> None:
     The one that it is compiled with for its trainable weights; the others,
     which only a step would build, for those that they had in a checkpoint.
     """
-    if getattr(model, "optimizer", None) is None:
+    if not model.compiled:
         return
-    slots.build(model)
+    if model.optimizer is not None:
+        slots.build(model)
     trained = _trained(model)
     numbers = saved.content.get("weights of optimizers", [])
     for x, own in zip(optimizers_of(model), numbers, strict=False):
@@ -395,7 +396,7 @@ def names_of_optimizers(model: keras.Model) -> list[str] | None:
 
     `None` if the model is not compiled.
     """
-    if getattr(model, "optimizer", None) is None:
+    if not model.compiled:
         return None
     return [
         type(x).__name__

@@ -197,7 +197,9 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             )
         else:
             # Keras's own words.
-            warnings.warn("The model does not have any trainable weights.")
+            warnings.warn(
+                "The model does not have any trainable weights.", stacklevel=2
+            )
         with following_inputs():
             return self.compute_metrics(
                 x, y, y_pred, sample_weight=sample_weight
