@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Collection
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -77,7 +76,7 @@ class StageFunction:
         stage: Stage,
         carried: list[keras.Variable],
         training: bool | None,
-        stopped: Sequence[Value],
+        stopped: Collection[Value],
         foreign: Collection[int],
     ):
         self.stage = stage

@@ -14,6 +14,7 @@ from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
+from tf_gpipe.stage.stage import trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +126,21 @@ class Pipeline:
             for stage in reversed(self.stages)
             for i, value in enumerate(stage.outputs)
         }
+
+    def untrained(self) -> set[Value]:
+        """Returns the values that no trained weight has a part in.
+
+        They are the model's inputs, and what stages without trained weights
+        make of them. Such a stage is looked at as a whole: one of its layers
+        may read a weight of another by a closure.
+        """
+        found = set(self.graph.inputs)
+        for stage in self.stages:
+            if found.issuperset(stage.inputs) and not trainable(
+                stage.variables
+            ):
+                found.update(stage.outputs)
+        return found
 
     def changed(self) -> keras.Model | None:
         """Returns an opened model whose layers have changed since, if any."""

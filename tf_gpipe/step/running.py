@@ -4,6 +4,7 @@ import enum
 import functools
 import threading
 import weakref
+from collections.abc import Collection
 from collections.abc import Hashable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tf_gpipe import upstream
 from tf_gpipe.stage.blocks import likeness_of
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.graph import unique
 from tf_gpipe.stage.likeness import Itself
 from tf_gpipe.stage.phases import StagePhases
@@ -131,6 +133,13 @@ class RunningStages:
     def _parts(self, k: int) -> tuple[range, ...]:
         """Returns the ranges of stage `k`'s calls that are recomputed."""
         return self._pipeline.recomputed(k) if self._differentiated else ()
+
+    @functools.cached_property
+    def _untrained(self) -> Collection[Value]:
+        """The values whose gradients no gradient of a weight depends on."""
+        if self._gradients is not Gradients.WEIGHTS:
+            return ()
+        return self._pipeline.untrained()
 
     @property
     def _differentiated(self) -> bool:
@@ -273,7 +282,6 @@ class RunningStages:
         others = [] if several else find(stage.layers)
         for v in others:
             self._others.setdefault(v.ref(), TensorFlowState(v))
-        inputs = self._pipeline.graph.inputs
         return StageFunction(
             stage,
             [
@@ -284,7 +292,7 @@ class RunningStages:
                 *(self._others[v.ref()] for v in others),
             ],
             self._training,
-            inputs if self._gradients is Gradients.WEIGHTS else (),
+            self._untrained,
             # Only in training: in inference an outer tape would record reads
             # of foreign weights, so that no gradient is lost.
             self._pipeline.foreign(stage) if self._training else (),

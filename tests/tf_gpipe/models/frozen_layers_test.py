@@ -79,6 +79,25 @@ def frozen_weight(layers):
     layers[1].block.a.kernel.trainable = False
 
 
+# What `Told` layers have been differentiated.
+_TOLD = []
+
+
+class Told(L.Dense):
+    """Tells when a gradient passes it."""
+
+    def call(self, x):
+        @tf.custom_gradient
+        def telling(x):
+            def gradient(arrived):
+                _TOLD.append(self.name)
+                return tf.identity(arrived)
+
+            return tf.identity(x), gradient
+
+        return telling(super().call(x))
+
+
 CHANGES = (sublayer, two_levels, single_weight, low_rank, frozen_weight)
 
 
@@ -296,6 +315,101 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
                 model.train_on_batch(x, y, return_dict=True) for _ in range(2)
             ]
             self.assertNotAllEqual(model.weight, np.ones(2))
+            found.append((model, logs))
+        comparison.assert_same(self, *found)
+
+    @parameterized.product(
+        schedule=("1f1b", "gpipe", "zero_bubble", "interleaved"),
+        remat=("always", "never"),
+        eager=(False, True),
+    )
+    @pytest.mark.slow_after(2)
+    def test_no_gradient_passes_what_is_frozen(self, schedule, remat, eager):
+        """As deep as the first weight that is trained, whatever the cut."""
+        x, y = numbers(6, 4), numbers(6, 2, seed=1)
+        found = []
+        for plain in (True, False):
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((4,))
+            frozen = Told(4, "tanh", name="a", trainable=False)(inputs)
+            frozen = L.BatchNormalization(trainable=False)(frozen)
+            frozen = Told(4, "tanh", name="b", trainable=False)(frozen)
+            frozen = Told(4, "tanh", name="c", trainable=False)(frozen)
+            trained = Told(4, "tanh", name="d")(frozen)
+            # Frozen after what is trained, and beside it.
+            later = Told(4, "tanh", name="e", trainable=False)(trained)
+            skip = Told(4, "softmax", name="f", trainable=False)(frozen)
+            model = keras.Model(
+                inputs, [L.Dense(2, name="g")(L.Add()([later, skip])), skip]
+            )
+            if not plain:
+                model = pipelined(
+                    model,
+                    num_stages=4,
+                    balance=[2, 2, 3, 2],
+                    devices=DEVICES * 2,
+                    schedule=schedule,
+                    remat=remat,
+                )
+            model.compile(
+                keras.optimizers.Adam(0.01),
+                ["mse", "categorical_crossentropy"],
+                run_eagerly=eager,
+            )
+            _TOLD.clear()
+            logs = [
+                model.train_on_batch(x, [y, abs(x)], return_dict=True)
+                for _ in range(2)
+            ]
+            found.append((model, logs))
+        self.assertEqual({*_TOLD}, {"d", "e"})
+        comparison.assert_same(self, *found)
+
+    def test_gradients_after_a_layer_is_not_frozen_any_more(self):
+        found = []
+        for plain in (True, False):
+            keras.utils.set_random_seed(1)
+            layers = [Told(4, "tanh", trainable=False) for _ in range(3)]
+            model = keras.Sequential([keras.Input((4,)), *layers, L.Dense(2)])
+            if not plain:
+                model = pipelined(model)
+            logs = []
+            for frozen in (True, False, True):
+                layers[0].trainable = not frozen
+                model.compile(keras.optimizers.Adam(0.01), "mse")
+                _TOLD.clear()
+                logs.append(
+                    model.train_on_batch(
+                        numbers(6, 4), numbers(6, 2, seed=1), return_dict=True
+                    )
+                )
+                if not plain:
+                    self.assertEqual(not _TOLD, frozen)
+            found.append((model, logs))
+        comparison.assert_same(self, *found)
+
+    def test_a_weight_that_a_layer_reads_of_another(self):
+        """A stage with a trained weight may have any part in its values."""
+        found = []
+        for plain in (True, False):
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((4,))
+            dense = L.Dense(4, use_bias=False)
+            made = dense(inputs)
+            also = L.Lambda(
+                lambda x, dense=dense: ops.matmul(x, dense.kernel) ** 2
+            )(inputs)
+            model = keras.Model(
+                inputs, L.Dense(2, trainable=False)(L.Add()([made, also]))
+            )
+            if not plain:
+                model = pipelined(model, balance=[2, 2])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            logs = [
+                model.train_on_batch(
+                    numbers(6, 4), numbers(6, 2, seed=1), return_dict=True
+                )
+            ]
             found.append((model, logs))
         comparison.assert_same(self, *found)
 
