@@ -75,6 +75,23 @@ class LayerCosts:
     # Bytes of its `IndexedSlices`, such as the gradient of an embedding: each
     # micro-batch's are kept until the end of the step, as they are not summed.
     slices_bytes: int = 0
+    # Whether it has a backward pass: not if nothing before it is trained.
+    differentiated: bool = True
+
+    def forward_alone(self) -> "LayerCosts":
+        """Returns the costs of a call that has no backward pass."""
+        return LayerCosts(
+            self.forward_flops,
+            backward_flops=0,
+            weight_flops=0,
+            stored_bytes=0,
+            kept_inputs=(False,) * len(self.kept_inputs),
+            keeps_outputs=False,
+            output_bytes=self.output_bytes,
+            temporary=0,
+            forward=self.forward,
+            differentiated=False,
+        )
 
 
 def rows_of(graph: Graph) -> int | None:
@@ -118,7 +135,13 @@ def trace(
         if len(shared) > _MOST_OF_KERAS:
             shared.clear()
     known = _of_graphs.setdefault(graph, {})
-    return walk(graph, _trace, rows, length, known, shared)
+    found, specs = walk(graph, _trace, rows, length, known, shared)
+    # Equal calls share one `LayerCosts`.
+    alone = {id(x): x.forward_alone() for x in found}
+    return [
+        x if differentiated else alone[id(x)]
+        for x, differentiated in zip(found, graph.differentiated(), strict=True)
+    ], specs
 
 
 def walk(

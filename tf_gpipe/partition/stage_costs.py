@@ -35,6 +35,7 @@ class StageCosts:
         before_flops: Integer, of recomputation before the backward pass, for
             the micro-batches that the remat mode recomputes.
         within_flops: Integer, of recomputation within the backward pass.
+        differentiated: Boolean, whether any of its calls has a backward pass.
         given: Bytes of the model's inputs that the stage takes, and of the
             targets.
         sizes: `Sizes` in bytes, with `fixed` 0.
@@ -49,6 +50,7 @@ class StageCosts:
     sends: dict[int, int]
     before_flops: int = 0
     within_flops: int = 0
+    differentiated: bool = True
 
     @property
     def whole_backward_flops(self) -> int:
@@ -104,10 +106,12 @@ def find(
         first += len(part.nodes)
         received = sum(size(x) for x in part.inputs if x in made_before)
         kept = _kept(part, own)
+        flops = sum(x.forward_flops for x in own)
+        differentiated = any(x.differentiated for x in own)
         found.append(
             StageCosts(
-                before_flops=sum(x.forward_flops for x in own),
-                flops=sum(x.forward_flops for x in own),
+                before_flops=flops if differentiated else 0,
+                flops=flops,
                 backward_flops=sum(x.backward_flops for x in own),
                 weight_flops=sum(x.weight_flops for x in own),
                 given=sum(map(size, part.inputs))
@@ -118,12 +122,15 @@ def find(
                     stored=sum(x.stored_bytes for x in own)
                     + sum(map(size, kept.difference(part.inputs))),
                     temporary=max(
-                        _temporary(part, own, size, made_before),
+                        _temporary(part, own, size, made_before)
+                        if differentiated
+                        else 0,
                         _of_loss(part, kept, size) if k == last else 0,
                     ),
                     slices=sum(x.slices_bytes for x in own),
                 ),
                 sends=sends(parts, k, size),
+                differentiated=differentiated,
             )
         )
         made_before.update(x for node in part.nodes for x in node.made)

@@ -93,8 +93,10 @@ class Draft:
             Boolean, whether a cut that fits was found.
         """
         schedule, remat = self._schedule, self.candidate.remat
+        costs, sizes = self._layers.costs(self._micro_batch)
+        again = np.array([x.differentiated for x in costs])
         shares = [
-            schedule.recomputed_share(k, remat)
+            schedule.recomputed_share(k, remat) * again
             for k in range(schedule.num_stages)
         ]
         whole = np.array(
@@ -105,7 +107,6 @@ class Draft:
         )
         first = whole[0] if whole[0].any() else np.ones_like(whole[0])
         total = first.sum()
-        _, sizes = self._layers.costs(self._micro_batch)
         sends = [
             sum(sizes[x] for x in values)
             for values in self._layers.graph.crossing()
@@ -122,7 +123,6 @@ class Draft:
         n = len(self._layers.names)
         if n > _MOST_CALLS_CUT_FOR_MEMORY:
             return False
-        costs, _ = self._layers.costs(self._micro_batch)
         most = max(x.temporary for x in costs)
         # First without room for tensors that live only during a backward pass,
         # as the peak of a device may come at another time; then with it.
@@ -231,7 +231,9 @@ class Draft:
     def _recomputation(self, forward, parts) -> tuple[list, list]:
         """Returns seconds recomputed before and within backward, by stage."""
         if self._recomputed is None:
-            return forward, [0.0] * len(forward)
+            pairs = zip(forward, self._costs, strict=True)
+            before = [x if cost.differentiated else 0.0 for x, cost in pairs]
+            return before, [0.0] * len(forward)
         before, within = [], []
         for seconds, part, again in zip(
             self._seconds, parts, self._recomputed, strict=True
@@ -258,7 +260,7 @@ class Draft:
         for k, device in enumerate(self._schedule.devices):
             again = self._schedule.recomputed_share(k, self.candidate.remat)
             busy[device] += self._updates[k] + number * (
-                times.forward[k] * (1 + again) + times.backward[k]
+                times.forward[k] + again * times.before[k] + times.backward[k]
             )
         return busy
 

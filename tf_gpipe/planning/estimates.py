@@ -112,7 +112,7 @@ def _stages(
                 layers=layers.names[own],
                 recomputed=_recomputed(
                     layers.names[own],
-                    schedule.recomputed_share(k, remat),
+                    schedule.recomputed_share(k, remat) * cost.differentiated,
                     recomputed and recomputed[k],
                 ),
                 parameters=sum(

@@ -85,6 +85,8 @@ class LayerTimes:
                 for i in chosen
             ]
         ).T
+        # Layers are measured with their backward passes.
+        times[1] *= [costs[i].differentiated for i in chosen]
         reckoned = found[:2, chosen].sum()
         off = times.sum() / reckoned if reckoned else 1.0
         share = np.divide(

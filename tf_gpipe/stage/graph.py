@@ -216,6 +216,22 @@ class Graph:
         taken = {value for node in self.nodes for value in node.inputs}
         return not taken.isdisjoint(self.returned)
 
+    def differentiated(self) -> list[bool]:
+        """Returns whether each call has a backward pass in a training step.
+
+        It has none before the first weight that is trained.
+        """
+        found = []
+        untrained = set(self.inputs)
+        for node in self.nodes:
+            if any(v.trainable for v in variables_of([node])):
+                found.append(True)
+                continue
+            found.append(not untrained.issuperset(node.inputs))
+            if not found[-1]:
+                untrained.update(node.made)
+        return found
+
     def parts(self, counts: Sequence[int]) -> "list[Graph]":
         """Returns the graph cut into parts of consecutive nodes.
 

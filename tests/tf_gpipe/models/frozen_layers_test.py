@@ -438,6 +438,68 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
             4 * (total + trained),
         )
 
+    @parameterized.product(
+        schedule=("1f1b", "gpipe", "zero_bubble", "auto"),
+        remat=("never", "always"),
+    )
+    @pytest.mark.slow_after(2)
+    def test_planned_without_backward_passes(self, schedule, remat):
+        """Before what is trained nothing is kept, or computed again."""
+
+        def planned(trained):
+            layers = [L.Dense(64, "gelu") for _ in range(8)]
+            for layer in layers[: 8 - trained]:
+                layer.trainable = False
+            return tf_gpipe.plan(
+                layers,
+                (64, 64),
+                num_stages=4,
+                balance=[2] * 4,
+                num_micro_batches=4,
+                optimizer="sgd",
+                schedule=schedule,
+                remat=remat,
+            )
+
+        whole, some, none = planned(8), planned(3), planned(0)
+        # The third stage has a frozen layer, and a trained one.
+        for frozen, trained in zip(
+            (some.stages[0], some.stages[1], *none.stages),
+            (whole.stages[0], whole.stages[1], *whole.stages),
+            strict=True,
+        ):
+            self.assertEqual(frozen.flops, trained.flops)
+            self.assertEqual(frozen.backward_flops, 0)
+            self.assertEqual(frozen.recomputed, [])
+            self.assertLess(frozen.activation_bytes, trained.activation_bytes)
+        self.assertEqual(
+            some.stages[2].backward_flops, whole.stages[2].backward_flops / 2
+        )
+        self.assertEqual(
+            some.stages[3].backward_flops, whole.stages[3].backward_flops
+        )
+
+    def test_tuned_by_the_passes_that_there_are(self):
+        """Frozen layers take a third of the time of trained ones."""
+
+        def cut(frozen):
+            layers = [L.Dense(256) for _ in range(12)]
+            for layer in layers[:frozen]:
+                layer.trainable = False
+            return tf_gpipe.tune(
+                layers,
+                (4096, 256),
+                2,
+                budget_seconds=0,
+                num_stages=2,
+                remat="never",
+                schedule="1f1b",
+                device_flops=1e9,
+            ).arguments["balance"]
+
+        self.assertEqual(cut(0), [6, 6])
+        self.assertEqual(cut(6), [8, 4])
+
 
 if __name__ == "__main__":
     tf.test.main()
