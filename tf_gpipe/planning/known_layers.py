@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Hashable
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.layer_costs import LayerCosts
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.parameter_bytes import ParameterBytes
+from tf_gpipe.partition.parameter_bytes import WeightBytes
 from tf_gpipe.planning import planned_graph
 from tf_gpipe.schedule.tasks import Schedule
 
@@ -49,24 +51,23 @@ class KnownLayers:
         for value, spec in specs.items():
             value.spec = spec
         self.weights: list[list] = []
-        self.parameters = ParameterBytes(
-            [
-                {id(node.layer): size}
-                for node, (_, size) in zip(graph.nodes, copies, strict=True)
-            ]
-        )
         # From the id of each of the user's layers to its copy.
         own: dict[int, Any] = {}
         self._originals: dict[int, Any] = {}
-        for node, (copy, _) in zip(graph.nodes, copies, strict=True):
-            # A layer that is called again adds no weights.
-            again = id(node.layer) in own
-            self.weights.append([] if again else getattr(copy, "weights", []))
-            if not again:
+        used: list[dict[Hashable, WeightBytes]] = []
+        seen: set[Hashable] = set()
+        for node, (copy, sizes) in zip(graph.nodes, copies, strict=True):
+            keys = _keys_of_weights(node.layer, copy)
+            used.append(dict(zip(keys, sizes, strict=True)))
+            pairs = zip(keys, getattr(copy, "weights", []), strict=True)
+            self.weights.append([v for key, v in pairs if key not in seen])
+            seen.update(keys)
+            if id(node.layer) not in own:
                 # Equal calls share one copy.
                 twin = upstream.renamed(copy, node.layer.name)
                 own[id(node.layer)] = twin
                 self._originals[id(twin)] = node.layer
+        self.parameters = ParameterBytes(used)
         nodes = [
             dataclasses.replace(node, layer=own[id(node.layer)])
             for node in graph.nodes
@@ -155,3 +156,25 @@ class KnownLayers:
                 )
         costs = [made[id(x)] for x in a]
         return costs, {x: between(y, b_sizes[x]) for x, y in a_sizes.items()}
+
+
+def _keys_of_weights(layer: Any, copy: Any) -> list[Hashable]:
+    """Returns a key of each weight of a copy, equal for weights that are one.
+
+    Two of the user's layers may hold the same layer or, once it is built, the
+    same weight; their copies hold copies of it.
+    """
+    weights = getattr(copy, "weights", [])
+    if not weights:
+        return []
+    holders = upstream.layers_within(copy), upstream.layers_within(layer)
+    if len(holders[0]) != len(holders[1]):
+        # Layers that the layer makes as it is built, which no other has.
+        return [(id(layer), i) for i, _ in enumerate(weights)]
+    found: dict[int, Hashable] = {}
+    for new, old in zip(*holders, strict=True):
+        mine, theirs = map(upstream.own_variables, (new, old))
+        for i, v in enumerate(mine):
+            built = len(mine) == len(theirs)
+            found.setdefault(id(v), id(theirs[i]) if built else (id(old), i))
+    return [found.get(id(v), (id(layer), i)) for i, v in enumerate(weights)]

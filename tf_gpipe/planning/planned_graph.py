@@ -155,9 +155,9 @@ def copies(
     built layer that cannot be copied is used itself.
 
     Returns:
-        List with, for each call, the copy (equal calls share one) and the
-        `WeightBytes` of all its weights; and a dictionary from `Value`s to
-        specs.
+        List with, for each call, the copy (equal calls share one) and a list
+        with the `WeightBytes` of each of its weights; and a dictionary from
+        `Value`s to specs.
 
     Raises:
         ValueError: If a layer cannot be copied that is not built, or that would
@@ -172,19 +172,20 @@ def copies(
     )
 
     def bytes_of(layer):
+        size = layer_costs.size_in_bytes
         trained = [x for x in layer.weights if x.trainable]
-        planned = slots.planned(optimizer, trained)
-        return WeightBytes(
-            *map(layer_costs.size_in_bytes, (layer.weights, trained, planned))
-        )
+        planned = zip(trained, slots.planned(optimizer, trained), strict=True)
+        more = {id(x): (size(x), size(own)) for x, own in planned}
+        return [
+            WeightBytes(size(x), *more.get(id(x), (0, 0)))
+            for x in layer.weights
+        ]
 
     def copied(node, specs):
         layer = node.layer
         args, kwargs = node.arguments(specs)
         if not isinstance(layer, keras.Layer):
-            return (layer, WeightBytes(0)), layer.compute_output_spec(
-                *args, **kwargs
-            )
+            return (layer, []), layer.compute_output_spec(*args, **kwargs)
         try:
             copy = layer_copies.copied(layer, [] if old == new else [old, new])
         except layer_copies.NoCopyError as error:

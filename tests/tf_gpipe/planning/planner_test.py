@@ -103,6 +103,23 @@ class OwnOptimizer(keras.optimizers.SGD):
         super().__init__(momentum=factor)
 
 
+class Matrix(keras.layers.Layer):
+    def build(self, shape):
+        self.matrix = self.add_weight(shape=(8, 8))
+
+    def call(self, x):
+        return x @ self.matrix
+
+
+class Late(keras.layers.Layer):
+    def build(self, shape):
+        self.inner = LAYERS.Dense(8)
+        self.inner.build(shape)
+
+    def call(self, x):
+        return self.inner(x)
+
+
 class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
     """Optimizers that Keras trains with, but cannot write into a file."""
 
@@ -536,6 +553,37 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
             make, (8, 8), keras.optimizers.Adam, balance=[1, 3]
         )
         self.assertEqual([x.parameters for x in planned.stages], [72, 144])
+
+    @parameterized.product(
+        build=(False, True), kind=("layer", "weight", "made as it is built")
+    )
+    def test_layers_that_hold_the_same(self, build, kind):
+        """Their weights count once, wherever they are held."""
+
+        def make():
+            if kind == "weight":
+                first, second = Matrix(), Matrix()
+                first.build((None, 8))
+                second.matrix = first.matrix
+                second.built = True
+                return [first, LAYERS.Dense(8), second]
+            if kind == "made as it is built":
+                return [Late(), LAYERS.Dense(8), Late()]
+            held = LAYERS.Dense(8)
+            around = [LAYERS.TimeDistributed(held) for _ in range(2)]
+            if build:
+                around[0].build((None, 3, 8))
+            return [*around, LAYERS.Dense(8), held]
+
+        spec = (8, 3, 8) if kind == "layer" else (8, 8)
+        count = len(make())
+        planned = self.assert_as_built(
+            make, spec, keras.optimizers.Adam, balance=[1, count - 1]
+        )
+        self.assertEqual(
+            [x.parameters for x in planned.stages],
+            {"layer": [72, 72], "weight": [64, 72]}.get(kind, [72, 144]),
+        )
 
     def test_equal_layers_are_not_one(self):
         planned = self.assert_as_built(
