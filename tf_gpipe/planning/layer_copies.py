@@ -21,7 +21,9 @@ def copied(
     """Returns a copy of a layer, not built and not compiled.
 
     What the layer holds are the user's own objects, not those of a file: they
-    need not be registered with Keras, and lambdas are kept as they are.
+    need not be registered with Keras, and lambdas are kept as they are. A layer
+    that has learnt from data what no config and no weight has, such as the
+    vocabulary of a `TextVectorization`, shares that with its copy.
 
     Args:
         layer: Layer; or an operation without weights, of which the copy has
@@ -31,7 +33,11 @@ def copied(
     Raises:
         NoCopyError: If the layer's config does not make a layer.
     """
-    if not isinstance(layer, keras.Layer):
+    if not isinstance(layer, keras.Layer) or (
+        not policies
+        and not layer.variables
+        and any(map(_has_assets, upstream.layers_within(layer)))
+    ):
         return upstream.uncalled(layer)
 
     def changed(config: Any) -> Any:
@@ -72,6 +78,11 @@ def copied(
             if upstream.made_from_code(x):
                 vars(new)[name] = vars(old).get(name, x)
     return copy
+
+
+def _has_assets(layer: keras.Layer) -> bool:
+    """Returns whether a layer has more to save than its config and weights."""
+    return hasattr(layer, "save_assets")
 
 
 def _without_arrays(layer: keras.Layer) -> keras.Layer:

@@ -454,6 +454,22 @@ class TrialTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(x, y)
 
 
+def noisy(x):
+    return x + keras.random.normal(keras.ops.shape(x))
+
+
+def adapted(layer):
+    """Returns layers that begin with one that has learnt a vocabulary."""
+    layer.adapt(np.array([["a b c"], ["b c"], ["c"]]))
+    return [
+        keras.Input((1,), dtype="string"),
+        layer,
+        keras.layers.Embedding(9, 8),
+        keras.layers.Flatten(),
+        *make_layers(2, 8),
+    ]
+
+
 def two_outputs():
     inputs = keras.Input((8,))
     return keras.Model(inputs, [keras.layers.Dense(n)(inputs) for n in (1, 2)])
@@ -521,6 +537,20 @@ class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
         ("two inputs", two_inputs, [(8, 8), (8, 8)]),
         ("inputs by name", two_inputs, {"b": (8, 8), "a": (8, 8)}),
         (
+            "lookup",
+            lambda: adapted(keras.layers.StringLookup()),
+            keras.KerasTensor((8, 1), "string"),
+        ),
+        (
+            "words",
+            lambda: keras.Sequential(
+                adapted(
+                    keras.layers.TextVectorization(output_sequence_length=3)
+                )
+            ),
+            keras.KerasTensor((8, 1), "string"),
+        ),
+        (
             "list into layers",
             lambda: [keras.layers.Add(), *make_layers(2, 8)],
             [(8, 8), (8, 8)],
@@ -546,6 +576,7 @@ class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
             (8, 3),
         ),
     )
+    @pytest.mark.slow_after(4)
     def test_model(self, make, spec):
         model = make()
         found = self.tried(model, spec)
