@@ -280,8 +280,13 @@ def seed_generator_of_keras() -> keras.random.SeedGenerator | None:
     )
 
 
-def set_seed_generator_of_keras(generator: keras.random.SeedGenerator) -> None:
-    """Sets the global seed generator, which layers without a seed use."""
+def set_seed_generator_of_keras(
+    generator: keras.random.SeedGenerator | None,
+) -> None:
+    """Sets the global seed generator, which layers without a seed use.
+
+    With `None`, Keras makes one when it is next needed.
+    """
     global_state.set_global_attribute(
         seed_generator.GLOBAL_SEED_GENERATOR, generator
     )

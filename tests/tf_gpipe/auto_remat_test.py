@@ -296,6 +296,72 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
             [stage.recomputed for stage in plan.stages],
         )
 
+    def of_open_length(self, functional, shape, **kwargs):
+        """Returns a pipeline whose inputs leave sizes open."""
+        layers = [L.Dense(8, "gelu") for _ in range(6)]
+        inputs = keras.Input(shape)
+        if not functional:
+            return tf_gpipe.PipelinedSequential([inputs, *layers], **kwargs)
+        x = inputs
+        for layer in layers:
+            x = layer(x)
+        return tf_gpipe.PipelinedModel(inputs, x, **kwargs)
+
+    @parameterized.product(
+        functional=(True, False), limit=("share", "bytes"), length=(16, 512)
+    )
+    @pytest.mark.slow_after(2)
+    def test_a_plan_for_longer_sequences(self, functional, limit, length):
+        """What a model recomputes is for the sizes of its plan."""
+        layers = [L.Dense(8, "gelu") for _ in range(6)]
+        options = {"num_stages": 2, "num_micro_batches": 4, "optimizer": "sgd"}
+        spec = (32, length, 8)
+        never = tf_gpipe.plan(layers, spec, remat="never", **options)
+        plan = tf_gpipe.plan(
+            layers,
+            spec,
+            remat="auto",
+            memory_limit=0.7
+            if limit == "share"
+            else int(0.7 * max(never.device_bytes)),
+            **options,
+        )
+        path = os.path.join(self.get_temp_dir(), "plan.json")
+        plan.save(path)
+        model = self.of_open_length(
+            functional, (None, 8), plan=tf_gpipe.Plan.load(path)
+        )
+        model.compile("sgd", "mse")
+        model.make_train_function()
+        found = [sum(map(len, own)) for own in model._pipeline.chosen]
+        self.assertEqual(found, [len(x.recomputed) for x in plan.stages])
+        self.assertGreater(sum(found), 0)
+        self.assertEqual(model.nominal_length, length)
+        copy = type(model).from_config(model.get_config())
+        self.assertEqual(copy._pipeline.chosen, model._pipeline.chosen)
+        # Unless the user says otherwise.
+        model = self.of_open_length(
+            functional, (None, 8), plan=plan, nominal_length=7
+        )
+        self.assertEqual(model.nominal_length, 7)
+
+    @parameterized.parameters(True, False)
+    def test_a_plan_for_several_open_sizes(self, functional):
+        def make(sizes, **options):
+            plan = tf_gpipe.plan(
+                [L.Dense(8, "gelu") for _ in range(6)],
+                (32, *sizes, 8),
+                num_stages=2,
+                **options,
+            )
+            return self.of_open_length(functional, (None, None, 8), plan=plan)
+
+        auto = {"remat": "auto", "memory_limit": 0.7}
+        self.assertEqual(make((4, 4), **auto).nominal_length, 4)
+        make((4, 5))
+        with self.assertRaisesRegex(ValueError, r"\[\[4, 5, 8\]\].*open"):
+            make((4, 5), **auto)
+
     @parameterized.parameters(0.5, 0.9)
     def test_is_loaded_as_it_was(self, limit):
         model = self.make(memory_limit=limit)

@@ -226,6 +226,10 @@ class StateOfKerasTest(tf.test.TestCase):
         before = generator.state.numpy()
         keras.random.normal((2,))
         self.assertNotAllEqual(generator.state, before)
+        upstream.set_seed_generator_of_keras(None)
+        keras.random.normal((2,))
+        self.assertIsNot(upstream.seed_generator_of_keras(), generator)
+        self.assertIsNotNone(upstream.seed_generator_of_keras())
 
     def test_without_autocast(self):
         """A layer whose dtype policy is not the model's keeps its dtype."""

@@ -119,10 +119,10 @@ class PipelinedModel(Pipelined, upstream.Functional):
         plan: `tf_gpipe.Plan`, which `tf_gpipe.tune` or `tf_gpipe.plan` has
             made for these layers. It decides `num_stages`,
             `num_micro_batches`, `balance`, `schedule`, `remat`,
-            `memory_limit` and `batch_size`, and `devices` unless they are
-            given. Values of these other than the defaults are refused; of
-            layers only their number is compared with the plan's. Defaults to
-            `None`.
+            `memory_limit` and `batch_size`, and `devices` and
+            `nominal_length` unless they are given. Values of the others that
+            are not the defaults are refused; of layers only their number is
+            compared with the plan's. Defaults to `None`.
         trainable: Boolean, whether the layers are trainable, or `None` to
             leave them as they are.
 

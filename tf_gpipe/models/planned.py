@@ -6,9 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import checks
 from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
+from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import uncounted
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.choice import Chooser
@@ -17,6 +17,8 @@ from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
+from tf_gpipe.schedule.tasks import AUTO_REMAT
+from tf_gpipe.stage import seeds
 
 AUTO = "auto"
 # The arguments that a plan or `num_stages="auto"` decides, by their defaults.
@@ -32,20 +34,21 @@ _DECIDED: dict[str, Any] = {
 
 
 def arguments(
-    plan: Any, layers: Callable[[], Any], **given: Any
+    plan: Any, layers: Callable[[], tuple[Any, Any]], **given: Any
 ) -> dict[str, Any]:
     """Returns the constructor arguments, with those of the plan filled in.
 
     Args:
         plan: `Plan` or `None`. With `num_stages="auto"` one is made here.
         layers: Function that returns the layers or the model, and the spec of
-            its inputs. Called for `num_stages="auto"` only.
+            its inputs, or `None` if that is not known.
         **given: The user's values.
 
     Raises:
         TypeError: If `plan` is something else.
         ValueError: If the user has also given arguments that the plan decides,
-            if it is for another number of replicas, or if no plan is found.
+            if it is for another number of replicas or for sizes that the model
+            leaves open, or if no plan is found.
     """
     stages = given["num_stages"]
     auto = isinstance(stages, str) and stages == AUTO
@@ -73,11 +76,14 @@ def arguments(
             "out, or ask `tf_gpipe.tune` for a plan with them. Received: "
             + ", ".join(f"{x}={given[x]!r}" for x in others)
         )
+    model, spec = layers()
+    length = given["nominal_length"]
     if auto:
-        model, spec = layers()
-        plan = _chosen(model, spec, given["devices"])
+        plan = _chosen(model, spec, given["devices"], length)
     _check_replicas(plan)
     decided = dict(plan.arguments)
+    if length == layer_costs.NOMINAL_LENGTH:
+        decided["nominal_length"] = _length_of(plan, spec) or length
     # With `num_stages="auto"`, the plan's devices are some of the given ones.
     if given["devices"] is not None and not auto:
         del decided["devices"]
@@ -104,9 +110,44 @@ def _check_replicas(plan: Plan) -> None:
     )
 
 
+def _length_of(plan: Plan, spec: Any) -> int | None:
+    """Returns the size in the plan of the axes that the model leaves open.
+
+    `None` if there are none, or if they have several sizes and nothing depends
+    on them.
+
+    Raises:
+        ValueError: If they have several sizes, and what the plan recomputes
+            depends on them.
+    """
+    inputs = [] if spec is None else keras.tree.flatten(spec)
+    shapes = [tuple(x.shape[1:]) for x in inputs]
+    lengths = {
+        size
+        for shape, sizes in zip(shapes, plan.input_shapes or (), strict=False)
+        for known, size in zip(shape, sizes, strict=False)
+        if known is None
+    }
+    if len(lengths) > 1 and plan.remat == AUTO_REMAT:
+        raise ValueError(
+            "What `plan` recomputes is for inputs of the shapes "
+            f"{plan.input_shapes}, and the model leaves several of these sizes "
+            "open. Give the sizes with `keras.Input`. Received: a model with "
+            f"inputs of the shapes {shapes}"
+        )
+    return lengths.pop() if len(lengths) == 1 else None
+
+
 @uncounted.choosing()
-def _chosen(model: Any, spec: Any, devices: Any) -> Plan:
+@seeds.unchanged()
+def _chosen(model: Any, spec: Any, devices: Any, length: int) -> Plan:
     """Returns the best plan, for mini-batches of the spec's batch size."""
+    if spec is None:
+        raise ValueError(
+            'num_stages="auto" needs layers that begin with a `keras.Input`. '
+            f"Received: layers={model!r}"
+        )
+    spec = keras.tree.map_structure(lambda x: _with_all_sizes(x, length), spec)
     names = placement.listed(devices) or placement.accelerators()
     if placement.is_grid(names):
         raise ValueError(
@@ -121,33 +162,27 @@ def _chosen(model: Any, spec: Any, devices: Any) -> Plan:
 
 
 def of_layers(layers: Any) -> tuple[Any, Any]:
-    """Returns layers, and the spec of their inputs."""
-    first = layers
+    """Returns layers, and the spec of their inputs if they begin with it."""
+    found = layers
     if isinstance(layers, keras.Sequential):
-        first = keras.Model.layers.fget(layers)
-    expected = (
-        'num_stages="auto" needs layers that begin with a `keras.Input`. '
-        f"Received: layers={layers!r}"
-    )
-    found = checks.items(first, expected)
-    given = found[0] if found else None
+        found = keras.Model.layers.fget(layers)
+    given = found[0] if isinstance(found, (list, tuple)) and found else None
     if isinstance(given, keras.layers.InputLayer):
         given = given.output
-    if not isinstance(given, keras.KerasTensor):
-        raise ValueError(expected)
-    return layers, _with_rows(given)
+    return layers, given if isinstance(given, keras.KerasTensor) else None
 
 
 def of_model(model: Any) -> tuple[Any, Any]:
     """Returns a functional model, and the spec of its inputs."""
-    return model, keras.tree.map_structure(_with_rows, model.input)
+    return model, model.inputs
 
 
-def _with_rows(x: Any) -> Any:
+def _with_all_sizes(x: Any, length: int) -> Any:
+    """Returns a spec with `length` in place of unknown sizes but the rows."""
     if x.shape[0] is None:
         raise ValueError(
             'num_stages="auto" needs the size of a mini-batch: begin with '
             f"keras.Input({tuple(x.shape[1:])}, batch_size=64), or give "
             "plan=tf_gpipe.tune(layers, (64, ...))."
         )
-    return x
+    return keras.KerasTensor([n or length for n in x.shape], x.dtype)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import keras
+
 from tf_gpipe.partition.stage_costs import StageCosts
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.plans import Plan
@@ -89,6 +91,10 @@ def estimate(
         step_seconds=makespan,
         device_idle=_idle(simulation, len(schedule.tasks)),
         transfer_share=1 - without / makespan if makespan else 0.0,
+        input_shapes=[
+            list(x.shape[1:])
+            for x in keras.tree.flatten([v.spec for v in layers.graph.inputs])
+        ],
     )
 
 

@@ -1,6 +1,5 @@
 """The graph of a model to be planned: all sizes known, no variable values."""
 
-import random
 from typing import Any
 
 import keras
@@ -215,11 +214,7 @@ def copies(
                 x.trainable = original.trainable
         return (copy, bytes_of(copy)), outputs
 
-    # Copies of layers draw seeds: afterwards Python's generator goes on as if
-    # there had been no plan.
-    drawn = random.getstate()
     try:
         return layer_costs.walk(graph, copied)
     finally:
         keras.config.set_dtype_policy(before)
-        random.setstate(drawn)

@@ -23,9 +23,11 @@ from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.stage import seeds
 
 
 @progress.shown(after=progress.PATIENCE)
+@seeds.unchanged()
 def plan(
     layers: Sequence[keras.Layer] | keras.Model,
     input_spec: Any,

@@ -116,6 +116,8 @@ class Plan:
         memory_limit: That of `remat="auto"`, or `None`; where it is a share,
             of what the fullest device would take with this cut.
         batch_size: Integer, the rows that it is for, or `None`.
+        input_shapes: List with the shape of each input of the model, without
+            the rows.
 
     Example:
 
@@ -149,6 +151,7 @@ class Plan:
     tasks: Schedule | None = None
     memory_limit: int | str | float | None = None
     batch_size: int | None = None
+    input_shapes: list[list[int]] | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:

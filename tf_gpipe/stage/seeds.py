@@ -1,8 +1,10 @@
 """Keras's global seed generator, for layers without one of their own."""
 
 import concurrent.futures
+import contextlib
 import random
 import weakref
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -40,6 +42,28 @@ def global_seed() -> list[keras.Variable]:
         upstream.set_seed_generator_of_keras(generator)
     _shared[strategy] = generator
     return [generator.state]
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """A scope after which a program draws the numbers that it would without it.
+
+    It restores the global random generators of Python and of Keras, from which
+    layers and initialisers draw. If Keras has made none yet, it has none
+    afterwards.
+    """
+    drawn = random.getstate()
+    generator = upstream.seed_generator_of_keras()
+    value = None
+    if generator is not None and upstream.has_value(generator.state):
+        value = generator.state.numpy()
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+        upstream.set_seed_generator_of_keras(generator)
+        if value is not None:
+            generator.state.assign(value)
 
 
 def _made() -> keras.random.SeedGenerator:

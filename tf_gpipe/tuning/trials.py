@@ -1,12 +1,9 @@
 """Measured seconds of training steps of a pipeline made from copied layers."""
 
-import contextlib
 import functools
 import gc
-import random
 import time
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -19,7 +16,6 @@ from tf_gpipe.planning import layer_copies
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.stage import abstract
-from tf_gpipe.stage import seeds
 
 # How many steps are timed: so many, or more until they take so many seconds.
 _NUM_STEPS = 3
@@ -46,8 +42,8 @@ def step_seconds(
 ) -> float | None:
     """Measures training steps of a copy of a model.
 
-    The copy has weights, slots and seeds of its own; the model and the global
-    random generators are left unchanged.
+    The copy has weights, slots and seeds of its own; the model is left
+    unchanged.
 
     Args:
         model: As of `tf_gpipe.tune`.
@@ -63,19 +59,16 @@ def step_seconds(
         NoCopyError: If a layer cannot be copied.
         Exception: What a step has raised. The variables of its frames are gone.
     """
-    with _nothing_drawn():
-        try:
-            return _fitted(
-                _copy(model, known.input_spec, plan), known, optimizer
-            )
-        except tf.errors.ResourceExhaustedError:
-            return None
-        except Exception as error:
-            _clear_frames(error)
-            raise
-        finally:
-            # The copy, which reference cycles keep, has all of its memory.
-            gc.collect()
+    try:
+        return _fitted(_copy(model, known.input_spec, plan), known, optimizer)
+    except tf.errors.ResourceExhaustedError:
+        return None
+    except Exception as error:
+        _clear_frames(error)
+        raise
+    finally:
+        # The copy, which reference cycles keep, has all of its memory.
+        gc.collect()
 
 
 def _clear_frames(error: BaseException) -> None:
@@ -169,19 +162,3 @@ def _copy(model: Any, spec: Any, plan: Plan) -> Any:
     if isinstance(spec, keras.KerasTensor):
         copies.insert(0, keras.Input(spec.shape[1:], dtype=spec.dtype))
     return PipelinedSequential(copies, **arguments)
-
-
-@contextlib.contextmanager
-def _nothing_drawn() -> Iterator[None]:
-    """A scope that restores the global random generators at its end.
-
-    Those of Python and of Keras, from which layers and initialisers draw.
-    """
-    drawn = random.getstate()
-    states = [(x, x.value.numpy()) for x in seeds.global_seed()]
-    try:
-        yield
-    finally:
-        random.setstate(drawn)
-        for variable, value in states:
-            variable.assign(value)

@@ -32,6 +32,7 @@ from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
+from tf_gpipe.stage import seeds
 from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import measured_speeds
 from tf_gpipe.tuning import trials
@@ -46,6 +47,7 @@ _NUM_RIVALS = 3
 
 @progress.shown(after=progress.PATIENCE)
 @uncounted.choosing()
+@seeds.unchanged()
 def tune(
     layers: Sequence[keras.Layer] | keras.Model,
     input_spec: Any,

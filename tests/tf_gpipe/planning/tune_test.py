@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import os
+import random
 import tempfile
 import weakref
 from unittest import mock
@@ -16,6 +17,7 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tests.devices import KIND
+from tf_gpipe.models import planned
 from tf_gpipe.planning import candidates
 from tf_gpipe.planning import choice
 from tf_gpipe.planning import cuts
@@ -402,6 +404,32 @@ class TrialTest(tf.test.TestCase, parameterized.TestCase):
             if type(x) is tf_gpipe.PipelinedSequential and x.name == "tried"
         ]
         self.assertEmpty(copies)
+
+    @parameterized.parameters("tune", "plan", "auto")
+    def test_it_makes_no_seeds(self, how):
+        """What a program draws first afterwards, it draws as without."""
+        found = []
+        for plans in (False, True):
+            keras.utils.clear_session()
+            keras.utils.set_random_seed(1)
+            layers = make_layers(2, 8)
+            layers.append(keras.layers.Lambda(noisy))
+            drawn = random.getstate()
+            if plans and how == "tune":
+                tf_gpipe.tune(
+                    layers, (8, 8), budget_seconds=60, **self.ONE_PIPELINE
+                )
+            elif plans and how == "plan":
+                tf_gpipe.plan(layers, (8, 8), num_stages=2)
+            elif plans:
+                planned._chosen(layers, keras.Input((8,), 8), None, 1)
+            self.assertEqual(random.getstate(), drawn)
+            model = keras.Sequential([keras.Input((8,)), *layers])
+            found.append(
+                [*model.get_weights(), keras.random.uniform((3,)).numpy()]
+            )
+        for a, b in zip(*found, strict=True):
+            self.assertAllEqual(a, b)
 
     @parameterized.parameters(True, False)
     def test_one_that_fails_leaves_no_copy(self, out_of_memory):
@@ -993,6 +1021,24 @@ class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
             tf_gpipe.PipelinedSequential(
                 [keras.Input((64,)), *make_layers()], num_stages="auto"
             )
+        # Sizes that are left open count as elsewhere.
+        counts = []
+        for length in (16, 4096):
+            inputs = keras.Input((None, 64), batch_size=8)
+            outputs = inputs
+            for layer in make_layers():
+                outputs = layer(outputs)
+            model = tf_gpipe.PipelinedModel(
+                inputs,
+                outputs,
+                num_stages="auto",
+                nominal_length=length,
+                devices=self.devices,
+            )
+            counts.append(model.num_stages)
+            self.assertEqual(model.nominal_length, length)
+        self.assertEqual(counts[0], 1)
+        self.assertGreater(counts[1], 1)
         # Its output is not the model's input.
         called = make_layers(2)
         called[0](keras.Input((64,), batch_size=8))
