@@ -400,7 +400,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         ("24KB", {}, True),
         ("16KB", {"momentum": 0.9}, False),
         ("16KB", {"use_ema": True}, False),
-        (0.5, {}, True),
+        (0.75, {}, True),
     )
     @pytest.mark.slow_after(2)
     def test_is_decided_again_for_what_is_trained(
