@@ -54,16 +54,17 @@ def unchanged() -> Iterator[None]:
     """
     drawn = random.getstate()
     generator = upstream.seed_generator_of_keras()
-    value = None
-    if generator is not None and upstream.has_value(generator.state):
-        value = generator.state.numpy()
+    state = None if generator is None else generator.state
+    if state is not None and not upstream.has_value(state):
+        state = None
+    value = None if state is None else state.numpy()
     try:
         yield
     finally:
         random.setstate(drawn)
         upstream.set_seed_generator_of_keras(generator)
-        if value is not None:
-            generator.state.assign(value)
+        if state is not None:
+            state.assign(value)
 
 
 def _made() -> keras.random.SeedGenerator:
