@@ -35,7 +35,7 @@ import threading
 import time
 
 from tf_gpipe import progress
-from tf_gpipe.checkpoints import state
+from tf_gpipe.checkpoints import model_variables
 from tf_gpipe.checkpoints import store
 from tf_gpipe.commands.flags import positive
 from tools import child_process
@@ -236,7 +236,7 @@ def bits(workdir):
     found = {
         f"{array.kind} {array.number}": saved.value(i).tobytes()
         for i, array in enumerate(saved.arrays)
-        if array.kind in state.MODEL
+        if array.kind in model_variables.MODEL
     }
     return {
         "path": saved.path.name,

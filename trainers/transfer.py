@@ -5,6 +5,7 @@ import pathlib
 import keras
 import tensorflow as tf
 
+from tf_gpipe.checkpoints import model_variables
 from tf_gpipe.checkpoints import state
 from tf_gpipe.checkpoints import store
 from trainers.command_line import UserError
@@ -73,15 +74,16 @@ def _load(model, head, saved):
         id(v): (v, i)
         for i, v in state.matched(
             saved,
-            state.WEIGHTS,
-            state.variables_of(model)[state.WEIGHTS],
+            model_variables.WEIGHTS,
+            model_variables.variables_of(model)[model_variables.WEIGHTS],
             skip=lambda v: id(v) in kept or _is_seed(v),
         )
     }
     averages = sorted(
         (array.number, i)
         for i, array in enumerate(saved.arrays)
-        if array.kind == state.OPTIMIZER and array.name.endswith(_AVERAGE)
+        if array.kind == model_variables.OPTIMIZER
+        and array.name.endswith(_AVERAGE)
     )
     if averages:
         for (_, i), v in zip(averages, model.trainable_variables, strict=True):

@@ -31,6 +31,7 @@ from tests import pairwise
 from tests import quick_python
 from tf_gpipe import upstream
 from tf_gpipe.callbacks import Checkpoint
+from tf_gpipe.checkpoints import model_variables
 from tf_gpipe.checkpoints import state
 from tf_gpipe.checkpoints import store
 from tf_gpipe.checkpoints.store import CheckpointError
@@ -93,8 +94,8 @@ def small(optimizer=None, steps_per_execution=1):
 def values(model):
     return [
         v.numpy()
-        for kind, variables in state.variables_of(model).items()
-        if kind != state.METRICS
+        for kind, variables in model_variables.variables_of(model).items()
+        if kind != model_variables.METRICS
         for v in variables
     ]
 
@@ -796,8 +797,8 @@ class WritingTest(TestCase):
         # One part a stage, as in the checkpoint.
         self.assertLen(parts, 2)
         i = 0
-        for kind, variables in state.variables_of(model).items():
-            if kind == state.METRICS:
+        for kind, variables in model_variables.variables_of(model).items():
+            if kind == model_variables.METRICS:
                 continue
             for k, _ in enumerate(variables):
                 self.assertAllEqual(copies[kind, k], before[i])

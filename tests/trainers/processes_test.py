@@ -15,7 +15,7 @@ from absl.testing import parameterized
 
 from tests import quick_python
 from tests.tf_gpipe.devices.cluster_test import unused_address
-from tf_gpipe.checkpoints import state as state_of
+from tf_gpipe.checkpoints import model_variables
 from tf_gpipe.checkpoints import store
 from tf_gpipe.commands import workers
 from tools import child_process
@@ -74,7 +74,7 @@ def state(workdir, num_epochs=2):
     return {
         f"{array.kind} {array.number}": saved.value(i)
         for i, array in enumerate(saved.arrays)
-        if array.kind in state_of.MODEL
+        if array.kind in model_variables.MODEL
     }
 
 

@@ -13,6 +13,7 @@ from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.callbacks import monitors
 from tf_gpipe.checkpoints import data
+from tf_gpipe.checkpoints import model_variables
 from tf_gpipe.checkpoints import state
 from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import Position
@@ -125,7 +126,7 @@ class Checkpoint(keras.callbacks.Callback):
         _check_model(model)
         for saved in iter(self._writer.read, None):
             try:
-                _restore(model, saved, state.MODEL)
+                _restore(model, saved, model_variables.MODEL)
             except FileNotFoundError:
                 # A process that trains deletes those before a newer one.
                 if saved.path == self._writer.newest():
@@ -206,7 +207,7 @@ class Checkpoint(keras.callbacks.Callback):
                 f"{position.steps} steps of an epoch, which is no multiple of "
                 f"steps_per_execution={epochs.steps_per_execution}."
             )
-        _restore(self.model, saved, state.MODEL)
+        _restore(self.model, saved, model_variables.MODEL)
         self._total = self._total_saved = content["total"]
         start = position.epochs
         tell(f"Going on from {saved.path}: {position} are done.")
@@ -238,7 +239,9 @@ class Checkpoint(keras.callbacks.Callback):
         """
         saved: Any = self._resumed
         self.model.train_function(batches)
-        _restore(self.model, saved, (*state.MODEL, state.METRICS))
+        _restore(
+            self.model, saved, (*model_variables.MODEL, model_variables.METRICS)
+        )
         if not saved.content.get("begun"):
             self._resumed = None
 
@@ -252,7 +255,7 @@ class Checkpoint(keras.callbacks.Callback):
             if not self._passed and saved.content.get("begun"):
                 # What the callbacks before this one do as an epoch begins, such
                 # as setting the learning rate, was done when it was written.
-                _restore(self.model, saved, state.MODEL)
+                _restore(self.model, saved, model_variables.MODEL)
         self._random = data.random_states()
         if self._epoch_ended:
             self._save(Position(epoch), begun=True)
@@ -274,7 +277,11 @@ class Checkpoint(keras.callbacks.Callback):
             self._copier = state.Copier(self.model)
         if self._resumed is not None:
             # As in `on_epoch_begin`, for what callbacks do as a step begins.
-            _restore(self.model, self._resumed, (*state.MODEL, state.METRICS))
+            _restore(
+                self.model,
+                self._resumed,
+                (*model_variables.MODEL, model_variables.METRICS),
+            )
             self._resumed = None
         # Before a step, not after one: the checkpoint at the end of an epoch
         # is written elsewhere.
@@ -369,8 +376,10 @@ class Checkpoint(keras.callbacks.Callback):
             "data": self._data,
             "random": self._random,
             "monitors": monitors.states(self._monitors),
-            "optimizer": state.names_of_optimizers(self.model),
-            "weights of optimizers": state.weights_of_optimizers(self.model),
+            "optimizer": model_variables.names_of_optimizers(self.model),
+            "weights of optimizers": model_variables.weights_of_optimizers(
+                self.model
+            ),
         }
         model, trainable = self.model, self._copier.trainable
         self._writer.write(
@@ -396,6 +405,6 @@ def _position(saved: Saved) -> Position:
 
 @worker_lost.naming_failures
 def _restore(model: Any, saved: Saved, kinds: tuple[str, ...]) -> None:
-    state.build_optimizers(model, saved)
+    model_variables.build_optimizers(model, saved)
     state.restore(model, saved, kinds)
     worker_lost.note_checkpoint(model, saved.path)

@@ -18,8 +18,8 @@ from tf_gpipe.stage.function_call import NO_SECOND_DERIVATIVES
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import run_stage
 from tf_gpipe.stage.structures import tensors
+from tf_gpipe.step import batch_statistics
 from tf_gpipe.step import micro_batch
-from tf_gpipe.step import state
 from tf_gpipe.step.engine import MiniBatch
 from tf_gpipe.step.running import Gradients
 from tf_gpipe.step.running import StageMode
@@ -247,7 +247,7 @@ class PipelinedCalls(upstream.Mixin):
         needs_all_reduce = replicas.several() and any(
             x.synchronized
             for stage in pipeline.stages
-            for x in state.batch_norms(stage.layers)
+            for x in batch_statistics.batch_norms(stage.layers)
         )
         within_xla = upstream.within_xla()
         if within_xla and timed:

@@ -32,7 +32,7 @@ from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.opening import num_calls
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.stage import Stage
-from tf_gpipe.step import state
+from tf_gpipe.step import batch_statistics
 
 
 @worker_lost.naming_failures_of(
@@ -321,7 +321,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             if isinstance(layer, keras.Layer):
                 refused.check_layer(layer)
                 if resolved[0].num_micro_batches > 1:
-                    state.check(layer)
+                    batch_statistics.check(layer)
         return resolved
 
     def _strategy_scope(self) -> contextlib.AbstractContextManager:

@@ -30,7 +30,7 @@ from tf_gpipe.stage.graph import variables_of
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import run_node
 from tf_gpipe.step import trials
-from tf_gpipe.step.state import batch_norms
+from tf_gpipe.step.batch_statistics import batch_norms
 from tf_gpipe.step.trials import Trials
 
 # Size used for unknown dimensions, such as lengths of sequences.

@@ -17,33 +17,11 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.devices import replicas
 from tf_gpipe.stage.graph import unique
+from tf_gpipe.step import batch_statistics
 from tf_gpipe.step.micro_batch import Split
 
 # Odd and far from small integers: users number their seeds 1, 2, 3.
 _SEED_STRIDE = 1640531527
-
-
-def batch_norms(
-    layers: Iterable[keras.Layer],
-) -> list[keras.layers.BatchNormalization]:
-    """Returns the batch normalisation layers among layers and within them."""
-    return [
-        x
-        for layer in layers
-        for x in upstream.layers_within(layer)
-        if isinstance(x, keras.layers.BatchNormalization)
-    ]
-
-
-def check(layer: keras.Layer) -> None:
-    """Raises an error for batch normalisation that cannot be merged."""
-    for x in batch_norms([layer]):
-        if x.renorm:
-            raise ValueError(
-                f"Layer '{x.name}' is a BatchNormalization with renorm=True, "
-                "whose statistics cannot be put together from micro-batches. "
-                "Use renorm=False, or num_micro_batches=1."
-            )
 
 
 class StateVersions:
@@ -252,16 +230,8 @@ class StateVersions:
         """Returns weighted means over micro-batches, by variable id.
 
         For variables of real or complex numbers that are neither seeds nor
-        sums. A mean of equal versions is exact. Moving variances are corrected:
-        a micro-batch with mean u_m and variance s_m, of weight w_m, moves the
-        statistics to `a * old + (1 - a) * (u_m, s_m)`, a being the momentum.
-        The variance of the mini-batch, with mean u, is
-
-            sum_m w_m * s_m  +  sum_m w_m * (u_m - u)^2
-
-        The weighted mean of the moved variances has the first term. The second
-        one, times (1 - a), comes from the moved means, which lie (1 - a) times
-        as far apart as the u_m do.
+        sums. A mean of equal versions is exact. Moving variances are those of
+        `batch_statistics.variances`.
         """
         if len(self._versions) == 1:
             return {}
@@ -284,19 +254,14 @@ class StateVersions:
             ),
         )
         norms = [
-            x for x in batch_norms(layers) if id(x.moving_mean) in self._updated
+            x
+            for x in batch_statistics.batch_norms(layers)
+            if id(x.moving_mean) in self._updated
         ]
         spreads = self._of_columns(spread, (x.moving_mean for x in norms))
-        for x in norms:
-            mean = means.get(id(x.moving_variance))
-            lacking = spreads[id(x.moving_mean)]
-            if mean is None:
-                continue
-            with tf.device(self._device_of(x.moving_variance)):
-                if x.momentum < 1:
-                    lacking /= 1.0 - x.momentum
-                lacking = tf.cast(lacking, mean.dtype)
-                means[id(x.moving_variance)] = mean + lacking
+        means.update(
+            batch_statistics.variances(norms, means, spreads, self._device_of)
+        )
         return means
 
     def _of_columns(

@@ -23,7 +23,7 @@ from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import run_node
-from tf_gpipe.step import state
+from tf_gpipe.step.batch_statistics import batch_norms
 from tf_gpipe.step.engine import MiniBatch
 from tf_gpipe.step.running import StageMode
 from tf_gpipe.verification.report import differences
@@ -72,7 +72,7 @@ class Layers:
             node.layer.name
             for node in self._graph.nodes
             if isinstance(node.layer, keras.Layer)
-            and any(x.trainable for x in state.batch_norms([node.layer]))
+            and any(x.trainable for x in batch_norms([node.layer]))
         ]
         return list(dict.fromkeys(found))
 
@@ -318,7 +318,7 @@ def _state_of(node: Node) -> list:
 def _trained_norms(node: Node) -> list:
     if not isinstance(node.layer, keras.Layer):
         return []
-    return [x for x in state.batch_norms([node.layer]) if x.trainable]
+    return [x for x in batch_norms([node.layer]) if x.trainable]
 
 
 def _added(layer: Any) -> list[tf.Tensor]:

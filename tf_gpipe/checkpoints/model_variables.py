@@ -1,0 +1,186 @@
+"""The variables of a model that a training step may change."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+from tf_gpipe.checkpoints.store import Saved
+from tf_gpipe.devices import slots
+from tf_gpipe.stage import seeds
+from tf_gpipe.stage import tensorflow_state
+
+# Kinds of variables, in the order of a checkpoint.
+WEIGHTS = "weights"
+OTHER_STATE = "other state"
+OPTIMIZER = "optimizer"
+METRICS = "metrics"
+MODEL = (WEIGHTS, OTHER_STATE, OPTIMIZER)
+
+# Parts of a model whose attributes may be variables that Keras does not track.
+_PARTS = (
+    keras.Loss,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+    keras.random.SeedGenerator,
+    tf.Module,
+)
+
+
+def variables_of(model: keras.Model) -> dict[str, list]:
+    """Returns the variables that a step may change, by kind, each once.
+
+    Their order depends neither on how the model is cut nor on names that Keras
+    gives. Seeds are among the weights and the other state. Variables of metrics
+    exist once Keras has built them, in the first step.
+    """
+    layers = upstream.layers_within(model)
+    of_optimizers = [v for x in optimizers_of(model) for v in x.variables]
+    found: dict[str, list] = {}
+    seen: set[int] = set()
+    for kind, variables in (
+        (WEIGHTS, model.variables),
+        (
+            OTHER_STATE,
+            [
+                *seeds.global_seed(),
+                *tensorflow_state.find([model], generators=True),
+                # A `Sequential` has no weights but those of its stack.
+                *(
+                    v
+                    for x in tensorflow_state.held([vars(model)])
+                    if isinstance(x, keras.Layer)
+                    for v in x.variables
+                ),
+            ],
+        ),
+        # What is left of the model's attributes is part of what it is compiled
+        # with: without it, as for an evaluation, it is not restored.
+        (OPTIMIZER, [*of_optimizers, *_within_parts(model)]),
+        (
+            METRICS,
+            [
+                *(v for x in layers for v in x.metrics_variables),
+                *model.metrics_variables,
+            ],
+        ),
+    ):
+        found[kind] = []
+        for v in variables:
+            inner = inner_of(v)
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                found[kind] += _parts(v)
+    return found
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns a model's optimizer, and those that are other attributes of it.
+
+    A `train_step` of the user's own may use the others.
+    """
+    first = getattr(model, "optimizer", None)
+    found = [] if first is None else [first]
+    for x in tensorflow_state.held([vars(model)]):
+        if isinstance(x, keras.optimizers.Optimizer) and not any(
+            x is y for each in found for y in slots.with_inner(each)
+        ):
+            found.append(x)
+    return found
+
+
+def _within_parts(model: keras.Model) -> list[Any]:
+    """Returns the variables in attributes of a model, and of its `_PARTS`.
+
+    Such as the seeds of an optimizer, or the factor of a loss.
+    """
+    return [
+        x
+        for x in tensorflow_state.held([vars(model)], _PARTS)
+        if isinstance(x, (keras.Variable, tf.Variable))
+    ]
+
+
+def weights_of_optimizers(model: keras.Model) -> list[list[int]]:
+    """Returns the weights for which each of `optimizers_of` was built.
+
+    By their numbers among the model's weights and other state; an empty list if
+    it was not built.
+
+    Raises:
+        ValueError: If an optimizer was built for variables of something else.
+    """
+    numbers = {id(inner_of(v)): i for i, v in enumerate(_trained(model))}
+    found = []
+    for x in optimizers_of(model):
+        weights = upstream.weights_of(x)
+        for v in weights:
+            if id(inner_of(v)) not in numbers:
+                raise ValueError(
+                    f"Optimizer '{x.name}' of model '{model.name}' trains "
+                    f"variable '{getattr(v, 'path', v.name)}', which is not "
+                    "one of the model, so that a checkpoint would not hold it. "
+                    "Make it, or the layer that it is of, an attribute of the "
+                    "model."
+                )
+        found.append([numbers[id(inner_of(v))] for v in weights])
+    return found
+
+
+def names_of_optimizers(model: keras.Model) -> list[str] | None:
+    """Returns the class names of the model's optimizers and those within them.
+
+    `None` if the model is not compiled.
+    """
+    if not model.compiled:
+        return None
+    return [
+        type(x).__name__
+        for each in optimizers_of(model)
+        for x in slots.with_inner(each)
+    ]
+
+
+def build_optimizers(model: keras.Model, saved: Saved) -> None:
+    """Builds a model's optimizers, so that their slots can be restored.
+
+    The one that it is compiled with for its trainable weights; the others,
+    which only a step would build, for those that they had in a checkpoint.
+    """
+    if not model.compiled:
+        return
+    if model.optimizer is not None:
+        slots.build(model)
+    trained = _trained(model)
+    numbers = saved.content.get("weights of optimizers", [])
+    for x, own in zip(optimizers_of(model), numbers, strict=False):
+        if not x.built and own and max(own) < len(trained):
+            slots.build_for(model, x, [trained[i] for i in own])
+
+
+def _trained(model: keras.Model) -> list[Any]:
+    """Returns the variables of a model that its optimizers may train."""
+    found = variables_of(model)
+    return found[WEIGHTS] + found[OTHER_STATE]
+
+
+def _parts(v: Any) -> list:
+    """Returns a variable; or each replica's own, where their values differ."""
+    value = inner_of(v)
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return [v]
+    strategy = value.distribute_strategy
+    if (
+        value.synchronization != tf.VariableSynchronization.ON_READ
+        or not isinstance(strategy, tf.distribute.MirroredStrategy)
+    ):
+        return [v]
+    return list(strategy.experimental_local_results(value))
+
+
+def inner_of(v: Any) -> tf.Variable:
+    """Returns the `tf.Variable`, which an autocast scope does not cast."""
+    if isinstance(v, keras.Variable):
+        return upstream.tensorflow_variable(v)
+    return v
