@@ -164,6 +164,53 @@ class Annealing(keras.callbacks.Callback):
         factor.assign(factor / 2)
 
 
+class Dropping(keras.losses.Loss):
+    """Draws random numbers by a layer, and by a generator of TensorFlow's."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = L.Dropout(0.5, seed=4)
+        self.numbers = tf.random.Generator.from_seed(3)
+
+    def call(self, y_true, y_pred):
+        y_pred *= self.numbers.uniform(tf.shape(y_pred))
+        y_pred = self.drop(y_pred, training=True)
+        return keras.ops.mean((y_true - y_pred) ** 2, -1)
+
+
+class Normalized(keras.losses.Loss):
+    """Compares what is normalised by statistics of earlier steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [L.BatchNormalization(momentum=0.5)]
+        self.parts[0].build((None, 4))
+
+    def call(self, y_true, y_pred):
+        self.parts[0](y_true + y_pred, training=True)
+        a, b = (self.parts[0](x, training=False) for x in (y_true, y_pred))
+        return keras.ops.mean((a - b) ** 2, -1)
+
+
+class Criticised(tf_gpipe.PipelinedSequential):
+    """Trains a model that it has, with the optimizer of that."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.critic = keras.Sequential([keras.Input((4,)), L.Dense(1)])
+        self.critic.compile(keras.optimizers.Adam(0.01))
+
+    def train_step(self, data):
+        x, y = data
+        loss, gradients, y_pred = self.loss_and_gradients(x, y)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        with tf.GradientTape() as tape:
+            score = keras.ops.mean(self.critic(y_pred) - self.critic(y))
+        weights = self.critic.trainable_variables
+        self.critic.optimizer.apply(tape.gradient(score, weights), weights)
+        return self.compute_metrics(x, y, y_pred)
+
+
 class Several(tf_gpipe.PipelinedSequential):
     """Has optimizers of its own, in a list and in an attribute."""
 
@@ -474,6 +521,48 @@ class ResumptionTest(TestCase):
 
         # Within the second epoch, and as the third one has begun.
         self.compare(model, DATA["arrays"], (8, 3), callbacks)
+
+    @parameterized.parameters(Dropping, Normalized)
+    @pytest.mark.slow_after(1)
+    def test_layers_of_losses(self, loss):
+        def model():
+            keras.utils.set_random_seed(3)
+            made = tf_gpipe.PipelinedSequential(
+                [keras.Input((4,)), L.Dense(8, "tanh"), L.Dense(4)],
+                num_stages=2,
+                num_micro_batches=2,
+                schedule="gpipe",
+            )
+            made.compile(keras.optimizers.Adam(0.01), loss())
+            return made
+
+        self.compare(model, DATA["arrays"], (8, 3))
+
+    @parameterized.parameters(5, 6)
+    @pytest.mark.slow_after(1)
+    def test_optimizer_of_a_model_that_is_an_attribute(self, steps):
+        def model():
+            keras.utils.set_random_seed(3)
+            made = Criticised(
+                [keras.Input((4,)), L.Dense(8, "tanh"), L.Dense(4)],
+                num_stages=2,
+                num_micro_batches=2,
+            )
+            made.compile(keras.optimizers.Adam(0.01), "mse")
+            return made
+
+        def trained(model):
+            critic = model.critic
+            return [
+                v.numpy() for v in critic.variables + critic.optimizer.variables
+            ]
+
+        whole = model()
+        whole.fit(**DATA["arrays"](), epochs=EPOCHS, verbose=0)
+        parts, _ = self.with_deaths(model, DATA["arrays"], (steps,))
+        self.assert_same(whole, parts)
+        for x, y in zip(trained(whole), trained(parts), strict=True):
+            self.assertAllEqual(x, y)
 
     @pytest.mark.slow
     def test_callbacks_that_watch(self):

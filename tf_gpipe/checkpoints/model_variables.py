@@ -1,5 +1,6 @@
 """The variables of a model that a training step may change."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -47,12 +48,7 @@ def variables_of(model: keras.Model) -> dict[str, list]:
                 *seeds.global_seed(),
                 *tensorflow_state.find([model], generators=True),
                 # A `Sequential` has no weights but those of its stack.
-                *(
-                    v
-                    for x in tensorflow_state.held([vars(model)])
-                    if isinstance(x, keras.Layer)
-                    for v in x.variables
-                ),
+                *_of_layers(tensorflow_state.held([vars(model)])),
             ],
         ),
         # What is left of the model's attributes is part of what it is compiled
@@ -76,13 +72,14 @@ def variables_of(model: keras.Model) -> dict[str, list]:
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Returns a model's optimizer, and those that are other attributes of it.
+    """Returns a model's optimizer, and the others that it has.
 
-    A `train_step` of the user's own may use the others.
+    As attributes, or those of models that are attributes: a `train_step` of the
+    user's own may use them.
     """
     first = getattr(model, "optimizer", None)
     found = [] if first is None else [first]
-    for x in tensorflow_state.held([vars(model)]):
+    for x in tensorflow_state.held([vars(model)], (tf.Module, keras.Model)):
         if isinstance(x, keras.optimizers.Optimizer) and not any(
             x is y for each in found for y in slots.with_inner(each)
         ):
@@ -93,12 +90,24 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def _within_parts(model: keras.Model) -> list[Any]:
     """Returns the variables in attributes of a model, and of its `_PARTS`.
 
-    Such as the seeds of an optimizer, or the factor of a loss.
+    Such as the seeds of an optimizer, or the factor of a loss; and those of
+    layers there, such as one that normalises what a loss compares.
     """
+    found = list(tensorflow_state.held([vars(model)], _PARTS))
+    generators = [x for x in found if isinstance(x, tf.random.Generator)]
     return [
-        x
-        for x in tensorflow_state.held([vars(model)], _PARTS)
-        if isinstance(x, (keras.Variable, tf.Variable))
+        *(x for x in found if isinstance(x, (keras.Variable, tf.Variable))),
+        *(x.state for x in generators),
+        *_of_layers(found),
+    ]
+
+
+def _of_layers(objects: Iterable[Any]) -> list[Any]:
+    """Returns the variables of those objects that are layers."""
+    layers = [x for x in objects if isinstance(x, keras.Layer)]
+    return [
+        *(v for x in layers for v in x.variables),
+        *tensorflow_state.find(layers, generators=True),
     ]
 
 

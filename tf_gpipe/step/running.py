@@ -85,6 +85,10 @@ class RunningStages:
         self._training = training
         self._gradients = gradients
         self._how = StageMode.INLINE if tf.executing_eagerly() else how
+        # A step may freeze layers between its mini-batches.
+        self._trained = tuple(
+            v.trainable for stage in pipeline.stages for v in stage.variables
+        )
         # Keys are numbers of stages, and whether backward passes are split.
         self._stages: dict[tuple[int, bool], Any] = {}
         self._shared: dict[bool, LayerRunner] = {}
@@ -238,7 +242,13 @@ class RunningStages:
 
     def _kind(self) -> tuple:
         """Returns a key that is equal for stages that run in the same way."""
-        return self._pipeline, self._training, self._gradients, self._how
+        return (
+            self._pipeline,
+            self._training,
+            self._gradients,
+            self._how,
+            self._trained,
+        )
 
     def of(self, k: int, splits: bool) -> Any:
         """Returns the `StagePhases` or the `TapedStage` of a stage.

@@ -388,6 +388,64 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
             found.append((model, logs))
         comparison.assert_same(self, *found)
 
+    @parameterized.product(
+        steps_per_execution=(1, 2), schedule=("1f1b", "gpipe")
+    )
+    @pytest.mark.slow_after(2)
+    def test_steps_that_freeze_layers_in_turn(
+        self, steps_per_execution, schedule
+    ):
+        """As of two players; Keras freezes layers as it traces the step."""
+
+        def step(model, data):
+            x, y = data
+            for own, other in ((0, 1), (1, 0)):
+                model.layers[own].trainable = True
+                model.layers[other].trainable = False
+                weights = model.trainable_variables
+                if isinstance(model, tf_gpipe.PipelinedSequential):
+                    loss, gradients, _ = model.loss_and_gradients(x, y)
+                else:
+                    with tf.GradientTape() as tape:
+                        loss = model.compute_loss(x, y, model(x, training=True))
+                    gradients = tape.gradient(loss, weights)
+                for v, gradient in zip(weights, gradients, strict=True):
+                    v.assign_sub(0.1 * gradient)
+            model.layers[0].trainable = True
+            return {"loss": loss}
+
+        found = []
+        for cls, kwargs in (
+            (keras.Sequential, {}),
+            (
+                tf_gpipe.PipelinedSequential,
+                {
+                    "num_stages": 2,
+                    "num_micro_batches": 2,
+                    "devices": DEVICES,
+                    "schedule": schedule,
+                },
+            ),
+        ):
+            keras.utils.set_random_seed(1)
+            kind = type("Alternating", (cls,), {"train_step": step})
+            model = kind(
+                [keras.Input((4,)), L.Dense(4, "tanh"), L.Dense(2)], **kwargs
+            )
+            model.compile(
+                "sgd", "mse", steps_per_execution=steps_per_execution
+            )
+            model.fit(
+                numbers(16, 4),
+                numbers(16, 2, seed=1),
+                batch_size=4,
+                shuffle=False,
+                verbose=0,
+            )
+            found.append(model.get_weights())
+        for a, b in zip(*found, strict=True):
+            self.assertAllClose(a, b)
+
     def test_a_weight_that_a_layer_reads_of_another(self):
         """A stage with a trained weight may have any part in its values."""
         found = []
