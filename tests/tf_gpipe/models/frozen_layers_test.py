@@ -432,9 +432,7 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
             model = kind(
                 [keras.Input((4,)), L.Dense(4, "tanh"), L.Dense(2)], **kwargs
             )
-            model.compile(
-                "sgd", "mse", steps_per_execution=steps_per_execution
-            )
+            model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
             model.fit(
                 numbers(16, 4),
                 numbers(16, 2, seed=1),
