@@ -346,6 +346,37 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(model.nominal_length, 7)
 
     @parameterized.parameters(True, False)
+    def test_arguments_of_a_plan_for_longer_sequences(self, functional):
+        x = inputs = keras.Input((None, 8))
+        layers = [L.Dense(8, "gelu") for _ in range(6)]
+        for layer in layers:
+            x = layer(x)
+        plain = keras.Model(inputs, x)
+        if not functional:
+            plain = keras.Sequential([keras.Input((None, 8)), *layers])
+        options = {"num_stages": 2, "num_micro_batches": 4, "optimizer": "sgd"}
+        never = tf_gpipe.plan(plain, (32, 512, 8), remat="never", **options)
+        plan = tf_gpipe.plan(
+            plain,
+            (32, 512, 8),
+            remat="auto",
+            memory_limit=int(0.7 * max(never.device_bytes)),
+            **options,
+        )
+        path = os.path.join(self.get_temp_dir(), "plan.json")
+        plan.save(path)
+        of_plan = self.of_open_length(functional, (None, 8), plan=plan)
+        for each in (plan, tf_gpipe.Plan.load(path)):
+            self.assertEqual(each.arguments["nominal_length"], 512)
+            model = self.of_open_length(functional, (None, 8), **each.arguments)
+            self.assertEqual(model.nominal_length, 512)
+            self.assertEqual(model._pipeline.chosen, of_plan._pipeline.chosen)
+        model = self.of_open_length(
+            functional, (None, 8), plan=plan, nominal_length=7
+        )
+        self.assertEqual(model.nominal_length, 7)
+
+    @parameterized.parameters(True, False)
     def test_a_plan_for_several_open_sizes(self, functional):
         def make(sizes, **options):
             plan = tf_gpipe.plan(

@@ -9,7 +9,6 @@ import keras
 from tf_gpipe import upstream
 from tf_gpipe.models import depth
 from tf_gpipe.models import planned
-from tf_gpipe.models import refused
 from tf_gpipe.models import user_class
 from tf_gpipe.models.keras_docstrings import with_keras_docstrings
 from tf_gpipe.models.pipelined import Pipelined
@@ -18,6 +17,7 @@ from tf_gpipe.partition import layer_costs
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
+from tf_gpipe.stage import own_calls
 from tf_gpipe.stage.opening import functional
 
 
@@ -247,7 +247,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
                 "largest stack of layers into a `PipelinedSequential`, which "
                 "`call` can use as a layer."
             )
-        refused.check_model(model)
+        own_calls.check(model)
         kwargs.setdefault("name", model.name)
         if isinstance(model, keras.Sequential):
             own = user_class.kept(model, PipelinedSequential)

@@ -10,6 +10,7 @@ from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import uncounted
+from tf_gpipe.planning import planned_graph
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.known_layers import KnownLayers
@@ -83,7 +84,8 @@ def arguments(
     _check_replicas(plan)
     decided = dict(plan.arguments)
     if length == layer_costs.NOMINAL_LENGTH:
-        decided["nominal_length"] = _length_of(plan, spec) or length
+        length = _length_of(plan, spec) or length
+    decided["nominal_length"] = length
     # With `num_stages="auto"`, the plan's devices are some of the given ones.
     if given["devices"] is not None and not auto:
         del decided["devices"]
@@ -121,19 +123,14 @@ def _length_of(plan: Plan, spec: Any) -> int | None:
             depends on them.
     """
     inputs = [] if spec is None else keras.tree.flatten(spec)
-    shapes = [tuple(x.shape[1:]) for x in inputs]
-    lengths = {
-        size
-        for shape, sizes in zip(shapes, plan.input_shapes or (), strict=False)
-        for known, size in zip(shape, sizes, strict=False)
-        if known is None
-    }
+    given = [[None, *sizes] for sizes in plan.input_shapes or ()]
+    lengths = planned_graph.open_sizes(inputs, given)
     if len(lengths) > 1 and plan.remat == AUTO_REMAT:
         raise ValueError(
             "What `plan` recomputes is for inputs of the shapes "
             f"{plan.input_shapes}, and the model leaves several of these sizes "
             "open. Give the sizes with `keras.Input`. Received: a model with "
-            f"inputs of the shapes {shapes}"
+            f"inputs of the shapes {[tuple(x.shape[1:]) for x in inputs]}"
         )
     return lengths.pop() if len(lengths) == 1 else None
 

@@ -26,17 +26,6 @@ def check_layer(layer: keras.Layer) -> None:
             )
 
 
-def check_model(model: keras.Model) -> None:
-    """Refuses a penalty of a model's own outputs, which `fit` would not see."""
-    if model.activity_regularizer is not None:
-        raise ValueError(
-            f"Model '{model.name}' has an `activity_regularizer` of its own, "
-            "but a pipeline is trained layer by layer. Give it to the model's "
-            "last layer, or add a layer that has it: "
-            "keras.layers.ActivityRegularization(l2=...)."
-        )
-
-
 def check_specs(layers: Sequence[keras.Operation]) -> None:
     """Refuses layers that Keras cannot call on a `KerasTensor`.
 

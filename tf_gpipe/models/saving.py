@@ -14,6 +14,7 @@ from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
+from tf_gpipe.stage import own_calls
 from tf_gpipe.stage import seeds
 
 
@@ -56,7 +57,7 @@ class Saving(upstream.Mixin):
 
     @functools.wraps(keras.Model.export)
     def export(self, filepath, *args, **kwargs):
-        if any(user_class.overrides(self, x) for x in user_class.CALLS):
+        if any(own_calls.overrides(self, x) for x in own_calls.CALLS):
             # A plain model would not have the user's `call`.
             return super().export(filepath, *args, **kwargs)
         # Converters to other formats know the operations of layers, but not a

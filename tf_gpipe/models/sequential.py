@@ -21,6 +21,7 @@ from tf_gpipe.partition import layer_costs
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage import abstract
+from tf_gpipe.stage import own_calls
 from tf_gpipe.stage.opening import chain
 from tf_gpipe.stage.opening import functional
 from tf_gpipe.stage.opening import num_calls
@@ -192,7 +193,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         if isinstance(layers, keras.Sequential):
             model = layers
             user_class.check(model, self)
-            refused.check_model(model)
+            own_calls.check_penalty(model)
             # Includes the input layer, which `layers.layers` leaves out.
             layers = keras.Model.layers.fget(layers)
         layers = checks.items(

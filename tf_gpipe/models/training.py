@@ -18,15 +18,15 @@ from tf_gpipe.devices.colocation import colocate
 from tf_gpipe.devices.colocation import following_inputs
 from tf_gpipe.devices.replicas import SeveralHosts
 from tf_gpipe.models import mini_batch_loss
-from tf_gpipe.models import refused
 from tf_gpipe.models import several_steps
 from tf_gpipe.models.callback_order import measuring_first
 from tf_gpipe.models.calls import PipelinedCalls
 from tf_gpipe.models.calls import inference_step
 from tf_gpipe.models.traced_once import traced_once
-from tf_gpipe.models.user_class import CALLS
-from tf_gpipe.models.user_class import overrides
 from tf_gpipe.stage import seeds
+from tf_gpipe.stage.own_calls import CALLS
+from tf_gpipe.stage.own_calls import check_penalty
+from tf_gpipe.stage.own_calls import overrides
 from tf_gpipe.step import penalties
 from tf_gpipe.step.running import Gradients
 
@@ -117,7 +117,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         forwards_first = pipeline.schedule.forwards_first
         if forwards_first and any(name in overridden for name in CALLS):
             return mini_batch_loss.of_call(self, x, y, sample_weight)
-        refused.check_model(self)
+        check_penalty(self)
         if overridden and not forwards_first:
             raise ValueError(
                 f"{type(self).__name__} overrides `{overridden[0]}`, which "

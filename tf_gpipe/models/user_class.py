@@ -12,9 +12,7 @@ from typing import Any
 import keras
 
 from tf_gpipe import upstream
-
-# Methods that compute a model's outputs; the pipeline replaces them.
-CALLS = ("call", "__call__")
+from tf_gpipe.stage import own_calls
 
 # Attributes of Keras that are not copied: those that `compile` and `fit` set,
 # and records of the model itself (its graph, its constructor arguments).
@@ -36,21 +34,6 @@ _NOT_CARRIED = (
 )
 
 
-def overrides(model: keras.Model, name: str) -> bool:
-    """Returns whether the user has overridden a method or property.
-
-    In the model's class, or on the instance.
-    """
-    if name in vars(model):
-        return True
-    for owner in type(model).__mro__:
-        if name in vars(owner):
-            return not (
-                _is_library(owner) or upstream.forwards_to_keras(owner, name)
-            )
-    return False
-
-
 def kept(model: keras.Model, base: type) -> type:
     """Returns the class for a pipeline that is made of a model.
 
@@ -68,14 +51,14 @@ def kept(model: keras.Model, base: type) -> type:
         ValueError: If it uses a name that the pipeline needs for itself.
     """
     cls: Any = type(model)
-    _check_calls(model)
+    own_calls.check_calls(model)
     if issubclass(cls, base):
         if issubclass(base, keras.Sequential):
             return _without_init(cls, base)
         return cls
     if not _is_pipeline(cls):
         _check_names(model, base)
-    if _is_library(cls):
+    if own_calls.is_library(cls):
         return base
     return _class_of_both(cls, base)
 
@@ -86,9 +69,9 @@ def check(model: keras.Model, made: keras.Model) -> None:
     Raises:
         TypeError: If `made`, which is made of `model`, is not of its class.
     """
-    _check_calls(model)
+    own_calls.check_calls(model)
     cls = type(model)
-    if not _is_library(cls) and not isinstance(made, cls):
+    if not own_calls.is_library(cls) and not isinstance(made, cls):
         raise TypeError(
             f"{type(made).__name__} would lose what {cls.__name__}, the class "
             f"of model {model.name!r}, overrides. Give the model to "
@@ -227,19 +210,6 @@ def _without_init(cls: Any, base: Any) -> type:
     return made
 
 
-def _check_calls(model: keras.Model) -> None:
-    """Refuses a model that overrides how its outputs are computed."""
-    for name in (*CALLS, "_run_through_graph"):
-        if overrides(model, name):
-            raise TypeError(
-                f"{type(model).__name__} overrides `{name}`, in whose place a "
-                f"pipeline runs: model {model.name!r} would lose it. Make what "
-                "it does layers of the model, so that it is a part of its "
-                "graph; or put the model's largest stack of layers into a "
-                "`PipelinedSequential`, which `call` can use as a layer."
-            )
-
-
 def _check_names(model: keras.Model, base: type) -> None:
     """Refuses a model with attributes whose names a pipeline uses itself."""
     plain = (
@@ -257,7 +227,7 @@ def _check_names(model: keras.Model, base: type) -> None:
     theirs = {
         name
         for owner in type(model).__mro__
-        if not _is_library(owner)
+        if not own_calls.is_library(owner)
         for name in vars(owner)
     }
     theirs |= vars(model).keys() - set(_NOT_CARRIED)
@@ -285,8 +255,3 @@ def _is_pipeline(cls: type) -> bool:
 
 def _is_ours(cls: type) -> bool:
     return cls.__module__.split(".")[0] == "tf_gpipe"
-
-
-def _is_library(cls: type) -> bool:
-    """Returns whether Keras, a pipeline or Python has made a class."""
-    return cls.__module__.split(".")[0] in ("keras", "tf_gpipe", "builtins")

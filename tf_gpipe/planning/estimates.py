@@ -95,6 +95,7 @@ def estimate(
             list(x.shape[1:])
             for x in keras.tree.flatten([v.spec for v in layers.graph.inputs])
         ],
+        nominal_length=layers.nominal_length,
     )
 
 

@@ -39,13 +39,15 @@ class KnownLayers:
         input_spec: Nested structure of `KerasTensor`s, the mini-batch.
         output_spec: Likewise, what the model returns for it.
         rows: Integer, rows of the mini-batch.
+        nominal_length: As of `Plan`.
         sampled: List of the sizes of a micro-batch, in rows, for which layers
             are traced; their costs for others are interpolated. If empty, each
             size is traced.
     """
 
     def __init__(self, model, input_spec, optimizer, dtype_policy=None):
-        graph, self.input_spec = planned_graph.of(model, input_spec)
+        graph, self.input_spec, left_open = planned_graph.of(model, input_spec)
+        self.nominal_length = min(left_open) if len(left_open) == 1 else None
         self.names = [node.layer.name for node in graph.nodes]
         copies, specs = planned_graph.copies(graph, optimizer, dtype_policy)
         for value, spec in specs.items():

@@ -1,5 +1,6 @@
 """The graph of a model to be planned: all sizes known, no variable values."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -19,11 +20,12 @@ from tf_gpipe.stage.opening import chain
 from tf_gpipe.stage.opening import functional
 
 
-def of(model: Any, input_spec: Any) -> tuple[Graph, Any]:
-    """Returns the graph of the layers or model, and the spec of its inputs.
+def of(model: Any, input_spec: Any) -> tuple[Graph, Any, set[int]]:
+    """Returns the graph of layers or a model, and the spec of its inputs.
 
     The spec has the structure and the sizes of `input_spec`, and the dtypes of
-    the model's own inputs, if it has any: Keras converts what it is given.
+    the model's own inputs, if it has any: Keras converts what it is given. The
+    third item has the `open_sizes` of these inputs.
     """
     spec = _spec_of(input_spec)
     flat = keras.tree.flatten(spec)
@@ -36,7 +38,7 @@ def of(model: Any, input_spec: Any) -> tuple[Graph, Any]:
         _check(inputs, flat, input_spec)
         for value, x in zip(graph.inputs, flat, strict=True):
             value.spec = keras.KerasTensor(x.shape, value.spec.dtype)
-        return graph, _converted(spec, flat, inputs)
+        return graph, _converted(spec, flat, inputs), open_sizes(inputs, flat)
     if isinstance(model, keras.Model) and not isinstance(
         model, keras.Sequential
     ):
@@ -61,6 +63,7 @@ def of(model: Any, input_spec: Any) -> tuple[Graph, Any]:
     if isinstance(model, keras.Sequential) and upstream.graph_of(model):
         inputs = upstream.graph_of(model).inputs
     _check(inputs, flat, input_spec)
+    left_open = open_sizes(inputs, flat)
     spec = _converted(spec, flat, inputs)
     layers = [
         x
@@ -71,7 +74,27 @@ def of(model: Any, input_spec: Any) -> tuple[Graph, Any]:
         raise ValueError("A plan needs layers. Received none.")
     if not all(isinstance(x, keras.Operation) for x in layers):
         raise TypeError(expected)
-    return chain(layers, spec), spec
+    return chain(layers, spec), spec, left_open
+
+
+def open_sizes(inputs: Sequence[Any], given: Sequence[Any]) -> set[int]:
+    """Returns what stands for the sizes that inputs leave open.
+
+    Args:
+        inputs: Tensors, or their shapes, with the batch axis.
+        given: Likewise, with sizes that are known.
+    """
+    pairs = zip(inputs, given, strict=False)
+    return {
+        size
+        for x, y in pairs
+        for known, size in zip(_shape(x)[1:], _shape(y)[1:], strict=False)
+        if known is None
+    }
+
+
+def _shape(x: Any) -> tuple:
+    return tuple(getattr(x, "shape", x))
 
 
 def _converted(spec: Any, flat: list, inputs: list) -> Any:

@@ -118,6 +118,8 @@ class Plan:
         batch_size: Integer, the rows that it is for, or `None`.
         input_shapes: List with the shape of each input of the model, without
             the rows.
+        nominal_length: Integer, the size of the axes that the model's inputs
+            leave open; `None` if they leave none, or several sizes.
 
     Example:
 
@@ -152,6 +154,7 @@ class Plan:
     memory_limit: int | str | float | None = None
     batch_size: int | None = None
     input_shapes: list[list[int]] | None = None
+    nominal_length: int | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -170,6 +173,11 @@ class Plan:
                     "memory_limit": self.memory_limit,
                     "batch_size": self.batch_size,
                 }
+            ),
+            **(
+                {}
+                if self.nominal_length is None
+                else {"nominal_length": self.nominal_length}
             ),
         }
 

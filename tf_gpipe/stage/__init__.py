@@ -8,6 +8,7 @@ weights. Activations that the backward pass reads are kept or recomputed
     opening -> graph -> pipeline: stages -> function -> phases | tape
 
     opening            the graph of a Keras model, and of models within it
+    own_calls          models that do more than run their graph
     graph              a model as a list of layer calls, which can be cut
     stage, pipeline    the layers of a stage; all stages of a model
     function           the layers as a pure function: state in, state out

@@ -241,7 +241,7 @@ class RowDependence:
         try:
             with upstream.losses_kept(x.layer for x in nodes):
                 tried = Trials(function, flat, nodes)
-            by_kind = [tried.run(kind) for kind in range(trials.KINDS)]
+            by_kind = tried.run_all()
         except Exception:
             # A layer may raise any error for made-up numbers.
             return []

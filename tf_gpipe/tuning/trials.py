@@ -88,13 +88,14 @@ def _clear_frames(error: BaseException) -> None:
 
 def _fitted(copy: Any, known: KnownLayers, optimizer: Any) -> float:
     """Returns the seconds of the fastest training step of a copy."""
+    masked = any(
+        getattr(x, "mask_zero", False)
+        for node in known.graph.nodes
+        if isinstance(node.layer, keras.Layer)
+        for x in upstream.layers_within(node.layer)
+    )
     x = keras.tree.map_structure(
-        lambda s: (
-            tf.fill(s.shape, "")
-            if s.dtype == "string"
-            else tf.ones(s.shape, s.dtype)
-        ),
-        known.input_spec,
+        lambda s: _made_up(s, index=int(masked)), known.input_spec
     )
     y = keras.tree.map_structure(
         lambda s: tf.ones([known.rows, *[1] * (len(s.shape) - 1)]),
@@ -123,6 +124,18 @@ def _fitted(copy: Any, known: KnownLayers, optimizer: Any) -> float:
     if more > _NUM_STEPS:
         seconds = min(seconds, shortest(more))
     return seconds
+
+
+def _made_up(spec: keras.KerasTensor, index: int) -> tf.Tensor:
+    """Returns an input, with `index` for integers.
+
+    They may be indices of an embedding. That has a row 0, and may have no
+    other; but where it masks zeros, all positions would be masked.
+    """
+    dtype = tf.as_dtype(spec.dtype)
+    if dtype == tf.string:
+        return tf.fill(spec.shape, "")
+    return tf.cast(tf.fill(spec.shape, index if dtype.is_integer else 1), dtype)
 
 
 def mean_square(y_true: Any, y_pred: Any) -> Any:

@@ -32,6 +32,7 @@ from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
+from tf_gpipe.stage import own_calls
 from tf_gpipe.stage import seeds
 from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import measured_speeds
@@ -128,6 +129,7 @@ def tune(
     >>> plan.num_devices, plan.num_replicas  # of so little, one is enough
     (1, 1)
     """
+    own_calls.check(layers)
     fixed = _fixed(num_stages, num_micro_batches, schedule, remat)
     checks.boolean("replicas", replicas)
     checks.number(

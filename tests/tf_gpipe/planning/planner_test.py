@@ -781,6 +781,61 @@ class InputsTest(tf.test.TestCase, parameterized.TestCase):
                 plan(make_dense(), given, num_stages=2)
 
 
+class OwnCallsTest(tf.test.TestCase, parameterized.TestCase):
+    """Models of which no pipeline can be made have no plan."""
+
+    FUNCTIONS = (
+        lambda model: plan(model, (8, 4), num_stages=2),
+        lambda model: tf_gpipe.tune(model, (8, 4), 2, budget_seconds=0),
+    )
+
+    @parameterized.product(
+        base=(keras.Model, keras.Sequential),
+        name=("call", "__call__", "_run_through_graph"),
+    )
+    def test_methods(self, base, name):
+        def method(self, *args, **kwargs):
+            return getattr(super(type(self), self), name)(*args, **kwargs)
+
+        inputs = keras.Input((4,))
+        outputs = LAYERS.Dense(2)(LAYERS.Dense(3)(inputs))
+        layers = keras.Model(inputs, outputs).layers
+        cls = type("Own", (base,), {name: method})
+        model = (
+            cls(inputs, outputs) if base is keras.Model else cls([*layers[1:]])
+        )
+        for function in self.FUNCTIONS:
+            with self.assertRaisesRegex(TypeError, f"Own overrides `{name}`"):
+                function(model)
+
+    def test_activity_regularizer(self):
+        model = two_inputs(list)
+        model.activity_regularizer = keras.regularizers.L2(0.1)
+        for function in self.FUNCTIONS:
+            with self.assertRaisesRegex(ValueError, "`activity_regularizer`"):
+                function(model)
+
+    def test_a_layer_of_a_list(self):
+        """One layer, as in a pipeline."""
+
+        class Own(keras.Sequential):
+            def call(self, x, training=None):
+                return 2 * super().call(x)
+
+        layers = [Own(make_dense()), LAYERS.Dense(2)]
+        self.assertLen(plan(layers, (8, 4), num_stages=2).stages, 2)
+
+    def test_pipelines(self):
+        class Mine(tf_gpipe.PipelinedModel):
+            def train_step(self, data):
+                return super().train_step(data)
+
+        inputs = keras.Input((4,))
+        outputs = LAYERS.Dense(2)(LAYERS.Dense(3)(inputs))
+        model = Mine(inputs, outputs, num_stages=1)
+        self.assertLen(plan(model, (8, 4), num_stages=2).stages, 2)
+
+
 class CostsTest(tf.test.TestCase, parameterized.TestCase):
     """A cost function is asked with the layers that a model would give it."""
 

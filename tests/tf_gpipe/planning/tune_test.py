@@ -498,6 +498,15 @@ def adapted(layer):
     ]
 
 
+def embedded(*layers):
+    return [
+        keras.Input((3,), dtype="int32"),
+        *layers,
+        keras.layers.Flatten(),
+        keras.layers.Dense(8),
+    ]
+
+
 def two_outputs():
     inputs = keras.Input((8,))
     return keras.Model(inputs, [keras.layers.Dense(n)(inputs) for n in (1, 2)])
@@ -565,6 +574,19 @@ class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
         ("two inputs", two_inputs, [(8, 8), (8, 8)]),
         ("inputs by name", two_inputs, {"b": (8, 8), "a": (8, 8)}),
         (
+            "embedding of one row",
+            lambda: embedded(keras.layers.Embedding(1, 8)),
+            (8, 3),
+        ),
+        (
+            "embedding that masks",
+            lambda: embedded(
+                keras.layers.Embedding(2, 8, mask_zero=True),
+                keras.layers.LSTM(8, return_sequences=True),
+            ),
+            (8, 3),
+        ),
+        (
             "lookup",
             lambda: adapted(keras.layers.StringLookup()),
             keras.KerasTensor((8, 1), "string"),
@@ -604,7 +626,7 @@ class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
             (8, 3),
         ),
     )
-    @pytest.mark.slow_after(4)
+    @pytest.mark.slow_after(5)
     def test_model(self, make, spec):
         model = make()
         found = self.tried(model, spec)

@@ -21,6 +21,7 @@ Y = np.ones((10, 2), "float32")
 # M.
 DATA = [(X, Y), (X[:3], Y[:3])]
 ATTRIBUTE = "add_loss_reduction"
+L2 = {"activity_regularizer": "l2"}
 
 
 def _probabilities(layer, x):
@@ -100,6 +101,31 @@ class Adds(L.Layer):
         for function in self.functions:
             self.add_loss(function(self, x))
         return x
+
+
+class Table(L.Layer):
+    """A look-up in a table of one row."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(1, 4))
+
+    def call(self, x):
+        found = ops.take(self.w, x, axis=0)
+        self.add_loss(ops.mean(found**2))
+        return found
+
+
+class Counts(L.Layer):
+    """Adds the mean of its inputs, or the sum, and returns floats."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self.reduce = reduce
+
+    def call(self, x):
+        found = ops.cast(x, "float32")
+        self.add_loss(self.reduce(found))
+        return found
 
 
 class Outer(L.Layer):
@@ -255,6 +281,34 @@ class AddedLossesTest(parameterized.TestCase, tf.test.TestCase):
             x.evaluate(X, Y, batch_size=8, verbose=0) for x in (plain, piped)
         ]
         self.assertAllClose(*results, rtol=1e-5)
+
+    @parameterized.named_parameters(
+        ("one row", "int32", 1, lambda: L.Embedding(1, 4, **L2)),
+        ("one row of its own", "int64", 1, Table),
+        ("two rows", "int32", 2, lambda: L.Embedding(2, 4, **L2)),
+        ("mean", "int32", 5, lambda: Counts(ops.mean)),
+        ("sum", "int64", 5, lambda: Counts(ops.sum)),
+        ("mean of bools", "bool", 2, lambda: Counts(ops.mean)),
+        ("sum of bools", "bool", 2, lambda: Counts(ops.sum)),
+    )
+    @pytest.mark.slow_after(4)
+    def test_integers(self, dtype, count, make_layer):
+        def make():
+            return [
+                keras.Input((3,), dtype=dtype),
+                make_layer(),
+                L.Flatten(),
+                L.Dense(2),
+            ]
+
+        numbers = np.random.default_rng(0).integers(0, count, (10, 3))
+        x = numbers.astype(dtype)
+        self.assert_same(
+            make,
+            data=[(x, Y), (x[:3], Y[:3])],
+            num_stages=2,
+            devices=["CPU:0", "CPU:1"],
+        )
 
     def test_eager(self):
         functions = [MEANS["mean"], SUMS["sum"], SUMS["values of rows"]]
