@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.common import stateless_scope
 from keras.src.callbacks import monitor_callback
 from keras.src.legacy.saving import saving_utils
 from keras.src.losses import loss as keras_loss
@@ -31,11 +32,14 @@ from keras.src.utils import backend_utils
 from keras.src.utils import python_utils
 from keras.src.utils import tracking
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.client import device_lib
 from tensorflow.python.data.ops import interleave_op
 from tensorflow.python.eager import context
 from tensorflow.python.eager import record
 from tensorflow.python.eager import tape
+from tensorflow.python.eager.polymorphic_function import autograph_util
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import config
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
@@ -1228,6 +1232,36 @@ def _with_reference_variable() -> Any:
 
     with tf.init_scope():
         return with_reference_variable.get_concrete_function()
+
+
+def _inline_functions_of_layers() -> None:
+    """Has a `tf.function` that a layer calls run as a part of its caller.
+
+    Wherever a `keras.StatelessScope` gives variables other values, or none: the
+    function keeps its trace, in which such a value would stay. AutoGraph
+    converts its Python code as ever.
+    """
+    call = polymorphic_function.Function.__call__
+
+    @functools.wraps(call)
+    def inlined(function: Any, *args: Any, **kwargs: Any) -> Any:
+        run = function.python_function
+        module = getattr(run, "__module__", None) or type(run).__module__
+        if not stateless_scope.in_stateless_scope() or module.startswith(
+            "tf_gpipe."
+        ):
+            return call(function, *args, **kwargs)
+        if not function._autograph:
+            return run(*args, **kwargs)
+        # The caller may be converted or not: what it calls is.
+        with ag_ctx.ControlStatusCtx(ag_ctx.Status.UNSPECIFIED):
+            return autograph_util.py_func_from_autograph(run)(*args, **kwargs)
+
+    polymorphic_function.Function.__call__ = inlined
+
+
+# When this module is imported, once: before any layer is called.
+_inline_functions_of_layers()
 
 
 def run_in_no_order(operation: tf.Operation) -> None:

@@ -1,0 +1,139 @@
+"""Layers whose methods or attributes are `tf.function`s."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_gpipe
+from tests.devices import KIND
+
+L = keras.layers
+
+
+class Scaled(L.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(
+            shape=(shape[-1],), initializer="random_normal"
+        )
+
+
+class Method(Scaled):
+    @tf.function
+    def scaled(self, x):
+        return x * self.scale
+
+    def call(self, x):
+        return self.scaled(x)
+
+
+class Call(Scaled):
+    @tf.function
+    def call(self, x):
+        return x * self.scale
+
+
+class Attribute(Scaled):
+    def build(self, shape):
+        super().build(shape)
+        self.scaled = tf.function(lambda x: x * self.scale, autograph=False)
+
+    def call(self, x):
+        return self.scaled(x)
+
+
+class Branch(Method):
+    """AutoGraph converts its Python code."""
+
+    @tf.function
+    def scaled(self, x):
+        if tf.shape(x)[1] > 2:
+            return x * self.scale
+        return x
+
+
+class Counting(Method):
+    def build(self, shape):
+        super().build(shape)
+        self.mean = self.add_weight(
+            shape=(), initializer="zeros", trainable=False
+        )
+
+    @tf.function
+    def scaled(self, x):
+        self.mean.assign(0.9 * self.mean + tf.reduce_mean(x))
+        return x * self.scale
+
+
+class WithLayers(Method):
+    def build(self, shape):
+        super().build(shape)
+        self.dense = L.Dense(shape[-1])
+        self.dense.build(shape)
+        self.dropout = L.Dropout(0.5, seed=1)
+
+    @tf.function
+    def scaled(self, x):
+        return self.dropout(self.dense(x), training=False) * self.scale
+
+
+class Frozen(Method):
+    def build(self, shape):
+        super().build(shape)
+        self.trainable = False
+
+
+_KINDS = (Method, Call, Attribute, Branch, Counting, WithLayers, Frozen)
+
+
+def _layers(kind):
+    return [
+        keras.Input((4,)),
+        kind(),
+        L.Dense(4, "tanh"),
+        kind(),
+        L.Dense(4),
+    ]
+
+
+def _trained(model):
+    """Returns what a model's steps return, its weights, and a call of it."""
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    found = [model.train_on_batch(x, x) for _ in range(2)]
+    found += [model.evaluate(x, x, verbose=0), model.predict(x, verbose=0)]
+    found.append(model.train_on_batch(x, x))
+    plain = getattr(model, "to_keras", lambda: model)()
+    return [*found, *plain.get_weights(), plain(x)]
+
+
+class FunctionsOfLayersTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(
+        kind=_KINDS, remat=("never", "always"), built=(False, True)
+    )
+    @pytest.mark.slow_after(4)
+    def test_as_plain(self, kind, remat, built):
+        plain = keras.Sequential(_layers(kind))
+        weights = plain.get_weights()
+        expected = _trained(plain)
+        layers = _layers(kind)
+        options = {
+            "num_stages": 2,
+            "num_micro_batches": 2,
+            "remat": remat,
+            "devices": [f"{KIND}:0", f"{KIND}:1"],
+        }
+        if built:
+            model = tf_gpipe.PipelinedModel.from_model(
+                keras.Sequential(layers), **options
+            )
+        else:
+            model = tf_gpipe.PipelinedSequential(layers, **options)
+        model.set_weights(weights)
+        for x, y in zip(_trained(model), expected, strict=True):
+            self.assertAllClose(x, y, rtol=1e-5, atol=1e-6)
+
+
+if __name__ == "__main__":
+    tf.test.main()
