@@ -1245,11 +1245,11 @@ def _inline_functions_of_layers() -> None:
 
     @functools.wraps(call)
     def inlined(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not stateless_scope.in_stateless_scope():
+            return call(function, *args, **kwargs)
         run = function.python_function
         module = getattr(run, "__module__", None) or type(run).__module__
-        if not stateless_scope.in_stateless_scope() or module.startswith(
-            "tf_gpipe."
-        ):
+        if module.startswith("tf_gpipe."):
             return call(function, *args, **kwargs)
         if not function._autograph:
             return run(*args, **kwargs)

@@ -1112,6 +1112,17 @@ class GraphsTest(tf.test.TestCase):
         upstream.copy_functions(concrete.graph, other)
         self.assertIsNotNone(upstream.function_of(other, name))
 
+    def test_functions_of_layers(self):
+        """Weights that a layer reads in a `tf.function` are trained."""
+        variable = keras.Variable(1.0)
+        for autograph in (False, True):
+            function = tf.function(lambda: variable.value, autograph=autograph)
+            for value in (2.0, 3.0):
+                scope = keras.StatelessScope([(variable, tf.constant(value))])
+                with scope:
+                    self.assertAllEqual(function(), value)
+            self.assertAllEqual(function(), 1.0)
+
     def test_rendezvous(self):
         """Errors of stages reach users as they are, not as cancellations."""
         function = tf.function(lambda: tf.constant(1.0), autograph=False)
