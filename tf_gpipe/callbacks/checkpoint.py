@@ -239,9 +239,7 @@ class Checkpoint(keras.callbacks.Callback):
         """
         saved: Any = self._resumed
         self.model.train_function(batches)
-        _restore(
-            self.model, saved, (*model_variables.MODEL, model_variables.METRICS)
-        )
+        _restore(self.model, saved, model_variables.KINDS)
         if not saved.content.get("begun"):
             self._resumed = None
 
@@ -277,11 +275,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._copier = state.Copier(self.model)
         if self._resumed is not None:
             # As in `on_epoch_begin`, for what callbacks do as a step begins.
-            _restore(
-                self.model,
-                self._resumed,
-                (*model_variables.MODEL, model_variables.METRICS),
-            )
+            _restore(self.model, self._resumed, model_variables.KINDS)
             self._resumed = None
         # Before a step, not after one: the checkpoint at the end of an epoch
         # is written elsewhere.

@@ -18,6 +18,7 @@ OTHER_STATE = "other state"
 OPTIMIZER = "optimizer"
 METRICS = "metrics"
 MODEL = (WEIGHTS, OTHER_STATE, OPTIMIZER)
+KINDS = (*MODEL, METRICS)
 
 # Parts of a model whose attributes may be variables that Keras does not track.
 _PARTS = (

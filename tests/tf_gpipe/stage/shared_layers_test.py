@@ -438,6 +438,15 @@ def _set_weights(model):
             seed.state.assign([7, 0])
 
 
+def _fit(model, x):
+    """Trains a model from the same weights, and returns its losses."""
+    _set_weights(model)
+    model.compile(keras.optimizers.SGD(1e-2, 0.9), "mse")
+    return model.fit(
+        x, x, batch_size=8, epochs=3, shuffle=False, verbose=0
+    ).history["loss"]
+
+
 def _trained(make, blocks):
     """Returns the losses and the weights of a model after three steps."""
     random = np.random.default_rng(0)
@@ -519,9 +528,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
                 model = tf_gpipe.PipelinedModel(
                     inputs, h, balance=[18, 22], **kwargs
                 )
-            _set_weights(model)
-            model.compile(keras.optimizers.SGD(1e-2, 0.9), "mse")
-            model.fit(x, x, batch_size=8, epochs=3, shuffle=False, verbose=0)
+            _fit(model, x)
             found.append(model.get_weights())
         for a, b in zip(*found, strict=True):
             self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
@@ -550,11 +557,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
                 model = tf_gpipe.PipelinedModel.from_model(
                     model, balance=[half, half], num_micro_batches=1, **kwargs
                 )
-            _set_weights(model)
-            model.compile(keras.optimizers.SGD(1e-2, 0.9), "mse")
-            losses = model.fit(
-                x, x, batch_size=8, epochs=3, shuffle=False, verbose=0
-            ).history["loss"]
+            losses = _fit(model, x)
             losses.append(model.evaluate(x, x, batch_size=8, verbose=0))
             found.append([losses, *model.get_weights()])
         for a, b in zip(*found, strict=True):
@@ -578,9 +581,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
                 model = tf_gpipe.PipelinedModel.from_model(
                     model, num_stages=1, num_micro_batches=2, **kwargs
                 )
-            _set_weights(model)
-            model.compile(keras.optimizers.SGD(1e-2, 0.9), "mse")
-            model.fit(x, x, batch_size=8, epochs=3, shuffle=False, verbose=0)
+            _fit(model, x)
             found.append(model.get_weights())
         for a, b in zip(*found, strict=True):
             self.assertAllClose(a, b, rtol=1e-4, atol=2e-5)
