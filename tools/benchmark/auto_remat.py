@@ -16,13 +16,12 @@ from tools import command_line
 from tools import worker_usage
 from tools.benchmark import device_step
 from tools.benchmark import fresh
+from tools.benchmark import planned_models
 from tools.benchmark.plan import data
 from tools.benchmark.planned_models import MODELS
 from tools.benchmark.report import Report
 
 _SHARES = (0.25, 0.5, 0.75)
-# The kernels of models in which TensorFlow 2.21 crashes with oneDNN's.
-_KERNELS = {"amoebanet_d": "tensorflow"}
 
 
 def add_arguments(parser):
@@ -30,12 +29,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--num_micro_batches", type=command_line.positive, default=8
     )
-    parser.add_argument(
-        "--kernels",
-        choices=worker_usage.KERNELS,
-        help="library of kernels; if not given, onednn, and tensorflow for "
-        "amoebanet_d, in which TensorFlow 2.21 crashes with oneDNN's",
-    )
+    planned_models.add_kernels(parser)
 
 
 def main(args):
@@ -55,7 +49,7 @@ def main(args):
         return None
     rows = []
     for name in args.case:
-        kernels = args.kernels or _KERNELS.get(name, "onednn")
+        kernels = planned_models.kernels_of(name, args)
         found = fresh.once(
             args,
             worker_usage.KERNELS[kernels],

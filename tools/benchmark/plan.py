@@ -21,6 +21,7 @@ from tf_gpipe.tuning.trials import mean_square
 from tools import command_line
 from tools import worker_usage
 from tools.benchmark import fresh
+from tools.benchmark import planned_models
 from tools.benchmark import timing
 from tools.benchmark.planned_models import MODELS
 from tools.benchmark.report import Report
@@ -44,13 +45,7 @@ def add_arguments(parser):
         help="time limit for measuring a model's layers",
     )
     parser.add_argument("--num_repeats", type=command_line.positive, default=3)
-    parser.add_argument(
-        "--kernels",
-        choices=worker_usage.KERNELS,
-        default="tensorflow",
-        help="library of kernels: with oneDNN's TensorFlow 2.21 crashes in "
-        "AmoebaNet-D",
-    )
+    planned_models.add_kernels(parser)
 
 
 def main(args):
@@ -89,6 +84,7 @@ def main(args):
         [
             {
                 "model": x["model"],
+                "kernels": x["kernels"],
                 "remat": x["remat"],
                 "planned": _mebibytes(x["planned_bytes"]),
                 "measured": _mebibytes(x["measured_bytes"]),
@@ -131,11 +127,12 @@ def _worst(planned, measured):
 def _measured(args, name):
     """Returns a model's results, a dictionary for each remat mode."""
     make, num_rows, length, convolutions = MODELS[name]
+    kernels = planned_models.kernels_of(name, args)
     found = []
     with command_line.checking():
         processes = workers.connected(
             args.num_stages,
-            environment=worker_usage.KERNELS[args.kernels],
+            environment=worker_usage.KERNELS[kernels],
             one_core=True,
         )
     names = [x.device for x in processes]
@@ -201,6 +198,7 @@ def _measured(args, name):
         measured = [a + b for a, b in zip(added, between, strict=True)]
         found.append(
             {
+                "kernels": kernels,
                 "remat": remat,
                 "convolutions": convolutions,
                 "planned_bytes": planned,

@@ -9,6 +9,7 @@ import functools
 import keras
 
 import model_zoo
+from tools import worker_usage
 
 _IMAGE = (64, 64, 3)
 
@@ -131,3 +132,21 @@ MODELS = {
         False,
     ),
 }
+
+# The kernels of models in which TensorFlow 2.21 crashes with oneDNN's.
+_KERNELS = {"amoebanet_d": "tensorflow"}
+
+
+def add_kernels(parser):
+    """Adds the flag `--kernels`."""
+    parser.add_argument(
+        "--kernels",
+        choices=worker_usage.KERNELS,
+        help="library of kernels; if not given, onednn, and tensorflow for "
+        "amoebanet_d, in which TensorFlow 2.21 crashes with oneDNN's",
+    )
+
+
+def kernels_of(name, args):
+    """Returns by which kernels a model is measured, a key of `KERNELS`."""
+    return args.kernels or _KERNELS.get(name, "onednn")
