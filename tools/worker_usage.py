@@ -66,7 +66,7 @@ def added(pids, step):
         List of bytes.
     """
     for pid in pids:
-        _trim(pid)
+        give_back(pid)
     idle = [memory(pid, "VmRSS") for pid in pids]
     for pid in pids:
         # The peak (`VmHWM`) starts anew.
@@ -84,11 +84,14 @@ def memory(pid, field):
     return int(_status(pid, field).split()[0]) * 1024
 
 
-def _trim(pid):
+def give_back(pid):
     """Has a process return the memory that it has freed to the system.
 
     Tracing leaves holes of up to hundreds of MiB in the C library's heap. A
     step whose tensors fit into them would seem to take no memory.
+
+    Args:
+        pid: Integer, as in `added`.
     """
     if pid == os.getpid():
         ctypes.CDLL(None).malloc_trim(0)

@@ -721,7 +721,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ({"memory_limit": "much"}, "positive number of bytes"),
         ({"memory_limit": "8GB"}, "`batch_size`"),
         ({"memory_limit": 0.5, "remat": "never"}, "is for remat='auto'"),
-        ({"memory_limit": 1000, "batch_size": 12}, "too low for stage 0"),
+        ({"memory_limit": 1000, "batch_size": 12}, "too low for stage 1"),
     )
     def test_refuses(self, kwargs, text):
         with self.assertRaisesRegex(ValueError, text):

@@ -128,6 +128,7 @@ def find(
                         _of_loss(part, kept, size) if k == last else 0,
                     ),
                     slices=sum(x.slices_bytes for x in own),
+                    arriving=received,
                 ),
                 sends=sends(parts, k, size),
                 differentiated=differentiated,

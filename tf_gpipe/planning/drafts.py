@@ -147,7 +147,7 @@ class Draft:
         each = [schedule.devices.count(d) for d in schedule.devices]
         stored, inputs = (
             stage_peaks(schedule, remat, [x] * schedule.num_stages)
-            for x in (Sizes(0, 0, 1), Sizes(0, 1, 0))
+            for x in (Sizes(0, 0, 1), Sizes(0, 1, 0, arriving=1))
         )
         rooms = []
         for k, device in enumerate(schedule.devices):

@@ -143,7 +143,13 @@ class _Run:
         self.own: list[list[_Stage]] = [[] for _ in range(count)]
         for stage, device in zip(self.stages, rules.devices, strict=True):
             self.own[device].append(stage)
-        self.held = [sum(x.size.fixed for x in own) for own in self.own]
+        self.held = [
+            sum(
+                x.size.fixed + x.size.waiting(x.index, rules.devices)
+                for x in own
+            )
+            for own in self.own
+        ]
         self.room = [problem.memory] * count
         # Memory that must be free before a forward pass: for it, for forward
         # passes of later stages on its device, and for a backward pass.

@@ -28,6 +28,8 @@ class Sizes(NamedTuple):
             `None` for the rest of `stored`, all at once.
         slices: Sparse gradients that a backward pass leaves until the end of
             the step, when those of all micro-batches are concatenated.
+        arriving: The part of `inputs` that is sent as soon as it is computed:
+            that of the stage's next forward pass waits on its device.
 
     Example:
 
@@ -42,6 +44,7 @@ class Sizes(NamedTuple):
     kept: float = 0
     adds_at_a_time: float | None = None
     slices: float = 0
+    arriving: float = 0
 
     @property
     def added(self) -> float:
@@ -49,6 +52,20 @@ class Sizes(NamedTuple):
         if self.adds_at_a_time is None:
             return self.stored - self.kept
         return self.adds_at_a_time
+
+    def waiting(self, stage: int, devices: Sequence[int]) -> float:
+        """Returns the memory of inputs that wait for their forward pass.
+
+        The stage before sends them ahead of it, if it runs ahead. On the same
+        device they are counted with that stage.
+
+        Args:
+            stage: Integer, the number of the stage.
+            devices: List of the number of the device of each stage.
+        """
+        if stage and devices[stage - 1] != devices[stage]:
+            return self.arriving
+        return 0
 
     def left(self, recomputed: bool) -> float:
         """Returns the memory that a forward pass of one micro-batch leaves.
@@ -136,6 +153,9 @@ def _peaks(
     for stage, own in sizes.items():
         held[holders[stage]] += own.fixed
         together[holders[stage]] += number * own.slices
+    left = dict.fromkeys(sizes, number)  # forward passes
+    for stage, own in sizes.items():
+        held[holders[stage]] += own.waiting(stage, schedule.devices)
     most = dict(held)
     rows = {schedule.devices[stage] for stage in sizes}
     alone = len(rows) == 1
@@ -147,6 +167,9 @@ def _peaks(
         temporary = 0.0
         if task.kind == FORWARD:
             held[holder] += own.left(recomputed)
+            left[task.stage] -= 1
+            if not left[task.stage]:
+                held[holder] -= own.waiting(task.stage, schedule.devices)
         elif task.kind == BACKWARD:
             held[holder] += own.added if recomputed else 0
             temporary = own.temporary

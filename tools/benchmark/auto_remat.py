@@ -11,13 +11,10 @@ import tf_gpipe
 from tf_gpipe.commands import models
 from tf_gpipe.partition.layer_costs import size_in_bytes
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
-from tf_gpipe.tuning.trials import mean_square
 from tools import command_line
 from tools import worker_usage
-from tools.benchmark import device_step
 from tools.benchmark import fresh
 from tools.benchmark import planned_models
-from tools.benchmark.plan import data
 from tools.benchmark.planned_models import MODELS
 from tools.benchmark.report import Report
 
@@ -121,18 +118,14 @@ def _found(args, name):
         pipeline.set_weights(weights)
         # As tensors: Keras would copy arrays twice.
         x, y = keras.tree.map_structure(
-            tf.identity, data(pipeline, num_rows, length)
+            tf.identity, planned_models.data(pipeline, num_rows, length)
         )
-        pipeline.compile(
-            keras.optimizers.SGD(1.0),
-            keras.tree.map_structure(lambda _: mean_square, y),
-        )
+        pipeline.compile(keras.optimizers.SGD(1.0), planned_models.losses(y))
         pipeline.train_on_batch(x, y)
         trained = pipeline.get_weights()
         if share is None:
             expected = trained
             continue
-        device_step.give_back()
         (added,) = worker_usage.added(
             [os.getpid()],
             lambda pipeline=pipeline, x=x, y=y: pipeline.train_on_batch(x, y),

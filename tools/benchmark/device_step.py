@@ -1,7 +1,6 @@
 """Measures memory and time of a training step on one device."""
 
 import contextlib
-import ctypes
 import inspect
 import json
 import os
@@ -107,7 +106,7 @@ def _measured(model, size, way, rows, count):
 
     # The first step traces, and allocates memory that stays.
     step()
-    give_back()
+    worker_usage.give_back(os.getpid())
     start, used = time.perf_counter(), time.process_time()
     (added,) = worker_usage.added([os.getpid()], step)
     fixed = size_in_bytes([model.variables, model.optimizer.variables])
@@ -184,14 +183,6 @@ def _data(model, size, rows):
         keras.tree.map_structure(ones, inputs),
         keras.tree.map_structure(lambda x: ones(x, (1,)), outputs),
     )
-
-
-def give_back():
-    """Gives memory that tracing has freed back to the system.
-
-    Otherwise a step would reuse it without raising the resident memory.
-    """
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ import json
 import time
 
 import keras
-import tensorflow as tf
 
 from tf_gpipe.commands import models
 from tf_gpipe.commands import workers
@@ -17,7 +16,6 @@ from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import measured_speeds
-from tf_gpipe.tuning.trials import mean_square
 from tools import command_line
 from tools import worker_usage
 from tools.benchmark import fresh
@@ -163,10 +161,8 @@ def _measured(args, name):
         plan = ranked[0].plan
         keras.backend.clear_session(free_memory=False)
         pipeline = models.pipelined(make(), **plan.arguments)
-        x, y = data(pipeline, num_rows, length)
-        pipeline.compile(
-            "adam", keras.tree.map_structure(lambda _: mean_square, y)
-        )
+        x, y = planned_models.data(pipeline, num_rows, length)
+        pipeline.compile("adam", planned_models.losses(y))
 
         def step(pipeline=pipeline, x=x, y=y):
             pipeline.train_on_batch(x, y)
@@ -224,10 +220,3 @@ def _slots(pipeline, stage):
     found = slots.of_optimizer(pipeline.optimizer, weights)
     own = {id(v) for v in stage.variables}
     return [x for v, x in zip(weights, found, strict=True) if id(v) in own]
-
-
-def data(pipeline, num_rows, length):
-    """Returns random inputs, and labels with a last axis of 1."""
-    x, y = models.random_data(pipeline, num_rows, length=length)
-    with tf.device("CPU:0"):
-        return x, keras.tree.map_structure(lambda t: t[:, ..., :1], y)

@@ -7,8 +7,11 @@ process needs anyway.
 import functools
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 import model_zoo
+from tf_gpipe.commands import models
 from tools import worker_usage
 
 _IMAGE = (64, 64, 3)
@@ -150,3 +153,22 @@ def add_kernels(parser):
 def kernels_of(name, args):
     """Returns by which kernels a model is measured, a key of `KERNELS`."""
     return args.kernels or _KERNELS.get(name, "onednn")
+
+
+def data(pipeline, num_rows, length):
+    """Returns random inputs, and a class for each last axis of the outputs."""
+    x, y = models.random_data(pipeline, num_rows, length=length)
+
+    def classes(t):
+        return np.argmax(t, axis=-1).astype("int32")
+
+    with tf.device("CPU:0"):
+        return x, keras.tree.map_structure(classes, y)
+
+
+def losses(labels):
+    """Returns the loss of each output: plans assume labels that are classes."""
+    return keras.tree.map_structure(
+        lambda _: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        labels,
+    )

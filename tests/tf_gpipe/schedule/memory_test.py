@@ -1,5 +1,7 @@
 """Peaks of activations, compared with a walk over all tasks of a step."""
 
+import collections
+
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -12,7 +14,7 @@ from tf_gpipe.schedule.memory import stage_peaks
 
 def make_sizes(num_stages):
     return [
-        Sizes(7 * k, 1 + k, 5 + k, 2 * k, 2, 3 + k % 3, k % 2)
+        Sizes(7 * k, 1 + k, 5 + k, 2 * k, 2, 3 + k % 3, k % 2, 1 + k // 2)
         for k in range(num_stages)
     ]
 
@@ -20,6 +22,7 @@ def make_sizes(num_stages):
 def by_hand(schedule, remat, sizes):
     """Returns the peak of these stages, from what is held at each task."""
     most, there = 0, {("fixed", k): x.fixed for k, x in sizes.items()}
+    ran = collections.Counter()
     for kind, k, m in schedule.steps(remat):
         if k not in sizes:
             continue
@@ -30,6 +33,14 @@ def by_hand(schedule, remat, sizes):
             there["stored", k, m] = own.kept if again else own.stored
         if kind == "R":
             there["again", k, m] = own.adds_at_a_time
+        for stage, x in sizes.items():
+            if stage and schedule.devices[stage - 1] != schedule.devices[stage]:
+                # One for the next forward pass, if there is one.
+                there["next", stage] = x.arriving * (
+                    ran[stage] + (kind == "F" and stage == k)
+                    < schedule.num_micro_batches
+                )
+        ran[k] += kind == "F"
         temporary = own.temporary if kind == "B" else 0
         most = max(most, sum(there.values()) + temporary)
         split = ("B", k, m) in schedule.split
