@@ -15,7 +15,7 @@ weights. Activations that the backward pass reads are kept or recomputed
     assignments        the scope that records assignments to variables
     straight_through   a tensor whose gradient goes to another one
     matrix_gradient    the gradient of rows of matrices times one matrix
-    trace, phases      a trace of the function; the phases, cut from it
+    trace, phases      a trace with the gradient; the phases, cut from it
     phased_call        a micro-batch in the phases; those of its gradient
     read_weights       the weights that the phases read, as one tensor
     recomputed_parts   operations of the trace that are recomputed

@@ -12,10 +12,10 @@ from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.likeness import Itself
 from tf_gpipe.stage.likeness import Likeness
 from tf_gpipe.stage.phases import Phases
-from tf_gpipe.stage.phases import StagePhases
 from tf_gpipe.stage.same_traces import Description
 from tf_gpipe.stage.same_traces import described
 from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.trace import TracedStage
 
 
 class ComparedBlock:
@@ -104,13 +104,8 @@ class ComparedBlock:
         self, inputs: Activations, carried: list, with_gradient: bool
     ) -> Description:
         # Made anew, so that no graph outlives the comparison.
-        concrete, trace = StagePhases(
-            self._function,
-            splits=False,
-            recomputed=(),
-            jit_compile=False,
-            differentiated=with_gradient,
-        ).concrete(inputs, carried)
+        traced = TracedStage(self._function, with_gradient)
+        concrete, trace = traced.trace(inputs, carried)
         return described(
             concrete.graph,
             (

@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_gpipe import upstream
 from tf_gpipe.devices.functions import NotInlinedFunction
 from tf_gpipe.stage import lookups
 from tf_gpipe.stage.function import Result
@@ -29,6 +28,7 @@ from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.structures import filled
 from tf_gpipe.stage.structures import tensors
 from tf_gpipe.stage.trace import Trace
+from tf_gpipe.stage.trace import TracedStage
 from tf_gpipe.stage.traced_function import TracedFunction
 
 
@@ -59,23 +59,22 @@ class StagePhases:
         recomputed: Ranges of indices in `Stage.nodes`: the calls that are
             recomputed. Calls of one range are recomputed together.
         jit_compile: Whether XLA compiles the phases.
-        instead: Function that returns the `LayerRunner` for layers that share
-            phases, if any. It is called when the stage is traced.
+        instead: As in `TracedStage`.
         differentiated: Whether the phases may be differentiated.
     """
 
     def __init__(
         self,
         function: StageFunction,
-        splits: bool,
-        recomputed: Sequence[range],
-        jit_compile: bool,
+        splits: bool = False,
+        recomputed: Sequence[range] = (),
+        jit_compile: bool = False,
         instead: Callable[[], LayerRunner | None] = lambda: None,
         differentiated: bool = True,
     ):
         self.function = function
         self._differentiated = differentiated
-        self._instead = instead
+        self._traced = TracedStage(function, differentiated, instead)
         self._cut = functools.partial(
             Phases,
             name=f"stage {function.stage.index}",
@@ -84,9 +83,7 @@ class StagePhases:
             jit_compile=jit_compile,
         )
         self._plain = NotInlinedFunction(function, jit_compile)
-        self._traced = tf.function(self._trace, autograph=False)
         # Keys are the graphs of traces.
-        self._traces: dict[Any, Trace] = {}
         self._by_graph: dict[Any, Phases] = {}
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
@@ -109,7 +106,7 @@ class StagePhases:
                 `PhasedCall.recompute` must be called before the backward phase.
         """
         with self.function.on_device():
-            phases = self.traced(inputs, carried)
+            phases = self.phases_for(inputs, carried)
             given = tensors((inputs, carried))
             return PhasedCall(phases, phases.read_weights.packed, given, remat)
 
@@ -129,60 +126,13 @@ class StagePhases:
             found += phases.traced.captured()
         return found
 
-    def traced(self, inputs: Activations, carried: list) -> "Phases":
+    def phases_for(self, inputs: Activations, carried: list) -> "Phases":
         """Returns the phases for arguments of these dtypes and shapes."""
-        concrete, trace = self.concrete(inputs, carried)
+        concrete, trace = self._traced.trace(inputs, carried)
         graph = concrete.graph
         if graph not in self._by_graph:
             self._by_graph[graph] = self._cut(concrete, trace)
         return self._by_graph[graph]
-
-    def concrete(self, inputs: Activations, carried: list) -> tuple[Any, Trace]:
-        """Returns the concrete function that the phases are cut from."""
-        # Outside of device functions, for the reason in `FunctionCall`.
-        with tf.device(None):
-            found = self._traced.get_concrete_function(inputs, carried)
-        return found, self._traces[found.graph]
-
-    def _trace(self, inputs: Activations, carried: list) -> None:
-        # Called before the scope of the stage is entered, in which variables
-        # are replaced by tensors.
-        instead = self._instead()
-        # With tapes on, even if they are stopped here: the trace is kept, and
-        # is used later where tapes record.
-        with self.function.on_device(), upstream.tapes_restarted():
-            graph = tf.compat.v1.get_default_graph()
-            arriving: list = []
-            input_gradients: list = []
-            variable_gradients: list = []
-            if self._differentiated:
-                result, gradient = self.function.with_gradient(
-                    inputs, carried, instead=instead
-                )
-            else:
-                result = self.function(inputs, carried, instead)
-            num_forward = len(graph.get_operations())
-            if self._differentiated:
-                # For the gradients that arrive in the backward phase: the
-                # placeholders are feeds of parts of the trace.
-                arriving = [
-                    tf.compat.v1.placeholder(x.dtype, x.shape)
-                    if x.dtype.is_floating
-                    else None
-                    for x in result.targets
-                ]
-                # The name by which an error in the backward phase is placed.
-                with tf.name_scope(f"{self.function.stage.scope}/backward"):
-                    input_gradients, variable_gradients = gradient(arriving)
-            self._traces[graph] = Trace(
-                len(tensors(inputs)),
-                num_forward,
-                self.function.ends,
-                result,
-                arriving,
-                input_gradients,
-                variable_gradients,
-            )
 
 
 class Phases:

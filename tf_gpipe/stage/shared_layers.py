@@ -203,7 +203,7 @@ class _Shared:
     def _traced(self, inputs: Activations, carried: list) -> Phases | None:
         """Returns the phases, or `None` if the layers cannot share them."""
         try:
-            phases = self._phases.traced(inputs, carried)
+            phases = self._phases.phases_for(inputs, carried)
         except Exception:
             # The layer raises it again when it is called in line.
             self._sharing_disabled = True

@@ -29,9 +29,7 @@ class TapedStage:
     def __init__(self, function: StageFunction, repeatable: bool):
         self.function = function
         self.repeatable = repeatable
-        self._phases = StagePhases(
-            function, splits=False, recomputed=(), jit_compile=False
-        )
+        self._phases = StagePhases(function)
         self._lookups: dict[Phases, list[Lookup]] = {}
 
     def __call__(self, inputs: Activations, carried: list) -> Result:
@@ -47,7 +45,7 @@ class TapedStage:
 
     def lookups(self, inputs: Activations, carried: list) -> list[Lookup]:
         """Returns the lookups of a call of the stage, found in a trace."""
-        phases = self._phases.traced(inputs, carried)
+        phases = self._phases.phases_for(inputs, carried)
         if phases not in self._lookups:
             self._lookups[phases] = phases.lookups(
                 phases.trace.variable_gradients

@@ -1,8 +1,17 @@
-"""What a traced stage consists of."""
+"""A trace of a stage with its gradient."""
 
+from collections.abc import Callable
+from typing import Any
 from typing import NamedTuple
 
+import tensorflow as tf
+
+from tf_gpipe import upstream
 from tf_gpipe.stage.function import Result
+from tf_gpipe.stage.function import StageFunction
+from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.stage import LayerRunner
+from tf_gpipe.stage.structures import tensors
 
 
 class Trace(NamedTuple):
@@ -26,3 +35,79 @@ class Trace(NamedTuple):
         """
         ends = [0, *self.ends[1:-1], self.num_forward]
         return range(ends[calls.start], ends[calls.stop])
+
+
+class TracedStage:
+    """A stage that is traced once for all arguments of equal shapes.
+
+    Args:
+        function: `StageFunction` of the stage.
+        differentiated: Whether the trace has the gradient.
+        instead: Function that returns the `LayerRunner` for layers that share
+            phases, if any. It is called when the stage is traced.
+    """
+
+    def __init__(
+        self,
+        function: StageFunction,
+        differentiated: bool = True,
+        instead: Callable[[], LayerRunner | None] = lambda: None,
+    ):
+        self._function = function
+        self._differentiated = differentiated
+        self._instead = instead
+        self._traced = tf.function(self._trace, autograph=False)
+        # Keys are the graphs of traces.
+        self._traces: dict[Any, Trace] = {}
+
+    def trace(self, inputs: Activations, carried: list) -> tuple[Any, Trace]:
+        """Returns the concrete function, which is never run, and its `Trace`.
+
+        Args:
+            inputs: The inputs of the stage.
+            carried: The values of `StageFunction.carried`.
+        """
+        # Outside of device functions, for the reason in `FunctionCall`.
+        with tf.device(None):
+            found = self._traced.get_concrete_function(inputs, carried)
+        return found, self._traces[found.graph]
+
+    def _trace(self, inputs: Activations, carried: list) -> None:
+        # Called before the scope of the stage is entered, in which variables
+        # are replaced by tensors.
+        instead = self._instead()
+        # With tapes on, even if they are stopped here: the trace is kept, and
+        # is used later where tapes record.
+        with self._function.on_device(), upstream.tapes_restarted():
+            graph = tf.compat.v1.get_default_graph()
+            arriving: list = []
+            input_gradients: list = []
+            variable_gradients: list = []
+            if self._differentiated:
+                result, gradient = self._function.with_gradient(
+                    inputs, carried, instead=instead
+                )
+            else:
+                result = self._function(inputs, carried, instead)
+            num_forward = len(graph.get_operations())
+            if self._differentiated:
+                # For the gradients that arrive in the backward phase: the
+                # placeholders are feeds of parts of the trace.
+                arriving = [
+                    tf.compat.v1.placeholder(x.dtype, x.shape)
+                    if x.dtype.is_floating
+                    else None
+                    for x in result.targets
+                ]
+                # The name by which an error in the backward phase is placed.
+                with tf.name_scope(f"{self._function.stage.scope}/backward"):
+                    input_gradients, variable_gradients = gradient(arriving)
+            self._traces[graph] = Trace(
+                len(tensors(inputs)),
+                num_forward,
+                self._function.ends,
+                result,
+                arriving,
+                input_gradients,
+                variable_gradients,
+            )

@@ -117,8 +117,6 @@ class RunningStages:
             return StagePhases(
                 StageFunction(stage, carried, self._training, (), ()),
                 splits,
-                recomputed=(),
-                jit_compile=False,
                 differentiated=self._differentiated,
             )
 
