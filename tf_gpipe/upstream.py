@@ -248,6 +248,11 @@ def tensorflow_variable(variable: keras.Variable) -> tf.Variable:
     return variable._value
 
 
+def handle_of(variable: keras.Variable) -> tf.Tensor:
+    """Returns the handle of the TensorFlow variable in a Keras variable."""
+    return tensorflow_variable(variable).handle
+
+
 def set_tensorflow_variable(
     variable: keras.Variable, value: tf.Variable
 ) -> None:
@@ -1121,6 +1126,14 @@ def within_xla() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
+
+
+def graphs_being_built() -> list[tf.Graph]:
+    """Returns the graph that is being built, and those around it."""
+    graphs = [tf.compat.v1.get_default_graph()]
+    while getattr(graphs[-1], "outer_graph", None) is not None:
+        graphs.append(graphs[-1].outer_graph)
+    return graphs
 
 
 def copy_functions(source: tf.Graph, target: tf.Graph) -> None:

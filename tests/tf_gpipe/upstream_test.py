@@ -139,6 +139,7 @@ class VariablesTest(tf.test.TestCase):
         moved = tf.Variable([3.0, 4.0])
         upstream.set_tensorflow_variable(variable, moved)
         self.assertIs(upstream.tensorflow_variable(variable), moved)
+        self.assertIs(upstream.handle_of(variable), moved.handle)
         self.assertAllEqual(variable, [3, 4])
         self.assertNotEqual(upstream.variable_id(variable), before)
         self.assertEqual(
@@ -1093,6 +1094,26 @@ class GraphsTest(tf.test.TestCase):
             note, autograph=False, jit_compile=True
         ).get_concrete_function()
         self.assertEqual(seen, [False, True])
+
+    def test_graphs_being_built(self):
+        """A stage finds tensors of another trace among those it captures."""
+        found = []
+
+        def inner():
+            found.append((outer, upstream.graphs_being_built()))
+
+        def run():
+            nonlocal outer
+            outer = tf.compat.v1.get_default_graph()
+            tf.function(inner, autograph=False).get_concrete_function()
+
+        outer = None
+        tf.function(run, autograph=False).get_concrete_function()
+        ((outer, graphs),) = found
+        self.assertGreaterEqual(len(graphs), 2)
+        self.assertIs(graphs[1], outer)
+        self.assertNotIn(graphs[0], graphs[1:])
+        self.assertNotIn(outer, upstream.graphs_being_built())
 
     def test_functions_of_a_graph(self):
         """Recurrent layers are cut into phases, and counted."""

@@ -68,7 +68,7 @@ def likeness_of(block: Graph) -> Likeness:
     made = [value for node in block.nodes for value in node.made]
     places = {value: i for i, value in enumerate([*block.inputs, *made])}
     calls = [_call(node, places) for node in block.nodes]
-    return likeness.of((calls, [places[value] for value in block.outputs]))
+    return likeness.of((calls, [places[value] for value in block.returned]))
 
 
 class _Sequence:
@@ -109,7 +109,7 @@ class _Sequence:
             if times * length > best[0] * best[1]:
                 ends = range(start, start + (times + 1) * length, length)
                 ones = [
-                    len(self._taken(*pair)) == 1
+                    len(self._graph.taken(*pair)) == 1
                     for pair in itertools.pairwise(ends)
                 ]
                 times = [*ones, False].index(False)
@@ -154,29 +154,14 @@ class _Sequence:
             and sum(weights) <= most
             # Else gradients of a layer would be summed in another order.
             and len(set(map(id, trained))) == len(trained)
-            and len(self._taken(start, end)) == 1
+            and len(self._graph.taken(start, end)) == 1
         )
-
-    def _taken(self, start: int, end: int) -> list[Value]:
-        """Returns the values made by some calls that later calls take."""
-        return [
-            value
-            for node in self._graph.nodes[start:end]
-            for value in node.made
-            if self._graph.last.get(value, start) >= end
-        ]
 
     def _block(self, start: int, end: int) -> Graph:
         nodes = self._graph.nodes[start:end]
         if len(nodes) == 1:
             return Graph(nodes, nodes[0].inputs, nodes[0].made)
-        made = {value for node in nodes for value in node.made}
-        inputs = dict.fromkeys(x for node in nodes for x in node.inputs)
-        return Graph(
-            nodes,
-            [value for value in inputs if value not in made],
-            self._taken(start, end),
-        )
+        return self._graph.part(start, end)
 
 
 def _num_layers(layer: Any) -> int:

@@ -42,8 +42,7 @@ class ComparedBlock:
         self._form = alike.form
         self._function = function
         self._places = {
-            id(upstream.tensorflow_variable(v).handle): i
-            for i, v in enumerate(alike.variables)
+            id(upstream.handle_of(v)): i for i, v in enumerate(alike.variables)
         }
         self._found: dict[tuple, Description] = {}
         self._verdicts: dict[tuple, bool] = {}
@@ -119,7 +118,7 @@ class ComparedBlock:
         )
 
     def _place_of(self, variable: keras.Variable) -> Hashable:
-        return self._place(upstream.tensorflow_variable(variable).handle)
+        return self._place(upstream.handle_of(variable))
 
     def _place(self, handle: tf.Tensor) -> Hashable:
         """Returns a variable's place in the likeness, or other tensors."""

@@ -282,9 +282,7 @@ class StageFunction:
 
 def _check_captures(stage: Stage) -> None:
     """Raises an error if layers have used a tensor of another stage's trace."""
-    graphs = [tf.compat.v1.get_default_graph()]
-    while getattr(graphs[-1], "outer_graph", None) is not None:
-        graphs.append(graphs[-1].outer_graph)
+    graphs = upstream.graphs_being_built()
     for x, _ in getattr(graphs[0], "captures", ()):
         if tf.is_symbolic_tensor(x) and x.graph not in graphs:
             raise ValueError(

@@ -238,7 +238,29 @@ class Graph:
         Args:
             counts: Number of nodes of each part.
         """
-        return [self._part(x.start, x.stop) for x in ranges(counts)]
+        parts = [self.part(x.start, x.stop) for x in ranges(counts)]
+        last = parts[-1]
+        made = {value for node in last.nodes for value in node.made}
+        passed = [value for value in self.returned if value not in made]
+        inputs = list(dict.fromkeys([*last.inputs, *passed]))
+        return [*parts[:-1], Graph(last.nodes, inputs, self.returned)]
+
+    def part(self, start: int, end: int) -> "Graph":
+        """Returns the nodes from `start` to `end` as a graph of their own."""
+        nodes = self.nodes[start:end]
+        made = {value for node in nodes for value in node.made}
+        used = dict.fromkeys(x for node in nodes for x in node.inputs)
+        inputs = [value for value in used if value not in made]
+        return Graph(nodes, inputs, self.taken(start, end))
+
+    def taken(self, start: int, end: int) -> list[Value]:
+        """Returns the values that a part makes and that are needed after it."""
+        return [
+            value
+            for node in self.nodes[start:end]
+            for value in node.made
+            if self.last.get(value, start) >= end
+        ]
 
     def infer_specs(self) -> None:
         """Sets the spec of each value, as the built layers compute it."""
@@ -261,21 +283,6 @@ class Graph:
             alive = [x for x in [*alive, *node.made] if last.get(x, 0) > i]
             crossing.append(alive)
         return crossing
-
-    def _part(self, start: int, end: int) -> "Graph":
-        nodes = self.nodes[start:end]
-        made = [value for node in nodes for value in node.made]
-        used = [value for node in nodes for value in node.inputs]
-        if end < len(self.nodes):
-            outputs = [
-                value for value in made if self.last.get(value, 0) >= end
-            ]
-        else:
-            outputs = self.returned
-            used += outputs
-        mine = set(made)
-        inputs = list(dict.fromkeys(x for x in used if x not in mine))
-        return Graph(nodes, inputs, outputs)
 
 
 def ranges(counts: Iterable[int]) -> list[slice]:

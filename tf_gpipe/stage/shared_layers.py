@@ -166,7 +166,10 @@ class _Shared:
     ) -> bool:
         pairs = zip(self._variables, variables, strict=True)
         own = {id(a): b for a, b in pairs}
-        handles = {id(_handle(v)): _handle(own[id(v)]) for v in self._variables}
+        handles = {
+            id(upstream.handle_of(v)): upstream.handle_of(own[id(v)])
+            for v in self._variables
+        }
 
         def value(variable: keras.Variable) -> tf.Tensor | None:
             return scope.get_current_value(own.get(id(variable), variable))
@@ -212,7 +215,9 @@ class _Shared:
             after = likeness_of(self._block)
             passed = set(map(id, self._function.carried))
             self._can_share[phases] = (
-                _is_pure(phases, {id(_handle(v)) for v in self._variables})
+                _is_pure(
+                    phases, {id(upstream.handle_of(v)) for v in self._variables}
+                )
                 and len(phases.traced.operations) >= _MIN_OPERATIONS
                 and not self._function.added
                 # The value of another variable would not be read again.
@@ -274,7 +279,7 @@ class _Shared:
 
         (target,) = [x for x in targets if x.dtype.is_floating]
         sources = [parts[i] for i in floats]
-        sources += [handles[id(_handle(v))] for v in trained]
+        sources += [handles[id(upstream.handle_of(v))] for v in trained]
         upstream.record_gradient([target], sources, gradient)
         return call.result
 
@@ -304,8 +309,3 @@ def _stage(block: Graph) -> Stage:
     stage = Stage(0, [""], block, [])
     stage.scope = ALIKE
     return stage
-
-
-def _handle(variable: keras.Variable) -> tf.Tensor:
-    """Returns the handle of a variable, whatever value a scope gives it."""
-    return upstream.tensorflow_variable(variable).handle

@@ -183,7 +183,7 @@ class RunningStages:
             return self
         traced = self._pipeline.traced
         found = traced.pop(depends, self)
-        graphs = _graphs()
+        graphs = upstream.graphs_being_built()
         if found._graph is not None and found._graph() in graphs:
             # In use in this graph, with the weights as they were read then.
             traced[depends] = found
@@ -213,8 +213,7 @@ class RunningStages:
         if any(spec.job not in (None, "localhost") for spec in specs):
             # A worker that has been restarted does not have earlier traces.
             return None
-        graph = self._pipeline.graph
-        alike = likeness_of(Graph(graph.nodes, graph.inputs, graph.returned))
+        alike = likeness_of(self._pipeline.graph)
         if not alike.of_keras:
             return None
         variables = map(upstream.tensorflow_variable, alike.variables)
@@ -311,11 +310,3 @@ def _spec(x: tf.Tensor) -> tuple:
     """Returns the shape and dtype of an input, and whether it has a mask."""
     shape = x.shape.as_list() if x.shape.rank is not None else None
     return str(shape), x.dtype, upstream.mask(x) is not None
-
-
-def _graphs() -> list[tf.Graph]:
-    """Returns the graph that is being built, and those around it."""
-    graphs = [tf.compat.v1.get_default_graph()]
-    while getattr(graphs[-1], "outer_graph", None) is not None:
-        graphs.append(graphs[-1].outer_graph)
-    return graphs
