@@ -14,8 +14,8 @@ from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.schedule import schedules
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.function_call import NO_SECOND_DERIVATIVES
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import run_stage
 from tf_gpipe.stage.structures import tensors
 from tf_gpipe.step import batch_statistics

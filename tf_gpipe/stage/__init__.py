@@ -11,6 +11,7 @@ weights. Activations that the backward pass reads are kept or recomputed
     own_calls          models that do more than run their graph
     graph              a model as a list of layer calls, which can be cut
     stage, pipeline    the layers of a stage; all stages of a model
+    activations        tensors from stage to stage, with masks and logits
     function           the layers as a pure function: state in, state out
     assignments        the scope that records assignments to variables
     straight_through   a tensor whose gradient goes to another one

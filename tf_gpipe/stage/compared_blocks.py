@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.blocks import likeness_of
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.graph import Graph
@@ -14,7 +15,6 @@ from tf_gpipe.stage.likeness import Likeness
 from tf_gpipe.stage.phases import Phases
 from tf_gpipe.stage.same_traces import Description
 from tf_gpipe.stage.same_traces import described
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.trace import TracedStage
 
 

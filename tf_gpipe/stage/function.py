@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.stage import matrix_gradient
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.assignments import AssignmentScope
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import AddedLoss
 from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.stage import Stage

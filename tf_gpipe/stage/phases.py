@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tf_gpipe.devices.functions import NotInlinedFunction
 from tf_gpipe.stage import lookups
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.function_call import FunctionCall
@@ -23,7 +24,6 @@ from tf_gpipe.stage.phased_call import Backward
 from tf_gpipe.stage.phased_call import PhasedCall
 from tf_gpipe.stage.read_weights import ReadWeights
 from tf_gpipe.stage.recomputed_parts import RecomputedParts
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.structures import filled
 from tf_gpipe.stage.structures import tensors

@@ -10,9 +10,9 @@ from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import RECOMPUTE
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.schedule.tasks import Task
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Value
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import trainable
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices.errors import ALIKE
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.blocks import find
 from tf_gpipe.stage.blocks import likeness_of
 from tf_gpipe.stage.compared_blocks import ComparedBlock
@@ -25,7 +26,6 @@ from tf_gpipe.stage.likeness import Likeness
 from tf_gpipe.stage.phased_call import PhasedCall
 from tf_gpipe.stage.phases import Phases
 from tf_gpipe.stage.phases import StagePhases
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import trainable
 from tf_gpipe.stage.structures import flatten

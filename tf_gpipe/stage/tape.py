@@ -8,13 +8,13 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.stage import lookups
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.lookups import Lookup
 from tf_gpipe.stage.phases import Phases
 from tf_gpipe.stage.phases import StagePhases
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.structures import tensors
 
 

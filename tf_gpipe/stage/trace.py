@@ -7,9 +7,9 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import LayerRunner
 from tf_gpipe.stage.structures import tensors
 

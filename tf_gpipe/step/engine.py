@@ -13,11 +13,11 @@ from tf_gpipe.schedule.tasks import BACKWARD
 from tf_gpipe.schedule.tasks import FORWARD
 from tf_gpipe.schedule.tasks import RECOMPUTE
 from tf_gpipe.schedule.tasks import Task
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.gradients import of_devices
 from tf_gpipe.stage.pipeline import Pipeline
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.step.added_losses import AddedLosses
 from tf_gpipe.step.clock import Clock
 from tf_gpipe.step.exchange import Exchange

@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe.stage.activations import Activations
+from tf_gpipe.stage.activations import join
 from tf_gpipe.stage.gradients import add
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.pipeline import Pipeline
-from tf_gpipe.stage.stage import Activations
-from tf_gpipe.stage.stage import join
 from tf_gpipe.step.micro_batch import Split
 
 # A value, and the index of one of its parts in `Activations.parts()`.

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.stage.stage import Activations
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.straight_through import straight_through
 from tf_gpipe.stage.traced_function import pruned
 from tf_gpipe.step import loss_checks

@@ -5,9 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_gpipe.stage.activations import join
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.pipeline import Pipeline
-from tf_gpipe.stage.stage import join
 from tf_gpipe.stage.structures import filled
 from tf_gpipe.stage.structures import tensors
 from tf_gpipe.stage.traced_function import TracedFunction

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.pipeline import Pipeline
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.step.exchange import Exchange
 from tf_gpipe.step.micro_batch import FIRST
 from tf_gpipe.step.micro_batch import MEAN

@@ -23,11 +23,11 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.graph import variables_of
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import run_node
 from tf_gpipe.step import trials
 from tf_gpipe.step.batch_statistics import batch_norms

@@ -16,11 +16,11 @@ from tf_gpipe import progress
 from tf_gpipe import upstream
 from tf_gpipe.schedule import schedules
 from tf_gpipe.stage import tensorflow_state
+from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.pipeline import Pipeline
-from tf_gpipe.stage.stage import Activations
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.stage.stage import run_node
 from tf_gpipe.step.batch_statistics import batch_norms

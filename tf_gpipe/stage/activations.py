@@ -1,0 +1,119 @@
+"""Tensors sent from stage to stage, with what Keras attaches to them."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tf_gpipe import upstream
+
+
+class Activations(NamedTuple):
+    """Tensors sent from stage to stage, with their masks and logits.
+
+    Keras attaches a mask to a tensor, and to the result of a softmax or
+    sigmoid its logits, from which cross-entropies are computed. In graphs
+    Keras's cross-entropies also look for an operation `Softmax` or `Sigmoid`
+    that made the tensor, and take its input as logits.
+
+    All fields are nested structures like `tensors`, with `None` for a tensor
+    without a mask or logits.
+    """
+
+    tensors: Any
+    masks: Any
+    logits: Any  # attached by Keras
+    before_softmax: Any  # inputs of operations, where Keras attached nothing
+    before_sigmoid: Any
+
+    @classmethod
+    def of(cls, tensors: Any) -> "Activations":
+        """Returns tensors with their masks and logits."""
+
+        def before(operation: str) -> Any:
+            return keras.tree.map_structure(
+                lambda x: _input_of(x, operation), tensors
+            )
+
+        return cls(
+            tensors,
+            keras.tree.map_structure(upstream.mask, tensors),
+            keras.tree.map_structure(upstream.logits, tensors),
+            before("Softmax"),
+            before("Sigmoid"),
+        )
+
+    def unpack(self) -> Any:
+        """Returns the tensors, with masks and logits attached for Keras."""
+
+        def attach(x, mask, logits, before_softmax, before_sigmoid):
+            if before_softmax is not None:
+                x = tf.nn.softmax(before_softmax)
+            elif before_sigmoid is not None:
+                x = tf.nn.sigmoid(before_sigmoid)
+            elif mask is not None or logits is not None:
+                x = tf.identity(x)
+            if mask is not None:
+                upstream.set_mask(x, mask)
+            if logits is not None:
+                upstream.set_logits(x, logits)
+            return x
+
+        return keras.tree.map_structure(attach, *self)
+
+    def parts(self) -> list[tf.Tensor]:
+        """Returns the flat list of tensors, each followed by its logits.
+
+        These may have a gradient, and masks have none.
+        """
+        return [x for parts in self.by_tensor() for x in parts]
+
+    def by_tensor(self) -> list[list[tf.Tensor]]:
+        """Returns `parts()` as a list of lists, one per tensor."""
+        tensors, _, *logits = map(keras.tree.flatten, self)
+        return [
+            [tensor, *(x for x in rest if x is not None)]
+            for tensor, *rest in zip(tensors, *logits, strict=True)
+        ]
+
+    def with_parts(self, parts: Iterable[tf.Tensor]) -> "Activations":
+        """Returns a copy with other tensors in place of `parts()`."""
+        rest = iter(parts)
+        tensors, _, *logits = map(keras.tree.flatten, self)
+        rows = [
+            [
+                next(rest) if i == 0 or x is not None else None
+                for i, x in enumerate(each)
+            ]
+            for each in zip(tensors, *logits, strict=True)
+        ]
+        columns = [list(x) for x in zip(*rows, strict=True)] or [[]] * 4
+        packed = [keras.tree.pack_sequence_as(self.tensors, x) for x in columns]
+        return Activations(packed[0], self.masks, *packed[1:])
+
+    def each(self) -> "list[Activations]":
+        """Splits activations whose `tensors` are a tuple, one per element."""
+        return [Activations(*x) for x in zip(*self, strict=True)]
+
+
+def join(contents: Sequence[Activations]) -> Activations:
+    """Joins the activations of several values: the inverse of `each`."""
+    fields = zip(*contents, strict=True)
+    return Activations(*fields) if contents else Activations(*([()] * 5))
+
+
+def _input_of(x: Any, operation: str) -> Any:
+    """Returns the input of the operation that made `x`, if it is of this type.
+
+    `None` otherwise, and if Keras has attached logits to `x`.
+    """
+    if (
+        tf.is_symbolic_tensor(x)
+        and x.op.type == operation
+        and upstream.logits(x) is None
+    ):
+        return x.op.inputs[0]
+    return None
