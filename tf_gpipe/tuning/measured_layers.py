@@ -11,6 +11,7 @@ from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.layer_times import Line
+from tf_gpipe.tuning.measured_speeds import call_overhead
 
 
 def measured(
@@ -29,7 +30,7 @@ def measured(
         Dictionary from the indices of calls to the `Line`s of their forward and
         backward pass, without the calls that could not be measured.
     """
-    nothing = _call_overhead(device)
+    nothing = call_overhead(device)
     specs = {
         count: layer_costs.walk(layers.graph, balanced.specs_of, count)[1]
         for count in rows
@@ -57,15 +58,3 @@ def measured(
 
     lines, _ = layer_costs.walk(layers.graph, visit, rows[0])
     return {i: x for i, x in enumerate(lines) if x is not None}
-
-
-def _call_overhead(device: str) -> float:
-    """Returns the overhead in seconds: a `tf.function` that does nothing."""
-    with tf.device(device):
-        x = tf.zeros(())
-
-        @tf.function(autograph=False)
-        def run():
-            return tf.identity(x)
-
-        return balanced.fastest(lambda: run().numpy())

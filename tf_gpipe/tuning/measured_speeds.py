@@ -86,11 +86,6 @@ def _speed(name: str) -> tuple[Speed, int]:
         one = tf.zeros((1,))
 
     @tf.function(autograph=False)
-    def nothing():
-        with tf.device(name):
-            return tf.identity(one)
-
-    @tf.function(autograph=False)
     def small():
         with tf.device(name):
             x = one
@@ -98,7 +93,7 @@ def _speed(name: str) -> tuple[Speed, int]:
                 x = tf.sqrt(x)
             return x
 
-    start = _seconds(nothing)
+    start = call_overhead(name)
     side, product = _busy(functools.partial(_products, [name]), _SIDES, start)
     floats, moved = _busy(functools.partial(_sums, name), _FLOATS, start)
     each = max(_seconds(small) - start, 0.0) / _OPERATIONS
@@ -111,6 +106,18 @@ def _speed(name: str) -> tuple[Speed, int]:
         operation=each,
     )
     return speed, side
+
+
+def call_overhead(name: str) -> float:
+    """Returns the seconds of a `tf.function` on a device that does nothing."""
+    with tf.device(name):
+        one = tf.zeros((1,))
+
+        @tf.function(autograph=False)
+        def nothing():
+            return tf.identity(one)
+
+        return _seconds(nothing)
 
 
 def _busy(
