@@ -10,8 +10,7 @@ summed. The result is that of the mini-batch in one piece:
     running           the stages of this step, as functions or inline
     micro_batch       splits a mini-batch, weighs micro-batches, merges results
     exchange          activations and gradients sent between stages
-    task_order        control dependencies between the tasks of a device
-    clock             time stamps of tasks
+    task_order        control dependencies between the tasks of a device; clock
     loss              the loss of a mini-batch from those of its micro-batches
     loss_checks       refuses losses that need the whole mini-batch
     added_losses      losses that layers add, merged over micro-batches

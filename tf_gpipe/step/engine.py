@@ -19,7 +19,6 @@ from tf_gpipe.stage.gradients import GradientSum
 from tf_gpipe.stage.gradients import of_devices
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.step.added_losses import AddedLosses
-from tf_gpipe.step.clock import Clock
 from tf_gpipe.step.exchange import Exchange
 from tf_gpipe.step.exchange import total
 from tf_gpipe.step.loss import MicroBatchLoss
@@ -120,8 +119,7 @@ class MiniBatch:
         )
         self._steps = pipeline.steps(at_once)
         self._recomputed = {t for t in self._steps if t.kind == RECOMPUTE}
-        clock = Clock() if timed and not tf.executing_eagerly() else None
-        self.order = TaskOrder(pipeline, clock)
+        self.order = TaskOrder(pipeline, timed and not tf.executing_eagerly())
         if previous is not None:
             self.order.follow(previous.order)
 

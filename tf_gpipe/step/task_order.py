@@ -1,16 +1,20 @@
-"""Control dependencies that run the tasks of a device one after another."""
+"""Control dependencies that run the tasks of a device one after another.
+
+And the times when they ran, where these are asked for.
+"""
 
 import contextlib
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tf_gpipe.schedule.tasks import Task
+from tf_gpipe.stage.function_call import FunctionCall
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.structures import tensors
-from tf_gpipe.step.clock import Clock
 
 
 class TaskOrder:
@@ -24,12 +28,14 @@ class TaskOrder:
                       |               |               ^
         device 1      '----> F1.0 ----|---------------'
 
-    A `Clock`, if there is one, takes the time of each task.
+    Args:
+        pipeline: The `Pipeline` whose tasks they are.
+        timed: Whether to take the time of each task.
     """
 
-    def __init__(self, pipeline: Pipeline, clock: Clock | None):
+    def __init__(self, pipeline: Pipeline, timed: bool):
         self._pipeline = pipeline
-        self._clock = clock
+        self._clock = Clock() if timed else None
         self._done: dict[str, tf.Operation] = {}
         # Start and end of each task.
         self._times: dict[Task, list[tf.Tensor]] = {}
@@ -85,7 +91,7 @@ class TaskOrder:
                     raise
 
     def times(self) -> tf.Tensor | None:
-        """Returns the times of tasks, or `None` without a clock.
+        """Returns the times of tasks, or `None` if they are not timed.
 
         Float64 tensor of shape `(tasks, 2)`, a row for each of
         `Schedule.steps`: its start and its end, in seconds, by the clock of
@@ -106,3 +112,48 @@ class TaskOrder:
             rows += own
         times = tf.reshape(tf.concat(parts, axis=0), (-1, 2))
         return tf.gather(times, tf.argsort(rows))
+
+
+class Clock:
+    """Time stamps that depend only on the operations they are taken after.
+
+    TensorFlow chains operations with side effects, `tf.timestamp` among them,
+    in program order, which would make a pipeline's devices wait for each
+    other. It does not order a `FunctionCall`. The call is still marked as
+    having side effects, so that TensorFlow neither evaluates it while it
+    optimises the graph nor merges several calls into one.
+    """
+
+    def __init__(self) -> None:
+        self._now = FunctionCall(tf.timestamp)
+        self._marker = FunctionCall(_marker)
+        self._now_after = FunctionCall(lambda zero: tf.timestamp() + zero)
+
+    def stamp(
+        self, after: Sequence[tf.Tensor | tf.Operation], device: str
+    ) -> tf.Tensor:
+        """Returns the time in seconds when all of `after` are computed.
+
+        By the clock of the host of `device`. The caller must be in the scope
+        of `device`.
+
+        For TensorFlow an operation on a GPU is done once its kernels are
+        queued. So the time is taken when a scalar that the GPU makes after
+        these kernels has been copied to the host:
+
+            GPU     kernels of `after` -> marker
+                                            | copy
+            host                            '-> timestamp
+        """
+        with tf.control_dependencies(list(after)):
+            if tf.DeviceSpec.from_string(device).device_type != "GPU":
+                return self._now()
+            # A profile shows this name in the name scope of the task.
+            marker = tf.abs(self._marker(), name="kernels_done")
+        with tf.device("CPU:0"):
+            return self._now_after(marker)
+
+
+def _marker() -> tf.Tensor:
+    """Returns a zero that constant folding cannot evaluate."""
+    return tf.raw_ops.Empty(shape=[], dtype=tf.float64, init=True)

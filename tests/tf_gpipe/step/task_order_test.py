@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tf_gpipe.step.clock import Clock
+from tf_gpipe.step.task_order import Clock
 
 
 class ClockTest(tf.test.TestCase, parameterized.TestCase):
