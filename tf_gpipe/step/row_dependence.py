@@ -29,9 +29,12 @@ from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.graph import variables_of
 from tf_gpipe.stage.stage import run_node
-from tf_gpipe.step import trials
 from tf_gpipe.step.batch_statistics import batch_norms
-from tf_gpipe.step.trials import Trials
+from tf_gpipe.step.made_up_batches import ROWS
+from tf_gpipe.step.made_up_batches import A
+from tf_gpipe.step.made_up_batches import B
+from tf_gpipe.step.made_up_batches import Trials
+from tf_gpipe.step.made_up_batches import row_axes
 
 # Size used for unknown dimensions, such as lengths of sequences.
 _SIZE = 16
@@ -79,7 +82,7 @@ class RowDependence:
         if self._like is None:
             return None
         tensors = keras.tree.flatten(self._like[value].tensors)
-        return [trials.row_axes(x) for x in tensors]
+        return [row_axes(x) for x in tensors]
 
     def first_across(self) -> keras.Operation | None:
         """Returns the first layer whose result has rows in an axis but 0."""
@@ -120,7 +123,7 @@ class RowDependence:
         For the i-th flat tensor of a value, if none of its axes is
         proportional to the rows.
         """
-        other = self._traced(2 * trials.ROWS + 1)
+        other = self._traced(2 * ROWS + 1)
         if self._like is None or other is None:
             return False
         shapes = [
@@ -131,8 +134,8 @@ class RowDependence:
 
     @functools.cached_property
     def _like(self) -> dict[Value, Activations] | None:
-        """Specs of all values for a batch of `trials.ROWS` rows."""
-        return self._traced(trials.ROWS)
+        """Specs of all values for a batch of `ROWS` rows."""
+        return self._traced(ROWS)
 
     def _traced(self, rows: int) -> dict[Value, Activations] | None:
         """Returns the specs of all values for a batch of so many rows.
@@ -224,7 +227,7 @@ class RowDependence:
         assert self._like is not None
         like = [self._like[value] for value in given]
         flat = [x for values in like for x in _flat(values)]
-        if any(len(trials.row_axes(x)) > 1 for x in flat):
+        if any(len(row_axes(x)) > 1 for x in flat):
             return []
 
         def function(scope: Any, *args: tf.Tensor) -> list[tf.Tensor]:
@@ -256,11 +259,11 @@ class RowDependence:
 def _dependence(
     found: Sequence[tuple[np.ndarray, ...]], tolerance: float
 ) -> Dependence | None:
-    """Returns how a value depends on rows, from its values in all trials.
+    """Returns how a value depends on rows, from its values in all
 
     `found` has its values for batches A, B, AB and AA, for several A and B.
     """
-    n, m = trials.A, trials.B
+    n, m = A, B
     seen = False
     kinds, growths = {"mean", "sum"}, {"mean", "sum"}
     constant = True
@@ -324,7 +327,7 @@ def _specs(values: Activations, spec: Callable) -> Activations:
 
 def _of_input(x: Any) -> tf.TensorSpec:
     sizes = [size or _SIZE for size in x.shape[1:]]
-    return tf.TensorSpec([trials.ROWS, *sizes], x.dtype)
+    return tf.TensorSpec([ROWS, *sizes], x.dtype)
 
 
 def _of_tensor(x: Any) -> tf.TensorSpec:

@@ -6,7 +6,6 @@ into the state that layers would have after the mini-batch in one piece.
 """
 
 import collections
-import itertools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -205,8 +204,7 @@ class StateVersions:
             return merged
         numbers = range(self._split.num_micro_batches)
         shares = [tf.cast(self._split.weight(m), "float32") for m in numbers]
-        every = map(upstream.layers_within, layers)
-        for x in itertools.chain.from_iterable(every):
+        for x in (y for layer in layers for y in upstream.layers_within(layer)):
             own = {
                 v.name: v
                 for v in upstream.own_variables(x)

@@ -17,11 +17,14 @@ from tf_gpipe.stage.traced_function import TracedFunction
 ROWS = 1009
 # Rows of batches A and B. AB is A and B concatenated, and AA is A twice.
 A, B = 2, 3
+# Kinds of made-up numbers: see `_made_up`.
+_KINDS = 5
 # Replaces all random numbers that layers draw. Dropout keeps all units then.
 _DRAWN = 0.9
 # The most inputs for which made-up weights are scaled down. With smaller
 # weights the results of wide layers would be too small.
 _MOST_INPUTS = 256
+_DEVICE = "CPU:0"
 
 
 class Trials:
@@ -53,13 +56,12 @@ class Trials:
         self._specs = specs
         self._variables = variables_of(nodes)
         self._function = function
-        self._device = "CPU:0"
         # By number of rows; `None` for any number.
         self._traced: dict[int | None, Callable] = {}
         self.varying: list[bool] = []
         self.tolerance = _tolerance(node.layer for node in nodes)
         # Outside of the graph that is being traced.
-        with tf.init_scope(), tf.device(self._device):
+        with tf.init_scope(), tf.device(_DEVICE):
             try:
                 self._traced[None] = self._trace(None)
             except Exception:
@@ -68,29 +70,29 @@ class Trials:
                     self._traced[rows] = self._trace(rows)
 
     def run_all(self) -> list[list[tuple[np.ndarray, ...]]]:
-        """Returns what `run` does, for each kind of numbers."""
-        kinds = range(KINDS)
+        """Returns what `_run` does, for each kind of numbers."""
+        kinds = range(_KINDS)
         try:
-            return [self.run(kind) for kind in kinds]
+            return [self._run(kind) for kind in kinds]
         except Exception:
             if not any(x.dtype.is_integer for x in self._specs):
                 raise
         # They may be indices of a table of one row.
-        return [self.run(kind, largest=0) for kind in kinds]
+        return [self._run(kind, largest=0) for kind in kinds]
 
-    def run(self, kind: int, largest: int = 1) -> list[tuple[np.ndarray, ...]]:
+    def _run(self, kind: int, largest: int = 1) -> list[tuple[np.ndarray, ...]]:
         """Returns the values of each result for A, B, AB and AA.
 
         `kind` says which numbers the batches have, and `largest` is the largest
-        integer; see `made_up`.
+        integer; see `_made_up`.
         """
         draw = np.random.default_rng(kind)
         a, b = (
-            [made_up(x, rows, kind, draw, sign, largest) for x in self._specs]
+            [_made_up(x, rows, kind, draw, sign, largest) for x in self._specs]
             for rows, sign in ((A, 1), (B, -1))
         )
         batches = [a, b, self._joined(a, b), self._joined(a, a)]
-        with tf.init_scope(), tf.device(self._device):
+        with tf.init_scope(), tf.device(_DEVICE):
             found = []
             for batch, rows in zip(batches, (A, B, A + B, 2 * A), strict=True):
                 function = self._traced.get(None) or self._traced[rows]
@@ -172,13 +174,13 @@ def row_axes(x: tf.TensorSpec) -> list[int]:
     ]
 
 
-def made_up(
+def _made_up(
     x: tf.TensorSpec,
     rows: int,
     kind: int,
     draw: np.random.Generator,
     sign: int,
-    largest: int = 1,
+    largest: int,
 ) -> np.ndarray:
     """Returns made-up values for a tensor, of one of several kinds.
 
@@ -204,9 +206,6 @@ def made_up(
     if kind == 2 and shape:
         values *= draw.integers(0, 2, (*shape[:-1], 1))
     return values * 30.0 if kind == 3 else values
-
-
-KINDS = 5
 
 
 def _sized(shape: tf.TensorShape, rows: int | None) -> list:
