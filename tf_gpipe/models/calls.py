@@ -112,24 +112,27 @@ class PipelinedCalls(upstream.Mixin):
     @tf.autograph.experimental.do_not_convert
     def _run(self, inputs, training):
         pipeline, inputs = self._pipeline_for(inputs)
+        if training:
+            return self._run_in_training(pipeline, inputs)
+        recorded = upstream.tapes_record()
+        if recorded and pipeline.graph.outputs_are_reused:
+            return self._run_layers(pipeline, inputs, training)
+        mini_batch = self._mini_batch(
+            pipeline,
+            inputs,
+            training,
+            Gradients.INPUTS_AND_WEIGHTS
+            if recorded or not _in_inference_step.get()
+            else Gradients.NONE,
+        )
+        mini_batch.forward(tape=False)
+        self._finish(mini_batch, mini_batch.added.totals())
+        return mini_batch.outputs.whole().unpack()
+
+    def _run_in_training(self, pipeline, inputs):
+        """Runs the pipeline with a gradient of its own, for tapes around it."""
         mini_batch: Any = None
         outputs: Any = None
-        if not training:
-            recorded = upstream.tapes_record()
-            if recorded and pipeline.graph.outputs_are_reused:
-                return self._run_layers(pipeline, inputs, training)
-            mini_batch = self._mini_batch(
-                pipeline,
-                inputs,
-                training,
-                Gradients.INPUTS_AND_WEIGHTS
-                if recorded or not _in_inference_step.get()
-                else Gradients.NONE,
-            )
-            mini_batch.forward(tape=False)
-            self._finish(mini_batch, mini_batch.added.totals())
-            return mini_batch.outputs.whole().unpack()
-
         given = Activations.of(inputs)
         flat = given.parts()
         floats = [i for i, x in enumerate(flat) if x.dtype.is_floating]
@@ -144,8 +147,8 @@ class PipelinedCalls(upstream.Mixin):
             mini_batch = self._mini_batch(
                 pipeline,
                 given.with_parts(flat).unpack(),
-                training,
-                Gradients.FOR_OUTER_TAPE,
+                training=True,
+                gradients=Gradients.FOR_OUTER_TAPE,
             )
             mini_batch.forward(tape=True)
             outputs = mini_batch.outputs.whole()

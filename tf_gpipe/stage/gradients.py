@@ -27,9 +27,10 @@ class GradientSum:
         self._sparse: dict[int, list[tf.IndexedSlices]] = {}
         # Keys are the id of a variable and the index of one of its lookups.
         self._repeated: dict[tuple[int, int], tf.IndexedSlices] = {}
-        # The variables, the handle of their accumulator, and tensors that are
-        # ready once all gradients have been added.
-        self._placed: dict[tuple, tuple[Sequence, tf.Tensor, list]] = {}
+        # Keys are the ids of the variables of an accumulator: its handle; the
+        # variables, and tensors that are ready once all has been added.
+        self._handles: dict[tuple, tf.Tensor] = {}
+        self._added: dict[tuple, tuple[Sequence[keras.Variable], list]] = {}
 
     def place(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
         """Returns the accumulator to which functions add dense gradients.
@@ -40,10 +41,10 @@ class GradientSum:
         if not self._several or not variables:
             return []
         key = tuple(map(id, variables))
-        if key not in self._placed:
-            handle = accumulator.create([v.value for v in variables])
-            self._placed[key] = variables, handle, []
-        return [self._placed[key][1]]
+        if key not in self._handles:
+            like = [v.value for v in variables]
+            self._handles[key] = accumulator.create(like)
+        return [self._handles[key]]
 
     def added(self, variables: Sequence[keras.Variable], done: list) -> None:
         """Notes that a function has added gradients to the accumulator.
@@ -52,7 +53,7 @@ class GradientSum:
             variables: As in `place`.
             done: List of tensors that are ready once they have been added.
         """
-        self._placed[tuple(map(id, variables))][2][:] = done
+        self._added[tuple(map(id, variables))] = variables, done
 
     def add(self, gradients: Iterable[tuple[keras.Variable, Any]]) -> None:
         """Adds gradients of one micro-batch, dense or sparse.
@@ -91,7 +92,8 @@ class GradientSum:
             sums[key] = add(sums.get(key), slices)
         for key, total in self._dense.items():
             sums[key] = add(sums.get(key), total)
-        for variables, handle, done in self._placed.values():
+        for placed, handle in self._handles.items():
+            variables, done = self._added[placed]
             with tf.control_dependencies(done):
                 totals = accumulator.take(handle, [v.value for v in variables])
             for variable, total in zip(variables, totals, strict=True):
