@@ -25,11 +25,6 @@ class ComparedBlock:
     attributes, such as their names or a global table of layers. So each block
     is traced: its forward pass, which is most often enough, and its gradient
     where Python functions make it.
-
-    Args:
-        block: The block.
-        alike: The block's `Likeness`.
-        function: `StageFunction` of the block.
     """
 
     def __init__(
@@ -56,11 +51,7 @@ class ComparedBlock:
     ) -> bool:
         """Returns whether another block computes the same of its variables.
 
-        Args:
-            other: `ComparedBlock`.
-            phases: The phases of this block that the other one is to share.
-            inputs: The inputs of the blocks.
-            carried: The values of `StageFunction.carried`.
+        If so, it may share `phases`, which are those of this block.
         """
         key = phases, other
         if key not in self._verdicts:

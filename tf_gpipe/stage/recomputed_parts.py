@@ -83,7 +83,7 @@ class RecomputedParts:
         of_parts = [(part, self._users(part, alive)) for part in self._parts]
         ordered = sorted(
             (
-                (self._first(users), part, users)
+                (min(users, key=self._places.__getitem__), part, users)
                 for part, users in of_parts
                 if users
             ),
@@ -103,9 +103,6 @@ class RecomputedParts:
                     found[op] = sorted(awaited, key=self._places.__getitem__)
             before = users
         return found
-
-    def _first(self, operations: Collection[tf.Operation]) -> tf.Operation:
-        return min(operations, key=self._places.__getitem__)
 
     def _users(
         self, part: set[tf.Operation], alive: Collection[tf.Operation]

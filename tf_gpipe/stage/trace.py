@@ -1,6 +1,7 @@
 """A trace of a stage with its gradient."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
@@ -22,10 +23,10 @@ class Trace(NamedTuple):
     ends: list[int]  # operations before the first and after each layer call
     result: Result
     # A placeholder for the gradient, or None, for each of `result.targets`.
-    # This and the next two lists are empty if the trace has no gradient.
-    output_gradients: list
-    input_gradients: list  # a gradient or None for each flat input
-    variable_gradients: list  # pairs of a variable and its gradient
+    # This and the next two are empty if the trace has no gradient.
+    output_gradients: Sequence = ()
+    input_gradients: Sequence = ()  # a gradient or None for each flat input
+    variable_gradients: Sequence = ()  # pairs of a variable and its gradient
 
     def operations_of(self, calls: range) -> range:
         """Returns the places in the graph of the operations of layer calls.
@@ -80,9 +81,7 @@ class TracedStage:
         # is used later where tapes record.
         with self._function.on_device(), upstream.tapes_restarted():
             graph = tf.compat.v1.get_default_graph()
-            arriving: list = []
-            input_gradients: list = []
-            variable_gradients: list = []
+            gradient = None
             if self._differentiated:
                 result, gradient = self._function.with_gradient(
                     inputs, carried, instead=instead
@@ -90,7 +89,8 @@ class TracedStage:
             else:
                 result = self._function(inputs, carried, instead)
             num_forward = len(graph.get_operations())
-            if self._differentiated:
+            gradients: tuple = ()
+            if gradient is not None:
                 # For the gradients that arrive in the backward phase: the
                 # placeholders are feeds of parts of the trace.
                 arriving = [
@@ -101,13 +101,11 @@ class TracedStage:
                 ]
                 # The name by which an error in the backward phase is placed.
                 with tf.name_scope(f"{self._function.stage.scope}/backward"):
-                    input_gradients, variable_gradients = gradient(arriving)
+                    gradients = arriving, *gradient(arriving)
             self._traces[graph] = Trace(
                 len(tensors(inputs)),
                 num_forward,
                 self._function.ends,
                 result,
-                arriving,
-                input_gradients,
-                variable_gradients,
+                *gradients,
             )

@@ -43,14 +43,7 @@ class AddedLosses:
         losses: list[tf.Tensor],
         added: Sequence[AddedLoss],
     ) -> None:
-        """Records the losses of stage `k` for micro-batch `m`.
-
-        Args:
-            k: Index of the stage.
-            m: Index of the micro-batch.
-            losses: The losses.
-            added: The origin of each of them.
-        """
+        """Records the losses of stage `k` for micro-batch `m`, with origins."""
         self._losses[k, m] = losses
         if self._split.num_micro_batches > 1 and k not in self._kinds:
             self._kinds[k] = self._found_kinds(k, losses, added)

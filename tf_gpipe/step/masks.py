@@ -22,22 +22,12 @@ def masks_ahead(
     versions: StateVersions,
     num_micro_batches: int,
 ) -> list[Any]:
-    """Returns the masks of the outputs of each micro-batch.
+    """Returns the masks of the outputs of each micro-batch, nested like these.
 
     A masked loss divides by the unmasked values of the whole mini-batch; 1F1B
     needs that number before the last forward pass. Masks mostly depend on
     inputs alone; the operations that make them are run once more, here.
     `keras.random` gives the same numbers as in the forward tasks.
-
-    Args:
-        pipeline: The `Pipeline`.
-        functions: The `StageFunction` of each stage.
-        exchange: The `Exchange` of the mini-batch, which has the inputs.
-        versions: The `StateVersions` of its micro-batches.
-        num_micro_batches: Integer, the number of micro-batches.
-
-    Returns:
-        For each micro-batch a nested structure like the outputs.
 
     Raises:
         ValueError: If masks may be others when they are computed again, as by

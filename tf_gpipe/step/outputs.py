@@ -27,11 +27,7 @@ _WAYS_OUT = (
 class Outputs:
     """The last stage's outputs of all micro-batches, and how they are merged.
 
-    Args:
-        pipeline: The `Pipeline`.
-        split: `Split` of the mini-batch.
-        exchange: `Exchange`, which has the outputs of the last stage.
-        dependence: `RowDependence` of the pipeline's graph.
+    They are those that the `Exchange` has.
     """
 
     def __init__(

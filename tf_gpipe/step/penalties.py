@@ -7,12 +7,7 @@ import tensorflow as tf
 
 
 def of_weight(variable: keras.Variable, device: str) -> tf.Tensor:
-    """Returns the loss of a weight's regulariser, computed on its device.
-
-    Args:
-        variable: The weight.
-        device: Its device.
-    """
+    """Returns the loss of a weight's regulariser, computed on its device."""
 
     @tf.custom_gradient
     def of_value(value: tf.Tensor) -> tuple[tf.Tensor, Any]:

@@ -67,11 +67,7 @@ class StageMode(enum.Enum):
 class RunningStages:
     """The runnable stages for one mini-batch, each made when first used.
 
-    Args:
-        pipeline: The `Pipeline` with the stages.
-        training: `None` for Keras's default.
-        gradients: Which gradients are asked for.
-        how: How the stages run. Eagerly they run inline.
+    Eagerly they run inline, whatever is asked for.
     """
 
     def __init__(

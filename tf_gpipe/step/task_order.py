@@ -1,7 +1,4 @@
-"""Control dependencies that run the tasks of a device one after another.
-
-And the times when they ran, where these are asked for.
-"""
+"""Control dependencies that run a device's tasks in order; their times."""
 
 import contextlib
 from collections.abc import Callable
@@ -28,9 +25,7 @@ class TaskOrder:
                       |               |               ^
         device 1      '----> F1.0 ----|---------------'
 
-    Args:
-        pipeline: The `Pipeline` whose tasks they are.
-        timed: Whether to take the time of each task.
+    If they are `timed`, a `Clock` takes the time of each task.
     """
 
     def __init__(self, pipeline: Pipeline, timed: bool):
