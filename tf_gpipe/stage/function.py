@@ -196,19 +196,16 @@ class StageFunction:
         self,
         inputs: Activations,
         carried: list,
-        repeatable: bool = False,
-        instead: LayerRunner | None = None,
         run: Callable[[Activations, list], Result] | None = None,
+        repeatable: bool = False,
     ) -> tuple[Result, Callable[[list], tuple[list, list]]]:
         """Runs the stage under a tape, which keeps its activations.
 
         Args:
             inputs: The inputs of the stage.
             carried: The values of the variables `carried`.
+            run: Function that runs the stage; by default this object.
             repeatable: Whether the gradient may be asked for more than once.
-            instead: `LayerRunner` that runs layers in place of their calls.
-            run: Function that runs the stage, in place of a call of this
-                object.
 
         Returns:
             Tuple of the `Result` and its gradient function. That takes a
@@ -239,11 +236,7 @@ class StageFunction:
             persistent=repeatable, watch_accessed_variables=False
         ) as tape:
             tape.watch(sources)
-            result = (
-                run(inputs, carried)
-                if run is not None
-                else self(inputs, carried, instead)
-            )
+            result = (run or self)(inputs, carried)
 
         def gradient(gradients: list) -> tuple[list, list]:
             arriving = [

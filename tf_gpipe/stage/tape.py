@@ -80,11 +80,9 @@ class TapedCall:
         if self._runs_again:
             self.result = function(inputs, carried)
         else:
-            run = (
-                functools.partial(_rematerialized, function) if remat else None
-            )
+            again = functools.partial(_rematerialized, function)
             self.result, self._gradient = function.with_gradient(
-                inputs, carried, stage.repeatable, run=run
+                inputs, carried, again if remat else function, stage.repeatable
             )
 
     def recompute(self) -> list[tf.Tensor]:

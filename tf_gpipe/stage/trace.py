@@ -1,5 +1,6 @@
 """A trace of a stage with its gradient."""
 
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -76,7 +77,7 @@ class TracedStage:
     def _trace(self, inputs: Activations, carried: list) -> None:
         # Called before the scope of the stage is entered, in which variables
         # are replaced by tensors.
-        instead = self._instead()
+        run = functools.partial(self._function, instead=self._instead())
         # With tapes on, even if they are stopped here: the trace is kept, and
         # is used later where tapes record.
         with self._function.on_device(), upstream.tapes_restarted():
@@ -84,10 +85,10 @@ class TracedStage:
             gradient = None
             if self._differentiated:
                 result, gradient = self._function.with_gradient(
-                    inputs, carried, instead=instead
+                    inputs, carried, run
                 )
             else:
-                result = self._function(inputs, carried, instead)
+                result = run(inputs, carried)
             num_forward = len(graph.get_operations())
             gradients: tuple = ()
             if gradient is not None:
