@@ -126,8 +126,8 @@ class StageFunction:
                 zip(self.carried, carried, strict=True)
             )
         ]
+        states = [x for x in pairs if isinstance(x[0], TensorFlowState)]
         mapping = [x for x in pairs if not isinstance(x[0], TensorFlowState)]
-        others = [x for x in pairs if isinstance(x[0], TensorFlowState)]
         # The variables' own values, not those that an outer scope maps them to.
         mapping += [
             (v, tf.stop_gradient(upstream.tensorflow_variable(v)))
@@ -142,7 +142,7 @@ class StageFunction:
         with (
             tf.device(self.stage.device),
             tf.name_scope(self.stage.scope),
-            holding([v for v, _ in others], [x for _, x in others]),
+            holding(states),
             AssignmentScope(mapping, self._foreign) as scope,
         ):
             ends = [_num_operations()]
@@ -155,7 +155,7 @@ class StageFunction:
                     added.append(AddedLoss(node, i, adder(node.layer, loss)))
                 scope.losses.clear()
             _check_captures(self.stage)
-            assigned = self._assigned([v for v, _ in others], ends[0])
+            assigned = self._assigned([v for v, _ in states], ends[0])
             self.ends = ends
             self.updated = [*scope.updated.values(), *assigned]
             self.added = added

@@ -8,6 +8,7 @@ import contextlib
 import re
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -87,17 +88,16 @@ def held(
 
 @contextlib.contextmanager
 def holding(
-    states: Iterable[TensorFlowState], values: Iterable[tf.Tensor]
+    values: Sequence[tuple[TensorFlowState, tf.Tensor]],
 ) -> Iterator[None]:
     """A scope in which variables hold other values, restored at its end."""
-    states = list(states)
-    before = [x.value.read_value() for x in states]
-    for x, value in zip(states, values, strict=True):
+    before = [(x, x.value.read_value()) for x, _ in values]
+    for x, value in values:
         x.assign(value)
     try:
         yield
     finally:
-        for x, value in zip(states, before, strict=True):
+        for x, value in before:
             x.assign(value)
 
 
