@@ -1,5 +1,6 @@
 """A traced function that is cut into parts, each a function of its own."""
 
+import collections
 from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
@@ -150,16 +151,16 @@ class TracedFunction:
         List of pairs: the variable's handle, outside of the trace, and the list
         of tensors of the trace that are read from it.
         """
-        found = []
-        for outer, x in self._graph.captures:
-            reads = [
-                op.outputs[0]
-                for op in x.consumers()
-                if op.type == "ReadVariableOp" and not self.changes(op)
-            ]
-            if reads:
-                found.append((outer, reads))
-        return found
+        # Not by `Tensor.consumers`, which are in another order in each process.
+        reads = collections.defaultdict(list)
+        for op in self.operations:
+            if op.type == "ReadVariableOp" and not self.changes(op):
+                reads[id(op.inputs[0])].append(op.outputs[0])
+        return [
+            (outer, reads[id(x)])
+            for outer, x in self._graph.captures
+            if id(x) in reads
+        ]
 
     def captured(self) -> list[tf.Tensor]:
         """Returns the tensors that the function captures from outside."""

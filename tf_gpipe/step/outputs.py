@@ -133,7 +133,7 @@ class Outputs:
             axes = found[i]
         if axes == [0]:
             return ROWS
-        layer = self._dependence.maker(value).layer
+        layer = self._dependence.maker[value].layer
         name = (
             f"The output of layer '{layer.name}' (of type "
             f"{type(layer).__name__})"

@@ -72,7 +72,8 @@ class RowDependence:
             value: _specs(Activations.of(x), _of_input)
             for value, x in zip(graph.inputs, inputs, strict=True)
         }
-        self._maker = {x: node for node in graph.nodes for x in node.made}
+        # The layer call that makes each value.
+        self.maker = {x: node for node in graph.nodes for x in node.made}
 
     def axes(self, value: Value) -> list[list[int]] | None:
         """Returns which axes of each flat tensor grow with the rows.
@@ -108,14 +109,10 @@ class RowDependence:
         `None` if it is not known.
         """
         found = self._tried(
-            self.maker(value),
+            self.maker[value],
             lambda values, losses: [keras.tree.flatten(values[value])[i]],
         )
         return found[0] if found else None
-
-    def maker(self, value: Value) -> Node:
-        """Returns the layer call that makes a value."""
-        return self._maker[value]
 
     def grows_otherwise(self, value: Value, i: int) -> bool:
         """Returns whether a tensor's shape depends on the rows in another way.
@@ -208,7 +205,7 @@ class RowDependence:
         rest = [last]
         while rest:
             for value in rest.pop().inputs:
-                maker = self._maker.get(value)
+                maker = self.maker.get(value)
                 if maker is None or all(self.axes(value) or [[]]):
                     given[value] = None
                 elif maker not in needed:

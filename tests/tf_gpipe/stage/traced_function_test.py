@@ -37,6 +37,20 @@ class TracedFunctionTest(tf.test.TestCase):
         inputs = concrete.inputs[:2]
         return TracedFunction(concrete, inputs), inputs, concrete.outputs
 
+    def test_reads_in_the_order_of_the_trace(self):
+        """The same step gives the same graph, from process to process."""
+        variable = tf.Variable(1.0)
+
+        def run():
+            return tf.add_n([variable.read_value() * i for i in range(32)])
+
+        concrete = tf.function(run, autograph=False).get_concrete_function()
+        traced = TracedFunction(concrete, [])
+        ((_, reads),) = traced.reads()
+        places = [traced.operations.index(x.op) for x in reads]
+        self.assertLen(places, 32)
+        self.assertEqual(places, sorted(places))
+
     def test_parts(self):
         traced, inputs, (first, second) = self.trace()
         # The tensor itself: the function returns an identity of it.
