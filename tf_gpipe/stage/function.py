@@ -110,7 +110,7 @@ class StageFunction:
         self,
         inputs: Activations,
         carried: list,
-        instead: LayerRunner | None = None,
+        runner: LayerRunner | None = None,
     ) -> Result:
         given = inputs.with_parts(
             tf.stop_gradient(x) if stop else x
@@ -137,7 +137,7 @@ class StageFunction:
         added: list[AddedLoss] = []
 
         def shared(node: Node) -> bool:
-            return instead is not None and instead(node, values, scope)
+            return runner is not None and runner(node, values, scope)
 
         with (
             tf.device(self.stage.device),

@@ -59,7 +59,7 @@ class StagePhases:
         recomputed: Ranges of indices in `Stage.nodes`: the calls that are
             recomputed. Calls of one range are recomputed together.
         jit_compile: Whether XLA compiles the phases.
-        instead: As in `TracedStage`.
+        make_runner: As in `TracedStage`.
         differentiated: Whether the phases may be differentiated.
     """
 
@@ -69,12 +69,12 @@ class StagePhases:
         splits: bool = False,
         recomputed: Sequence[range] = (),
         jit_compile: bool = False,
-        instead: Callable[[], LayerRunner | None] = lambda: None,
+        make_runner: Callable[[], LayerRunner | None] = lambda: None,
         differentiated: bool = True,
     ):
         self.function = function
         self._differentiated = differentiated
-        self._traced = TracedStage(function, differentiated, instead)
+        self._traced = TracedStage(function, differentiated, make_runner)
         self._cut = functools.partial(
             Phases,
             name=f"stage {function.stage.index}",

@@ -45,7 +45,7 @@ class TracedStage:
     Args:
         function: `StageFunction` of the stage.
         differentiated: Whether the trace has the gradient.
-        instead: Function that returns the `LayerRunner` for layers that share
+        make_runner: Function that makes the `LayerRunner` for layers that share
             phases, if any. It is called when the stage is traced.
     """
 
@@ -53,11 +53,11 @@ class TracedStage:
         self,
         function: StageFunction,
         differentiated: bool = True,
-        instead: Callable[[], LayerRunner | None] = lambda: None,
+        make_runner: Callable[[], LayerRunner | None] = lambda: None,
     ):
         self._function = function
         self._differentiated = differentiated
-        self._instead = instead
+        self._make_runner = make_runner
         self._traced = tf.function(self._trace, autograph=False)
         # Keys are the graphs of traces.
         self._traces: dict[Any, Trace] = {}
@@ -77,7 +77,7 @@ class TracedStage:
     def _trace(self, inputs: Activations, carried: list) -> None:
         # Called before the scope of the stage is entered, in which variables
         # are replaced by tensors.
-        run = functools.partial(self._function, instead=self._instead())
+        run = functools.partial(self._function, runner=self._make_runner())
         # With tapes on, even if they are stopped here: the trace is kept, and
         # is used later where tapes record.
         with self._function.on_device(), upstream.tapes_restarted():

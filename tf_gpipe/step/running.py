@@ -98,7 +98,7 @@ class RunningStages:
         # Kept alive for functions that read it after Keras has another one.
         pipeline.seeds.update((id(v), v) for v in self._seed)
 
-    def _instead(self, splits: bool) -> LayerRunner | None:
+    def _layer_runner(self, splits: bool) -> LayerRunner | None:
         """Returns what lets blocks that are alike share phases, if they may."""
         if (
             self._how is not StageMode.FUNCTIONS
@@ -263,7 +263,7 @@ class RunningStages:
                     splits,
                     self._parts(k),
                     jit_compile=self._how is StageMode.XLA_FUNCTIONS,
-                    instead=lambda: self._instead(splits),
+                    make_runner=lambda: self._layer_runner(splits),
                     differentiated=self._differentiated,
                 )
             )
