@@ -156,19 +156,26 @@ def kernels_of(name, args):
 
 
 def data(pipeline, num_rows, length):
-    """Returns random inputs, and a class for each last axis of the outputs."""
+    """Returns random inputs and labels.
+
+    Labels are the class of each last axis of the outputs, as plans assume; or
+    0 and 1, where an output has a last axis of 1.
+    """
     x, y = models.random_data(pipeline, num_rows, length=length)
 
-    def classes(t):
+    def labels(t):
+        if t.shape[-1] == 1:
+            return (t > 0).astype("float32")
         return np.argmax(t, axis=-1).astype("int32")
 
     with tf.device("CPU:0"):
-        return x, keras.tree.map_structure(classes, y)
+        return x, keras.tree.map_structure(labels, y)
 
 
 def losses(labels):
-    """Returns the loss of each output: plans assume labels that are classes."""
+    """Returns the cross-entropy for each output's labels of `data`."""
+    binary = keras.losses.BinaryCrossentropy(from_logits=True)
+    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return keras.tree.map_structure(
-        lambda _: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        labels,
+        lambda x: binary if x.dtype == "float32" else classes, labels
     )
