@@ -153,6 +153,22 @@ def own_losses(layer: keras.Layer) -> list[tf.Tensor]:
     return list(layer._get_own_losses())
 
 
+def add_losses(losses: Iterable[tuple[keras.Layer, tf.Tensor]]) -> None:
+    """Adds losses to layers, as if each had added its own when it was called.
+
+    Args:
+        losses: Pairs of a layer and a loss.
+    """
+    for layer, loss in losses:
+        # Not the layer's own method, which a functional model refuses.
+        keras.Layer.add_loss(layer, loss)
+
+
+def clear_losses(model: keras.Model) -> None:
+    """Makes a model forget the losses that its layers have added."""
+    model._clear_losses()
+
+
 def take_loss(layer: keras.Layer, loss: tf.Tensor) -> bool:
     """Returns whether a layer has added a loss, and makes the layer forget it.
 

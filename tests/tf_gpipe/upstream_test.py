@@ -582,9 +582,13 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         """The loss of the whole mini-batch includes the losses of layers."""
         model = self.make()
         model.compile("sgd", "mse")
-        self.assertEqual(model._losses_override, [])
-        model._losses_override = [tf.constant(3.0)]
-        self.assertAllEqual(model.losses, [3.0])
+        upstream.add_losses([(model, tf.constant(3.0))])
+        upstream.add_losses([(model.layers[0], tf.constant(4.0))])
+        self.assertAllEqual(model.losses, [3.0, 4.0])
+        self.assertAllEqual(model.layers[0].losses, [4.0])
+        upstream.clear_losses(model)
+        self.assertEmpty(model.losses)
+        self.assertEmpty(model.layers[0].losses)
         self.assertEqual(model._loss_tracker.name, "loss")
 
 

@@ -313,9 +313,7 @@ class PipelinedCalls(upstream.Mixin):
         )
 
     def _finish(self, mini_batch: MiniBatch, losses: list) -> None:
-        for loss in losses:
-            # Not `self.add_loss`, which a functional model refuses.
-            keras.Layer.add_loss(self, loss)
+        upstream.add_losses(zip(mini_batch.added.layers(), losses, strict=True))
         mini_batch.commit_state()
 
 

@@ -70,13 +70,14 @@ def after_all_forwards(
         with tf.GradientTape() as tape:
             tape.watch([x for x in parts if x.dtype.is_floating] + added)
             y_pred = outputs.unpack()
-            # The value of `model.losses` while Keras, or the user's override
-            # of `compute_loss`, reads it.
-            model._losses_override = added + model._get_regularization_losses()
+            # For Keras, or the user's override of `compute_loss`, which read
+            # the losses of the model or of its layers.
+            upstream.clear_losses(model)
+            upstream.add_losses(zip(run.added.layers(), added, strict=True))
             try:
                 loss = model._compute_loss(x, y, y_pred, sample_weight)
             finally:
-                model._losses_override = []
+                upstream.clear_losses(model)
             scaled = _scaled(model, loss)
         output_gradients, added_gradients, variable_gradients = tape.gradient(
             scaled, (parts, added, model.trainable_variables)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tf_gpipe.stage.stage import AddedLoss
@@ -33,6 +34,8 @@ class AddedLosses:
         self._split = split
         self._dependence = dependence
         self._losses: dict[tuple[int, int], list[tf.Tensor]] = {}
+        # By stage: the layer that adds each of its losses.
+        self._layers: dict[int, list[keras.Layer]] = {}
         # By stage: for each of its losses "mean" or "sum".
         self._kinds: dict[int, list[str]] = {}
 
@@ -45,12 +48,17 @@ class AddedLosses:
     ) -> None:
         """Records the losses of stage `k` for micro-batch `m`, with origins."""
         self._losses[k, m] = losses
+        self._layers[k] = [x.layer for x in added]
         if self._split.num_micro_batches > 1 and k not in self._kinds:
             self._kinds[k] = self._found_kinds(k, losses, added)
 
     def count(self, m: int) -> int:
         """Returns the number of losses, once micro-batch `m` has them all."""
         return sum(len(self._losses[x.index, m]) for x in self._stages)
+
+    def layers(self) -> list[keras.Layer]:
+        """Returns the layer that adds each of `totals()`."""
+        return [x for stage in self._stages for x in self._layers[stage.index]]
 
     def totals(self) -> list[tf.Tensor]:
         """Returns the losses of the mini-batch, a list of scalars."""

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.reached import reached
+from tf_gpipe.stage.tensorflow_state import written
 from tf_gpipe.stage.traced_function import functions_of
 from tf_gpipe.step.made_up_batches import ROWS
 
@@ -73,6 +74,7 @@ def needs_values(
     def call(y_true, y_pred):
         with scope:
             found = keras.ops.convert_to_tensor(loss.call(y_true, y_pred))
+        assigned.update(written(found.graph.get_operations()))
         mask = upstream.mask(found)
         if mask is not None:
             makers = followed_values(mask)
@@ -80,6 +82,7 @@ def needs_values(
         chooses.append(_sized_by(found, keras.tree.flatten(y_pred)))
         return found, mask
 
+    assigned: dict[int, tf.Operation] = {}
     follows: list[bool] = []
     chooses: list[bool] = []
     try:
@@ -95,6 +98,8 @@ def needs_values(
             f"shapes {shapes}."
         )
         raise
+    if assigned:
+        raise needs_whole(loss, "changes variables")
     shape = found.shape
     if shape.rank == 0:
         raise needs_whole(loss, "returns one number, not one a sample")

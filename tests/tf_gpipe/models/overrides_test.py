@@ -123,6 +123,47 @@ class WithHead:
         return loss + ops.mean(self.head(y_pred) ** 2)
 
 
+class Adds(L.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(x**2))
+        return x
+
+
+class Holds(L.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = Adds()
+
+    def call(self, x):
+        return self.inner(x)
+
+
+class OneLossInCompute:
+    """Weighs the loss that one layer has added."""
+
+    def one(self):
+        (loss,) = self.get_layer("one").losses
+        (inner,) = self.get_layer("two").inner.losses
+        return loss + 3.0 * inner
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        return loss + 10.0 * self.one()
+
+
+class OneLossInStep(OneLossInCompute):
+    """Weighs the loss that one layer has added, in a step of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean((self(x, training=True) - y) ** 2)
+            loss += 10.0 * self.one() + sum(self.losses)
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
 def classes(mixin):
     """Returns a functional and a sequential class, and how to make each."""
 
@@ -288,6 +329,37 @@ class OverridesTest(tf.test.TestCase, parameterized.TestCase):
             ValueError, f"(?s){type(plain).__name__} overrides `{name}`.*gpipe"
         ):
             self.fit(model)
+
+    @parameterized.product(
+        mixin=(OneLossInCompute, OneLossInStep), num_micro_batches=(1, 2, 3)
+    )
+    @pytest.mark.slow_after(2)
+    def test_loss_of_one_layer(self, mixin, num_micro_batches):
+        found = []
+        for pipelined in (False, True):
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((3,))
+            x = Adds(name="one")(L.Dense(4, kernel_regularizer="l2")(inputs))
+            x = Holds(name="two")(L.Dense(4, activity_regularizer="l2")(x))
+            cls = type("Model", (mixin, keras.Model), {})
+            model = cls(inputs, L.Dense(2)(x))
+            if pipelined:
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model,
+                    **{**ARGUMENTS, "num_micro_batches": num_micro_batches},
+                )
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            x, y = numbers(6, 3), numbers(6, 2, seed=1)
+            history = model.fit(x, y, epochs=2, verbose=0).history
+            model(x)
+            found.append(
+                [
+                    *history.values(),
+                    *model.get_weights(),
+                    *(keras.ops.sum(loss) for loss in model.losses),
+                ]
+            )
+        self.assertAllClose(*found)
 
     def test_attributes_set_before_the_graph(self):
         """As in KerasHub's tasks: weights keep the plain model's order."""

@@ -1032,6 +1032,43 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "'noisy' changes variables"):
             model.train_on_batch(x, y)
 
+    @parameterized.parameters("plain", "branch", "map")
+    @pytest.mark.slow_after(1)
+    def test_loss_that_assigns_a_tensorflow_variable(self, place):
+        def loss(y, y_pred):
+            def count(value):
+                calls.assign_add(1.0)
+                return value
+
+            values = keras.ops.mean((y_pred - y) ** 2, -1)
+            if place == "plain":
+                return count(values) * calls
+            if place == "branch":
+                return tf.cond(
+                    calls < 3.0, lambda: count(values), lambda: values
+                )
+            return tf.map_fn(count, values)
+
+        x, y = numbers(8, 6), numbers(8, 3)
+        found = []
+        for make in (
+            keras.Sequential,
+            functools.partial(
+                tf_gpipe.PipelinedSequential, schedule="gpipe", **TWO
+            ),
+        ):
+            keras.utils.set_random_seed(0)
+            calls = tf.Variable(0.0)
+            model = make(dense())
+            model.compile("sgd", loss)
+            found.append([model.train_on_batch(x, y) for _ in range(3)])
+            found[-1].append(calls.numpy())
+        self.assertAllClose(*found)
+        model = tf_gpipe.PipelinedSequential(dense(), **TWO)
+        model.compile("sgd", loss)
+        with self.assertRaisesRegex(ValueError, "'loss' changes variables"):
+            model.train_on_batch(x, y)
+
     def test_loss_of_positive_outputs(self):
         def loss(y, y_pred):
             del y
