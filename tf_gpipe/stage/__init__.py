@@ -14,6 +14,7 @@ weights. Activations that the backward pass reads are kept or recomputed
     activations        tensors from stage to stage, with masks and logits
     function           the layers as a pure function: state in, state out
     assignments        the scope that records assignments to variables
+    loops              variables that are assigned within loops and branches
     straight_through   a tensor whose gradient goes to another one
     matrix_gradient    the gradient of rows of matrices times one matrix
     trace, phases      a trace with the gradient; the phases, cut from it

@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage import loops
 from tf_gpipe.stage.straight_through import straight_through
 
 
@@ -18,15 +19,23 @@ class AssignmentScope(keras.StatelessScope):
             as `keras.StatelessScope` takes it.
         foreign: Ids of the trainable variables of other stages, which layers
             must not read.
+        within: Ids of the variables that layers assign within loops and
+            branches.
 
     Attributes:
+        held: Dict from ids in `within` to `loops.Held`.
+        found: List of variables that ought to be in `within`.
         updated: Dict from ids to the variables that layers have assigned to.
         unmapped: Dict from ids to the variables that layers have used and that
             had no value in the scope.
     """
 
-    def __init__(self, state_mapping, foreign):
+    def __init__(self, state_mapping, foreign, within):
         super().__init__(state_mapping, collect_losses=True)
+        self.held: dict[int, loops.Held] = {}
+        self.found: list[keras.Variable] = []
+        self._within = within
+        self._graph = tf.compat.v1.get_default_graph()
         self.updated: dict[int, keras.Variable] = {}
         self.unmapped: dict[int, keras.Variable] = {}
         self._foreign = foreign
@@ -34,6 +43,14 @@ class AssignmentScope(keras.StatelessScope):
 
     def add_update(self, update):
         variable, value = update
+        if self._is_held(variable):
+            self.updated[id(variable)] = variable
+            self.held[id(variable)].assign(value)
+            return
+        if loops.is_within(self._graph):
+            # The value exists in the body alone; this trace is dropped.
+            self.found.append(variable)
+            return
         self.updated[id(variable)] = variable
         self._note(variable, super().get_current_value(variable))
         differentiable = value.dtype.is_floating or value.dtype.is_complex
@@ -62,9 +79,27 @@ class AssignmentScope(keras.StatelessScope):
             # weights of the function that it will rerun by watching which
             # variables are read: so these must be read, not a tensor.
             return None
+        if self._is_held(variable):
+            return self.held[id(variable)].read()
         value = super().get_current_value(variable)
         self._note(variable, value)
         return value
+
+    def _is_held(self, variable):
+        """Returns whether a variable is held; it is from its first loop on."""
+        key = id(variable)
+        if key in self.held:
+            return True
+        if key not in self._within or not loops.is_within(self._graph):
+            return False
+        value = super().get_current_value(variable)
+        self._note(variable, value)
+        if value is None:
+            value = upstream.tensorflow_variable(variable)
+        with self._graph.as_default():
+            value = tf.convert_to_tensor(value)
+        self.held[key] = loops.Held(self._graph, value)
+        return True
 
     def _note(self, variable, value):
         if value is None:

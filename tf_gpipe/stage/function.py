@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage import loops
 from tf_gpipe.stage import matrix_gradient
 from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.assignments import AssignmentScope
@@ -85,6 +86,9 @@ class StageFunction:
         self.added: list[AddedLoss] = []
         self.unmapped: list[keras.Variable] = []
         self.ends: list[int] = []
+        # Ids of the variables that layers assign within loops and branches,
+        # and the variables.
+        self._within: dict[int, keras.Variable] = {}
         self._training = training
         self._foreign = foreign
         self._stopped = [value in stopped for value in stage.inputs]
@@ -143,7 +147,7 @@ class StageFunction:
             tf.device(self.stage.device),
             tf.name_scope(self.stage.scope),
             holding(states),
-            AssignmentScope(mapping, self._foreign) as scope,
+            AssignmentScope(mapping, self._foreign, self._within) as scope,
         ):
             ends = [_num_operations()]
             for node in run_stage(self.stage, values, self._training, shared):
@@ -155,7 +159,17 @@ class StageFunction:
                     added.append(AddedLoss(node, i, adder(node.layer, loss)))
                 scope.losses.clear()
             _check_captures(self.stage)
-            assigned = self._assigned([v for v, _ in states], ends[0])
+            for v in scope.found:
+                self._within[id(v)] = v
+            if scope.found:
+                raise loops.AssignedWithin(
+                    scope.found[0], self.stage.index, self.stage.device
+                )
+            assigned = self._assigned(
+                [v for v, _ in states],
+                ends[0],
+                {id(x.handle) for x in scope.held.values()},
+            )
             self.ends = ends
             self.updated = [*scope.updated.values(), *assigned]
             self.added = added
@@ -175,7 +189,7 @@ class StageFunction:
             return filled(result, own + updates)
 
     def _assigned(
-        self, states: list[TensorFlowState], before: int
+        self, states: list[TensorFlowState], before: int, held: set[int]
     ) -> list[TensorFlowState]:
         """Returns the variables in `states` that layers may have assigned to.
 
@@ -188,7 +202,7 @@ class StageFunction:
         handles = {id(graph.capture(v.value.handle)): v for v in states}
         made = written(graph.get_operations()[before:])
         for handle, operation in made.items():
-            if handle not in handles:
+            if handle not in handles and handle not in held:
                 raise not_followed(operation, self.stage.layers)
         return [v for handle, v in handles.items() if handle in made]
 

@@ -18,6 +18,7 @@ from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
 from tf_gpipe.stage.function_call import FunctionCall
 from tf_gpipe.stage.lookups import Lookup
+from tf_gpipe.stage.loops import retraced
 from tf_gpipe.stage.pack import pack
 from tf_gpipe.stage.pack import unpack
 from tf_gpipe.stage.phased_call import Backward
@@ -82,6 +83,8 @@ class StagePhases:
             recomputed=recomputed,
             jit_compile=jit_compile,
         )
+        # XLA has no variables that last for a run.
+        self._retraced = (lambda f: f()) if jit_compile else retraced
         self._plain = NotInlinedFunction(function, jit_compile)
         # Keys are the graphs of traces.
         self._by_graph: dict[Any, Phases] = {}
@@ -92,7 +95,7 @@ class StagePhases:
             return self.start(inputs, carried, remat=False).result
         # Not by phases, which a tape cannot record.
         with self.function.on_device():
-            return self._plain(inputs, carried)
+            return self._retraced(lambda: self._plain(inputs, carried))
 
     def start(
         self, inputs: Activations, carried: list, remat: bool
@@ -128,7 +131,9 @@ class StagePhases:
 
     def phases_for(self, inputs: Activations, carried: list) -> "Phases":
         """Returns the phases for arguments of these dtypes and shapes."""
-        concrete, trace = self._traced.trace(inputs, carried)
+        concrete, trace = self._retraced(
+            lambda: self._traced.trace(inputs, carried)
+        )
         graph = concrete.graph
         if graph not in self._by_graph:
             self._by_graph[graph] = self._cut(concrete, trace)

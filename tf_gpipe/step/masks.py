@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tf_gpipe.stage.activations import join
 from tf_gpipe.stage.function import StageFunction
+from tf_gpipe.stage.loops import retraced
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.structures import filled
 from tf_gpipe.stage.structures import tensors
@@ -58,9 +59,8 @@ def masks_ahead(
         return pipeline.packed(result.outputs).masks
 
     of_each = [given(m) for m in range(num_micro_batches)]
-    concrete = tf.function(masks, autograph=False).get_concrete_function(
-        *of_each[0]
-    )
+    traced_masks = tf.function(masks, autograph=False)
+    concrete = retraced(lambda: traced_masks.get_concrete_function(*of_each[0]))
     feeds = concrete.inputs[: len(tensors(of_each[0]))]
     traced = TracedFunction(concrete, feeds)
     for op in traced.draws(traced.makers(concrete.outputs)):
