@@ -1,5 +1,6 @@
 """A model as an ordered list of layer calls that can be cut into stages."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -11,8 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tf_gpipe import upstream
+
+# Rows of specs: a prime, which is hardly the size of another axis.
+_ROWS = 1009
 
 
 @dataclasses.dataclass(eq=False)
@@ -269,6 +274,39 @@ class Graph:
             node.run(specs, lambda layer: layer.compute_output_spec)
         for value, spec in specs.items():
             value.spec = spec
+
+    @functools.cached_property
+    def multiplied(self) -> set[Value]:
+        """The values with several rows for each row of the inputs.
+
+        By the specs that layers compute. A value whose layer fails to do that
+        for this many rows counts as one with as many rows as the inputs.
+        """
+        specs = {
+            value: keras.tree.map_structure(
+                lambda x: keras.KerasTensor((_ROWS, *x.shape[1:]), x.dtype),
+                value.spec,
+            )
+            for value in self.inputs
+        }
+        with (
+            tf.init_scope(),
+            upstream.losses_kept(node.layer for node in self.nodes),
+        ):
+            for node in self.nodes:
+                # A layer may raise any error, and those after it lack a spec.
+                with contextlib.suppress(Exception):
+                    node.run(specs, lambda layer: layer.compute_output_spec)
+
+        def several(x: Any) -> bool:
+            rows = x.shape[0] if getattr(x, "shape", ()) else None
+            return rows is not None and rows > _ROWS and rows % _ROWS == 0
+
+        return {
+            value
+            for value, content in specs.items()
+            if any(map(several, keras.tree.flatten(content)))
+        }
 
     def crossing(self) -> list[list[Value]]:
         """Returns, for each place between two nodes, the values that cross it.

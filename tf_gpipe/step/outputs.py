@@ -115,6 +115,8 @@ class Outputs:
                 specs = [None] * len(tensors)
             for i, (x, spec) in enumerate(zip(tensors, specs, strict=True)):
                 clear = value in graph.inputs or _has_rows(x, spec, rows)
+                if rows is None and value in graph.multiplied:
+                    clear = False
                 kinds.append(ROWS if clear else self._kind(value, i, x))
         return kinds
 
@@ -131,13 +133,23 @@ class Outputs:
             axes = [0] if x.shape.rank != 0 else []
         else:
             axes = found[i]
-        if axes == [0]:
+        if axes == [0] and not self._dependence.reorders(value, i):
             return ROWS
         layer = self._dependence.maker[value].layer
         name = (
             f"The output of layer '{layer.name}' (of type "
             f"{type(layer).__name__})"
         )
+        if axes == [0]:
+            raise ValueError(
+                f"{name}, which the model returns, has several rows for each "
+                "row of a batch, and they are not next to each other: two "
+                "tensors one after the other along axis 0, for example. What "
+                "micro-batches give would be in another order. Received: shape "
+                f"{x.shape}. Let the model return several outputs, and put "
+                "them together in the loss, with schedule='gpipe'; or repeat "
+                "each row (`keras.ops.repeat`); or use num_micro_batches=1."
+            )
         if axes or self._dependence.grows_otherwise(value, i):
             first = self._dependence.first_across()
             where = (
@@ -209,4 +221,4 @@ def _has_rows(x: tf.Tensor, spec: Any, rows: int | None) -> bool:
     if first is not None or None in others or x.shape[1:] != others:
         return False
     size = x.shape[0]
-    return size is None if rows is None else size is None or size % rows == 0
+    return size is None or size == rows

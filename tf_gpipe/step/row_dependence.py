@@ -114,6 +114,48 @@ class RowDependence:
         )
         return found[0] if found else None
 
+    def reorders(self, value: Value, i: int) -> bool:
+        """Returns whether the rows of a batch are not in order in a tensor.
+
+        For the i-th flat tensor of a value with several rows for each row of
+        the batch. `False` if that is not known.
+
+        Layers are trusted to keep the order of their inputs. So only those are
+        run that make several rows of one.
+        """
+        if self._like is None:
+            return False
+        rows = keras.tree.flatten(self._like[value].tensors)[i].shape[0]
+        if rows == ROWS or value not in self.maker:
+            return False
+        before = [
+            (x, j)
+            for x in self.maker[value].inputs
+            for j, spec in enumerate(keras.tree.flatten(self._like[x].tensors))
+            if row_axes(spec) == [0] and spec.shape[0] == rows
+        ]
+        if before:
+            return any(self.reorders(*each) for each in before)
+        nodes, given = self._since(self.maker[value], self._is_batch)
+        found = self._run(
+            nodes,
+            given,
+            lambda values, losses: [keras.tree.flatten(values[value])[i]],
+            training=False,
+        )
+        if found is None:
+            return False
+        tried, by_kind = found
+        return any(_is_reordered(x[0], tried.tolerance) for x in by_kind)
+
+    def _is_batch(self, value: Value) -> bool:
+        """Returns whether a value has just the rows of the batch in axis 0."""
+        assert self._like is not None
+        return all(
+            row_axes(x) == [0] and x.shape[0] == ROWS
+            for x in keras.tree.flatten(self._like[value].tensors)
+        )
+
     def grows_otherwise(self, value: Value, i: int) -> bool:
         """Returns whether a tensor's shape depends on the rows in another way.
 
@@ -177,7 +219,9 @@ class RowDependence:
         """
         if self._like is None:
             return []
-        nodes, given = self._since_rows(node)
+        nodes, given = self._since(
+            node, lambda value: all(self.axes(value) or [[]])
+        )
         found = self._try(nodes, given, fetch, self._training)
         normalized = self._training is not False and batch_norms(
             x.layer for x in nodes if isinstance(x.layer, keras.Layer)
@@ -194,11 +238,13 @@ class RowDependence:
             for x, other in zip(found, others, strict=True)
         ]
 
-    def _since_rows(self, last: Node) -> tuple[list[Node], list[Value]]:
-        """Returns the layer calls since values had a batch axis.
+    def _since(
+        self, last: Node, is_given: Callable[[Value], bool]
+    ) -> tuple[list[Node], list[Value]]:
+        """Returns the layer calls since values that are given.
 
-        The calls that `last` depends on, without those that make values with a
-        batch axis or come before them, and a list of these values.
+        The calls that `last` depends on, without those that make a value for
+        which `is_given` is true or come before it, and a list of these values.
         """
         needed = {last}
         given: dict[Value, None] = {}
@@ -206,7 +252,7 @@ class RowDependence:
         while rest:
             for value in rest.pop().inputs:
                 maker = self.maker.get(value)
-                if maker is None or all(self.axes(value) or [[]]):
+                if maker is None or is_given(value):
                     given[value] = None
                 elif maker not in needed:
                     needed.add(maker)
@@ -221,11 +267,33 @@ class RowDependence:
         training: bool | None,
     ) -> list[Dependence | None]:
         """Runs `nodes` from made-up values `given`; see `_tried`."""
+        found = self._run(nodes, given, fetch, training)
+        if found is None:
+            return []
+        tried, by_kind = found
+        return [
+            _dependence([x[i] for x in by_kind], tried.tolerance)
+            if varies
+            else Dependence("mean", True, constant=True)
+            for i, varies in enumerate(tried.varying)
+        ]
+
+    def _run(
+        self,
+        nodes: list[Node],
+        given: list[Value],
+        fetch: Callable,
+        training: bool | None,
+    ) -> tuple[Trials, list] | None:
+        """Returns the `Trials` of `nodes`, and what their `run_all` returns.
+
+        `None` if they cannot be run.
+        """
         assert self._like is not None
         like = [self._like[value] for value in given]
         flat = [x for values in like for x in _flat(values)]
         if any(len(row_axes(x)) > 1 for x in flat):
-            return []
+            return None
 
         def function(scope: Any, *args: tf.Tensor) -> list[tf.Tensor]:
             rest = iter(args)
@@ -241,16 +309,10 @@ class RowDependence:
         try:
             with upstream.losses_kept(x.layer for x in nodes):
                 tried = Trials(function, flat, nodes)
-            by_kind = tried.run_all()
+            return tried, tried.run_all()
         except Exception:
             # A layer may raise any error for made-up numbers.
-            return []
-        return [
-            _dependence([x[i] for x in by_kind], tried.tolerance)
-            if varies
-            else Dependence("mean", True, constant=True)
-            for i, varies in enumerate(tried.varying)
-        ]
+            return None
 
 
 def _dependence(
@@ -295,6 +357,32 @@ def _dependence(
     if kinds:
         return Dependence("mean" if "mean" in kinds else "sum", True, constant)
     return Dependence("sum" if growths == {"sum"} else "mean", False)
+
+
+def _is_reordered(found: tuple[np.ndarray, ...], tolerance: float) -> bool:
+    """Returns whether AB has the rows of A and B in another order.
+
+    They may be other rows, if layers compare those of a batch.
+
+    Args:
+        found: Values for the batches A, B, AB and AA.
+        tolerance: As `Trials.tolerance`.
+    """
+    a, b, ab, _ = found
+    rows = np.concatenate([a, b])
+    if rows.shape != ab.shape:
+        return False
+    rows, ab = (x.reshape(len(x), -1) for x in (rows, ab))
+    if np.issubdtype(rows.dtype, np.number):
+        rows, ab = (x.astype("complex128") for x in (rows, ab))
+        if not (np.isfinite(rows).all() and np.isfinite(ab).all()):
+            return False
+        allowed = tolerance * max(np.abs(x).max(initial=0) for x in (rows, ab))
+        equal = (np.abs(rows[:, None] - ab[None]) <= allowed).all(-1)
+    else:
+        equal = (rows[:, None] == ab[None]).all(-1)
+    permuted = equal.any(0).all() and equal.any(1).all()
+    return bool(permuted and not equal.diagonal().all())
 
 
 def _flat(values: Activations) -> list:

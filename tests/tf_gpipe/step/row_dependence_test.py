@@ -46,11 +46,23 @@ ROWS = {
     "integers": lambda x, w: ops.argmax(x @ w, -1),
     "strings": lambda x, w: tf.strings.as_string(x[:, 0] > 0),
     "several a row": lambda x, w: ops.reshape(x @ w, (-1,)),
+    "repeated": lambda x, w: ops.repeat(x @ w, 3, axis=0),
+    "there and back": lambda x, w: ops.split(ops.tile(x @ w, (2, 1)), 2)[1],
 }
 ACROSS = {
     "similarity": lambda x, w: ops.matmul(x, ops.transpose(x)),
     "rows last": lambda x, w: ops.transpose(x),
     "upper": lambda x, w: ops.matmul(x, ops.transpose(x))[:4, :],
+}
+# Several rows of one, which are not next to each other.
+REORDERED = {
+    "two views": lambda x, w: ops.concatenate([x, 2.0 * x]),
+    "tiled": lambda x, w: ops.tile(x @ w, (3, 1)),
+    "columns first": lambda x, w: ops.reshape(ops.transpose(x @ w), (-1, 1)),
+    "words": lambda x, w: tf.tile(tf.strings.as_string(x[:, 0] > 0), [2]),
+    "halves": lambda x, w: ops.concatenate(
+        ops.split(ops.repeat(x, 2, axis=0)[..., :2], 2, axis=1)
+    ),
 }
 # Neither, and not numbers that have a mean.
 LOST = {
@@ -188,6 +200,48 @@ class RowsTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "'returns_0'"):
             model.predict(X, verbose=0)
 
+    @parameterized.product(
+        name=list(REORDERED),
+        batch_size=(None, 8),
+        schedule=("1f1b", "gpipe"),
+        eager=(False, True),
+    )
+    @pytest.mark.slow_after(3)
+    def test_reordered_rows_are_refused(
+        self, name, batch_size, schedule, eager
+    ):
+        make = functional(REORDERED[name], batch_size=batch_size)
+        model = pipeline(make, schedule=schedule)
+        message = "'returns_0' .*not next to each other.*num_micro_batches=1"
+        with self.assertRaisesRegex(ValueError, message):
+            fit(model, rows=batch_size or 10, eager=eager)
+        with self.assertRaisesRegex(ValueError, message):
+            model.predict(X[:8], batch_size=batch_size, verbose=0)
+        with self.assertRaisesRegex(ValueError, message):
+            model(X[:8], training=True)
+
+    @parameterized.parameters(True, False)
+    def test_reordered_rows_that_layers_go_on_with(self, returned):
+        """As of an encoder of two views, whose results may be parted again."""
+
+        def make():
+            keras.utils.set_random_seed(1)
+            x = keras.Input((4,))
+            h = ops.concatenate([x, L.Dense(4)(x)], axis=0)
+            inner = keras.Sequential(
+                [keras.Input((4,)), L.Dense(3), L.LayerNormalization()]
+            )
+            h = L.Dense(3, name="last")(inner(h) + 1.0)
+            return keras.Model(x, h if returned else ops.split(h, 2))
+
+        plain, piped = make(), pipeline(make)
+        if returned:
+            with self.assertRaisesRegex(ValueError, "'last' .*not next"):
+                piped.predict(X, verbose=0)
+            return
+        found = [m.predict(X, batch_size=4, verbose=0) for m in (plain, piped)]
+        self.assert_same(*found)
+
     def test_first_layer_across_is_named(self):
         layers = [
             keras.Input((4,)),
@@ -203,9 +257,9 @@ class RowsTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "'after' .*'compares'"):
             model.predict(X, verbose=0)
 
-    @parameterized.parameters(*ACROSS, *LOST)
+    @parameterized.parameters(*ACROSS, *REORDERED, *LOST)
     def test_one_micro_batch_is_exact(self, name):
-        make = functional({**ACROSS, **LOST}[name])
+        make = functional({**ACROSS, **REORDERED, **LOST}[name])
         expected = fit(make())
         received = fit(pipeline(make, num_micro_batches=1))
         for a, b in zip(expected, received, strict=True):
