@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import variables_of
+from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.traced_function import TracedFunction
 
 # Rows of specs and traces: a prime, which is hardly the size of another axis.
@@ -19,6 +20,8 @@ ROWS = 1009
 A, B = 2, 3
 # Kinds of made-up numbers: see `_made_up`.
 _KINDS = 5
+# Factors of the kinds of numbers after these.
+_LARGER = 1e3, 1e5
 # Replaces all random numbers that layers draw. Dropout keeps all units then.
 _DRAWN = 0.9
 # The most inputs for which made-up weights are scaled down. With smaller
@@ -44,6 +47,7 @@ class Trials:
 
     Attributes:
         varying: For each result, whether it depends on the arguments.
+        by_value: For each result, whether on more than their shapes.
         tolerance: Relative difference up to which numbers count as equal.
     """
 
@@ -59,6 +63,7 @@ class Trials:
         # By number of rows; `None` for any number.
         self._traced: dict[int | None, Callable] = {}
         self.varying: list[bool] = []
+        self.by_value: list[bool] = []
         self.tolerance = _tolerance(node.layer for node in nodes)
         # Outside of the graph that is being traced.
         with tf.init_scope(), tf.device(_DEVICE):
@@ -79,6 +84,10 @@ class Trials:
                 raise
         # They may be indices of a table of one row.
         return [self._run(kind, largest=0) for kind in kinds]
+
+    def run_larger(self) -> list[list[tuple[np.ndarray, ...]]]:
+        """As `run_all`, with larger numbers, as those of pixels or prices."""
+        return [self._run(_KINDS + i) for i in range(len(_LARGER))]
 
     def _run(self, kind: int, largest: int = 1) -> list[tuple[np.ndarray, ...]]:
         """Returns the values of each result for A, B, AB and AA.
@@ -133,6 +142,10 @@ class Trials:
         varying = traced.users(given)
         results = concrete.outputs
         self.varying = [x.op in varying for x in results]
+        sources = {x.op for x in given}
+        self.by_value = [
+            not sources.isdisjoint(followed_values(x)) for x in results
+        ]
         others = [x for x in concrete.graph.get_operations() if x not in own]
         # Reads of `tf.Variable`s, which are not weights of the layers.
         read = [
@@ -186,8 +199,8 @@ def _made_up(
 
     In the order of `kind`: normally distributed; between 0 and 1, as
     probabilities are; with zeros, as for padding; large, to be past any
-    margin; or all of one sign, and all integers equal. Integers go from 0 to
-    `largest`.
+    margin; or all of one sign, and all integers equal; or larger by far.
+    Integers go from 0 to `largest`.
     """
     shape = _sized(x.shape, rows)
     if x.dtype == tf.bool or x.dtype.is_integer:
@@ -205,6 +218,8 @@ def _made_up(
     values = draw.normal(size=shape)
     if kind == 2 and shape:
         values *= draw.integers(0, 2, (*shape[:-1], 1))
+    if kind >= _KINDS:
+        return values * _LARGER[kind - _KINDS]
     return values * 30.0 if kind == 3 else values
 
 

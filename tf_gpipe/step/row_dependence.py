@@ -271,12 +271,24 @@ class RowDependence:
         if found is None:
             return []
         tried, by_kind = found
-        return [
-            _dependence([x[i] for x in by_kind], tried.tolerance)
-            if varies
-            else Dependence("mean", True, constant=True)
-            for i, varies in enumerate(tried.varying)
-        ]
+        results: list[Dependence | None] = []
+        for i, varies in enumerate(tried.varying):
+            if not varies:
+                results.append(Dependence("mean", True, constant=True))
+                continue
+            values = [x[i] for x in by_kind]
+            if tried.by_value[i] and _is_empty(values):
+                # Zero up to some margin, and both a mean and a sum.
+                try:
+                    values += [x[i] for x in tried.run_larger()]
+                except Exception:
+                    # As in `_run`.
+                    pass
+                if _is_empty(values):
+                    results.append(None)
+                    continue
+            results.append(_dependence(values, tried.tolerance))
+        return results
 
     def _run(
         self,
@@ -330,7 +342,9 @@ def _dependence(
         if not np.issubdtype(values[0].dtype, np.number):
             a, b, ab, _ = values
             seen = True
-            if not (np.array_equal(a, b) and np.array_equal(a, ab)):
+            # The same in all trials, or it depends on what the rows are.
+            known = (a, b, ab, found[0][0])
+            if not all(np.array_equal(a, x) for x in known):
                 constant = False
                 kinds.clear()
             continue
@@ -357,6 +371,16 @@ def _dependence(
     if kinds:
         return Dependence("mean" if "mean" in kinds else "sum", True, constant)
     return Dependence("sum" if growths == {"sum"} else "mean", False)
+
+
+def _is_empty(found: Sequence[tuple[np.ndarray, ...]]) -> bool:
+    """Returns whether a value is always zero, or the same boolean."""
+    arrays = [x for values in found for x in values]
+    if arrays[0].dtype == bool:
+        return all(x.all() for x in arrays) or not any(map(np.any, arrays))
+    return np.issubdtype(arrays[0].dtype, np.number) and not any(
+        map(np.any, arrays)
+    )
 
 
 def _is_reordered(found: tuple[np.ndarray, ...], tolerance: float) -> bool:

@@ -54,6 +54,7 @@ MEANS = {
         ops.sum(layer.w**2), (1,)
     ),
     "constant": lambda layer, x: ops.convert_to_tensor(3.0),
+    "mean beyond all pixels": lambda layer, x: ops.mean(ops.relu(x - 255.0)),
     "entropy": lambda layer, x: ops.mean(
         ops.sum(ops.log(_probabilities(layer, x)) ** 2, -1)
     ),
@@ -67,6 +68,10 @@ SUMS = {
         layer.variable * ops.sum(x * x)
     ),
     "beyond a margin": lambda layer, x: ops.sum(ops.relu(ops.abs(x) - 9.0)),
+    "beyond all pixels": lambda layer, x: ops.sum(ops.relu(x - 255.0)),
+    "beyond a price": lambda layer, x: ops.sum(
+        ops.where(ops.abs(x) > 20_000.0, x, 0.0)
+    ),
     "with noise": _noisy,
     "one row's": lambda layer, x: ops.sum(x[:, 0]),
 }
@@ -79,6 +84,12 @@ OTHERS = {
         ops.sum(ops.cast(x > 0.5, x.dtype)),
     ),
     "pairs": lambda layer, x: ops.sum(ops.matmul(x, ops.transpose(x)) ** 2),
+    "most": lambda layer, x: ops.max(ops.relu(x - 255.0)),
+}
+# Zero, whatever the numbers are: its gradient may be that of a mean or a sum.
+UNKNOWN = {
+    "gradient alone": lambda layer, x: ops.sum(x - ops.stop_gradient(x)),
+    "far beyond": lambda layer, x: ops.sum(ops.relu(x - 1e9)),
 }
 
 
@@ -190,6 +201,10 @@ class KindTest(parameterized.TestCase, tf.test.TestCase):
         found = dependence(adding(*OTHERS.values()))
         for name, x in zip(OTHERS, found, strict=True):
             self.assertFalse(x.exact, name)
+
+    def test_unknown(self):
+        found = dependence(adding(*UNKNOWN.values()))
+        self.assertEqual(found, [None] * len(UNKNOWN))
 
     def test_no_trace_is_left(self):
         make = adding(*SUMS.values())

@@ -39,6 +39,10 @@ ONCE = {
     "mean": lambda x, w: ops.mean(x @ w, axis=0),
     "sum": lambda x, w: ops.sum(x @ w),
     "number of rows": lambda x, w: tf.shape(x)[0],
+    "sum beyond a margin": lambda x, w: ops.sum(ops.relu(x @ w - 0.5)),
+    "pixels beyond": lambda x, w: ops.sum(ops.relu(300.0 * x @ w - 255.0)),
+    "number beyond": lambda x, w: ops.sum(ops.cast(x > 600.0, "int32")),
+    "columns beyond": lambda x, w: tf.shape(x)[1] - 5,
     "number of columns": lambda x, w: tf.shape(x)[1],
 }
 ROWS = {
@@ -68,6 +72,9 @@ REORDERED = {
 LOST = {
     "any": lambda x, w: ops.any(x > 0),
     "argmax": lambda x, w: ops.argmax(ops.mean(x, axis=0)),
+    "any beyond": lambda x, w: ops.any(x > 600.0),
+    "all within": lambda x, w: ops.all(x < 600.0),
+    "never": lambda x, w: ops.sum(ops.cast(x > 1e9, "int32")),
 }
 
 
