@@ -855,13 +855,21 @@ def replace_next_epoch(epochs: Any, first: Callable[[Any], Iterator]) -> None:
 
 def monitors(callbacks: Any) -> list[keras.callbacks.Callback]:
     """Returns the callbacks given to `fit` that monitor a metric."""
+    return _of_class(callbacks, monitor_callback.MonitorCallback)
+
+
+def swaps(callbacks: Any) -> list[keras.callbacks.SwapEMAWeights]:
+    """Returns the callbacks given to `fit` that swap weights and averages.
+
+    The attribute `_ema_weights_in_model` of each says whether it has.
+    """
+    return _of_class(callbacks, keras.callbacks.SwapEMAWeights)
+
+
+def _of_class(callbacks: Any, cls: type) -> list:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    return [
-        x
-        for x in keras.tree.flatten(callbacks)
-        if isinstance(x, monitor_callback.MonitorCallback)
-    ]
+    return [x for x in keras.tree.flatten(callbacks) if isinstance(x, cls)]
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:

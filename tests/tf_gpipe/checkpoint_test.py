@@ -259,6 +259,43 @@ class Shuffling(Rows):
         np.random.shuffle(self.order)
 
 
+class Endless(Rows):
+    """Has no last batch."""
+
+    @property
+    def num_batches(self):
+        return None
+
+    def __getitem__(self, i):
+        return super().__getitem__(i % STEPS)
+
+
+class Calls(keras.layers.Layer):
+    """Writes down its calls, in a string."""
+
+    def build(self, input_shape):
+        self.text = tf.Variable("", trainable=False)
+
+    def call(self, inputs):
+        self.text.assign(tf.strings.join([self.text, "x"]))
+        return inputs
+
+
+class Scaled(keras.losses.Loss):
+    """Is scaled by the mean of all steps before, which a metric holds."""
+
+    def __init__(self, within):
+        super().__init__()
+        mean = keras.metrics.Mean()
+        self.part = {"a list": [mean], "a metric": mean}[within]
+        self.mean = mean
+
+    def call(self, y_true, y_pred):
+        values = keras.ops.mean((y_true - y_pred) ** 2, -1)
+        self.mean.update_state(values)
+        return values * self.mean.result()
+
+
 class Late(keras.metrics.Mean):
     """A metric whose second variable is made when it is first updated."""
 
@@ -522,9 +559,14 @@ class ResumptionTest(TestCase):
         # Within the second epoch, and as the third one has begun.
         self.compare(model, DATA["arrays"], (8, 3), callbacks)
 
-    @parameterized.parameters(Dropping, Normalized)
+    @parameterized.parameters(
+        Dropping,
+        Normalized,
+        lambda: Scaled("a metric"),
+        lambda: Scaled("a list"),
+    )
     @pytest.mark.slow_after(1)
-    def test_layers_of_losses(self, loss):
+    def test_parts_of_losses(self, loss):
         def model():
             keras.utils.set_random_seed(3)
             made = tf_gpipe.PipelinedSequential(
@@ -647,6 +689,27 @@ class ResumptionTest(TestCase):
                 callbacks=callbacks if first else callbacks[::-1],
             )
         self.assert_same(whole, parts)
+
+    @parameterized.parameters(STEPS, 2)
+    @pytest.mark.slow_after(1)
+    def test_stopped_with_averages_as_weights(self, steps):
+        class Stopping(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.stop_training = batch == steps - 1
+
+        def averaging():
+            return small(keras.optimizers.SGD(0.1, use_ema=True))
+
+        def callbacks():
+            return [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+
+        self.fit(averaging(), DATA["arrays"], *callbacks(), Stopping())
+        self.compare(averaging, DATA["arrays"], (4,), callbacks)
+        # The weights are lost that would be trained further.
+        with self.assertRaisesRegex(CheckpointError, "epoch_00003 .*averages"):
+            self.fit(averaging(), DATA["arrays"], *callbacks(), epochs=4)
+        shutil.rmtree(self.workdir / "epoch_00003")
+        self.fit(averaging(), DATA["arrays"], *callbacks(), epochs=4)
 
     @pytest.mark.slow
     def test_stopped_within_an_epoch(self):
@@ -1269,6 +1332,46 @@ class RefusedTest(TestCase):
             self.fit(
                 model, lambda: {"steps_per_epoch": 2, "shuffle": True, **data()}
             )
+        self.assertEmpty(os.listdir(self.workdir))
+
+    @parameterized.parameters(
+        (Rows, STEPS - 1, True),
+        (Endless, STEPS, True),
+        (Rows, STEPS, False),
+        (Rows, None, False),
+    )
+    def test_rows_drawn_before_an_epoch_ends(self, data, steps, refused):
+        """Whether a shuffle then still concerns them is left to chance."""
+
+        def fit():
+            self.fit(
+                small(),
+                lambda: {
+                    "x": data(),
+                    "steps_per_epoch": steps,
+                    "shuffle": False,
+                },
+                epochs=1,
+            )
+
+        if not refused:
+            fit()
+            return
+        with self.assertRaisesRegex(
+            ValueError, f"{data.__name__}.*steps_per_epoch={steps}"
+        ):
+            fit()
+        self.assertEmpty(os.listdir(self.workdir))
+
+    def test_strings(self):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((4,)), L.Dense(4), Calls()],
+            num_stages=2,
+            num_micro_batches=1,
+        )
+        model.compile("sgd", "mse")
+        with self.assertRaisesRegex(ValueError, "strings"):
+            self.fit(model, DATA["arrays"])
         self.assertEmpty(os.listdir(self.workdir))
 
     def test_order_left_open(self):

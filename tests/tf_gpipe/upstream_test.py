@@ -787,6 +787,18 @@ class DataTest(tf.test.TestCase):
         listed = keras.callbacks.CallbackList(callbacks)
         self.assertEqual(upstream.monitors(listed), [stop])
 
+    def test_swaps(self):
+        """Checkpoints tell whether weights are averages."""
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        self.assertEqual(
+            upstream.swaps([keras.callbacks.History(), swap]), [swap]
+        )
+        model = keras.Sequential([keras.Input((2,)), L.Dense(1)])
+        model.compile(keras.optimizers.SGD(use_ema=True), "mse")
+        self.assertFalse(swap._ema_weights_in_model)
+        model.fit(np.ones((2, 2)), np.ones(2), verbose=0, callbacks=[swap])
+        self.assertTrue(swap._ema_weights_in_model)
+
 
 class LossesTest(tf.test.TestCase):
     def test_call_with_each(self):

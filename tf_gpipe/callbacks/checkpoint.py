@@ -161,6 +161,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._writes:
             self._writer.lock()
         self._monitors = upstream.monitors(run.callbacks)
+        self._swaps = upstream.swaps(run.callbacks)
         self._pipeline = self.model._pipeline
         self._copier = state.Copier(self.model)
         self._before_end: list | None = None
@@ -210,6 +211,17 @@ class Checkpoint(keras.callbacks.Callback):
         _restore(self.model, saved, model_variables.MODEL)
         self._total = self._total_saved = content["total"]
         start = position.epochs
+        if content.get("averages") and start < self.params["epochs"]:
+            raise CheckpointError(
+                f"The checkpoint {saved.path} is of the end of a run in which "
+                "SwapEMAWeights(swap_on_epoch=True) has replaced the weights "
+                "by their averages, from which training cannot go on to "
+                f"epochs={self.params['epochs']}. Delete it, to go on from the "
+                "one before. SwapEMAWeights() replaces them in evaluations "
+                "alone."
+            )
+        # Now, as these swap back when the epoch begins.
+        monitors.restore(self._swaps, saved)
         tell(f"Going on from {saved.path}: {position} are done.")
         if content["ended"]:
             tell("A callback has ended this run: it is not trained further.")
@@ -365,14 +377,17 @@ class Checkpoint(keras.callbacks.Callback):
             "position": list(position),
             "begun": begun,
             "ended": bool(ended),
+            # After the last epoch, the weights themselves are gone.
+            "averages": position.epochs == self.params["epochs"]
+            and monitors.have_swapped(self._swaps),
             "total": self._total,
             "steps_per_epoch": self.params["steps"],
             "data": self._data,
             "random": self._random,
-            "monitors": monitors.states(self._monitors),
+            "monitors": monitors.states([*self._monitors, *self._swaps]),
             "optimizer": model_variables.names_of_optimizers(self.model),
             "weights of optimizers": model_variables.weights_of_optimizers(
-                self.model
+                self.model, self._copier.variables
             ),
         }
         model, trainable = self.model, self._copier.trainable

@@ -1,6 +1,7 @@
-"""The state of Keras's callbacks that monitor a metric, in checkpoints.
+"""The state of Keras's callbacks that have some, in checkpoints.
 
-These are `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`.
+Those that monitor a metric are `EarlyStopping`, `ReduceLROnPlateau` and
+`ModelCheckpoint`. `SwapEMAWeights` remembers whether it has swapped.
 """
 
 import collections
@@ -12,6 +13,8 @@ import tensorflow as tf
 from tf_gpipe.checkpoints.store import Array
 from tf_gpipe.checkpoints.store import Saved
 
+# The attribute of SwapEMAWeights.
+_SWAPPED = "_ema_weights_in_model"
 # The attributes that change during training; the others are arguments.
 _NUMBERS = (
     "best",
@@ -21,6 +24,7 @@ _NUMBERS = (
     "wait",
     "_batches_seen_since_last_saving",
     "_last_batch_seen",
+    _SWAPPED,
 )
 # The attribute of EarlyStopping(restore_best_weights=True).
 _WEIGHTS = "best_weights"
@@ -95,6 +99,11 @@ def have_ended(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
     may do so for a time.
     """
     return any(getattr(x, "stopped_epoch", 0) for x in callbacks)
+
+
+def have_swapped(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
+    """Returns whether the model has averages for weights, by a callback."""
+    return any(getattr(x, _SWAPPED, False) for x in callbacks)
 
 
 def _kind(i: int) -> str:

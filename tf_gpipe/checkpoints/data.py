@@ -50,6 +50,23 @@ def check(epochs: Any) -> None:
             )
     elif kind == upstream.TF_DATA:
         _check_dataset(upstream.dataset_of(epochs))
+    elif upstream.changes_between_epochs(epochs):
+        _check_whole_epochs(epochs)
+
+
+def _check_whole_epochs(epochs: Any) -> None:
+    """Refuses a `PyDataset` that changes while its batches are drawn ahead."""
+    steps, data = epochs.steps_per_epoch, epochs.data_adapter
+    if steps and (data.num_batches is None or steps < data.num_batches):
+        raise ValueError(
+            f"A PyDataset that changes between epochs, as "
+            f"{type(data.py_dataset).__name__} does by its `on_epoch_begin` or "
+            "`on_epoch_end`, must end with each epoch: where the next epoch "
+            "goes on with it, some of its batches may be drawn before the "
+            "change or after it, as it happens. Leave out `steps_per_epoch`, "
+            "and let its length be that of an epoch. Received: "
+            f"steps_per_epoch={steps}, {data.num_batches or 'endless'} batches"
+        )
 
 
 def _check_dataset(dataset: Any) -> None:

@@ -92,14 +92,23 @@ def _within_parts(model: keras.Model) -> list[Any]:
     """Returns the variables in attributes of a model, and of its `_PARTS`.
 
     Such as the seeds of an optimizer, or the factor of a loss; and those of
-    layers there, such as one that normalises what a loss compares.
+    layers and metrics there, such as a layer that normalises what a loss
+    compares.
     """
     found = list(tensorflow_state.held([vars(model)], _PARTS))
     generators = [x for x in found if isinstance(x, tf.random.Generator)]
+    losses = [vars(x) for x in found if isinstance(x, keras.Loss)]
+    # Nothing resets those as an epoch begins, unlike the model's own.
+    metrics = [
+        x
+        for x in tensorflow_state.held(losses, _PARTS)
+        if isinstance(x, keras.Metric)
+    ]
     return [
         *(x for x in found if isinstance(x, (keras.Variable, tf.Variable))),
         *(x.state for x in generators),
         *_of_layers(found),
+        *(v for x in metrics for v in x.variables),
     ]
 
 
@@ -112,16 +121,23 @@ def _of_layers(objects: Iterable[Any]) -> list[Any]:
     ]
 
 
-def weights_of_optimizers(model: keras.Model) -> list[list[int]]:
+def weights_of_optimizers(
+    model: keras.Model, variables: dict[str, list]
+) -> list[list[int]]:
     """Returns the weights for which each of `optimizers_of` was built.
 
     By their numbers among the model's weights and other state; an empty list if
     it was not built.
 
+    Args:
+        model: The `keras.Model`.
+        variables: What `variables_of` returns of it.
+
     Raises:
         ValueError: If an optimizer was built for variables of something else.
     """
-    numbers = {id(inner_of(v)): i for i, v in enumerate(_trained(model))}
+    trained = _trained(variables)
+    numbers = {id(inner_of(v)): i for i, v in enumerate(trained)}
     found = []
     for x in optimizers_of(model):
         weights = upstream.weights_of(x)
@@ -162,17 +178,16 @@ def build_optimizers(model: keras.Model, saved: Saved) -> None:
         return
     if model.optimizer is not None:
         slots.build(model)
-    trained = _trained(model)
+    trained = _trained(variables_of(model))
     numbers = saved.content.get("weights of optimizers", [])
     for x, own in zip(optimizers_of(model), numbers, strict=False):
         if not x.built and own and max(own) < len(trained):
             slots.build_for(model, x, [trained[i] for i in own])
 
 
-def _trained(model: keras.Model) -> list[Any]:
+def _trained(variables: dict[str, list]) -> list[Any]:
     """Returns the variables of a model that its optimizers may train."""
-    found = variables_of(model)
-    return found[WEIGHTS] + found[OTHER_STATE]
+    return variables[WEIGHTS] + variables[OTHER_STATE]
 
 
 def _parts(v: Any) -> list:

@@ -39,19 +39,31 @@ class Copier:
         model: A `keras.Model` that is built and compiled.
 
     Attributes:
+        variables: What `variables_of` returned of the model for the last copy.
         trainable: Set of the numbers of those `Array`s of the last copy that
             are of trainable weights.
+
+    Raises:
+        ValueError: If a variable holds strings.
     """
 
     def __init__(self, model: keras.Model):
         self._model = model
         self._key: tuple = ()
         self._functions: list[tuple] = []
+        self.variables = variables_of(model)
         self.trainable: set[int] = set()
+        for v in itertools.chain(*self.variables.values()):
+            if inner_of(v).dtype == tf.string:
+                raise ValueError(
+                    f"Variable '{v.name}' of model '{model.name}' holds "
+                    "strings, and a checkpoint holds numbers. Keep numbers in "
+                    "it, or use `keras.callbacks.BackupAndRestore`."
+                )
 
     def copy(self) -> list[list[tuple[Array, tf.Tensor]]]:
         """Returns, for each host, pairs of an `Array` and its copied value."""
-        by_kind = variables_of(self._model)
+        by_kind = self.variables = variables_of(self._model)
         self.trainable = {
             i for i, v in enumerate(by_kind[WEIGHTS]) if v.trainable
         }
