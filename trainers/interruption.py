@@ -25,9 +25,9 @@ class Stopped(Exception):
 class StopOnSignal(keras.callbacks.Callback):
     """Ends training after the running step at Ctrl-C or SIGTERM.
 
-    A validation then ends after one batch, whose metrics are recorded as if
-    they were those of all. A second signal ends the process at once, as without
-    this callback.
+    A validation then ends after one batch. Callbacks that are listed later do
+    not see its metrics, which are not those of all batches. A second signal
+    ends the process at once, as without this callback.
 
     Args:
         of_all_hosts: Function that returns a list of the numbers with which
@@ -75,6 +75,15 @@ class StopOnSignal(keras.callbacks.Callback):
         # Not training, too: the end of this epoch is no end of the run.
         if self.is_stopped():
             self.model.stop_evaluating = True
+
+    def on_test_end(self, logs=None):
+        if self.model.stop_evaluating and logs:
+            logs.clear()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.model.stop_evaluating:
+            for name in [x for x in logs or {} if x.startswith("val_")]:
+                del logs[name]
 
     def is_stopped(self):
         """Returns whether a signal has come, to any host: all hosts call it."""

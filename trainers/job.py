@@ -113,6 +113,14 @@ class Job:
                 "--tune keeps a pipeline for all of --workers, and --elastic "
                 "goes on without some. Received: --tune --elastic"
             )
+        if config.tune:
+            given = [
+                f"--{field.name}={getattr(config, field.name)}"
+                for field in dataclasses.fields(PipelineConfig)
+                if field.name != "num_stages"
+                and getattr(config, field.name) is not None
+            ]
+            print(f"--tune decides in place of {', '.join(given)}.")
         with as_user_errors(self.workdir):
             try:
                 # With --tune, --num_stages is a number of devices.

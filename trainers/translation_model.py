@@ -7,6 +7,7 @@ from typing import Any
 
 from tf_gpipe.checkpoints.store import Store
 from tf_gpipe.checks import near
+from tf_gpipe.whole_files import replacing
 from trainers.command_line import UserError
 from trainers.sentence_pairs import Direction
 from trainers.vocabulary import Vocabulary
@@ -64,8 +65,10 @@ class TranslationModel:
         try:
             workdir.mkdir(parents=True, exist_ok=True)
             model = pathlib.Path(vocabulary_path).read_bytes()
-            (workdir / _VOCABULARY).write_bytes(model)
-            (workdir / _MODEL).write_text(content + "\n")
+            with replacing(workdir / _VOCABULARY) as path:
+                path.write_bytes(model)
+            with replacing(workdir / _MODEL) as path:
+                path.write_text(content + "\n")
         except OSError as error:
             raise UserError(f"Cannot write to --workdir: {error}") from error
 

@@ -142,6 +142,51 @@ class RebalanceTest(tf.test.TestCase, parameterized.TestCase):
         for a, b in zip(plain.weights, model.weights, strict=True):
             self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
 
+    @parameterized.parameters(
+        {"schedule": "zb_v"},
+        {"schedule": "auto"},
+        {"replicas": True},
+        {"replicas": True, "schedule": "zb_v", "num_micro_batches": 1},
+    )
+    @pytest.mark.slow_after(1)
+    def test_numbers_of_new_cuts(self, replicas=False, **kwargs):
+        """They are those without new cuts, to the bit."""
+        strategy = tf.distribute.get_strategy()
+        pipelines = ["CPU:0", "CPU:1"]
+        if replicas:
+            strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:2"])
+            pipelines = [pipelines, ["CPU:2", "CPU:3"]]
+        num_stages = 4 if kwargs.get("schedule") == "zb_v" else 2
+        layers = [1] * (num_stages - 1)
+        cuts = [
+            rebalance.NewCut(x, 2.0, 1.0)
+            for x in ([*layers, 6], [6, *layers], [*layers[1:], 6, 1])
+        ]
+
+        def made():
+            with strategy.scope():
+                return make(
+                    lambda: [L.Dense(6) for _ in range(num_stages + 5)],
+                    num_stages=num_stages,
+                    devices=pipelines,
+                    balance=[6, *layers],
+                    **kwargs,
+                )
+
+        model, same = made(), made()
+        callback = tf_gpipe.callbacks.Rebalance(every=2, by="flops")
+        with (
+            mock.patch.object(rebalance, "new_cut", side_effect=cuts),
+            mock.patch.object(callback, "_steps_left", return_value=10**9),
+        ):
+            self.fitted(model, callback, epochs=3)
+        self.assertEqual(
+            callback.cuts, {2 * i + 2: x.counts for i, x in enumerate(cuts)}
+        )
+        self.fitted(same, keras.callbacks.Callback(), epochs=3)
+        for a, b in zip(model.weights, same.weights, strict=True):
+            self.assertAllEqual(a, b)
+
     @pytest.mark.slow
     def test_a_memory_limit_that_refuses_a_cut(self):
         limit = tf_gpipe.plan(

@@ -496,6 +496,17 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             )
         measure.assert_called_once()
         self.assertLen(os.listdir(os.path.dirname(results)), 1)
+        for damaged in ('{"a": 1', "3", "\x00"):
+            with open(results, "w") as file:
+                file.write(damaged)
+            with (
+                contextlib.redirect_stderr(io.StringIO()) as stderr,
+                self.assertRaises(SystemExit),
+            ):
+                benchmark_here(
+                    "tune", "--case=logical2_dense", f"--results={results}"
+                )
+            self.assertIn(f"{results}, which is damaged", stderr.getvalue())
 
     @pytest.mark.slow
     def test_auto_remat(self):

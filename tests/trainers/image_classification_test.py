@@ -397,7 +397,11 @@ class TrainTest(TestCase):
 
         options = {"tune": True, "dry_run": True, "workdir": folder}
         with mock.patch.object(tf_gpipe, "tune", tune):
-            self.train(**options, dtype_policy="mixed_bfloat16")
+            _, text = self.train(
+                **options, dtype_policy="mixed_bfloat16", remat="never"
+            )
+            self.assertIn("--tune decides in place of --num_micro", text)
+            self.assertIn("--remat=never", text)
             self.assertEqual(policies, ["mixed_bfloat16"])
             plans[0].save(folder / "plan.json")
             Workdir(folder).keep(

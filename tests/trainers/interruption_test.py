@@ -18,7 +18,7 @@ class StopOnSignalTest(tf.test.TestCase):
         self.model.compile("sgd", "mse")
         self.steps = {"train": 0, "test": 0}
 
-    def fit(self, stop, **sends):
+    def fit(self, stop, later=(), **sends):
         """Trains for 3 epochs of 4 steps, each with 4 steps of validation."""
 
         def count(kind):
@@ -42,6 +42,7 @@ class StopOnSignalTest(tf.test.TestCase):
                     ),
                     keras.callbacks.LambdaCallback(**sends),
                     stop,
+                    *later,
                 ],
             )
 
@@ -60,6 +61,22 @@ class StopOnSignalTest(tf.test.TestCase):
         self.fit(StopOnSignal(), on_test_batch_end=self.send)
         # Training ends within the next epoch: this one is then complete.
         self.assertEqual(self.steps, {"train": 5, "test": 2})
+
+    def test_metrics_of_a_part_of_the_data(self):
+        """They are not taken for those of all."""
+        for when in ("on_train_batch_end", "on_test_batch_end"):
+            seen = []
+            later = keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs, seen=seen: seen.append(
+                    {**logs}
+                ),
+            )
+            later.on_test_end = lambda logs, seen=seen: seen.append({**logs})
+            sends = {when: self.send}
+            self.fit(StopOnSignal(), later=[later], **sends)
+            # Of the validation, then of the epoch.
+            self.assertEqual(seen[0], {})
+            self.assertEqual(list(seen[1]), ["loss"])
 
     def test_as_training_ends(self):
         stop = StopOnSignal()

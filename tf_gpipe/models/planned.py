@@ -1,5 +1,6 @@
 """Constructor arguments of a pipeline, taken from a plan."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,8 @@ def arguments(
     if auto:
         plan = _chosen(model, spec, given["devices"], length)
     _check_replicas(plan)
-    decided = dict(plan.arguments)
+    # What stands for sizes that are open depends on the model's inputs.
+    decided = dataclasses.replace(plan, nominal_length=None).arguments
     if length == layer_costs.NOMINAL_LENGTH:
         length = _length_of(plan, spec) or length
     decided["nominal_length"] = length

@@ -47,7 +47,10 @@ class KnownLayers:
 
     def __init__(self, model, input_spec, optimizer, dtype_policy=None):
         graph, self.input_spec, left_open = planned_graph.of(model, input_spec)
-        self.nominal_length = min(left_open) if len(left_open) == 1 else None
+        self.nominal_length: int | list[int] | None = None
+        if left_open:
+            first, *others = sorted(left_open)
+            self.nominal_length = [first, *others] if others else first
         self.names = [node.layer.name for node in graph.nodes]
         copies, specs = planned_graph.copies(graph, optimizer, dtype_policy)
         for value, spec in specs.items():

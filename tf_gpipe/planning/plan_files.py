@@ -97,8 +97,10 @@ def _check(plan: Any) -> None:
     for stage in stages:
         checks.positive_integer("layers", len(stage.layers))
     checks.positive_integer("num_replicas", plan.num_replicas)
-    if plan.nominal_length is not None:
-        checks.positive_integer("nominal_length", plan.nominal_length)
+    lengths = plan.nominal_length
+    for length in lengths if isinstance(lengths, list) else [lengths]:
+        if length is not None:
+            checks.positive_integer("nominal_length", length)
     for memory in plan.memories:
         if memory is not None:
             checks.positive_integer("device_memory", memory)

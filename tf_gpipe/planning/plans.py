@@ -9,6 +9,7 @@ from typing import Any
 from tf_gpipe.planning import plan_files
 from tf_gpipe.planning import plan_table
 from tf_gpipe.schedule import schedules
+from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 
 
@@ -119,7 +120,8 @@ class Plan:
         input_shapes: List with the shape of each input of the model, without
             the rows.
         nominal_length: Integer, the size of the axes that the model's inputs
-            leave open; `None` if they leave none, or several sizes.
+            leave open; a list if these have several sizes, `None` if there are
+            none.
 
     Example:
 
@@ -154,11 +156,25 @@ class Plan:
     memory_limit: int | str | float | None = None
     batch_size: int | None = None
     input_shapes: list[list[int]] | None = None
-    nominal_length: int | None = None
+    nominal_length: int | list[int] | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Dictionary of the keyword arguments of `PipelinedSequential`."""
+        """Dictionary of the keyword arguments of `PipelinedSequential`.
+
+        Raises:
+            ValueError: If the layers that are recomputed are chosen for inputs
+                of several sizes that the model leaves open.
+        """
+        length = self.nominal_length
+        if isinstance(length, list):
+            if self.remat == AUTO_REMAT:
+                raise ValueError(
+                    f"What this plan recomputes is for sizes of {length} that "
+                    "the model leaves open, and no argument gives several: "
+                    "give the sizes with `keras.Input`, and plan that model."
+                )
+            length = None
         return {
             "num_stages": len(self.stages),
             "num_micro_batches": self.num_micro_batches,
@@ -174,11 +190,7 @@ class Plan:
                     "batch_size": self.batch_size,
                 }
             ),
-            **(
-                {}
-                if self.nominal_length is None
-                else {"nominal_length": self.nominal_length}
-            ),
+            **({} if length is None else {"nominal_length": length}),
         }
 
     @property

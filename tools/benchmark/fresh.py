@@ -95,7 +95,14 @@ def _kept(path):
     if not os.path.exists(path):
         return {}
     with command_line.checking(), open(path) as file:
-        return json.load(file)
+        try:
+            return dict(json.load(file))
+        except (RecursionError, TypeError, ValueError) as error:
+            raise ValueError(
+                "--results must be a file that this command has written. "
+                f"Received: {path}, which is damaged or something else "
+                f"({error}). Delete it, to measure anew."
+            ) from error
 
 
 def add_arguments(parser, cases, results):

@@ -1067,6 +1067,45 @@ class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "begin with a `keras.Input`"):
             tf_gpipe.PipelinedSequential(called, num_stages="auto")
 
+    @parameterized.parameters(
+        ((5, 700), "auto", [5, 700]),
+        ((700, 700), "auto", 700),
+        ((5, 700), "always", [5, 700]),
+    )
+    def test_several_open_sizes(self, sizes, remat, expected):
+        """None is taken for all where what is recomputed depends on them."""
+
+        def model(*lengths):
+            inputs = [keras.Input((x, 8)) for x in lengths]
+            x = keras.ops.concatenate(inputs, axis=1)
+            for _ in range(4):
+                x = keras.layers.Dense(8, "gelu")(x)
+            return keras.Model(inputs, x)
+
+        many = model(None, None)
+        plan = tf_gpipe.plan(
+            many,
+            [(8, x, 8) for x in sizes],
+            num_stages=2,
+            num_micro_batches=2,
+            remat=remat,
+            **({"memory_limit": 0.9} if remat == "auto" else {}),
+        )
+        path = os.path.join(self.get_temp_dir(), "sizes.json")
+        plan.save(path)
+        self.assertEqual(plan.nominal_length, expected)
+        make = tf_gpipe.PipelinedModel.from_model
+        for x in (plan, tf_gpipe.Plan.load(path)):
+            if remat == "auto" and isinstance(expected, list):
+                with self.assertRaisesRegex(ValueError, r"sizes of \[5, 700\]"):
+                    make(many, **x.arguments)
+                with self.assertRaisesRegex(ValueError, "several of these"):
+                    make(many, plan=x)
+                self.assertEqual(make(model(5, 700), plan=x).remat, "auto")
+            else:
+                for made in (make(many, **x.arguments), make(many, plan=x)):
+                    self.assertEqual(made.remat, remat)
+
     def test_wrong(self):
         plan = self.make()
         layers = [keras.Input((64,)), *make_layers()]
