@@ -19,6 +19,7 @@ from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
+from tf_gpipe.planning.speeds import uses
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.stage import seeds
 
@@ -155,7 +156,9 @@ def _chosen(model: Any, spec: Any, devices: Any, length: int) -> Plan:
         )
     names = [placement.find(x) for x in names]
     layers = KnownLayers(model, spec, "adam")
-    machine = Machine([Device(x) for x in names], replicates=False)
+    machine = Machine(
+        [Device(x) for x in names], sharing=uses(names), replicates=False
+    )
     ranked = Chooser(layers, LayerTimes(layers), machine).ranked(Fixed(), 1)
     return ranked[0].plan
 

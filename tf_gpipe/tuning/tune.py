@@ -171,6 +171,7 @@ def tune(
         [Device(*x, Speed()) for x in zip(names, memories, strict=True)],
         bandwidth,
         latency or 0.0,
+        sharing=speeds.uses(names),
         replicates=all("/job:worker" not in str(x) for x in names),
     )
     if tries:

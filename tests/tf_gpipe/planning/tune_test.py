@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import functools
 import json
 import os
 import random
@@ -1066,6 +1067,31 @@ class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
         called[0](keras.Input((64,), batch_size=8))
         with self.assertRaisesRegex(ValueError, "begin with a `keras.Input`"):
             tf_gpipe.PipelinedSequential(called, num_stages="auto")
+
+    @parameterized.parameters(2, 4)
+    def test_a_device_is_no_faster_for_being_named_twice(self, count):
+        layers = [keras.layers.Dense(2048) for _ in range(8)]
+        find = functools.partial(
+            tf_gpipe.tune,
+            layers,
+            (4096, 2048),
+            budget_seconds=0,
+            replicas=False,
+        )
+        alone = find(devices=["CPU:0"])
+        chosen = find(devices=["CPU:0"] * count)
+        self.assertEqual(chosen.step_seconds, alone.step_seconds)
+        self.assertLen(chosen.stages, 1)
+        shared = find(devices=["CPU:0"] * count, num_stages=count)
+        self.assertGreater(shared.step_seconds, alone.step_seconds)
+        self.assertLess(
+            find(devices=["CPU:0", "CPU:1"]).step_seconds, alone.step_seconds
+        )
+        inputs = keras.Input((2048,), batch_size=4096)
+        model = tf_gpipe.PipelinedSequential(
+            [inputs, *layers], num_stages="auto", devices=["CPU:0"] * count
+        )
+        self.assertEqual(model.num_stages, 1)
 
     @parameterized.parameters(
         ((5, 700), "auto", [5, 700]),
