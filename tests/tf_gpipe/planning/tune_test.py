@@ -1,8 +1,8 @@
 """The pipeline that `tune` chooses, compared with all simulated candidates."""
 
 import dataclasses
-import gc
 import functools
+import gc
 import json
 import os
 import random
