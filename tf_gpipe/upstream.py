@@ -797,12 +797,48 @@ def draws_in_parallel(dataset: tf.data.Dataset) -> bool:
         int(getattr(dataset, "_num_parallel_calls", 1)) != 1
         and not config.is_op_determinism_enabled()
         and any(
-            # Keras's seed generators assign their states.
-            "seed2" in x.attr or x.op.startswith(("Assign", "Rng"))
+            "seed2" in x.attr or _advances(x)
             for nodes in _graphs_within(dataset)
             for x in nodes
         )
     )
+
+
+def lasting_states(dataset: tf.data.Dataset) -> dict[int, str]:
+    """Returns the random states that a dataset's iterators pass on.
+
+    One iterator goes on from where the last one left them, also that of another
+    dataset which is made from the same one or has the same variable.
+
+    Returns:
+        Dictionary from ids of datasets and resources to names of datasets.
+    """
+    found = {}
+    for x in datasets_within(dataset):
+        name = type(x).__name__.strip("_")
+        if getattr(x, "_reshuffle_each_iteration", False) or getattr(
+            x, "_rerandomize", False
+        ):
+            found[id(x)] = name
+        for function in x._functions():
+            graph = function.function.graph.as_graph_def()
+            if any(
+                _advances(op) for nodes in _graphs_of(graph) for op in nodes
+            ):
+                found |= {
+                    id(handle): name
+                    for handle in function.function.captured_inputs
+                    if handle.dtype == tf.resource
+                }
+    return found
+
+
+def _advances(node: Any) -> bool:
+    """Returns whether an operation is one that moves a random state on.
+
+    Keras's seed generators assign their states.
+    """
+    return node.op.startswith(("Assign", "Rng"))
 
 
 def batch_sizes_of(dataset: tf.data.Dataset) -> list[int]:

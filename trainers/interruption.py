@@ -50,6 +50,8 @@ class StopOnSignal(keras.callbacks.Callback):
     def __init__(self, of_all_hosts=lambda number: [number]):
         super().__init__()
         self.signal = self._received = 0
+        # Whether it has ended a validation before its last batch.
+        self._cut_short = False
         self._of_all_hosts = of_all_hosts
         self._stack = contextlib.ExitStack()
 
@@ -74,14 +76,14 @@ class StopOnSignal(keras.callbacks.Callback):
     def on_test_batch_end(self, batch, logs=None):
         # Not training, too: the end of this epoch is no end of the run.
         if self.is_stopped():
-            self.model.stop_evaluating = True
+            self.model.stop_evaluating = self._cut_short = True
 
     def on_test_end(self, logs=None):
-        if self.model.stop_evaluating and logs:
+        if self._cut_short and logs:
             logs.clear()
 
     def on_epoch_end(self, epoch, logs=None):
-        if self.model.stop_evaluating:
+        if self._cut_short:
             for name in [x for x in logs or {} if x.startswith("val_")]:
                 del logs[name]
 

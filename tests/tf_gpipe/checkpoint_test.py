@@ -1363,6 +1363,59 @@ class RefusedTest(TestCase):
             fit()
         self.assertEmpty(os.listdir(self.workdir))
 
+    @parameterized.parameters(
+        ("parts of a shuffle", "Shuffle.*reshuffle_each_iteration=False"),
+        ("the same", "Shuffle"),
+        ("a generator", "Map"),
+        ("a layer", "Map"),
+        ("parts of a shuffle that stays", None),
+        ("two shuffles", None),
+        ("a table", None),
+    )
+    def test_validation_that_draws_from_the_same(self, kind, message):
+        """`fit` cannot draw again what validations have drawn."""
+
+        def mapped(function):
+            data = tf.data.Dataset.from_tensor_slices((X, X))
+            return [data.map(lambda x, y: (function(x), y)) for _ in range(2)]
+
+        if "parts" in kind:
+            stays = "stays" in kind
+            x = tf.data.Dataset.from_tensor_slices((X, X))
+            x = x.shuffle(40, seed=2, reshuffle_each_iteration=not stays)
+            train, test = x.skip(8), x.take(8)
+        elif kind == "the same":
+            train = test = dataset()
+        elif kind == "two shuffles":
+            train, test = dataset(), dataset()
+        elif kind == "a generator":
+            numbers = tf.random.Generator.from_seed(1)
+            train, test = mapped(lambda x: x + numbers.normal((4,)))
+        elif kind == "a layer":
+            noise = L.GaussianNoise(0.1, seed=1)
+            train, test = mapped(lambda x: noise(x, training=True))
+        else:
+            table = tf.constant(X)
+            train, test = mapped(lambda x: x + tf.gather(table, 1))
+
+        def fit():
+            self.fit(
+                small(),
+                lambda: {
+                    "x": train.batch(8),
+                    "validation_data": test.batch(8),
+                    "shuffle": False,
+                },
+                epochs=1,
+            )
+
+        if message is None:
+            fit()
+            return
+        with self.assertRaisesRegex(ValueError, f"validation.*{message}"):
+            fit()
+        self.assertEmpty(os.listdir(self.workdir))
+
     def test_strings(self):
         model = tf_gpipe.PipelinedSequential(
             [keras.Input((4,)), L.Dense(4), Calls()],

@@ -723,6 +723,39 @@ class DataTest(tf.test.TestCase):
         )
         self.assertFalse(upstream.draws_in_parallel(shuffled))
 
+    def test_lasting_states(self):
+        """A validation must not change the order of the next epoch."""
+        numbers = tf.data.Dataset.range(8)
+        noise = L.GaussianNoise(0.5, seed=1)
+        for lasts, data in (
+            (True, numbers.shuffle(8, seed=1)),
+            (False, numbers.shuffle(8, 1, reshuffle_each_iteration=False)),
+            (
+                True,
+                tf.data.Dataset.random(1, rerandomize_each_iteration=True),
+            ),
+            (False, tf.data.Dataset.random(1).take(9)),
+            (
+                True,
+                numbers.map(lambda x: noise(tf.zeros((1, 2)), training=True)),
+            ),
+            (
+                False,
+                numbers.map(lambda x: tf.random.uniform((1,), seed=1)),
+            ),
+        ):
+            self.assertEqual(len(upstream.lasting_states(data)), lasts)
+            first = data.take(4)
+            before = [x.numpy().tolist() for x in first]
+            # Drawn by another iterator, between two of `first`.
+            self.assertEqual(
+                [x.numpy().tolist() for x in data.take(8)][:4] != before, lasts
+            )
+            self.assertEqual(
+                upstream.lasting_states(first).keys(),
+                upstream.lasting_states(data).keys(),
+            )
+
     def test_changes_between_epochs(self):
         """Only such data may come in another order after a restart."""
 

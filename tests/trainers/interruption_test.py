@@ -18,7 +18,7 @@ class StopOnSignalTest(tf.test.TestCase):
         self.model.compile("sgd", "mse")
         self.steps = {"train": 0, "test": 0}
 
-    def fit(self, stop, later=(), **sends):
+    def fit(self, stop, later=(), validates=True, **sends):
         """Trains for 3 epochs of 4 steps, each with 4 steps of validation."""
 
         def count(kind):
@@ -32,7 +32,7 @@ class StopOnSignalTest(tf.test.TestCase):
             self.model.fit(
                 *(x, y, 1),
                 epochs=3,
-                validation_data=(x, y),
+                validation_data=(x, y) if validates else None,
                 validation_batch_size=1,
                 verbose=0,
                 callbacks=[
@@ -83,6 +83,11 @@ class StopOnSignalTest(tf.test.TestCase):
         self.fit(stop, on_train_end=self.send)
         self.assertTrue(stop.is_stopped())
         self.assertEqual(stop.signal, signal.SIGTERM)
+
+    def test_without_validation(self):
+        self.fit(StopOnSignal(), validates=False)
+        self.fit(StopOnSignal(), validates=False, on_epoch_end=self.send)
+        self.assertEqual(self.steps, {"train": 12 + 5, "test": 0})
 
     def test_on_another_host(self):
         stop = StopOnSignal(lambda number: [number, signal.SIGINT])

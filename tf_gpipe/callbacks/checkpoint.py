@@ -143,7 +143,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         run = self.model._training_run
         run.at_end.append(self._writer.end)
-        data.check(run.epochs)
+        data.check(run.epochs, run.validation_data)
         if not self.model.built:
             raise ValueError(
                 "The Checkpoint callback needs a model that is built. Give it "

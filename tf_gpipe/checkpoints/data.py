@@ -21,15 +21,16 @@ _ENDED = (
 )
 
 
-def check(epochs: Any) -> None:
+def check(epochs: Any, validation_data: Any) -> None:
     """Refuses data that would not come in the same order again.
 
     Args:
         epochs: Keras's iterator over the epochs of `fit`.
+        validation_data: The argument of `fit`.
 
     Raises:
-        ValueError: If the data is given once, as by a generator, or is drawn
-            without a seed.
+        ValueError: If the data is given once, as by a generator, is drawn
+            without a seed, or in an order that validations change.
     """
     kind = upstream.kind_of_data(epochs)
     if kind is None:
@@ -49,9 +50,28 @@ def check(epochs: Any) -> None:
                 "before the model is made, or `fit` with shuffle=False."
             )
     elif kind == upstream.TF_DATA:
-        _check_dataset(upstream.dataset_of(epochs))
+        dataset = upstream.dataset_of(epochs)
+        _check_dataset(dataset)
+        _check_apart(dataset, validation_data)
     elif upstream.changes_between_epochs(epochs):
         _check_whole_epochs(epochs)
+
+
+def _check_apart(dataset: Any, validation_data: Any) -> None:
+    """Refuses validation data whose random numbers are also the dataset's."""
+    if not isinstance(validation_data, tf.data.Dataset):
+        return
+    states = upstream.lasting_states(dataset)
+    for key, name in upstream.lasting_states(validation_data).items():
+        if key in states:
+            raise ValueError(
+                "The validation data draws from the same random numbers as "
+                f"the training data ({name}), so that each validation changes "
+                "the order of the epochs after it, and puts rows that were "
+                "trained on into the validation. Give the `shuffle` before "
+                "`take` and `skip` reshuffle_each_iteration=False, and "
+                "functions that draw numbers generators or layers of their own."
+            )
 
 
 def _check_whole_epochs(epochs: Any) -> None:

@@ -41,12 +41,14 @@ class Run(NamedTuple):
         callbacks: The argument of `fit`, with measuring callbacks first.
         at_end: List of functions that are called when `fit` has ended or
             failed.
+        validation_data: The argument of `fit`.
         epochs: Keras's iterator over the epochs of the data.
     """
 
     initial_epoch: int
     callbacks: Any
     at_end: list[Callable[[], None]]
+    validation_data: Any = None
     epochs: Any = None
 
 
@@ -237,7 +239,12 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         given = bound.arguments
         if "callbacks" in given:
             given["callbacks"] = measuring_first(given["callbacks"])
-        run = Run(given.get("initial_epoch", 0), given.get("callbacks"), [])
+        run = Run(
+            given.get("initial_epoch", 0),
+            given.get("callbacks"),
+            at_end=[],
+            validation_data=given.get("validation_data"),
+        )
         self._note_run(run)
         try:
             return super().fit(*bound.args[1:], **bound.kwargs)
