@@ -891,7 +891,7 @@ def replace_next_epoch(epochs: Any, first: Callable[[Any], Iterator]) -> None:
 
 def monitors(callbacks: Any) -> list[keras.callbacks.Callback]:
     """Returns the callbacks given to `fit` that monitor a metric."""
-    return _of_class(callbacks, monitor_callback.MonitorCallback)
+    return callbacks_of(monitor_callback.MonitorCallback, callbacks)
 
 
 def swaps(callbacks: Any) -> list[keras.callbacks.SwapEMAWeights]:
@@ -899,13 +899,14 @@ def swaps(callbacks: Any) -> list[keras.callbacks.SwapEMAWeights]:
 
     The attribute `_ema_weights_in_model` of each says whether it has.
     """
-    return _of_class(callbacks, keras.callbacks.SwapEMAWeights)
+    return callbacks_of(keras.callbacks.SwapEMAWeights, callbacks)
 
 
-def _of_class(callbacks: Any, cls: type) -> list:
+def callbacks_of(kinds: type | tuple[type, ...], callbacks: Any) -> list:
+    """Returns those of the callbacks given to `fit` that are of some class."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    return [x for x in keras.tree.flatten(callbacks) if isinstance(x, cls)]
+    return [x for x in keras.tree.flatten(callbacks) if isinstance(x, kinds)]
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:

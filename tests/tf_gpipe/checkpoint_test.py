@@ -1457,6 +1457,23 @@ class RefusedTest(TestCase):
         self.assertAllEqual(before[0], other.kernel)
         self.assertEqual(model.other.learning_rate, np.float32(0.1))
 
+    @parameterized.parameters(True, False)
+    def test_others_that_restore(self, first):
+        for other, name in (
+            (Checkpoint(self.workdir / "other"), "Checkpoint"),
+            (
+                keras.callbacks.BackupAndRestore(self.workdir / "other"),
+                "BackupAndRestore",
+            ),
+        ):
+            callbacks = [other, Checkpoint(self.workdir / "run")]
+            with self.assertRaisesRegex(ValueError, f"two .*{name}"):
+                small().fit(
+                    **DATA["arrays"](),
+                    verbose=0,
+                    callbacks=callbacks if first else callbacks[::-1],
+                )
+
     def test_models(self):
         plain = keras.Sequential([keras.Input((4,)), L.Dense(4)])
         plain.compile("sgd", "mse")

@@ -143,6 +143,15 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         run = self.model._training_run
         run.at_end.append(self._writer.end)
+        kinds = (Checkpoint, keras.callbacks.BackupAndRestore)
+        restoring = upstream.callbacks_of(kinds, run.callbacks)
+        if len(restoring) > 1:
+            raise ValueError(
+                "A run goes on from one checkpoint, and there are two or more "
+                "callbacks that would restore one. Use one `Checkpoint`, whose "
+                "`keep` and `every_steps` say what it keeps. Received: "
+                f"{[type(x).__name__ for x in restoring]}"
+            )
         data.check(run.epochs, run.validation_data)
         if not self.model.built:
             raise ValueError(
