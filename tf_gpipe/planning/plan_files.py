@@ -74,7 +74,13 @@ def load(path: Any, plan_of: Any, stage_of: Any, rival_of: Any) -> Any:
             config["tasks"] = Schedule(**config["tasks"])
         plan = plan_of(**config)
         _check(plan)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise refused(f"which is damaged ({error})") from error
     return plan
 
@@ -97,10 +103,10 @@ def _check(plan: Any) -> None:
     for stage in stages:
         checks.positive_integer("layers", len(stage.layers))
     checks.positive_integer("num_replicas", plan.num_replicas)
-    lengths = plan.nominal_length
-    for length in lengths if isinstance(lengths, list) else [lengths]:
-        if length is not None:
-            checks.positive_integer("nominal_length", length)
+    if plan.nominal_length is not None:
+        length = plan.nominal_length
+        for x in length if isinstance(length, list) else [length]:
+            checks.positive_integer("nominal_length", x)
     for memory in plan.memories:
         if memory is not None:
             checks.positive_integer("device_memory", memory)

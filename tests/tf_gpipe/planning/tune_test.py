@@ -1207,6 +1207,8 @@ class PlanArgumentTest(tf.test.TestCase, parameterized.TestCase):
             json.dumps({**config, "num_micro_batches": 3}),
             json.dumps({**config, "more": 1}),
             json.dumps({**config, "device_memory": 0}),
+            json.dumps({**config, "nominal_length": [4, None]}),
+            whole.replace('"sends": {\n', '"sends": {"9": Infinity,\n'),
         ):
             with open(path, "w") as file:
                 file.write(text)
