@@ -285,6 +285,13 @@ class _Verification:
                 )
         self._all.update(comparison)
         self._compared.append(what)
+        loss = expected.logs.get("loss", 0.0)
+        if not np.isfinite(loss).all():
+            # All that follows from it is as little a number, and so alike.
+            self._problems.append(
+                f"In {what} the loss of the plain model is {loss}, and tells "
+                "nothing. Give `x` and `y` for which it is a finite number."
+            )
         return not reasons
 
     def _reasons(
@@ -401,6 +408,8 @@ def _unfit(model: Any, x: Any) -> str | None:
             "Its replicas cannot be compared with a plain model on one "
             "device: make the same model without the strategy."
         )
+    if not len(keras.tree.flatten(x)[0]):
+        return "`x` must have at least one row. Received: `x` without rows"
     return memory.too_large(model, x)
 
 

@@ -449,6 +449,18 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         self.assertFalse(report.ok)
         self.assertNotEmpty(report.problems)
 
+    @parameterized.parameters(
+        (0, 1.0, "at least one row"),
+        (4, np.nan, "In training the loss of the plain model is nan"),
+        (4, np.inf, "In evaluation the loss of the plain model is inf"),
+    )
+    def test_data_that_tell_nothing(self, rows, factor, message):
+        """Numbers that are no numbers are not called equal."""
+        x, y = (value[:rows] for value in DATA)
+        report = tf_gpipe.verify(compiled(stack([])), x, factor * y)
+        self.assertFalse(report.ok)
+        self.assertIn(message, " ".join(str(report).split()))
+
     def test_replicas(self):
         strategy = tf.distribute.MirroredStrategy(DEVICES[:1])
         with strategy.scope():
