@@ -696,9 +696,9 @@ def shuffles_arrays(epochs: Any) -> bool:
     return bool(epochs.data_adapter._shuffle)
 
 
-def changes_between_epochs(epochs: Any) -> bool:
+def changes_between_epochs(dataset: keras.utils.PyDataset) -> bool:
     """Returns whether a `PyDataset` has code for the ends of epochs."""
-    plain, kind = keras.utils.PyDataset, type(epochs.data_adapter.py_dataset)
+    plain, kind = keras.utils.PyDataset, type(dataset)
     return (
         kind.on_epoch_begin is not plain.on_epoch_begin
         or kind.on_epoch_end is not plain.on_epoch_end

@@ -259,6 +259,16 @@ class Shuffling(Rows):
         np.random.shuffle(self.order)
 
 
+class InOrder(keras.utils.PyDataset):
+    """Is the same in each epoch."""
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, i):
+        return X[8 * i : 8 * i + 8], X[8 * i : 8 * i + 8]
+
+
 class Endless(Rows):
     """Has no last batch."""
 
@@ -1371,6 +1381,10 @@ class RefusedTest(TestCase):
         ("parts of a shuffle that stays", None),
         ("two shuffles", None),
         ("a table", None),
+        ("the same PyDataset", "Rows"),
+        ("the same PyDataset in order", None),
+        ("the generator of two PyDatasets", "Rows"),
+        ("two PyDatasets", None),
     )
     def test_validation_that_draws_from_the_same(self, kind, message):
         """`fit` cannot draw again what validations have drawn."""
@@ -1384,6 +1398,14 @@ class RefusedTest(TestCase):
             x = tf.data.Dataset.from_tensor_slices((X, X))
             x = x.shuffle(40, seed=2, reshuffle_each_iteration=not stays)
             train, test = x.skip(8), x.take(8)
+        elif kind == "the same PyDataset":
+            train = test = Rows()
+        elif kind == "the same PyDataset in order":
+            train = test = InOrder()
+        elif "PyDatasets" in kind:
+            train, test = Rows(), Rows()
+            if "generator" in kind:
+                test.numbers = train.numbers
         elif kind == "the same":
             train = test = dataset()
         elif kind == "two shuffles":
@@ -1402,8 +1424,10 @@ class RefusedTest(TestCase):
             self.fit(
                 small(),
                 lambda: {
-                    "x": train.batch(8),
-                    "validation_data": test.batch(8),
+                    "x": train if "PyData" in kind else train.batch(8),
+                    "validation_data": test
+                    if "PyData" in kind
+                    else test.batch(8),
                     "shuffle": False,
                 },
                 epochs=1,

@@ -771,7 +771,7 @@ class DataTest(tf.test.TestCase):
                 pass
 
         for kind, changes in ((Rows, False), (Shuffled, True)):
-            found = upstream.changes_between_epochs(self.epochs(kind()))
+            found = upstream.changes_between_epochs(kind())
             self.assertEqual(found, changes)
 
     def test_sizes(self):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -18,6 +19,15 @@ from tf_gpipe import upstream
 _ENDED = (
     "The data has ended before the place where training was: it must have the "
     "same batches as when the checkpoint was written."
+)
+
+# What a `PyDataset` may draw numbers from.
+_GENERATORS = (
+    keras.random.SeedGenerator,
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+    tf.random.Generator,
 )
 
 
@@ -50,28 +60,40 @@ def check(epochs: Any, validation_data: Any) -> None:
                 "before the model is made, or `fit` with shuffle=False."
             )
     elif kind == upstream.TF_DATA:
-        dataset = upstream.dataset_of(epochs)
-        _check_dataset(dataset)
+        _check_dataset(upstream.dataset_of(epochs))
+        _check_apart(upstream.dataset_of(epochs), validation_data)
+    else:
+        dataset = epochs.data_adapter.py_dataset
         _check_apart(dataset, validation_data)
-    elif upstream.changes_between_epochs(epochs):
-        _check_whole_epochs(epochs)
+        if upstream.changes_between_epochs(dataset):
+            _check_whole_epochs(epochs)
 
 
 def _check_apart(dataset: Any, validation_data: Any) -> None:
     """Refuses validation data whose random numbers are also the dataset's."""
-    if not isinstance(validation_data, tf.data.Dataset):
-        return
-    states = upstream.lasting_states(dataset)
-    for key, name in upstream.lasting_states(validation_data).items():
+    states = _lasting_states(dataset)
+    for key, name in _lasting_states(validation_data).items():
         if key in states:
             raise ValueError(
                 "The validation data draws from the same random numbers as "
                 f"the training data ({name}), so that each validation changes "
                 "the order of the epochs after it, and puts rows that were "
                 "trained on into the validation. Give the `shuffle` before "
-                "`take` and `skip` reshuffle_each_iteration=False, and "
-                "functions that draw numbers generators or layers of their own."
+                "`take` and `skip` reshuffle_each_iteration=False, and what "
+                "else draws numbers a generator or layers of its own."
             )
+
+
+def _lasting_states(dataset: Any) -> dict[int, str]:
+    """Returns the random states that iterators pass on, as for `tf.data`."""
+    if isinstance(dataset, tf.data.Dataset):
+        return upstream.lasting_states(dataset)
+    if not isinstance(dataset, keras.utils.PyDataset):
+        return {}
+    found = [x for x in vars(dataset).values() if isinstance(x, _GENERATORS)]
+    if upstream.changes_between_epochs(dataset):
+        found.append(dataset)
+    return {id(x): type(dataset).__name__ for x in found}
 
 
 def _check_whole_epochs(epochs: Any) -> None:
@@ -182,7 +204,7 @@ def may_be_in_another_order(epochs: Any, states: list) -> bool:
     """
     return (
         upstream.kind_of_data(epochs) == upstream.PY_DATASET
-        and upstream.changes_between_epochs(epochs)
+        and upstream.changes_between_epochs(epochs.data_adapter.py_dataset)
         and random_states() != states
     )
 
