@@ -20,5 +20,6 @@ summed. The result is that of the mini-batch in one piece:
     masks             Keras masks of outputs, computed before the outputs
     outputs           the model's outputs, merged from micro-batches
     row_dependence    how outputs and losses depend on the rows of a batch
+    dependence        that of a value, judged by its values for some batches
     made_up_batches   layers run on made-up batches, for `row_dependence`
 """

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tf_gpipe.stage.stage import AddedLoss
 from tf_gpipe.stage.stage import Stage
+from tf_gpipe.step.dependence import Dependence
 from tf_gpipe.step.micro_batch import Split
-from tf_gpipe.step.row_dependence import Dependence
 from tf_gpipe.step.row_dependence import RowDependence
 
 # Attribute by which a layer may say how all losses that it adds are merged.

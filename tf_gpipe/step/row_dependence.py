@@ -2,24 +2,15 @@
 
 A micro-batch's result is a part of the mini-batch's in one of three ways: some
 of its rows, a term of a mean over rows, or a term of a sum. Keras does not say
-which, so layers are run on made-up batches. For a batch A of n rows, B of m,
-and AB with the rows of both, a value F is
-
-    a mean, if  (n + m) * F(AB) = n * F(A) + m * F(B)
-    a sum, if             F(AB) =     F(A) +     F(B)
-
-A constant is a mean. Anything else, such as a product of two means, cannot be
-computed from the results for A and B.
+which, so layers are run on made-up batches; `dependence` has the rules.
 """
 
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import upstream
@@ -30,28 +21,16 @@ from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.graph import variables_of
 from tf_gpipe.stage.stage import run_node
 from tf_gpipe.step.batch_statistics import batch_norms
+from tf_gpipe.step.dependence import Dependence
+from tf_gpipe.step.dependence import dependence
+from tf_gpipe.step.dependence import is_empty
+from tf_gpipe.step.dependence import is_reordered
 from tf_gpipe.step.made_up_batches import ROWS
-from tf_gpipe.step.made_up_batches import A
-from tf_gpipe.step.made_up_batches import B
 from tf_gpipe.step.made_up_batches import Trials
 from tf_gpipe.step.made_up_batches import row_axes
 
 # Size used for unknown dimensions, such as lengths of sequences.
 _SIZE = 16
-
-
-class Dependence(NamedTuple):
-    """How a value without a batch axis depends on the rows of a batch.
-
-    Attributes:
-        kind: "mean" or "sum", whichever is closer.
-        exact: Whether the value is exactly that.
-        constant: Whether it is the same for all rows.
-    """
-
-    kind: str
-    exact: bool
-    constant: bool = False
 
 
 class RowDependence:
@@ -146,7 +125,7 @@ class RowDependence:
         if found is None:
             return False
         tried, by_kind = found
-        return any(_is_reordered(x[0], tried.tolerance) for x in by_kind)
+        return any(is_reordered(x[0], tried.tolerance) for x in by_kind)
 
     def _is_batch(self, value: Value) -> bool:
         """Returns whether a value has just the rows of the batch in axis 0."""
@@ -277,17 +256,17 @@ class RowDependence:
                 results.append(Dependence("mean", True, constant=True))
                 continue
             values = [x[i] for x in by_kind]
-            if tried.by_value[i] and _is_empty(values):
+            if tried.by_value[i] and is_empty(values):
                 # Zero up to some margin, and both a mean and a sum.
                 try:
                     values += [x[i] for x in tried.run_larger()]
                 except Exception:
                     # As in `_run`.
                     pass
-                if _is_empty(values):
+                if is_empty(values):
                     results.append(None)
                     continue
-            results.append(_dependence(values, tried.tolerance))
+            results.append(dependence(values, tried.tolerance))
         return results
 
     def _run(
@@ -325,88 +304,6 @@ class RowDependence:
         except Exception:
             # A layer may raise any error for made-up numbers.
             return None
-
-
-def _dependence(
-    found: Sequence[tuple[np.ndarray, ...]], tolerance: float
-) -> Dependence | None:
-    """Returns how a value depends on rows, from its values in all
-
-    `found` has its values for batches A, B, AB and AA, for several A and B.
-    """
-    n, m = A, B
-    seen = False
-    kinds, growths = {"mean", "sum"}, {"mean", "sum"}
-    constant = True
-    for values in found:
-        if not np.issubdtype(values[0].dtype, np.number):
-            a, b, ab, _ = values
-            seen = True
-            # The same in all trials, or it depends on what the rows are.
-            known = (a, b, ab, found[0][0])
-            if not all(np.array_equal(a, x) for x in known):
-                constant = False
-                kinds.clear()
-            continue
-        a, b, ab, aa = (np.asarray(x, "float64") for x in values)
-        if not all(np.isfinite(x).all() for x in (a, b, ab, aa)):
-            continue
-        seen = True
-        allowed = tolerance * max(np.abs(x).max() for x in (a, b, ab, aa))
-
-        def same(x, y, allowed=allowed):
-            return bool((np.abs(x - y) <= allowed).all())
-
-        constant &= same(a, b) and same(a, ab)
-        if not same(ab, (n * a + m * b) / (n + m)):
-            kinds.discard("mean")
-        if not same(ab, a + b):
-            kinds.discard("sum")
-        if not same(aa, a):
-            growths.discard("mean")
-        if not same(aa, 2 * a):
-            growths.discard("sum")
-    if not seen:
-        return None
-    if kinds:
-        return Dependence("mean" if "mean" in kinds else "sum", True, constant)
-    return Dependence("sum" if growths == {"sum"} else "mean", False)
-
-
-def _is_empty(found: Sequence[tuple[np.ndarray, ...]]) -> bool:
-    """Returns whether a value is always zero, or the same boolean."""
-    arrays = [x for values in found for x in values]
-    if arrays[0].dtype == bool:
-        return all(x.all() for x in arrays) or not any(map(np.any, arrays))
-    return np.issubdtype(arrays[0].dtype, np.number) and not any(
-        map(np.any, arrays)
-    )
-
-
-def _is_reordered(found: tuple[np.ndarray, ...], tolerance: float) -> bool:
-    """Returns whether AB has the rows of A and B in another order.
-
-    They may be other rows, if layers compare those of a batch.
-
-    Args:
-        found: Values for the batches A, B, AB and AA.
-        tolerance: As `Trials.tolerance`.
-    """
-    a, b, ab, _ = found
-    rows = np.concatenate([a, b])
-    if rows.shape != ab.shape:
-        return False
-    rows, ab = (x.reshape(len(x), -1) for x in (rows, ab))
-    if np.issubdtype(rows.dtype, np.number):
-        rows, ab = (x.astype("complex128") for x in (rows, ab))
-        if not (np.isfinite(rows).all() and np.isfinite(ab).all()):
-            return False
-        allowed = tolerance * max(np.abs(x).max(initial=0) for x in (rows, ab))
-        equal = (np.abs(rows[:, None] - ab[None]) <= allowed).all(-1)
-    else:
-        equal = (rows[:, None] == ab[None]).all(-1)
-    permuted = equal.any(0).all() and equal.any(1).all()
-    return bool(permuted and not equal.diagonal().all())
 
 
 def _flat(values: Activations) -> list:
