@@ -312,8 +312,19 @@ class TracedFunction:
                 # Colocation groups may name operations of another part.
                 copy.attr.pop("_class", None)
                 copy.input[:] = [x.name for x in kept[node.name]]
+                awaited = [
+                    x[1:] for x in node.input if x[:1] == "^" and x[1:] in kept
+                ]
+                copy.input.extend(f"^{x}" for x in awaited)
+                # Gradients read an activation when their own operand is there:
+                # `exp(x)` after `grad`. TensorFlow may move a constant into
+                # that operation and take its operand out, and `exp(x)` of all
+                # layers would be computed as the phase starts.
                 copy.input.extend(
-                    x for x in node.input if x[:1] == "^" and x[1:] in kept
+                    f"^{x.op.name}"
+                    for name in awaited
+                    for x in kept[name]
+                    if x.op.name in kept
                 )
                 copy.input.extend(
                     f"^{x}" for x in waits.get(node.name, ()) if x in kept

@@ -4,11 +4,40 @@ import collections
 
 import numpy as np
 import tensorflow as tf
+from absl.testing import parameterized
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.framework import meta_graph
+from tensorflow.python.grappler import tf_optimizer
 
 from tf_gpipe.stage.traced_function import TracedFunction
 
 
-class TracedFunctionTest(tf.test.TestCase):
+def optimized(concrete):
+    """Returns the `NodeDef`s of a function and of those that it calls."""
+    graph = meta_graph.create_meta_graph_def(graph=concrete.graph)
+    fetches = graph.collection_def["train_op"].node_list.value
+    fetches.extend(x.name for x in concrete.outputs)
+    config = config_pb2.ConfigProto()
+    config.graph_options.rewrite_options.min_graph_nodes = -1
+    found = tf_optimizer.OptimizeGraph(config, graph)
+    called = [node for x in found.library.function for node in x.node_def]
+    return [*found.node, *called]
+
+
+def ancestors(nodes, name):
+    """Returns the names of all that an operation waits for."""
+    inputs = {
+        x.name: [y.lstrip("^").split(":")[0] for y in x.input] for x in nodes
+    }
+    found, rest = set(), [name]
+    while rest:
+        new = set(inputs.get(rest.pop(), ())) - found
+        found |= new
+        rest += new
+    return found
+
+
+class TracedFunctionTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.weight = tf.Variable(np.eye(3, dtype="float32") * 2)
@@ -50,6 +79,54 @@ class TracedFunctionTest(tf.test.TestCase):
         places = [traced.operations.index(x.op) for x in reads]
         self.assertLen(places, 32)
         self.assertEqual(places, sorted(places))
+
+    @parameterized.named_parameters(
+        ("gelu", tf.nn.gelu),
+        ("exp", lambda x: tf.exp(0.5 * x) * 0.5),
+        ("erf", lambda x: 0.5 * x * (1.0 + tf.math.erf(0.5 * x))),
+        ("log", lambda x: 0.5 * x * tf.math.log1p(0.5 * x)),
+        ("square", lambda x: 0.5 * x * tf.square(2.0 * x)),
+    )
+    def test_tensors_wait_for_their_gradient(self, activation):
+        """Optimised, a backward phase does not compute all at its start.
+
+        TensorFlow's gradients read activations once the gradient is there, by
+        control dependencies.
+        """
+
+        def run(x, w, gradient):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = x
+                for i in range(4):
+                    with tf.name_scope(f"layer_{i}"):
+                        y = activation(y @ w)
+            return tape.gradient(y, x, gradient)
+
+        spec = tf.TensorSpec((8, 8))
+        concrete = tf.function(run, autograph=False).get_concrete_function(
+            spec, spec, spec
+        )
+        part = TracedFunction(concrete, concrete.inputs).part(
+            concrete.inputs, concrete.outputs
+        )
+        nodes = optimized(
+            tf.function(
+                lambda *args: part(args), autograph=False
+            ).get_concrete_function(spec, spec, spec)
+        )
+        checked = 0
+        for node in nodes:
+            for i in range(3):
+                # Its gradient comes from the layer after it.
+                layer = f"gradient_tape/layer_{i}/"
+                before = f"gradient_tape/layer_{i + 1}/matmul/MatMul"
+                # TensorFlow makes products with constants of other factors.
+                free = node.op in ("Const", "Mul")
+                if node.name.startswith(layer) and not free:
+                    checked += 1
+                    self.assertIn(before, ancestors(nodes, node.name), node)
+        self.assertGreater(checked, 2)
 
     def test_parts(self):
         traced, inputs, (first, second) = self.trace()
