@@ -290,20 +290,23 @@ def _temporary(
 
     While the backward pass of one call runs, the stage also holds gradients of
     skip connections: of values that earlier calls made or other stages sent
-    (`received`), and that later calls took. The gradients of the stage's
-    outputs are there to its end, since its caller holds them. The model's
-    inputs have no gradient.
+    (`received`), one for each later call that took the value, as they are added
+    up when there are all. The gradients of the stage's outputs are there to its
+    end, since its caller holds them. The model's inputs have no gradient.
     """
-    made = {x: i for i, node in enumerate(part.nodes) for x in node.made}
-    last = {x: i for i, node in enumerate(part.nodes) for x in node.inputs}
-    last.update(dict.fromkeys(part.outputs, len(part.nodes)))
-    waiting = {x for x in part.inputs if x in received}
-    most = 0
-    for i, (node, trace) in enumerate(zip(part.nodes, traces, strict=True)):
-        waiting = {x for x in waiting if last.get(x, i) > i}
-        arrived = sum(size(x) for x in part.outputs if made.get(x, 0) > i)
-        most = max(most, trace.temporary + sum(map(size, waiting)) + arrived)
-        waiting.update(node.made)
+    made = {x for node in part.nodes for x in node.made}
+    # Gradients that wait, by value, and those of outputs that calls have read.
+    waiting = {x: size(x) for x in part.outputs if x in made or x in received}
+    arrived = most = 0
+    for node, trace in reversed(list(zip(part.nodes, traces, strict=True))):
+        for x in node.made:
+            waiting.pop(x, None)  # read by this call: a part of `temporary`
+        held = sum(waiting.values()) + arrived
+        most = max(most, trace.temporary + held)
+        arrived += sum(size(x) for x in node.made if x in part.outputs)
+        for x in node.inputs:
+            if x in made or x in received:
+                waiting[x] = waiting.get(x, 0) + size(x)
     return most
 
 

@@ -135,6 +135,22 @@ class PlannedTest(tf.test.TestCase, parameterized.TestCase):
             atol=0.01,
         )
 
+    def test_each_gradient_of_a_value_waits(self):
+        """They are added up when all are there."""
+
+        def skips(x, count):
+            x = y = L.Conv2D(8, 3, padding="same", use_bias=False)(x)
+            for _ in range(count):
+                y = L.Conv2D(8, 3, padding="same", use_bias=False)(y)
+                y = L.Add()([x, y])
+            return _small(y)
+
+        few, many = (
+            _activations(functools.partial(skips, count=n)) for n in (1, 3)
+        )
+        # Also the input of each convolution.
+        self.assertAllClose(many, few + 2 + 2, atol=0.01)
+
 
 def _small(x):
     """Returns outputs for which the loss needs little memory."""
