@@ -820,6 +820,19 @@ class DataTest(tf.test.TestCase):
         listed = keras.callbacks.CallbackList(callbacks)
         self.assertEqual(upstream.monitors(listed), [stop])
 
+    def test_callbacks_of(self):
+        """A run has at most one callback that restores a checkpoint."""
+        stop = keras.callbacks.EarlyStopping()
+        end = keras.callbacks.TerminateOnNaN()
+        listed = keras.callbacks.CallbackList([stop, end])
+        kinds = keras.callbacks.EarlyStopping, keras.callbacks.TerminateOnNaN
+        for callbacks in ([stop, end], (stop, [end]), listed):
+            self.assertEqual(
+                upstream.callbacks_of(kinds, callbacks), [stop, end]
+            )
+            self.assertEqual(upstream.callbacks_of(kinds[1], callbacks), [end])
+        self.assertEqual(upstream.callbacks_of(kinds, None), [])
+
     def test_swaps(self):
         """Checkpoints tell whether weights are averages."""
         swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
