@@ -295,7 +295,8 @@ def _temporary(
     end, since its caller holds them. The model's inputs have no gradient.
     """
     made = {x for node in part.nodes for x in node.made}
-    # Gradients that wait, by value, and those of outputs that calls have read.
+    # Bytes of the gradients that wait, by value; and of those of outputs whose
+    # calls have read them.
     waiting = {x: size(x) for x in part.outputs if x in made or x in received}
     arrived = most = 0
     for node, trace in reversed(list(zip(part.nodes, traces, strict=True))):

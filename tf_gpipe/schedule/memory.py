@@ -152,10 +152,9 @@ def _peaks(
     number = schedule.num_micro_batches
     for stage, own in sizes.items():
         held[holders[stage]] += own.fixed
+        held[holders[stage]] += own.waiting(stage, schedule.devices)
         together[holders[stage]] += number * own.slices
     left = dict.fromkeys(sizes, number)  # forward passes
-    for stage, own in sizes.items():
-        held[holders[stage]] += own.waiting(stage, schedule.devices)
     most = dict(held)
     rows = {schedule.devices[stage] for stage in sizes}
     alone = len(rows) == 1

@@ -47,12 +47,8 @@ def retraced(trace: Callable[[], Any]) -> Any:
 
 def is_within(graph: Any) -> bool:
     """Returns whether a loop or a branch of a graph is being traced."""
-    current = tf.compat.v1.get_default_graph()
-    if tf.executing_eagerly() or current is graph:
-        return False
-    while current is not None and current is not graph:
-        current = getattr(current, "outer_graph", None)
-    return current is graph
+    around = upstream.graphs_being_built()[1:]
+    return not tf.executing_eagerly() and graph in around
 
 
 class Held:

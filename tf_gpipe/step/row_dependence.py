@@ -5,6 +5,7 @@ of its rows, a term of a mean over rows, or a term of a sum. Keras does not say
 which, so layers are run on made-up batches; `dependence` has the rules.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -250,23 +251,27 @@ class RowDependence:
         if found is None:
             return []
         tried, by_kind = found
+        columns = [list(x) for x in zip(*by_kind, strict=True)]
+        # Zero up to some margin, and both a mean and a sum.
+        empty = [
+            i
+            for i, values in enumerate(columns)
+            if tried.varying[i] and tried.by_value[i] and is_empty(values)
+        ]
+        if empty:
+            # As in `_run`, a layer may raise any error.
+            with contextlib.suppress(Exception):
+                for larger in tried.run_larger():
+                    for i in empty:
+                        columns[i].append(larger[i])
         results: list[Dependence | None] = []
-        for i, varies in enumerate(tried.varying):
-            if not varies:
+        for i, values in enumerate(columns):
+            if not tried.varying[i]:
                 results.append(Dependence("mean", True, constant=True))
-                continue
-            values = [x[i] for x in by_kind]
-            if tried.by_value[i] and is_empty(values):
-                # Zero up to some margin, and both a mean and a sum.
-                try:
-                    values += [x[i] for x in tried.run_larger()]
-                except Exception:
-                    # As in `_run`.
-                    pass
-                if is_empty(values):
-                    results.append(None)
-                    continue
-            results.append(dependence(values, tried.tolerance))
+            elif i in empty and is_empty(values):
+                results.append(None)
+            else:
+                results.append(dependence(values, tried.tolerance))
         return results
 
     def _run(

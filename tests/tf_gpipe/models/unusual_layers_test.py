@@ -42,6 +42,18 @@ def dense():
     ]
 
 
+def plain_and_gpipe():
+    """Yields a plain model and a pipeline, with equal weights."""
+    for make in (
+        keras.Sequential,
+        functools.partial(
+            tf_gpipe.PipelinedSequential, schedule="gpipe", **TWO
+        ),
+    ):
+        keras.utils.set_random_seed(0)
+        yield make(dense())
+
+
 class Counting(L.Layer):
     """A layer that counts the mini-batches that it has seen."""
 
@@ -1016,14 +1028,7 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
 
         x, y = numbers(8, 6), numbers(8, 3)
         losses = []
-        for make in (
-            keras.Sequential,
-            functools.partial(
-                tf_gpipe.PipelinedSequential, schedule="gpipe", **TWO
-            ),
-        ):
-            keras.utils.set_random_seed(0)
-            model = make(dense())
+        for model in plain_and_gpipe():
             model.compile(keras.optimizers.SGD(0.0), Noisy())
             losses.append([model.train_on_batch(x, y) for _ in range(3)])
         self.assertAllClose(*losses)
@@ -1051,15 +1056,8 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
 
         x, y = numbers(8, 6), numbers(8, 3)
         found = []
-        for make in (
-            keras.Sequential,
-            functools.partial(
-                tf_gpipe.PipelinedSequential, schedule="gpipe", **TWO
-            ),
-        ):
-            keras.utils.set_random_seed(0)
+        for model in plain_and_gpipe():
             calls = tf.Variable(0.0)
-            model = make(dense())
             model.compile("sgd", loss)
             found.append([model.train_on_batch(x, y) for _ in range(3)])
             found[-1].append(calls.numpy())
