@@ -1401,6 +1401,18 @@ def gpu_memory() -> int | None:
     return None
 
 
+def beside(x: Any) -> contextlib.AbstractContextManager:
+    """Returns a scope for operations on a tensor's device, not yet known."""
+    if not tf.is_tensor(x):
+        return contextlib.nullcontext()
+    if tf.executing_eagerly():
+        return tf.device(x.device)
+    graph = tf.compat.v1.get_default_graph()
+    if not tf.is_symbolic_tensor(x) or x.graph is not graph:
+        x = graph.capture(x)
+    return graph.colocate_with(x, ignore_existing=True)
+
+
 def colocation_target(devices: Sequence[str]) -> Any:
     """Returns an object to colocate variables with: a device per replica."""
     return types.SimpleNamespace(_devices=devices)

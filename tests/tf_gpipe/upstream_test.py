@@ -1359,7 +1359,7 @@ class GraphsTest(tf.test.TestCase):
         )
 
 
-class DevicesTest(tf.test.TestCase):
+class DevicesTest(parameterized.TestCase, tf.test.TestCase):
     def test_connected_to(self):
         """Workers are found, and told apart, by their addresses."""
         self.assertEqual(upstream.connected_to(), {})
@@ -1367,6 +1367,39 @@ class DevicesTest(tf.test.TestCase):
     def test_gpu_memory(self):
         """`verify` says beforehand that a model is too large."""
         self.assertEqual(upstream.gpu_memory() is None, KIND != "GPU")
+
+    @parameterized.parameters("argument", "eager", "captured", "called")
+    def test_beside(self, how):
+        """Micro-batches are cut where their mini-batch is."""
+        there, here = (f"{KIND}:{i}" for i in (3, 1))
+        with tf.device(there):
+            x = tf.ones((4, 2))
+        inner = tf.function(lambda x: x + 1.0, autograph=False)
+
+        def cut(x):
+            with tf.device(here), upstream.beside(x):
+                return x[2:]
+
+        def run(x):
+            if how == "called":
+                with tf.device(there):
+                    x = inner(x)
+            y = cut(x)
+            if how == "captured":
+                y = tf.function(lambda: cut(x), autograph=False)()
+            with tf.device(here):
+                return tf.identity(y, "sent"), y
+
+        if how == "eager":
+            self.assertEndsWith(cut(x).device, there)
+            return
+        step = tf.function(run, autograph=False)
+        nodes = executed_graph(step, x)
+        cuts = [n for n in nodes if n.op == "StridedSlice"]
+        self.assertNotEmpty(cuts)
+        for node in cuts:
+            self.assertEndsWith(node.device, there)
+        self.assertAllEqual(step(x)[0], np.ones((2, 2)) + (how == "called"))
 
     def test_placed_on(self):
         """Each replica has a variable's component on its stage's device."""

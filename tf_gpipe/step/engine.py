@@ -178,13 +178,15 @@ class MiniBatch:
                 continue
             if task.kind == BACKWARD and task.stage == self.pipeline.last:
                 outputs = self.exchange.outputs(m)
+                # Labels are cut where they are, and before the task's turn.
+                labels = loss.inputs(m)
                 # Not finished here: the backward task follows, and finishes it.
                 with self.order.task(task):
                     if weights is None:
                         loss.prepare(self._like_whole(m))
                         weights = self._weights_of(loss)
                     losses[m], self._output_gradients[m], weight_gradients = (
-                        differentiate(outputs, weights, *loss.inputs(m))
+                        differentiate(outputs, weights, *labels)
                     )
                     self._loss_sum.add(
                         (v, x)

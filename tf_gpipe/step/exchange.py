@@ -43,6 +43,7 @@ class Exchange:
         )
         self._stage_outputs: dict[tuple[int, int], Activations] = {}
         # By value, micro-batch and device: activations that the device has.
+        # For inputs of the model the device is "": all take the same tensors.
         self._received: dict[tuple[Value, int, str], Activations] = {}
         # By part and micro-batch: gradients by the device that made them.
         self._gradients: dict[tuple[_Part, int], dict[str, Any]] = {}
@@ -111,14 +112,12 @@ class Exchange:
 
     def value(self, value: Value, device: str, m: int) -> Activations:
         """Returns a value of micro-batch `m` for a stage on `device`."""
-        key = value, m, device
+        given = value in self._model_inputs
+        key = value, m, "" if given else device
         if key not in self._received:
-            if value in self._model_inputs:
+            if given:
                 whole = Activations.of(self._model_inputs[value])
-                # Inputs are cut into micro-batches on each device that uses
-                # them.
-                with tf.device(device):
-                    parts = [self._split.take(x, m) for x in whole]
+                parts = [self._split.take(x, m) for x in whole]
                 self._received[key] = Activations(*parts)
             else:
                 maker, i = self._pipeline.maker[value]

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_gpipe import upstream
 from tf_gpipe.devices import replicas
 
 # How the results of micro-batches are merged into that of the mini-batch.
@@ -105,7 +106,7 @@ class Split:
             return values
         start, end = self._bounds(m)
         return keras.tree.map_structure(
-            lambda x: None if x is None else x[start:end], values
+            lambda x: None if x is None else _cut(x, start, end), values
         )
 
     def take_of_outputs(self, values: Any, m: int) -> Any:
@@ -128,7 +129,7 @@ class Split:
                     lambda: (*self._bounds_of_outputs(tf.shape(x)[0]), x),
                     ("bounds of outputs", id(x)),
                 )
-                return x[starts[m] : ends[m]]
+                return _cut(x, starts[m], ends[m])
             if rows == 1 < self.static_rows:
                 return x
             each = rows // max(self.static_rows, 1)
@@ -138,7 +139,7 @@ class Split:
                     f"{self.static_rows} rows."
                 )
             start, end = self._bounds(m)
-            return x[start * each : end * each]
+            return _cut(x, start * each, end * each)
 
         return keras.tree.map_structure(cut, values)
 
@@ -316,6 +317,12 @@ def static_rows(inputs: Any) -> int | None:
     return next((x for x in known if x is not None), None)
 
 
+def _cut(x: tf.Tensor, start: Any, end: Any) -> tf.Tensor:
+    """Returns rows, cut on the tensor's device, so that only these are sent."""
+    with upstream.beside(x):
+        return x[start:end]
+
+
 def _same_rows(inputs: list[tf.Tensor]) -> tf.Tensor:
     """Returns the rows of inputs, checked to be equal when the step runs."""
     rows = [tf.shape(x)[0] for x in inputs]
@@ -338,7 +345,6 @@ def _static_rows(x: Any) -> int | None:
         raise not_dense(x)
     if x.shape.rank == 0:
         raise ValueError(
-            "Every input of a pipeline needs a batch axis to be split. "
-            f"Received a scalar: {x}"
+            f"Every input of a pipeline needs a batch axis. Received: {x}"
         )
     return None if x.shape.rank is None else x.shape[0]

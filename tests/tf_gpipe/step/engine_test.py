@@ -10,6 +10,7 @@ from absl.testing import parameterized
 
 import tf_gpipe
 from tests import pairwise
+from tests.tf_gpipe.step.executed_graph import executed_graph
 from tf_gpipe.schedule import schedules
 
 NUM_MICRO_BATCHES = 4
@@ -255,3 +256,48 @@ class OrderTest(parameterized.TestCase, tf.test.TestCase):
                 *(needed[str(x)] for x in before)
             )
         self.assertEqual(needed, _waits(graph))
+
+
+class InputsTest(parameterized.TestCase, tf.test.TestCase):
+    def model(self, **kwargs):
+        """Returns a model each of whose stages takes its inputs."""
+        inputs = x = keras.Input((6,), name="given")
+        for _ in range(3):
+            x = keras.layers.Add()([keras.layers.Dense(6)(x), inputs])
+        model = tf_gpipe.PipelinedModel(
+            inputs,
+            x,
+            num_micro_batches=NUM_MICRO_BATCHES,
+            balance=[2, 2, 2],
+            **kwargs,
+        )
+        model.compile("sgd", "mse")
+        return model
+
+    @pairwise.product(
+        rows=(8, 6, 2, None),
+        schedule=("gpipe", "1f1b", "zero_bubble"),
+        name=("fit", "predict"),
+    )
+    def test_a_stage_is_sent_micro_batches(self, rows, schedule, name):
+        """None is sent a whole mini-batch, which it would have to keep."""
+        model = self.model(schedule=schedule)
+        x = np.ones((rows or 8, 6), "float32")
+        data = (x, x, x[:, 0]) if name == "fit" else (x,)
+        dataset = tf.data.Dataset.from_tensors(data)
+        if rows is None:
+            dataset = dataset.unbatch().batch(8)
+        step = getattr(model, name)
+        nodes = executed_graph(lambda: step(dataset, verbose=0))
+        received = {node.name for node in nodes if node.op == "_Recv"}
+        cut = [
+            node
+            for node in nodes
+            if node.op == "StridedSlice"
+            and node.attr["T"].type == tf.float32.as_datatype_enum
+        ]
+        sent = {node.input[0] for node in nodes if node.op == "_Send"}
+        # A mini-batch of two rows has two micro-batches.
+        several = min(len(x), NUM_MICRO_BATCHES)
+        self.assertGreaterEqual(len(sent & {x.name for x in cut}), several)
+        self.assertEmpty(received & {x.input[0] for x in cut})
