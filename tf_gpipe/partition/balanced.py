@@ -221,11 +221,14 @@ def seconds(node: Node, contents: list, backward: bool = True) -> float:
     Returns:
         Float, as `fastest`.
     """
-    run = layer_costs.forward_and_backward(node)
+    run = layer_costs.forward_and_backward(node, _captured_ones)
 
     @tf.function(autograph=False)
     def function(*args):
-        return _number(run(*args)[1 if backward else 0])
+        # With the outputs: TensorFlow would leave out what gradients do not
+        # need, such as the forward product of a dense layer.
+        outputs, gradients, _ = run(*args)
+        return _number([outputs, gradients] if backward else outputs)
 
     with uncounted.naming(node):
         like = contents, layer_costs.variables_of(node.layer)
@@ -245,6 +248,18 @@ def fastest(run: Callable[[], Any]) -> float:
     """
     run()
     return min(timeit.repeat(run, number=1, repeat=_NUM_TIMINGS))
+
+
+def _captured_ones(like: tf.Tensor) -> tf.Tensor:
+    """Returns ones that a trace takes as an input.
+
+    Of constants TensorFlow would simplify the backward pass: `x * 1`, or their
+    sum.
+    """
+    if not like.shape.is_fully_defined():
+        return tf.ones_like(like)
+    with tf.init_scope():
+        return tf.ones(like.shape, like.dtype)
 
 
 def _number(results: Any) -> tf.Tensor:

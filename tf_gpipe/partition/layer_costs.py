@@ -223,13 +223,15 @@ def variables_of(layer: keras.Operation) -> list[keras.Variable]:
     return list(getattr(layer, "variables", ()))
 
 
-def forward_and_backward(node: Node) -> Callable:
+def forward_and_backward(
+    node: Node, gradient: Callable[[tf.Tensor], tf.Tensor] = tf.ones_like
+) -> Callable:
     """Returns a function that runs a layer call and its backward pass.
 
     It takes a list with the contents of `node.inputs` and a list of values
     that stand for `variables_of(node.layer)`. It returns the outputs; the list
-    of gradients of their sum by the floating-point inputs and the trainable
-    variables; and the gradients of the outputs that these begin with. The
+    of gradients by the floating-point inputs and the trainable variables; and
+    the gradients of the outputs that these begin with, made by `gradient`. The
     layer's own variables are neither read nor changed.
     """
     variables = variables_of(node.layer)
@@ -250,7 +252,7 @@ def forward_and_backward(node: Node) -> Callable:
             ):
                 outputs = in_mode(node.layer, training=True)(*args, **kwargs)
             targets = _floating(outputs)
-        arrived = list(map(tf.ones_like, targets))
+        arrived = list(map(gradient, targets))
         return outputs, tape.gradient(targets, sources, arrived), arrived
 
     return run

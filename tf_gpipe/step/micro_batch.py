@@ -345,6 +345,6 @@ def _static_rows(x: Any) -> int | None:
         raise not_dense(x)
     if x.shape.rank == 0:
         raise ValueError(
-            f"Every input of a pipeline needs a batch axis. Received scalar: {x}"
+            f"Inputs of a pipeline need a batch axis. Received a scalar: {x}"
         )
     return None if x.shape.rank is None else x.shape[0]

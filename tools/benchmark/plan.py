@@ -28,6 +28,10 @@ _REMAT = ("always", "never")
 # Relative errors that a plan may have: in memory, in the memory of models of
 # convolutions, and in time.
 _LIMITS = (0.05, 0.1, 0.1)
+# Each is measured by processes of its own: where freed memory is given back at
+# once, as measured memory needs it, a step takes up to twice as long.
+_QUANTITIES = ("memory", "time")
+_ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 
 
 def add_arguments(parser):
@@ -43,6 +47,9 @@ def add_arguments(parser):
         help="time limit for measuring a model's layers",
     )
     parser.add_argument("--num_repeats", type=command_line.positive, default=3)
+    parser.add_argument(
+        "--quantity", choices=_QUANTITIES, help="what `--only` prints"
+    )
     planned_models.add_kernels(parser)
 
 
@@ -59,13 +66,15 @@ def main(args):
     measured; those of memory are of the stage with the worst ratio.
     """
     if args.only:
-        print(json.dumps(_measured(args, args.only)))
+        print(json.dumps(_measured(args, args.only, args.quantity or "time")))
         return None
-    rows = [
-        {"model": name, **row}
-        for name, found in fresh.each_once(args).items()
-        for row in found
-    ]
+    rows = []
+    for name in args.case:
+        found = [
+            fresh.once(args, only=name, case=name, quantity=quantity)
+            for quantity in _QUANTITIES
+        ]
+        rows += [{"model": name, **a, **b} for a, b in zip(*found, strict=True)]
     wrong = {
         name: sum(abs(x[name] - 1) > _limit(x, name) for x in rows)
         for name in ("memory", "step", "time", "work")
@@ -122,16 +131,17 @@ def _worst(planned, measured):
     return max(ratios, key=lambda x: abs(x - 1))
 
 
-def _measured(args, name):
+def _measured(args, name, quantity):
     """Returns a model's results, a dictionary for each remat mode."""
     make, num_rows, length, convolutions = MODELS[name]
     kernels = planned_models.kernels_of(name, args)
     found = []
+    environment = worker_usage.KERNELS[kernels]
+    if quantity == "time":
+        environment = {_ONEDNN: environment[_ONEDNN]}
     with command_line.checking():
         processes = workers.connected(
-            args.num_stages,
-            environment=worker_usage.KERNELS[kernels],
-            one_core=True,
+            args.num_stages, environment=environment, one_core=True
         )
     names = [x.device for x in processes]
     model = make()
@@ -167,51 +177,62 @@ def _measured(args, name):
         def step(pipeline=pipeline, x=x, y=y):
             pipeline.train_on_batch(x, y)
 
-        # A plan may put a stage on any of the devices.
-        own = {x.device: x for x in processes}
-        added = worker_usage.peak_memory(
-            [own[device] for device in plan.device_names], step
+        row = {"kernels": kernels, "remat": remat, "convolutions": convolutions}
+        row.update(
+            _memory(plan, pipeline, processes, step)
+            if quantity == "memory"
+            else _time(plan, pipeline, processes, x, y, args.num_repeats)
         )
-        between = [
-            sum(
-                size_in_bytes([x.variables, _slots(pipeline, x)])
-                for x in pipeline.stages
-                if plan.devices[x.index] == device
-            )
-            for device in range(plan.num_devices)
-        ]
-        # `fit` traces the step again, and optimises its graph as it first runs.
-        timing.step_seconds(pipeline, x, y, 1)
-        used = sum(map(worker_usage.cpu_seconds, processes))
-        seconds = min(
-            timing.step_seconds(pipeline, x, y, 1)
-            for _ in range(args.num_repeats)
-        )
-        used = sum(map(worker_usage.cpu_seconds, processes)) - used
-        busy = plan.step_seconds * sum(1 - x for x in plan.device_idle)
-        planned = plan.device_bytes
-        planned_step = [a - b for a, b in zip(planned, between, strict=True)]
-        measured = [a + b for a, b in zip(added, between, strict=True)]
-        found.append(
-            {
-                "kernels": kernels,
-                "remat": remat,
-                "convolutions": convolutions,
-                "planned_bytes": planned,
-                "measured_bytes": measured,
-                "memory": _worst(planned, measured),
-                "planned_step_bytes": planned_step,
-                "measured_step_bytes": added,
-                "step": _worst(planned_step, added),
-                "planned_seconds": plan.step_seconds,
-                "measured_seconds": seconds,
-                "time": plan.step_seconds / seconds,
-                "planned_busy": busy,
-                "measured_busy": used / args.num_repeats,
-                "work": _worst([busy], [used / args.num_repeats]),
-            }
-        )
+        found.append(row)
     return found
+
+
+def _memory(plan, pipeline, processes, step):
+    """Returns planned and measured bytes of each device."""
+    # A plan may put a stage on any of the devices.
+    own = {x.device: x for x in processes}
+    added = worker_usage.peak_memory(
+        [own[device] for device in plan.device_names], step
+    )
+    between = [
+        sum(
+            size_in_bytes([x.variables, _slots(pipeline, x)])
+            for x in pipeline.stages
+            if plan.devices[x.index] == device
+        )
+        for device in range(plan.num_devices)
+    ]
+    planned = plan.device_bytes
+    planned_step = [a - b for a, b in zip(planned, between, strict=True)]
+    measured = [a + b for a, b in zip(added, between, strict=True)]
+    return {
+        "planned_bytes": planned,
+        "measured_bytes": measured,
+        "memory": _worst(planned, measured),
+        "planned_step_bytes": planned_step,
+        "measured_step_bytes": added,
+        "step": _worst(planned_step, added),
+    }
+
+
+def _time(plan, pipeline, processes, x, y, num_repeats):
+    """Returns planned and measured seconds of a step, and busy ones."""
+    # `fit` optimises the graph of the step as it first runs.
+    timing.step_seconds(pipeline, x, y, 1)
+    used = sum(map(worker_usage.cpu_seconds, processes))
+    seconds = min(
+        timing.step_seconds(pipeline, x, y, 1) for _ in range(num_repeats)
+    )
+    used = sum(map(worker_usage.cpu_seconds, processes)) - used
+    busy = plan.step_seconds * sum(1 - x for x in plan.device_idle)
+    return {
+        "planned_seconds": plan.step_seconds,
+        "measured_seconds": seconds,
+        "time": plan.step_seconds / seconds,
+        "planned_busy": busy,
+        "measured_busy": used / num_repeats,
+        "work": _worst([busy], [used / num_repeats]),
+    }
 
 
 def _slots(pipeline, stage):
