@@ -16,9 +16,9 @@ from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule.tasks import Schedule
-from tf_gpipe.stage import abstract
-from tf_gpipe.stage import own_calls
-from tf_gpipe.stage.opening import functional
+from tf_gpipe.stage import call_overrides
+from tf_gpipe.stage import model_graph
+from tf_gpipe.stage import no_values
 
 
 @with_keras_docstrings
@@ -54,8 +54,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
             puts several on a device; at most one a layer. With `"auto"` all
             arguments up to `remat` are chosen, as by `tf_gpipe.tune` without
             measurements, for mini-batches of the size that the `Input` tells.
-        num_micro_batches: Integer M. Batches need not be divisible by it. One
-            of fewer rows is cut into as many micro-batches as it has rows.
+        num_micro_batches: Integer M. Mini-batches need not be divisible by it.
+            One of fewer rows is cut into micro-batches of one row.
             Defaults to 4 a device, the paper's rule for a small bubble.
         balance: List of K numbers of calls of layers; or the cost to balance
             across stages: `"flops"`, operations of the forward pass; `"time"`,
@@ -110,8 +110,8 @@ class PipelinedModel(Pipelined, upstream.Functional):
         memory_limit: What a device may take, with `remat="auto"`: an integer
             of bytes, or a string such as `"8GB"`, for weights, the sums of
             their gradients, the optimizer's slots and activations; or a
-            float, a share of the activations that the fullest device takes
-            with `remat="never"`.
+            float up to 1, a share of the activations that the fullest device
+            takes with `remat="never"`.
         batch_size: Integer, the rows of the mini-batches that a
             `memory_limit` in bytes is for; by default those of the model's
             `Input`. If the batch size is unknown, a share is computed for
@@ -127,6 +127,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
             leave them as they are.
 
     Raises:
+        TypeError: If an argument is of a wrong type.
         ValueError: If an argument is out of range or unknown, or there are
             too few layers or devices.
 
@@ -190,7 +191,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
                     f"keras.Input(name='{x.name}', optional=True) may be "
                     "`None`. Use optional=False."
                 )
-        graph = functional(self)
+        graph = model_graph.of_model(self)
         if not graph.nodes:
             raise ValueError(
                 "A pipeline needs layers between `inputs` and `outputs`. "
@@ -210,9 +211,9 @@ class PipelinedModel(Pipelined, upstream.Functional):
 
         Args:
             model: Functional `keras.Model`, or a built `keras.Sequential`.
-                What it has been compiled with does not come along. If it has
-                been trained or has predicted, compile it again before it is
-                used: its weights have moved.
+                Compile the pipeline: what `model` was compiled with is not
+                copied. If `model` has been trained or has predicted, compile
+                it again before you use it: its weights have moved.
             **kwargs: Arguments of the class, such as `num_stages`.
 
         Returns:
@@ -247,7 +248,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
                 "largest stack of layers into a `PipelinedSequential`, which "
                 "`call` can use as a layer."
             )
-        own_calls.check(model)
+        call_overrides.check(model)
         kwargs.setdefault("name", model.name)
         if isinstance(model, keras.Sequential):
             own = user_class.kept(model, PipelinedSequential)
@@ -289,7 +290,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
             config.pop("dtype", None)
             return cls(**config)
         # Without values: weights are initialised on their stage's device.
-        arguments, scope = abstract.made(
+        arguments, scope = no_values.built(
             lambda x: upstream.functional_arguments(x, custom_objects), config
         )
         model = cls(**arguments)

@@ -27,9 +27,9 @@ from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
+from tf_gpipe.stage import model_graph
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage.graph import Graph
-from tf_gpipe.stage.opening import num_calls
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.step import batch_statistics
@@ -315,7 +315,9 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
                 f"Model '{self.name}' has no layers. Call `model.add(layer)`."
             )
         resolved = self._config.resolve(
-            calls or num_calls(layers), self._distribute_strategy, layers
+            calls or model_graph.num_calls(layers),
+            self._distribute_strategy,
+            layers,
         )
         for layer in layers:
             if isinstance(layer, keras.Layer):

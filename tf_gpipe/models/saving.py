@@ -13,8 +13,8 @@ from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
-from tf_gpipe.stage import abstract
-from tf_gpipe.stage import own_calls
+from tf_gpipe.stage import call_overrides
+from tf_gpipe.stage import no_values
 from tf_gpipe.stage import seeds
 
 
@@ -57,7 +57,7 @@ class Saving(upstream.Mixin):
 
     @functools.wraps(keras.Model.export)
     def export(self, filepath, *args, **kwargs):
-        if any(own_calls.overrides(self, x) for x in own_calls.CALLS):
+        if any(call_overrides.overrides(self, x) for x in call_overrides.CALLS):
             # A plain model would not have the user's `call`.
             return super().export(filepath, *args, **kwargs)
         # Converters to other formats know the operations of layers, but not a
@@ -145,7 +145,7 @@ class Saving(upstream.Mixin):
             Tuple of the model and the scope in which it was made, which gives
             the weights their values later.
         """
-        return abstract.made(
+        return no_values.built(
             lambda x: keras.saving.deserialize_keras_object(
                 x, custom_objects=custom_objects
             ),

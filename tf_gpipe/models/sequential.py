@@ -20,11 +20,9 @@ from tf_gpipe.models.saving import not_a_config
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule.tasks import Schedule
-from tf_gpipe.stage import abstract
-from tf_gpipe.stage import own_calls
-from tf_gpipe.stage.opening import chain
-from tf_gpipe.stage.opening import functional
-from tf_gpipe.stage.opening import num_calls
+from tf_gpipe.stage import call_overrides
+from tf_gpipe.stage import model_graph
+from tf_gpipe.stage import no_values
 from tf_gpipe.stage.stage import name_layer
 
 
@@ -48,16 +46,16 @@ class PipelinedSequential(Pipelined, keras.Sequential):
 
     Args:
         layers: List of Keras layers, or a `keras.Sequential`, whose layers
-            and weights are then shared. The model keeps the class of one of a
-            subclass, as `PipelinedModel.from_model` says.
+            and weights are then shared. If that is of a subclass, the pipeline
+            keeps its class, as `PipelinedModel.from_model` says.
         num_stages: Integer K, at most the number of layers, those of models
             in the list among them. Defaults to one stage a visible
             accelerator (a CPU where there is none), or two where the schedule
             puts several on a device; at most one a layer. With `"auto"` all
             arguments up to `remat` are chosen, as by `tf_gpipe.tune` without
             measurements, for mini-batches of the size that the `Input` tells.
-        num_micro_batches: Integer M. Batches need not be divisible by it. One
-            of fewer rows is cut into as many micro-batches as it has rows.
+        num_micro_batches: Integer M. Mini-batches need not be divisible by it.
+            One of fewer rows is cut into micro-batches of one row.
             Defaults to 4 a device, the paper's rule for a small bubble.
         balance: List of K layer counts; or the cost to balance across stages:
             `"flops"`, operations of the forward pass; `"time"`, measured on
@@ -111,8 +109,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         memory_limit: What a device may take, with `remat="auto"`: an integer
             of bytes, or a string such as `"8GB"`, for weights, the sums of
             their gradients, the optimizer's slots and activations; or a
-            float, a share of the activations that the fullest device takes
-            with `remat="never"`.
+            float up to 1, a share of the activations that the fullest device
+            takes with `remat="never"`.
         batch_size: Integer, the rows of the mini-batches that a
             `memory_limit` in bytes is for; by default those of the model's
             `Input`. If the batch size is unknown, a share is computed for
@@ -128,6 +126,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         name: String.
 
     Raises:
+        TypeError: If an argument is of a wrong type.
         ValueError: If an argument is out of range or unknown, or there are
             too few layers or devices.
 
@@ -193,7 +192,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         if isinstance(layers, keras.Sequential):
             model = layers
             user_class.check(model, self)
-            own_calls.check_penalty(model)
+            call_overrides.check_penalty(model)
             # Includes the input layer, which `layers.layers` leaves out.
             layers = keras.Model.layers.fget(layers)
         layers = checks.items(
@@ -241,7 +240,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         # Built without values: weights are initialised on their stage's
         # device, so a model too large for one device is never on one.
         begun = isinstance(self._layers[0], keras.layers.InputLayer)
-        with abstract.NoValues() as scope:
+        with no_values.NoValues() as scope:
             try:
                 with depth.naming_recursion_limit():
                     super().build(input_shape)
@@ -258,7 +257,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         if self._functional is not None:
             # The graph that Keras runs: if a layer returns more tensors than
             # its spec has, the next one gets those of the spec only.
-            self._place(functional(self))
+            self._place(model_graph.of_model(self))
             scope.assign()
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
@@ -330,8 +329,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 ),
                 inputs,
             )
-            graph = chain(self.layers, x)
-            with abstract.NoValues() as scope:
+            graph = model_graph.of_layers(self.layers, x)
+            with no_values.NoValues() as scope:
                 try:
                     made = x
                     for layer in self.layers:
@@ -362,7 +361,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             ]
             # A model in the list has the stage of its first layer.
             stages = [
-                of_calls[num_calls(self.layers[:i])]
+                of_calls[model_graph.num_calls(self.layers[:i])]
                 for i in range(len(self.layers))
             ]
         for layer, stage in zip(self.layers, stages, strict=True):

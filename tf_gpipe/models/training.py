@@ -24,9 +24,9 @@ from tf_gpipe.models.calls import PipelinedCalls
 from tf_gpipe.models.calls import inference_step
 from tf_gpipe.models.traced_once import traced_once
 from tf_gpipe.stage import seeds
-from tf_gpipe.stage.own_calls import CALLS
-from tf_gpipe.stage.own_calls import check_penalty
-from tf_gpipe.stage.own_calls import overrides
+from tf_gpipe.stage.call_overrides import CALLS
+from tf_gpipe.stage.call_overrides import check_penalty
+from tf_gpipe.stage.call_overrides import overrides
 from tf_gpipe.step import penalties
 from tf_gpipe.step.running import Gradients
 

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from tf_gpipe import upstream
-from tf_gpipe.stage import own_calls
+from tf_gpipe.stage import call_overrides
 
 # Attributes of Keras that are not copied: those that `compile` and `fit` set,
 # and records of the model itself (its graph, its constructor arguments).
@@ -51,14 +51,14 @@ def kept(model: keras.Model, base: type) -> type:
         ValueError: If it uses a name that the pipeline needs for itself.
     """
     cls: Any = type(model)
-    own_calls.check_calls(model)
+    call_overrides.check_calls(model)
     if issubclass(cls, base):
         if issubclass(base, keras.Sequential):
             return _without_init(cls, base)
         return cls
     if not _is_pipeline(cls):
         _check_names(model, base)
-    if own_calls.is_library(cls):
+    if call_overrides.is_library(cls):
         return base
     return _class_of_both(cls, base)
 
@@ -69,9 +69,9 @@ def check(model: keras.Model, made: keras.Model) -> None:
     Raises:
         TypeError: If `made`, which is made of `model`, is not of its class.
     """
-    own_calls.check_calls(model)
+    call_overrides.check_calls(model)
     cls = type(model)
-    if not own_calls.is_library(cls) and not isinstance(made, cls):
+    if not call_overrides.is_library(cls) and not isinstance(made, cls):
         raise TypeError(
             f"{type(made).__name__} would lose what {cls.__name__}, the class "
             f"of model {model.name!r}, overrides. Give the model to "
@@ -227,7 +227,7 @@ def _check_names(model: keras.Model, base: type) -> None:
     theirs = {
         name
         for owner in type(model).__mro__
-        if not own_calls.is_library(owner)
+        if not call_overrides.is_library(owner)
         for name in vars(owner)
     }
     theirs |= vars(model).keys() - set(_NOT_CARRIED)

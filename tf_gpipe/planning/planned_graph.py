@@ -14,10 +14,9 @@ from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition.parameter_bytes import WeightBytes
 from tf_gpipe.planning import layer_copies
 from tf_gpipe.planning import optimizers
-from tf_gpipe.stage import abstract
+from tf_gpipe.stage import model_graph
+from tf_gpipe.stage import no_values
 from tf_gpipe.stage.graph import Graph
-from tf_gpipe.stage.opening import chain
-from tf_gpipe.stage.opening import functional
 
 
 def of(model: Any, input_spec: Any) -> tuple[Graph, Any, set[int]]:
@@ -30,7 +29,7 @@ def of(model: Any, input_spec: Any) -> tuple[Graph, Any, set[int]]:
     spec = _spec_of(input_spec)
     flat = keras.tree.flatten(spec)
     if isinstance(model, upstream.Functional):
-        graph = functional(model)
+        graph = model_graph.of_model(model)
         if isinstance(spec, dict):  # by the names of inputs
             call = upstream.arguments_of_call(model, (spec,), {})
             flat = [] if call is None else call[0]
@@ -74,7 +73,7 @@ def of(model: Any, input_spec: Any) -> tuple[Graph, Any, set[int]]:
         raise ValueError("A plan needs layers. Received none.")
     if not all(isinstance(x, keras.Operation) for x in layers):
         raise TypeError(expected)
-    return chain(layers, spec), spec, left_open
+    return model_graph.of_layers(layers, spec), spec, left_open
 
 
 def open_sizes(inputs: Sequence[Any], given: Sequence[Any]) -> set[int]:
@@ -219,7 +218,7 @@ def copies(
             return (layer, bytes_of(layer)), layer.compute_output_spec(
                 *args, **kwargs
             )
-        with abstract.NoValues():
+        with no_values.NoValues():
             outputs = copy(*args, **kwargs)
         upstream.forget_waiting(copy.variables)
         shapes, built = (

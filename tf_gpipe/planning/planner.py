@@ -23,7 +23,7 @@ from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
-from tf_gpipe.stage import own_calls
+from tf_gpipe.stage import call_overrides
 from tf_gpipe.stage import seeds
 
 
@@ -104,7 +104,7 @@ def plan(
     >>> [stage.parameters for stage in found.stages]  # the last recomputes none
     [12480, 20800]
     """
-    own_calls.check(layers)
+    call_overrides.check(layers)
     config = PipelineConfig(
         num_stages,
         num_micro_batches,

@@ -5,10 +5,10 @@ backward, it maps gradients of its outputs to gradients of its inputs and
 weights. Activations that the backward pass reads are kept or recomputed
 (rematerialisation, section 2.3 of the paper):
 
-    opening -> graph -> pipeline: stages -> function -> phases | tape
+    model_graph -> graph -> pipeline: stages -> function -> phases | tape
 
-    opening            the graph of a Keras model, and of models within it
-    own_calls          models that do more than run their graph
+    model_graph        the graph of a Keras model, and of models within it
+    call_overrides     refuses a model's own `call` or penalty
     graph              a model as a list of layer calls, which can be cut
     stage, pipeline    the layers of a stage; all stages of a model
     activations        tensors from stage to stage, with masks and logits
@@ -38,5 +38,5 @@ weights. Activations that the backward pass reads are kept or recomputed
     pack               many tensors as one variant tensor
     tensorflow_state   `tf.Variable`s that layers assign as they run
     seeds              the seed generator of layers without one of their own
-    abstract           layers built without values for their variables
+    no_values          layers built without values for their variables
 """

@@ -15,7 +15,7 @@ from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.planning import layer_copies
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.plans import Plan
-from tf_gpipe.stage import abstract
+from tf_gpipe.stage import no_values
 
 # How many steps are timed: so many, or more until they take so many seconds.
 _NUM_STEPS = 3
@@ -156,7 +156,7 @@ def _copy(model: Any, spec: Any, plan: Plan) -> Any:
     if isinstance(model, upstream.Functional):
         # Without values, so that weights are initialised on the devices of
         # their stages.
-        clone, scope = abstract.made(
+        clone, scope = no_values.built(
             lambda _: upstream.with_copied_operations(model, copied), {}
         )
         made = PipelinedModel.from_model(clone, **arguments)

@@ -32,7 +32,7 @@ from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import REMAT_MODES
-from tf_gpipe.stage import own_calls
+from tf_gpipe.stage import call_overrides
 from tf_gpipe.stage import seeds
 from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import measured_speeds
@@ -91,8 +91,8 @@ def tune(
             than once may get so many stages, which share its memory.
         device_memory: Integer, the bytes that a device has for weights and
             activations, or a string such as `"16GB"`; or a list with one a
-            device. Defaults to `None`: all fits, but what is larger than a
-            pipeline that ran out of memory when it was tried.
+            device. Defaults to `None`: everything fits, except what is larger
+            than a pipeline that ran out of memory in a trial.
         optimizer: Keras optimizer, or its name; its slots are counted.
         budget_seconds: Float, about how long measurements and trials may take.
             With 0 there are none, and the same arguments give the same plan.
@@ -129,7 +129,7 @@ def tune(
     >>> plan.num_devices, plan.num_replicas  # of so little, one is enough
     (1, 1)
     """
-    own_calls.check(layers)
+    call_overrides.check(layers)
     fixed = _fixed(num_stages, num_micro_batches, schedule, remat)
     checks.boolean("replicas", replicas)
     checks.number(

@@ -23,7 +23,7 @@ import tensorflow as tf  # noqa: E402
 
 import tf_gpipe  # noqa: E402
 from tf_gpipe.commands import devices  # noqa: E402
-from tf_gpipe.stage import opening  # noqa: E402
+from tf_gpipe.stage import model_graph  # noqa: E402
 from tools import step_differences  # noqa: E402
 from tools.keras_hub import backbones  # noqa: E402
 from tools.keras_hub import data  # noqa: E402
@@ -141,7 +141,7 @@ def numbers(found, backbone, task):
             x_k, y_k, expected_k = x, y, expected
         model = make(backbone, task, dtype)
         # Some models have fewer layers than stages.
-        stages = min(k, len(opening.functional(model).nodes))
+        stages = min(k, len(model_graph.of_model(model).nodes))
         model, told_of = pipelined(model, stages, num_micro_batches=rows)
         compile_for_numbers(model)
         place = found[f"K={k}"] = {

@@ -11,7 +11,7 @@ from keras import layers as L
 import tf_gpipe
 from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.partition import layer_costs
-from tf_gpipe.stage import opening
+from tf_gpipe.stage import model_graph
 
 
 class Fails(L.Layer):
@@ -109,7 +109,7 @@ class DefaultBalanceTest(tf.test.TestCase, parameterized.TestCase):
 
         x = keras.Input((4,))
         model = keras.Model(x, Counted(4)(Counted(4)(Counted(4)(x))))
-        graph = opening.functional(model)
+        graph = model_graph.of_model(model)
         del calls[:]
         first = layer_costs.trace(graph)[0]
         # One layer is traced for all that are alike.

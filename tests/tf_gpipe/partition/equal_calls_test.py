@@ -11,7 +11,7 @@ from keras import ops
 
 import tf_gpipe
 from tf_gpipe.partition import layer_costs
-from tf_gpipe.stage.opening import functional
+from tf_gpipe.stage import model_graph
 
 WIDTHS = (16, 64)
 
@@ -73,7 +73,7 @@ _KEPT = []
 def traced(make):
     """Returns the `LayerCosts` of the model `make`, called on its input."""
     x = keras.Input((16,))
-    graph = functional(keras.Model(x, make(x)))
+    graph = model_graph.of_model(keras.Model(x, make(x)))
     costs, specs = layer_costs.trace(graph)
     _KEPT.extend(costs)
     return [id(c) for c in costs], [
@@ -154,7 +154,7 @@ class EqualCallsTest(tf.test.TestCase, parameterized.TestCase):
                 embeddings_initializer=keras.initializers.Constant(table),
             ),
         ]
-        graph = functional(keras.Sequential(layers))
+        graph = model_graph.of_model(keras.Sequential(layers))
         key = layer_costs._key(
             graph.nodes[0], {x: x.spec for x in graph.inputs}
         )

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.partition import layer_costs
-from tf_gpipe.stage.opening import chain
+from tf_gpipe.stage import model_graph
 
 LAYERS = keras.layers
 # Keras chooses between loops and cuDNN by this module's `_is_gpu_available`.
@@ -43,7 +43,7 @@ def trace(make, shape, dtype="float32"):
     layers = [build(make, shape)]
     if dtype == "float32":
         layers.insert(0, build(Trained, shape))
-    found, _ = layer_costs.trace(chain(layers, spec))
+    found, _ = layer_costs.trace(model_graph.of_layers(layers, spec))
     return found[-1]
 
 
@@ -335,7 +335,9 @@ class TraceTest(parameterized.TestCase, tf.test.TestCase):
                 layer.build(shape)
                 shape = layer.compute_output_shape(shape)
         graphs, specs = layer_costs.trace(
-            chain(layers, keras.KerasTensor((4, 6, 6, 3), "float32"))
+            model_graph.of_layers(
+                layers, keras.KerasTensor((4, 6, 6, 3), "float32")
+            )
         )
         self.assertEqual(
             [spec.shape for spec in list(specs.values())[1:]],
@@ -354,7 +356,7 @@ class TraceTest(parameterized.TestCase, tf.test.TestCase):
         shape = (2, 10, 16)
         layer = build(make, shape)
         spec = keras.KerasTensor(shape, "float32")
-        layer_costs.trace(chain([layer], spec))
+        layer_costs.trace(model_graph.of_layers([layer], spec))
         self.assertNotEmpty(layer.variables)
         for variable in layer.variables:
             self.assertIsNone(variable._value, variable.path)

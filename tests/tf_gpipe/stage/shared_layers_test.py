@@ -12,7 +12,7 @@ from absl.testing import parameterized
 import tf_gpipe
 from tests import pairwise
 from tf_gpipe.stage import likeness
-from tf_gpipe.stage import opening
+from tf_gpipe.stage import model_graph
 
 L = keras.layers
 _DIM = 8
@@ -473,7 +473,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
         own_losses, own = _trained(
             lambda layers: tf_gpipe.PipelinedSequential(
                 layers,
-                balance=[first, opening.num_calls(layers[1:]) - first],
+                balance=[first, model_graph.num_calls(layers[1:]) - first],
                 num_micro_batches=num_micro_batches,
                 **kwargs,
             ),
@@ -553,7 +553,7 @@ class SharedLayersTest(parameterized.TestCase, tf.test.TestCase):
                 h = each(h)[0]
             model = keras.Model(inputs, h)
             if pipelined:
-                half = opening.num_calls(models) // 2
+                half = model_graph.num_calls(models) // 2
                 model = tf_gpipe.PipelinedModel.from_model(
                     model, balance=[half, half], num_micro_batches=1, **kwargs
                 )

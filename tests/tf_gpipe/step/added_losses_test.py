@@ -12,7 +12,7 @@ from keras import ops
 
 import tf_gpipe
 from tests.tf_gpipe import comparison
-from tf_gpipe.stage.opening import chain
+from tf_gpipe.stage import model_graph
 from tf_gpipe.step.row_dependence import RowDependence
 
 X = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
@@ -184,7 +184,7 @@ def dependence(make, training=True):
     """Returns how the losses of the layer "adds" depend on rows."""
     layers = make()
     model = keras.Sequential(layers)
-    graph = chain(model.layers, model.inputs[0])
+    graph = model_graph.of_layers(model.layers, model.inputs[0])
     found = RowDependence(graph, [tf.zeros((6, 4))], training)
     node = next(x for x in graph.nodes if x.layer.name == "adds")
     return found.of_losses(node)
@@ -215,7 +215,7 @@ class KindTest(parameterized.TestCase, tf.test.TestCase):
         variables = [np.array(v) for v in model.variables]
         losses = [float(tf.reduce_sum(x)) for x in model.losses]
         ids = set(adds._loss_ids)
-        graph = chain(model.layers, model.inputs[0])
+        graph = model_graph.of_layers(model.layers, model.inputs[0])
         RowDependence(graph, [X], True).of_losses(graph.nodes[1])
         self.assertAllClose(
             [float(tf.reduce_sum(x)) for x in model.losses], losses

@@ -1,11 +1,11 @@
 """The graph of a Keras model, with nested models replaced by their layers.
 
 When a model calls a functional model or a `Sequential` as a layer, Keras runs
-the nested model's graph. So its layer calls can be nodes of the outer model's
-graph, which may be cut between them: the nested model is opened. The other
-effects of the nested call are kept: `NestedInput` converts its inputs as the
-nested model does, and `training=` is passed on to the layers. In all else
-(name, files, summary) the nested model is unchanged.
+the nested model's graph. So the nested model is opened: its layer calls become
+nodes of the outer model's graph, which may be cut between them. Two other
+effects of the nested call are kept: `NestedInput` converts the inputs as the
+nested model does, and `training=` is passed on to the layers. Name, files and
+summary of the nested model do not change.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 
 
-def chain(layers: Iterable[keras.Layer], inputs: Any) -> Graph:
+def of_layers(layers: Iterable[keras.Layer], inputs: Any) -> Graph:
     """Returns the graph of layers that are called one after another.
 
     Between two layers is one `Value` for all that the first one returns,
@@ -32,11 +32,11 @@ def chain(layers: Iterable[keras.Layer], inputs: Any) -> Graph:
             called on.
     """
     first = Value(inputs)
-    nodes, returned = _in_a_row(layers, first)
+    nodes, returned = _nodes_of_layers(layers, first)
     return Graph(nodes, [first], keras.tree.map_structure(_value, returned))
 
 
-def functional(model: keras.Model) -> Graph:
+def of_model(model: keras.Model) -> Graph:
     """Returns the graph of a functional model, or of a built `Sequential`.
 
     A value is one tensor. Nodes are in the order in which Keras runs them:
@@ -46,7 +46,7 @@ def functional(model: keras.Model) -> Graph:
     graph = upstream.graph_of(model)
     values: dict[int, Any] = {id(x): Value(x) for x in graph.inputs}
     inputs = list(values.values())
-    nodes = _read(model, values, None)
+    nodes = _nodes_of_model(model, values, None)
     # Keras returns the output itself in place of a list of one output.
     returned = upstream.unpack_singleton(
         keras.tree.map_structure(
@@ -66,7 +66,7 @@ def functional(model: keras.Model) -> Graph:
 
 
 def num_calls(layers: Iterable[keras.Layer]) -> int:
-    """Returns the number of nodes of `chain(layers, ...)`.
+    """Returns the number of nodes of `of_layers(layers, ...)`.
 
     For a `Sequential` that is not built yet, if all of it can be opened.
     """
@@ -79,11 +79,11 @@ def _num_calls(layer: keras.Layer) -> int:
     if upstream.graph_of(layer) is None:
         return max(1, num_calls(layer.layers))
     graph = upstream.graph_of(layer)
-    nodes = _opened(layer, [Value(x) for x in graph.inputs], [], None)
+    nodes = _open_model(layer, [Value(x) for x in graph.inputs], [], None)
     return 1 if nodes is None else len(nodes[0])
 
 
-def _in_a_row(
+def _nodes_of_layers(
     layers: Iterable[keras.Layer], given: Any
 ) -> tuple[list[Node], Any]:
     """Returns the nodes of layers called one after another, and the result.
@@ -95,7 +95,7 @@ def _in_a_row(
     """
     nodes: list[Node] = []
     for layer in layers:
-        found = _within(layer, given)
+        found = _open_layer(layer, given)
         if found is None:
             value = Value()
             found = [Node(layer, (given,), {}, value)], value
@@ -104,17 +104,19 @@ def _in_a_row(
     return nodes, given
 
 
-def _within(layer: keras.Layer, given: Any) -> tuple[list[Node], Any] | None:
+def _open_layer(
+    layer: keras.Layer, given: Any
+) -> tuple[list[Node], Any] | None:
     """Opens one of the layers that are called one after another.
 
     Returns:
-        Tuple as of `_in_a_row`; `None` if the layer cannot be opened.
+        Tuple as of `_nodes_of_layers`; `None` if the layer cannot be opened.
     """
     if not upstream.runs_its_graph(layer):
         return None
     graph = upstream.graph_of(layer)
     if graph is None:
-        return _in_a_row(layer.layers, given) if layer.layers else None
+        return _nodes_of_layers(layer.layers, given) if layer.layers else None
     # One value may hold the tensors of several inputs of the nested model. Then
     # the `NestedInput` of each input picks its own tensor.
     one = isinstance(given, Value)
@@ -129,7 +131,7 @@ def _within(layer: keras.Layer, given: Any) -> tuple[list[Node], Any] | None:
         if call is None:
             return None
         inputs = [given] * len(graph.inputs) if one else call[0]
-    found = _opened(layer, inputs, [], None)
+    found = _open_model(layer, inputs, [], None)
     if found is None:
         return None
     nodes, made = found
@@ -138,7 +140,7 @@ def _within(layer: keras.Layer, given: Any) -> tuple[list[Node], Any] | None:
     )
 
 
-def _read(
+def _nodes_of_model(
     model: Any, values: dict[int, Any], training: bool | None
 ) -> list[Node]:
     """Returns the nodes of a model's layer calls.
@@ -169,7 +171,7 @@ def _read(
                 continue
             kwargs = upstream.without_masks(kwargs)
         kwargs = upstream.with_training(layer, kwargs, training)
-        found = _of_call(layer, args, kwargs)
+        found = _open_call(layer, args, kwargs)
         if found is not None:
             inner, made = found
             nodes += inner
@@ -183,18 +185,18 @@ def _read(
     return nodes
 
 
-def _of_call(layer: Any, args: tuple, kwargs: dict) -> tuple | None:
-    """Opens the model that a call calls, as `_opened`.
+def _open_call(layer: Any, args: tuple, kwargs: dict) -> tuple | None:
+    """Opens the model that a call calls, as `_open_model`.
 
     Returns `None` if the call stays one node, as that of any other layer.
     """
     if not upstream.runs_its_graph(layer) or upstream.graph_of(layer) is None:
         return None
     found = upstream.arguments_of_call(layer, args, kwargs)
-    return None if found is None else _opened(layer, *found)
+    return None if found is None else _open_model(layer, *found)
 
 
-def _opened(
+def _open_model(
     model: Any, given: list, masks: list, training: bool | None
 ) -> tuple[list[Node], list[Value | NestedInput]] | None:
     """Opens a nested model: returns its nodes, and its outputs.
@@ -204,7 +206,7 @@ def _opened(
         given: The call's argument for each input of the model: a `Value` or
             `NestedInput`, or `None` for an optional input.
         masks: Likewise the masks; inputs beyond its end have no mask.
-        training: As in `_read`.
+        training: As in `_nodes_of_model`.
 
     Returns:
         Tuple of the list of nodes and the list of outputs. `None` if the model
@@ -224,7 +226,7 @@ def _opened(
             zip(graph.inputs, given, masks, strict=False)
         )
     }
-    nodes = _read(model, values, training)
+    nodes = _nodes_of_model(model, values, training)
     made = [values[id(x)] for x in graph.outputs]
     if not nodes or None in map(_value, made):
         return None

@@ -1,4 +1,4 @@
-"""Models that do more than run their graph, in whose place a pipeline runs."""
+"""Refuses models with a `call` or penalty that a pipeline would leave out."""
 
 from typing import Any
 

@@ -65,7 +65,7 @@ class NoValues(keras.StatelessScope):
         self.assign()
 
 
-def made(make: Callable, config: dict[str, Any]) -> tuple[Any, NoValues]:
+def built(make: Callable, config: dict[str, Any]) -> tuple[Any, NoValues]:
     """Returns the object that `make(config)` builds, and its `NoValues` scope.
 
     Its variables have no values yet. If a layer makes a variable from a value,
