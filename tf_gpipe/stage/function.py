@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Collection
 from contextlib import AbstractContextManager
+from typing import Any
 from typing import NamedTuple
 
 import keras
@@ -116,48 +117,15 @@ class StageFunction:
         carried: list,
         runner: LayerRunner | None = None,
     ) -> Result:
-        given = inputs.with_parts(
-            tf.stop_gradient(x) if stop else x
-            for x, stop in zip(
-                inputs.parts(), self._stopped_parts(inputs), strict=True
-            )
-        )
-        values = dict(zip(self.stage.inputs, given.unpack(), strict=True))
-        borrowed = self.borrowed_indices
-        pairs = [
-            (v, value if i in borrowed else tf.stop_gradient(value))
-            for i, (v, value) in enumerate(
-                zip(self.carried, carried, strict=True)
-            )
-        ]
-        states = [x for x in pairs if isinstance(x[0], TensorFlowState)]
-        mapping = [x for x in pairs if not isinstance(x[0], TensorFlowState)]
-        # The variables' own values, not those that an outer scope maps them to.
-        mapping += [
-            (v, tf.stop_gradient(upstream.tensorflow_variable(v)))
-            for v in self._frozen
-        ]
-        losses: list[tf.Tensor] = []
-        added: list[AddedLoss] = []
-
-        def shared(node: Node) -> bool:
-            return runner is not None and runner(node, values, scope)
-
+        values = self._inputs_by_value(inputs)
+        states, mapping = self._pairs(carried)
         with (
             tf.device(self.stage.device),
             tf.name_scope(self.stage.scope),
             holding(states),
             AssignmentScope(mapping, self._foreign, self._within) as scope,
         ):
-            ends = [_num_operations()]
-            for node in run_stage(self.stage, values, self._training, shared):
-                ends.append(_num_operations())
-                # After each call: when a layer is called again, Keras clears
-                # the losses that it has added to the scope.
-                for i, loss in enumerate(scope.losses):
-                    losses.append(loss)
-                    added.append(AddedLoss(node, i, adder(node.layer, loss)))
-                scope.losses.clear()
+            losses, added, ends = self._run_layers(values, scope, runner)
             _check_captures(self.stage)
             for v in scope.found:
                 self._within[id(v)] = v
@@ -179,14 +147,83 @@ class StageFunction:
                 for v in scope.updated.values()
             ]
             updates += [v.value.read_value() for v in assigned]
-            outputs = tuple(values[value] for value in self.stage.outputs)
-            result = Result(Activations.of(outputs), losses, updates)
-            # Each result is a distinct tensor of this graph, as updates are
-            # already: a layer may return one tensor twice, or a tensor of
-            # another graph.
-            found = tensors((result.outputs, losses))
-            own = list(map(tf.identity, found))
-            return filled(result, own + updates)
+            return self._result(values, losses, updates)
+
+    def _inputs_by_value(self, inputs: Activations) -> dict[Value, Any]:
+        """Returns the inputs, with a gradient only where one is needed."""
+        given = inputs.with_parts(
+            tf.stop_gradient(x) if stop else x
+            for x, stop in zip(
+                inputs.parts(), self._stopped_parts(inputs), strict=True
+            )
+        )
+        return dict(zip(self.stage.inputs, given.unpack(), strict=True))
+
+    def _pairs(self, carried: list) -> tuple[list[tuple], list[tuple]]:
+        """Returns pairs of a variable and the value that layers shall read.
+
+        One list for `TensorFlowState`s, one for `keras.Variable`s. Only
+        borrowed weights have a gradient.
+        """
+        borrowed = self.borrowed_indices
+        pairs = [
+            (v, value if i in borrowed else tf.stop_gradient(value))
+            for i, (v, value) in enumerate(
+                zip(self.carried, carried, strict=True)
+            )
+        ]
+        states = [x for x in pairs if isinstance(x[0], TensorFlowState)]
+        mapping = [x for x in pairs if not isinstance(x[0], TensorFlowState)]
+        # The variables' own values, not those that an outer scope maps them to.
+        mapping += [
+            (v, tf.stop_gradient(upstream.tensorflow_variable(v)))
+            for v in self._frozen
+        ]
+        return states, mapping
+
+    def _run_layers(
+        self,
+        values: dict[Value, Any],
+        scope: AssignmentScope,
+        runner: LayerRunner | None,
+    ) -> tuple[list[tf.Tensor], list[AddedLoss], list[int]]:
+        """Runs the layers; returns the losses that they add, `added`, `ends`.
+
+        Args:
+            values: The stage's inputs; the results of layers are added.
+            scope: The scope in which the layers run.
+            runner: Runs the layers that share phases, if there are any.
+        """
+
+        def shared(node: Node) -> bool:
+            return runner is not None and runner(node, values, scope)
+
+        losses: list[tf.Tensor] = []
+        added: list[AddedLoss] = []
+        ends = [_num_operations()]
+        for node in run_stage(self.stage, values, self._training, shared):
+            ends.append(_num_operations())
+            # After each call: when a layer is called again, Keras clears the
+            # losses that it has added to the scope.
+            for i, loss in enumerate(scope.losses):
+                losses.append(loss)
+                added.append(AddedLoss(node, i, adder(node.layer, loss)))
+            scope.losses.clear()
+        return losses, added, ends
+
+    def _result(
+        self,
+        values: dict[Value, Any],
+        losses: list[tf.Tensor],
+        updates: list[tf.Tensor],
+    ) -> Result:
+        outputs = tuple(values[value] for value in self.stage.outputs)
+        result = Result(Activations.of(outputs), losses, updates)
+        # Each result is a distinct tensor of this graph, as updates are
+        # already: a layer may return one tensor twice, or a tensor of another
+        # graph.
+        found = tensors((result.outputs, losses))
+        return filled(result, [*map(tf.identity, found), *updates])
 
     def _assigned(
         self, states: list[TensorFlowState], before: int, held: set[int]
