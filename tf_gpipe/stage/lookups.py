@@ -111,7 +111,7 @@ def _is_repeated(
     """
     by_value = followed_values(indices)
     fed = [*inputs, *carried]
-    if any(x.op in by_value for x in fed) or traced.draws(by_value):
+    if any(x.op in by_value for x in fed) or traced.unrepeatable(by_value):
         return False
     # The indices may still be repeated for each row: their number shows it.
     rows = [x.shape[0] for x in inputs if x.shape.rank]
@@ -143,7 +143,7 @@ def _computed(
 
     Dimensions of unknown size are taken as `rows`.
     """
-    part = traced.part(inputs, [indices])
+    part = traced.extract(inputs, [indices])
 
     def compute():
         shapes = [[rows if n is None else n for n in x.shape] for x in inputs]

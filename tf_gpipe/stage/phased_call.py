@@ -32,8 +32,8 @@ class PhasedCall:
 
     Attributes:
         result: `Result`.
-        kept: Tensors that `backward` has kept for `weights`: they are ready
-            once the backward phase is done.
+        for_weights: Tensors that `backward` has made for `weights`: they are
+            ready once the backward phase is done.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PhasedCall:
         self._remat = remat
         # Known once the backward phase has run.
         self._backward: Any = None
-        self.kept: Any = None
+        self.for_weights: Any = None
         self.result, self._made = phases.forward(packed(), inputs, not remat)
         self._stored = self._made
 
@@ -90,7 +90,7 @@ class PhasedCall:
             tf.zeros_like(x) if arrived is None else tf.cast(arrived, x.dtype)
             for x, arrived in pairs
         ]
-        input_gradients, self.kept = self._backward.run(
+        input_gradients, self.for_weights = self._backward.run(
             self._packed(),
             self._stored,
             values,
@@ -105,7 +105,7 @@ class PhasedCall:
         """
         variables = self._backward.dense
         place = sums.place(variables)
-        made = self.kept
+        made = self.for_weights
         if self._phases.splits:
             made = self._backward.weights(self._packed(), made, place)
         dense, sparse = made
@@ -127,8 +127,8 @@ class Backward:
     Args:
         phases: The `Phases` of the stage.
         alive: The operations that depend on the incoming gradients.
-        again: Whether the backward phase recomputes layers, each part when the
-            gradient arrives there.
+        recomputes: Whether the backward phase recomputes layers, each part
+            when the gradient arrives there.
 
     Attributes:
         dense: List of the variables whose gradients are dense.
@@ -146,13 +146,17 @@ class Backward:
             sparse gradients.
     """
 
-    def __init__(self, phases: "Phases", alive: set[tf.Operation], again: bool):
+    def __init__(
+        self, phases: "Phases", alive: set[tf.Operation], recomputes: bool
+    ):
         def lives(gradient: Any) -> bool:
             return any(x.op in alive for x in tensors(gradient))
 
         self._phases = phases
-        self._fed = phases.kept if again else phases.stored
-        self._after = phases.parts.waits(alive, phases.kept) if again else {}
+        self._fed = phases.kept if recomputes else phases.stored
+        self._after = (
+            phases.parts.waits(alive, phases.kept) if recomputes else {}
+        )
         self._input_gradients = [
             x if lives(x) else None for x in phases.trace.input_gradients
         ]
@@ -163,12 +167,12 @@ class Backward:
         self._slices = [x.slices for x in self.sparse]
         self._gradients = [x for _, x in dense] + tensors(self._slices)
         # Tensors that the backward phase computes for the weights phase.
-        self._kept: list[tf.Tensor] = []
+        self._for_weights: list[tf.Tensor] = []
         if phases.splits:
             done = {*phases.early, *(x.op for x in phases.output_gradients)}
             made = tensors(self._input_gradients)
             done |= phases.traced.makers(made, phases.late_effects)
-            self._kept = phases.traced.live(self._gradients, done)
+            self._for_weights = phases.traced.live(self._gradients, done)
         self.run = FunctionCall(self._run)
         self.weights = FunctionCall(self._weights)
 
@@ -184,18 +188,19 @@ class Backward:
 
         def then(found: Sequence[tf.Tensor], place: list[tf.Tensor]) -> tuple:
             rest = found[size:]
-            kept = pack(rest) if phases.splits else self._placed(rest, place)
-            return found[:size], kept
+            if phases.splits:
+                return found[:size], pack(rest)
+            return found[:size], self._placed(rest, place)
 
         part = self._ending(
             self._fed + phases.output_gradients,
             input_gradients
-            + (self._kept if phases.splits else self._gradients),
+            + (self._for_weights if phases.splits else self._gradients),
             then,
             phases.late_effects,
         )
-        made, kept = part(weights, [*unpack(packed, self._fed), *values], place)
-        return filled(self._input_gradients, made), kept
+        made, rest = part(weights, [*unpack(packed, self._fed), *values], place)
+        return filled(self._input_gradients, made), rest
 
     def _weights(
         self,
@@ -203,8 +208,8 @@ class Backward:
         packed: list[tf.Tensor],
         place: list[tf.Tensor],
     ) -> tuple[list, list]:
-        part = self._ending(self._kept, self._gradients, self._placed)
-        return part(weights, unpack(packed, self._kept), place)
+        part = self._ending(self._for_weights, self._gradients, self._placed)
+        return part(weights, unpack(packed, self._for_weights), place)
 
     def _ending(
         self,
@@ -217,10 +222,10 @@ class Backward:
         phases = self._phases
         after = self._after
         if not phases.jit_compile:
-            return phases.part(feeds, fetches, effects, then, after)
+            return phases.extract(feeds, fetches, effects, then, after)
         # XLA does not support packs, so `then` runs outside. All gradients are
         # then in memory before any is added.
-        part = phases.part(feeds, fetches, effects, after=after)
+        part = phases.extract(feeds, fetches, effects, after=after)
         return lambda weights, values, place: then(part(weights, values), place)
 
     def _placed(

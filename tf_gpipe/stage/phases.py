@@ -231,7 +231,7 @@ class Phases:
         self.forward = FunctionCall(self._forward)
         self.recompute = FunctionCall(self._recompute)
 
-    def part(
+    def extract(
         self,
         feeds: list[tf.Tensor],
         fetches: list[tf.Tensor],
@@ -239,9 +239,11 @@ class Phases:
         then: Callable | None = None,
         after: Mapping[tf.Operation, Collection[tf.Operation]] | None = None,
     ) -> Callable:
-        """As `TracedFunction.part`, fed the pack of weights first."""
+        """As `TracedFunction.extract`, fed the pack of weights first."""
         read = self.read_weights.read
-        part = self.traced.part([*feeds, *read], fetches, effects, then, after)
+        part = self.traced.extract(
+            [*feeds, *read], fetches, effects, then, after
+        )
 
         def run(
             weights: list[tf.Tensor], values: Sequence[tf.Tensor], *args: Any
@@ -255,7 +257,7 @@ class Phases:
         self, weights: list[tf.Tensor], inputs: list[tf.Tensor], stores: bool
     ) -> tuple[Result, list[tf.Tensor]]:
         result = tensors(self.trace.result)
-        part = self.part(
+        part = self.extract(
             self.inputs,
             result + (self.stored if stores else self.kept),
             self._early_effects,
@@ -270,7 +272,7 @@ class Phases:
         inputs: list[tf.Tensor],
         packed: list[tf.Tensor],
     ) -> list[tf.Tensor]:
-        part = self.part(self.inputs + self.kept, self.stored)
+        part = self.extract(self.inputs + self.kept, self.stored)
         values = [*inputs, *unpack(packed, self.kept)]
         return pack(part(weights, values))
 
@@ -291,11 +293,11 @@ class Phases:
             remat: Whether this micro-batch is recomputed: the forward phase
                 has stored `kept`, not `stored`.
         """
-        again = remat and not self.recomputes_before
-        key = arrived, again
+        recomputes = remat and not self.recomputes_before
+        key = arrived, recomputes
         if key not in self._backward:
             there = itertools.compress(self.output_gradients, arrived)
             self._backward[key] = Backward(
-                self, self.traced.users(there), again
+                self, self.traced.users(there), recomputes
             )
         return self._backward[key]

@@ -36,7 +36,7 @@ class RecomputedParts:
         self._early = early
         # Operations that would draw other numbers, or read variables that have
         # been written since, are not run again: their results are stored.
-        drawn = set(traced.draws(early))
+        drawn = set(traced.unrepeatable(early))
         self._parts = [part - drawn for part in parts]
         self._places = {op: i for i, op in enumerate(traced.operations)}
 

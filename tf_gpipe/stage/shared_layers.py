@@ -298,7 +298,7 @@ def _is_pure(phases: Phases, handles: set[int]) -> bool:
         len(phases.output_gradients) == min(len(trace.output_gradients), 1)
         and {*map(id, traced.captured())} <= read <= handles
         and not traced.effects()
-        and not traced.draws(traced.operations)
+        and not traced.unrepeatable(traced.operations)
         and not traced.calls_python()
         and not any(isinstance(x, tf.IndexedSlices) for x in gradients)
     )

@@ -73,7 +73,7 @@ class TapedCall:
         self._given = inputs, carried
         self._gradient: Any = None
         self._variable_gradients: list = []
-        self.kept: list[tf.Tensor] = []
+        self.for_weights: list[tf.Tensor] = []
         # A Jacobian traces the backward pass of what ran eagerly.
         self._runs_again = remat and tf.executing_eagerly()
         function = stage.function
@@ -104,7 +104,7 @@ class TapedCall:
         input_gradients, self._variable_gradients = self._gradient(
             output_gradients
         )
-        self.kept = tensors([x for _, x in self._variable_gradients])
+        self.for_weights = tensors([x for _, x in self._variable_gradients])
         return input_gradients
 
     def weights(self, sums: GradientSum) -> list[tf.Tensor]:
@@ -121,7 +121,7 @@ class TapedCall:
             ]
             sums.add_lookups(found, lookups.divided(x, found))
         sums.add(dense)
-        return self.kept
+        return self.for_weights
 
 
 def _rematerialized(

@@ -40,7 +40,7 @@ class TracedFunction:
     A part computes some tensors of the traced graph from others, with only the
     operations between them:
 
-        a --> f --> g --> h          part([f], [h]) runs g and h
+        a --> f --> g --> h          extract([f], [h]) runs g and h
 
     Operations that depend on variables and constants alone are in every part
     that needs them: their results need not be fed.
@@ -108,14 +108,16 @@ class TracedFunction:
         """Returns whether an operation uses a variable the graph writes."""
         return any(id(x) in self._written for x in operation.inputs)
 
-    def draws(self, operations: Iterable[tf.Operation]) -> list[tf.Operation]:
+    def unrepeatable(
+        self, operations: Iterable[tf.Operation]
+    ) -> list[tf.Operation]:
         """Returns the operations that may give another result when run again.
 
         They draw random numbers, call Python or use variables that the graph
         writes, or are loops and branches with such operations in them.
         """
 
-        def draws(node: Any) -> bool:
+        def differs(node: Any) -> bool:
             return (
                 "seed2" in node.attr
                 or node.op.startswith(_DRAWS)
@@ -125,7 +127,7 @@ class TracedFunction:
         return [
             op
             for op in operations
-            if self.changes(op) or self._runs(op.node_def, draws)
+            if self.changes(op) or self._runs(op.node_def, differs)
         ]
 
     def calls_python(self) -> bool:
@@ -194,7 +196,7 @@ class TracedFunction:
         # Sorted, so that the same step gives the same graph.
         return sorted(found.values(), key=lambda x: (x.op.name, x.value_index))
 
-    def part(
+    def extract(
         self,
         feeds: Sequence[tf.Tensor],
         fetches: Sequence[tf.Tensor],
@@ -221,30 +223,7 @@ class TracedFunction:
         """
         after = after or {}
         known = {id(x) for x in feeds}
-        # By name: the tensors that are fed or captured, not computed here.
-        given: dict[str, tf.Tensor] = {}
-
-        def source(x: tf.Tensor) -> tf.Tensor:
-            while id(x) not in known and self._passes_on(x.op, after):
-                x = x.op.inputs[x.value_index]
-            return x
-
-        inputs: dict[tf.Operation, list[tf.Tensor]] = {}
-
-        def makers(tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
-            given.update(
-                (x.name, x)
-                for x in tensors
-                if id(x) in known or id(x) in self._captures
-            )
-            return [x.op for x in tensors if x.name not in given]
-
-        def makers_of(op: tf.Operation) -> list[tf.Operation]:
-            inputs[op] = list(map(source, op.inputs))
-            return makers(inputs[op])
-
-        sources = list(map(source, fetches))
-        reached([*makers(sources), *effects], makers_of)
+        sources, given, inputs = self._contents(known, fetches, effects, after)
         definition = self._definition_of(inputs, after)
         used = {x.name for xs in inputs.values() for x in xs}
         computed = [x.name for x in sources if x.name not in given]
@@ -275,6 +254,53 @@ class TracedFunction:
 
         return FunctionCall(run, optimized=True, jit_compile=self._jit_compile)
 
+    def _contents(
+        self,
+        known: Collection[int],
+        fetches: Iterable[tf.Tensor],
+        effects: Iterable[tf.Operation],
+        after: Collection[tf.Operation],
+    ) -> tuple[
+        list[tf.Tensor],
+        dict[str, tf.Tensor],
+        dict[tf.Operation, list[tf.Tensor]],
+    ]:
+        """Returns what a part consists of.
+
+        Args:
+            known: Ids of the tensors that it is fed.
+            fetches, effects, after: As in `extract`.
+
+        Returns:
+            Tuple of the tensors in place of `fetches`, without operations that
+            pass on their input; a dict from their names to the tensors that
+            are fed or captured; and a dict from the part's operations to their
+            input tensors.
+        """
+        given: dict[str, tf.Tensor] = {}
+        inputs: dict[tf.Operation, list[tf.Tensor]] = {}
+
+        def source(x: tf.Tensor) -> tf.Tensor:
+            while id(x) not in known and self._passes_on(x.op, after):
+                x = x.op.inputs[x.value_index]
+            return x
+
+        def makers(tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
+            given.update(
+                (x.name, x)
+                for x in tensors
+                if id(x) in known or id(x) in self._captures
+            )
+            return [x.op for x in tensors if x.name not in given]
+
+        def makers_of(op: tf.Operation) -> list[tf.Operation]:
+            inputs[op] = list(map(source, op.inputs))
+            return makers(inputs[op])
+
+        sources = list(map(source, fetches))
+        reached([*makers(sources), *effects], makers_of)
+        return sources, given, inputs
+
     def _passes_on(
         self, op: tf.Operation, waiting: Collection[tf.Operation]
     ) -> bool:
@@ -300,7 +326,7 @@ class TracedFunction:
 
         Args:
             inputs: Dict from the part's operations to their input tensors.
-            after: As in `part`.
+            after: As in `extract`.
         """
         kept = {op.name: xs for op, xs in inputs.items()}
         waits = {op.name: [x.name for x in xs] for op, xs in after.items()}
@@ -352,5 +378,5 @@ def pruned(function: Callable[[], Any]) -> Any:
     if tf.executing_eagerly():
         return function()
     concrete = tf.function(function, autograph=False).get_concrete_function()
-    part = TracedFunction(concrete, []).part([], concrete.outputs)
+    part = TracedFunction(concrete, []).extract([], concrete.outputs)
     return filled(concrete.structured_outputs, part([]))

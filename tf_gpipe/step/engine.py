@@ -1,6 +1,5 @@
 """Runs a schedule: places its tasks on devices, in order, in one graph."""
 
-from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,7 +150,7 @@ class MiniBatch:
         with placement.eagerly_alone():
             for task in self._steps:
                 if task.kind != FORWARD:
-                    self._after_forward(task, loss_gradients)
+                    self._run_task(task, loss_gradients)
 
     def interleave(
         self,
@@ -168,7 +167,8 @@ class MiniBatch:
             For each micro-batch the list of scalars from its loss.
         """
         self._sums = self._no_gradients()
-        differentiate = self._on_last_device(loss)
+        last = self.pipeline.last
+        differentiate = loss.on_last_device(self.pipeline, self._stages.inline)
         weights: list[tf.Tensor] | None = None
         losses: dict[int, list[tf.Tensor]] = {}
         for task in self._steps:
@@ -176,8 +176,7 @@ class MiniBatch:
             if task.kind == FORWARD:
                 self._forward(task, tape=True)
                 continue
-            if task.kind == BACKWARD and task.stage == self.pipeline.last:
-                outputs = self.exchange.outputs(m)
+            if task.kind == BACKWARD and task.stage == last:
                 # Labels are cut where they are, and before the task's turn.
                 labels = loss.inputs(m)
                 # Not finished here: the backward task follows, and finishes it.
@@ -185,19 +184,29 @@ class MiniBatch:
                     if weights is None:
                         loss.prepare(self._like_whole(m))
                         weights = self._weights_of(loss)
-                    losses[m], self._output_gradients[m], weight_gradients = (
-                        differentiate(outputs, weights, *labels)
-                    )
-                    self._loss_sum.add(
-                        (v, x)
-                        for v, x in zip(
-                            loss.weights, weight_gradients, strict=True
-                        )
-                        if x is not None
-                    )
-                    self.outputs.check_loss(outputs, self._output_gradients[m])
-            self._after_forward(task, [loss_gradient] * self.added.count(m))
+                    outputs = self.exchange.outputs(m)
+                    found = differentiate(outputs, weights, *labels)
+                    losses[m] = self._record_loss(loss, m, *found)
+            self._run_task(task, [loss_gradient] * self.added.count(m))
         return [losses[m] for m in range(self.split.num_micro_batches)]
+
+    def _record_loss(
+        self,
+        loss: MicroBatchLoss,
+        m: int,
+        losses: list[tf.Tensor],
+        output_gradients: list,
+        weight_gradients: list,
+    ) -> list[tf.Tensor]:
+        """Records the gradients of a micro-batch's loss; returns its scalars.
+
+        Arguments from `losses` on are the results of `loss`.
+        """
+        self._output_gradients[m] = output_gradients
+        pairs = zip(loss.weights, weight_gradients, strict=True)
+        self._loss_sum.add((v, x) for v, x in pairs if x is not None)
+        self.outputs.check_loss(self.exchange.outputs(m), output_gradients)
+        return losses
 
     def commit_state(self) -> None:
         """Assigns the state that layers have updated.
@@ -251,9 +260,10 @@ class MiniBatch:
         self.added.put(k, m, result.losses, function.added)
         self._versions.write(function.updated, result.updates, m)
 
-    def _after_forward(
+    def _run_task(
         self, task: Task, loss_gradients: Sequence[tf.Tensor]
     ) -> None:
+        """Runs a task that is no forward task."""
         if task.kind == BACKWARD:
             self._backward(task, loss_gradients)
             return
@@ -289,7 +299,7 @@ class MiniBatch:
             self.exchange.put_gradients(k, m, inputs)
             # A split backward pass has a task of its own for weights.
             splits = task in self.pipeline.schedule.split
-            rest = call.kept if splits else self._add_gradients(task)
+            rest = call.for_weights if splits else self._add_gradients(task)
             finish((inputs, rest))
 
     def _no_gradients(self) -> list[GradientSum]:
@@ -302,8 +312,9 @@ class MiniBatch:
         Returns tensors that are ready once all gradients have been added.
         """
         key = task.stage, task.micro_batch
-        again = self._stages.asked_again
-        call = self._calls[key] if again else self._calls.pop(key)
+        call = self._calls[key]
+        if not self._stages.repeatable:
+            del self._calls[key]
         return call.weights(self._sums[task.stage])
 
     def _like_whole(self, m: int) -> Any:
@@ -332,15 +343,3 @@ class MiniBatch:
         self._read_by_loss |= loss.read
         device = self.pipeline.stages[-1].device
         return [self._versions.start(v, 0, device) for v in loss.weights]
-
-    def _on_last_device(self, loss: MicroBatchLoss) -> Callable:
-        """Returns a function that runs a loss on the last stage's device."""
-        device = self.pipeline.stages[-1].device
-
-        def on_device(outputs, *args):
-            with tf.device(device):
-                return loss(self.pipeline.packed(outputs), *args)
-
-        if self._stages.inline:
-            return on_device
-        return tf.function(on_device, autograph=False)

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.stage.activations import Activations
+from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.straight_through import straight_through
 from tf_gpipe.stage.traced_function import pruned
 from tf_gpipe.step import loss_checks
@@ -63,9 +64,9 @@ class MicroBatchLoss:
         self._scale = scale
         self._trainable = trainable
         self._split = split
-        # By index of the loss: whether its count N needs the loss's values,
-        # and N of the mini-batch.
-        self._needed: dict[int, bool] = {}
+        # By index of the loss: whether its count N follows from its values, and
+        # N of the mini-batch.
+        self._by_values: dict[int, bool] = {}
         self._counts: dict[int, tf.Tensor | None] = {}
         self.read: set[int] = set()
         self.weights: list[keras.Variable] = []
@@ -85,14 +86,14 @@ class MicroBatchLoss:
 
         def probe(i, loss, y_true, y_pred, weight):
             scope = _LossScope()
-            needed = loss_checks.needs_values(
+            by_values = loss_checks.check_count(
                 loss, y_true, y_pred, weight, num_rows, scope
             )
             self.read.update(scope.read)
-            self._needed[i] = needed
+            self._by_values[i] = by_values
             losses.append(loss)
             self._counts[i] = pruned(
-                lambda: _count(loss, needed, y_true, y_pred, weight)
+                lambda: _count(loss, by_values, y_true, y_pred, weight)
             )
             return tf.zeros(())
 
@@ -110,6 +111,21 @@ class MicroBatchLoss:
             self._split.valid(m),
             self._split.weight(m),
         )
+
+    def on_last_device(self, pipeline: Pipeline, inline: bool) -> Callable:
+        """Returns this object as a function on the last stage's device.
+
+        Args:
+            pipeline: The `Pipeline`.
+            inline: Whether the operations are part of the program around it.
+        """
+        device = pipeline.stages[-1].device
+
+        def on_device(outputs, *args):
+            with tf.device(device):
+                return self(pipeline.packed(outputs), *args)
+
+        return on_device if inline else tf.function(on_device, autograph=False)
 
     def __call__(
         self,
@@ -139,7 +155,7 @@ class MicroBatchLoss:
 
         def share(i, loss, y_true, y_pred, weight):
             portion = share_of_rows
-            count = _count(loss, self._needed[i], y_true, y_pred, weight)
+            count = _count(loss, self._by_values[i], y_true, y_pred, weight)
             if count is not None:
                 count *= tf.cast(valid, count.dtype)
                 portion = tf.math.divide_no_nan(count, self._counts[i])
@@ -215,7 +231,7 @@ def _in_place_of_each(
 
 
 def _count(
-    loss: keras.Loss, needed: bool, y_true: Any, y_pred: Any, weight: Any
+    loss: keras.Loss, by_values: bool, y_true: Any, y_pred: Any, weight: Any
 ) -> tf.Tensor | None:
     """Returns the N by which `loss` divides, up to a constant factor.
 
@@ -225,7 +241,7 @@ def _count(
         return tf.ones((), tf.float64)
     # The caller prunes operations that the count does not need.
     made = None
-    if needed:
+    if by_values:
         made = loss.call(*loss_checks.converted(loss, y_true, y_pred))
     mask = upstream.mask(y_pred)
     own = upstream.mask(made)

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from typing import Any
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -42,7 +43,17 @@ def check_together(losses: Sequence[keras.Loss]) -> None:
         )
 
 
-def needs_values(
+class _Trace(NamedTuple):
+    """What a trace of a loss tells about its values, one a sample."""
+
+    shape: tf.TensorShape
+    masked: bool
+    assigns: bool  # variables
+    mask_follows: bool  # the values of outputs
+    size_follows: bool  # the values of outputs
+
+
+def check_count(
     loss: keras.Loss,
     y_true: Any,
     y_pred: Any,
@@ -50,12 +61,14 @@ def needs_values(
     num_rows: int | None,
     scope: keras.StatelessScope,
 ) -> bool:
-    """Returns whether a loss's values are needed to count what it divides by.
+    """Refuses a loss that needs the whole mini-batch.
 
-    They are unless their number is proportional to the rows and they have no
-    mask. That is found by a trace that is never run: with a batch of unknown
-    size, TensorFlow would compute the values of the whole mini-batch to count
-    them. `scope` records the variables that the loss reads.
+    `scope` records the variables that the loss reads.
+
+    Returns:
+        Whether the count that the loss divides by follows from its values. It
+        does, unless their number is proportional to the rows and they have no
+        mask.
 
     Raises:
         ValueError: If the loss needs the whole mini-batch, or if
@@ -63,7 +76,39 @@ def needs_values(
     """
     if type(loss).__call__ is not keras.Loss.__call__:
         raise needs_whole(loss, "overrides `__call__`")
-    given = converted(loss, y_true, y_pred)
+    trace = _traced(loss, converted(loss, y_true, y_pred), num_rows, scope)
+    if trace.assigns:
+        raise needs_whole(loss, "changes variables")
+    if trace.shape.rank == 0:
+        raise needs_whole(loss, "returns one number, not one a sample")
+    rows = trace.shape[0] if trace.shape.rank else None
+    if rows is not None and rows % ROWS:
+        raise needs_whole(loss, f"returns {rows} numbers for all samples")
+    if isinstance(loss, keras.losses.Circle):
+        raise needs_whole(loss, "compares samples with one another")
+    if trace.mask_follows:
+        raise needs_whole(loss, "leaves out values by a mask of the outputs")
+    if rows is None and is_unreduced(loss):
+        raise needs_whole(
+            loss, "has reduction=None and a number of values unknown"
+        )
+    if trace.size_follows and loss.reduction != "sum":
+        raise needs_whole(loss, "chooses values by the values of the outputs")
+    _check_weight(loss, trace.shape, weight)
+    return rows is None or trace.masked
+
+
+def _traced(
+    loss: keras.Loss,
+    given: list,
+    num_rows: int | None,
+    scope: keras.StatelessScope,
+) -> _Trace:
+    """Traces a loss for `ROWS` rows; the trace is never run.
+
+    With a batch of unknown size, TensorFlow would compute the values of the
+    whole mini-batch to count them.
+    """
 
     def sized(x: tf.Tensor) -> tf.TensorSpec:
         # One row of labels may be broadcast to all samples.
@@ -74,22 +119,23 @@ def needs_values(
     def call(y_true, y_pred):
         with scope:
             found = keras.ops.convert_to_tensor(loss.call(y_true, y_pred))
-        assigned.update(written(found.graph.get_operations()))
+        outputs = keras.tree.flatten(y_pred)
         mask = upstream.mask(found)
-        if mask is not None:
-            makers = followed_values(mask)
-            follows.extend(x.op in makers for x in keras.tree.flatten(y_pred))
-        chooses.append(_sized_by(found, keras.tree.flatten(y_pred)))
-        return found, mask
+        makers = set() if mask is None else followed_values(mask)
+        traces.append(
+            _Trace(
+                found.shape,
+                mask is not None,
+                bool(written(found.graph.get_operations())),
+                any(x.op in makers for x in outputs),
+                _sized_by(found, outputs),
+            )
+        )
 
-    assigned: dict[int, tf.Operation] = {}
-    follows: list[bool] = []
-    chooses: list[bool] = []
+    traces: list[_Trace] = []
     try:
-        found, mask = (
-            tf.function(call, autograph=False)
-            .get_concrete_function(*keras.tree.map_structure(sized, given))
-            .structured_outputs
+        tf.function(call, autograph=False).get_concrete_function(
+            *keras.tree.map_structure(sized, given)
         )
     except Exception as e:
         shapes = keras.tree.map_structure(lambda x: str(x.shape), given)
@@ -98,26 +144,8 @@ def needs_values(
             f"shapes {shapes}."
         )
         raise
-    if assigned:
-        raise needs_whole(loss, "changes variables")
-    shape = found.shape
-    if shape.rank == 0:
-        raise needs_whole(loss, "returns one number, not one a sample")
-    rows = shape[0] if shape.rank else None
-    if rows is not None and rows % ROWS:
-        raise needs_whole(loss, f"returns {rows} numbers for all samples")
-    if isinstance(loss, keras.losses.Circle):
-        raise needs_whole(loss, "compares samples with one another")
-    if any(follows):
-        raise needs_whole(loss, "leaves out values by a mask of the outputs")
-    if rows is None and is_unreduced(loss):
-        raise needs_whole(
-            loss, "has reduction=None and a number of values unknown"
-        )
-    if any(chooses) and loss.reduction != "sum":
-        raise needs_whole(loss, "chooses values by the values of the outputs")
-    _check_weight(loss, shape, weight)
-    return rows is None or mask is not None
+    # TensorFlow traces a function that has made a variable a second time.
+    return traces[-1]._replace(assigns=any(x.assigns for x in traces))
 
 
 def is_unreduced(loss: keras.Loss) -> bool:

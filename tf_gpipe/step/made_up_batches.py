@@ -163,13 +163,13 @@ class Trials:
                 for i, x in enumerate(read)
             ]
             feeds, values = [*given, *read], [*args, *made]
-            shapes = traced.part(feeds, [x.inputs[0] for x in drawn])(values)
+            shapes = traced.extract(feeds, [x.inputs[0] for x in drawn])(values)
             values += [
                 tf.fill(shape, tf.constant(_DRAWN, x.outputs[0].dtype))
                 for x, shape in zip(drawn, shapes, strict=True)
             ]
             feeds += [x.outputs[0] for x in drawn]
-            return traced.part(feeds, results)(values)
+            return traced.extract(feeds, results)(values)
 
         return tf.function(run, autograph=False, input_signature=specs)
 

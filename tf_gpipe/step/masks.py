@@ -63,7 +63,7 @@ def masks_ahead(
     concrete = retraced(lambda: traced_masks.get_concrete_function(*of_each[0]))
     feeds = concrete.inputs[: len(tensors(of_each[0]))]
     traced = TracedFunction(concrete, feeds)
-    for op in traced.draws(traced.makers(concrete.outputs)):
+    for op in traced.unrepeatable(traced.makers(concrete.outputs)):
         raise ValueError(
             "A Keras mask of the model's outputs may be another one when it "
             f"is computed again, by operation '{op.name}' of type {op.type}. "
@@ -72,7 +72,7 @@ def masks_ahead(
             "random, draw it with `keras.random` and a "
             "`keras.random.SeedGenerator`."
         )
-    part = traced.part(feeds, concrete.outputs)
+    part = traced.extract(feeds, concrete.outputs)
     return [
         filled(concrete.structured_outputs, part(tensors(each)))
         for each in of_each

@@ -125,10 +125,12 @@ class RunningStages:
         """Blocks of layer calls that may share phases with others."""
         stages = self._pipeline.stages
         return shareable(
-            self._pipeline.graph, stages, [self._parts(x.index) for x in stages]
+            self._pipeline.graph,
+            stages,
+            [self._recomputed(x.index) for x in stages],
         )
 
-    def _parts(self, k: int) -> tuple[range, ...]:
+    def _recomputed(self, k: int) -> tuple[range, ...]:
         """Returns the ranges of stage `k`'s calls that are recomputed."""
         return self._pipeline.recomputed(k) if self._differentiated else ()
 
@@ -148,7 +150,7 @@ class RunningStages:
         return self._how is StageMode.INLINE
 
     @property
-    def asked_again(self) -> bool:
+    def repeatable(self) -> bool:
         """Whether gradients may be asked for more than once."""
         return self._gradients is Gradients.FOR_OUTER_TAPE
 
@@ -256,12 +258,12 @@ class RunningStages:
         if (k, splits) not in self._stages:
             function = self._function(k)
             self._stages[k, splits] = (
-                TapedStage(function, repeatable=self.asked_again)
+                TapedStage(function, repeatable=self.repeatable)
                 if self.inline
                 else StagePhases(
                     function,
                     splits,
-                    self._parts(k),
+                    self._recomputed(k),
                     jit_compile=self._how is StageMode.XLA_FUNCTIONS,
                     make_runner=lambda: self._layer_runner(splits),
                     differentiated=self._differentiated,

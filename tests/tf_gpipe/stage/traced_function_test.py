@@ -107,7 +107,7 @@ class TracedFunctionTest(tf.test.TestCase, parameterized.TestCase):
         concrete = tf.function(run, autograph=False).get_concrete_function(
             spec, spec, spec
         )
-        part = TracedFunction(concrete, concrete.inputs).part(
+        part = TracedFunction(concrete, concrete.inputs).extract(
             concrete.inputs, concrete.outputs
         )
         nodes = optimized(
@@ -134,8 +134,8 @@ class TracedFunctionTest(tf.test.TestCase, parameterized.TestCase):
         early = traced.makers([first])
         live = traced.live([second], early)
         self.assertEqual([x.name for x in live], [self.middle.name])
-        before = traced.part(inputs, [first, *live])
-        after = traced.part(live, [second])
+        before = traced.extract(inputs, [first, *live])
+        after = traced.extract(live, [second])
 
         @tf.function(autograph=False)
         def run(x):
@@ -166,8 +166,8 @@ class TracedFunctionTest(tf.test.TestCase, parameterized.TestCase):
         traced = TracedFunction(concrete, inputs)
         effects = traced.effects()
         self.assertLen(effects, 1)
-        without = traced.part(inputs, [concrete.outputs[0]])
-        having = traced.part(inputs, [concrete.outputs[1]], effects)
+        without = traced.extract(inputs, [concrete.outputs[0]])
+        having = traced.extract(inputs, [concrete.outputs[1]], effects)
         x = tf.ones((3, 3))
         tf.function(lambda: without([x]), autograph=False)()
         self.assertEmpty(log)
@@ -188,7 +188,7 @@ class TracedFunctionTest(tf.test.TestCase, parameterized.TestCase):
         )
         (x,) = concrete.inputs
         traced = TracedFunction(concrete, [x])
-        part = traced.part([x], concrete.outputs)
+        part = traced.extract([x], concrete.outputs)
         run = tf.function(lambda x: part([x]), autograph=False)
         found = run(tf.constant([1.0, 2.0, 3.0]))
         self.assertAllEqual(found[0], [3.0, 5.0, 7.0])
@@ -208,7 +208,7 @@ class TracedFunctionTest(tf.test.TestCase, parameterized.TestCase):
         (stopped,) = [
             op for op in traced.operations if op.type == "StopGradient"
         ]
-        part = traced.part(
+        part = traced.extract(
             [x], [stopped.outputs[0]], after={stopped: [doubled]}
         )
         run = tf.function(lambda x: part([x]), autograph=False)
@@ -232,7 +232,7 @@ class TracedFunctionTest(tf.test.TestCase, parameterized.TestCase):
             lambda x: (power(x), x + 1), autograph=False
         ).get_concrete_function(tf.TensorSpec((), tf.float32))
         inputs = concrete.inputs[:1]
-        part = TracedFunction(concrete, inputs).part(
+        part = TracedFunction(concrete, inputs).extract(
             inputs, [concrete.outputs[0]]
         )
         run = tf.function(lambda x: part([x]), autograph=False)
