@@ -40,13 +40,13 @@ class Checkpoint(keras.callbacks.Callback):
     It writes in a thread, from a copy, while the next steps run. The copy is
     in the memory of the host that has the variables; the client has some
     megabytes at a time. A checkpoint has its name when all of it is on the
-    disk. Each file has a checksum: one that is damaged is told of, and the one
-    before it is taken. None is written while a trainable weight is infinite or
-    not a number. List it after other callbacks.
+    disk. Each file has a checksum: if one is damaged, `fit` says so and takes
+    the checkpoint before. None is written while a trainable weight is infinite
+    or not a number. List this callback after others.
 
     The data must be the same each time: arrays, a `keras.utils.PyDataset`, or
-    a `tf.data.Dataset` with seeds. It starts at `initial_epoch`: batches
-    already trained on are drawn again and dropped.
+    a `tf.data.Dataset` with seeds. `fit` draws them from `initial_epoch` on,
+    and drops the batches already trained on.
 
     Args:
         workdir: Path of the directory of the checkpoints of this run alone.

@@ -40,18 +40,16 @@ class NewCut(NamedTuple):
 class Rebalance(StepTimes):
     """Cuts the model anew in training, where that pays for itself.
 
-    Every so many steps it looks at how long the tasks of the last ones took.
-    What a stage took is shared out among its layers, as `by` weighs them, and
-    the devices may be of different speed. If the cut that follows is expected
-    to save more seconds in the steps that are left than the new graphs of
-    functions take to trace, which is as long as the first step took longer than
-    others, the model is cut so by `rebalance`; the numbers stay those that they
-    would have been. Where nobody knows how many steps are left, as many as
-    there were are taken for it.
+    The callback takes the times of the tasks of the last steps. It shares out a
+    stage's time among the stage's layers, as `by` weighs them; devices may
+    differ in speed. It calls `model.rebalance` with the cut that follows, if
+    that is expected to save more seconds in the remaining steps than tracing
+    takes, namely as many as the first step took longer than others. If the
+    number of remaining steps is not known, as many steps are assumed as there
+    were. Results do not change.
 
-    Whether a device has the memory for more layers is not looked at, but with
-    `remat="auto"`. A model whose `memory_limit` does not allow a cut keeps its
-    own.
+    Only with `remat="auto"` does the callback look at memory: then it keeps the
+    cut if `memory_limit` does not allow another one.
 
     Args:
         every: Integer, the number of steps from one decision to the next.

@@ -47,15 +47,14 @@ def connect(
 
     Start the workers first, with `python -m tf_gpipe worker --port=PORT`, and
     connect before anything is computed. TensorFlow's servers have no
-    authentication: use them on a private network. This process gets one too.
-    It answers at the address by which workers reach it alone, which is
-    loopback if they are there; on systems other than Linux, at every address.
+    authentication: use them on a private network. This process gets a server,
+    too. It answers only at the address by which workers reach it (loopback, if
+    they are on this host); on systems other than Linux, at every address.
 
-    From then on whatever needs a worker that is gone raises a
-    `tf.errors.UnavailableError`, which names its stages and address: of a
-    process that has ended at once, of one that is silent, such as a host
-    without power, within `heartbeat` seconds. A worker that computes for long
-    is not silent.
+    From then on whatever needs a lost worker raises a
+    `tf.errors.UnavailableError`, which names its stages and address: at once if
+    the worker's process has ended; within `heartbeat` seconds if the worker is
+    silent, as without power. A worker that computes for long is not silent.
 
     Args:
         addresses: List of strings `"host:port"`, one a worker. All workers
@@ -64,7 +63,7 @@ def connect(
         heartbeat: Float, seconds for which a worker may be silent before it
             is taken for dead, or `None` for as long as it likes.
         at_least: Positive integer, how many workers are enough: once `timeout`
-            is over, those that do not answer are told of and left out. Stages
+            is over, those that do not answer are named and left out. Stages
             may share a device. Defaults to `None`: all of them.
 
     Returns:

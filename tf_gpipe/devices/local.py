@@ -9,14 +9,13 @@ _MOST = 1024
 
 
 def split_cpu(num_devices: int) -> list[str]:
-    """Splits the CPU into logical devices, to try out a pipeline on one.
+    """Splits the CPU into logical devices, to try out a pipeline on it.
 
-    They share the cores and the memory of the machine: each runs its stage
-    beside the others, as several accelerators would, but not faster than one
-    device does. Call it first, before a tensor or a model is made: TensorFlow
-    then starts its devices, and has them as they are from there on. Where it
-    has started with enough of them, as in a notebook's cell that is run again,
-    these are returned.
+    The devices share the cores and the memory of the machine: each runs its
+    stage beside the others, as accelerators would, but all are not faster than
+    one. Call this function first: TensorFlow fixes its devices when the first
+    tensor or model is made. If it has fixed enough of them, as in a notebook's
+    cell that is run again, these are returned.
 
     It is short for `tf.config.set_logical_device_configuration`.
 

@@ -66,7 +66,7 @@ class Rival:
     """One of the next best candidates of `tune`, with its step time.
 
     Attributes:
-        words: String, a description of the candidate, see `words`.
+        words: String, a short description of its arguments.
         seconds: Float, its step time, measured if `tried`, else simulated.
         tried: Boolean, whether `seconds` were measured.
     """

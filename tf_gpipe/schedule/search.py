@@ -62,6 +62,9 @@ def search(
             of the fullest device under 1F1B with neighbouring stages on a
             device.
 
+    Returns:
+        A `Schedule`.
+
     Raises:
         ValueError: If a number is not positive, that of stages is not a
             multiple of `num_devices`, there are `Sizes` for another number of

@@ -66,7 +66,10 @@ def verify(
 
     Returns:
         A `Report`, with `ok`, `worst` and `first_layer`; printed, it is a page.
-        Nothing is raised: what goes wrong is in the report.
+        It also has what went wrong: other errors are not raised.
+
+    Raises:
+        tf.errors.UnavailableError: If a worker is lost.
 
     Example:
 
