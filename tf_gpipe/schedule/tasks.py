@@ -108,7 +108,8 @@ class Schedule:
             mini-batch before its first backward task.
 
     Raises:
-        TypeError: If `tasks` is no list of lists of tasks, or `name` no string.
+        TypeError: If `tasks` is no list of lists of tasks, or `name` or
+            `description` no string.
         ValueError: If a task is missing or there twice, if a stage is spread
             over two sequences, or if the order can never finish because each
             device waits for another one.
@@ -125,8 +126,12 @@ class Schedule:
         name: str = "custom",
         description: str = "",
     ):
-        if not isinstance(name, str):
-            raise TypeError(f"`name` must be a string. Received: name={name!r}")
+        for argument, text in (("name", name), ("description", description)):
+            if not isinstance(text, str):
+                raise TypeError(
+                    f"`{argument}` must be a string. Received: "
+                    f"{argument}={text!r}"
+                )
         self.name = name
         self.description = description
         self.tasks = _parsed(tasks)

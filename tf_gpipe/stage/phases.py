@@ -83,7 +83,7 @@ class StagePhases:
             recomputed=recomputed,
             jit_compile=jit_compile,
         )
-        # XLA has no variables that last for a run.
+        # XLA has no variables such as those of `loops`.
         self._retraced = (lambda f: f()) if jit_compile else retraced
         self._plain = NotInlinedFunction(function, jit_compile)
         # Keys are the graphs of traces.
@@ -154,6 +154,8 @@ class Phases:
 
     Attributes:
         read_weights: `ReadWeights`.
+        early: The operations of the forward phase.
+        late_effects: Operations with side effects of the backward phase.
         recomputes_before: Whether layers are recomputed by a phase before the
             backward phase, and not within it.
         forward: `FunctionCall` of the forward phase. It takes the pack of

@@ -417,6 +417,7 @@ def _own() -> list[Use]:
             {
                 "tasks": lambda: [["F0.0", "B0.0"], ["F1.0", "B1.0"]],
                 "name": lambda: "mine",
+                "description": lambda: "as on paper",
             },
             lambda **kw: trained(
                 pipeline(schedule=tf_gpipe.Schedule(**kw), num_micro_batches=1)

@@ -268,6 +268,11 @@ class ScheduleTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             schedules.Schedule(tasks)
 
+    @parameterized.product(argument=["name", "description"], value=[5, None])
+    def test_refuses_what_is_no_string(self, argument, value):
+        with self.assertRaisesRegex(TypeError, f"`{argument}` must be a str"):
+            schedules.Schedule([["F0.0", "B0.0"]], **{argument: value})
+
     def test_config_round_trip(self):
         plan = schedules.one_f_one_b(2, 3)
         plan.description = "as on paper"
