@@ -103,7 +103,7 @@ class MiniBatch:
         self._read_by_loss: set[int] = set()
         self._stages = RunningStages(pipeline, training, gradients, stages)
         if previous is not None:
-            self._stages = previous._stages.serving(self._stages)
+            self._stages = previous._stages.reused_for(self._stages)
         else:
             self._stages = self._stages.traced_before(inputs)
         self.outputs = Outputs(

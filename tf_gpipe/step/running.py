@@ -154,7 +154,7 @@ class RunningStages:
         """Whether gradients may be asked for more than once."""
         return self._gradients is Gradients.FOR_OUTER_TAPE
 
-    def serving(self, others: "RunningStages") -> "RunningStages":
+    def reused_for(self, others: "RunningStages") -> "RunningStages":
         """Returns the stages for the next training step in the same graph.
 
         These stages if they are of the same kind as `others`, so that stages
