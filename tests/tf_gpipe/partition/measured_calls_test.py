@@ -6,7 +6,7 @@ from absl.testing import parameterized
 
 from tests.tf_gpipe.step.executed_graph import executed_graph
 from tf_gpipe.partition import balanced
-from tf_gpipe.stage import opening
+from tf_gpipe.stage import model_graph
 
 L = keras.layers
 
@@ -35,7 +35,7 @@ class MeasuredCallsTest(parameterized.TestCase, tf.test.TestCase):
         shape = (4, 5, 5, 3) if "Conv2D" in both else (4, 3)
         layer = make()
         layer.build(shape)
-        (node,) = opening.chain([layer], keras.KerasTensor(shape)).nodes
+        (node,) = model_graph.of_layers([layer], keras.KerasTensor(shape)).nodes
         for backward, expected in ((False, forward), (True, both)):
             nodes = executed_graph(
                 lambda backward=backward: balanced.seconds(
