@@ -12,6 +12,7 @@ from unittest import mock
 import keras
 import pytest
 import tensorflow as tf
+from absl.testing import parameterized
 
 from tests.tf_gpipe import checkpoint_test
 from tests.tf_gpipe.checkpoint_test import DATA
@@ -22,6 +23,7 @@ from tests.tf_gpipe.checkpoint_test import Dying
 from tests.tf_gpipe.checkpoint_test import make
 from tf_gpipe.callbacks import Checkpoint
 from tf_gpipe.checkpoints import store
+from tf_gpipe.checkpoints.lock import Lock
 
 
 class LimitingFiles(keras.callbacks.Callback):
@@ -142,6 +144,41 @@ class TwoTrainersTest(checkpoint_test.TestCase):
         # A run that begins after another has ended is not refused.
         self.assertNotIn(".lock", os.listdir(self.workdir))
         self.fit(model, DATA["arrays"], epochs=2)
+
+    @pytest.mark.slow_after(1)
+    @parameterized.parameters(True, False)
+    def test_deleted_meanwhile(self, other):
+        """Its lock, too: another program may begin to train there."""
+
+        class Deleting(keras.callbacks.Callback):
+            def on_train_batch_end(_, batch, logs=None):
+                if batch == 2 and self.workdir.exists() and not locks:
+                    checkpoint.newest()
+                    shutil.rmtree(self.workdir)
+                    locks.append(None)
+                    if other:
+                        self.workdir.mkdir()
+                        locks[0] = Lock(self.workdir)
+
+        locks, told = [], io.StringIO()
+        checkpoint = Checkpoint(self.workdir, every_steps=2)
+        refused = self.assertRaisesRegex(ValueError, "trains in .* already")
+        with (
+            refused if other else contextlib.nullcontext(),
+            contextlib.redirect_stderr(told),
+        ):
+            make().fit(
+                **DATA["arrays"](),
+                verbose=0,
+                callbacks=[Deleting(), checkpoint],
+            )
+        self.assertIn(
+            f"The lock of {self.workdir} has been deleted", told.getvalue()
+        )
+        names = (
+            [".lock"] if other else ["epoch_00000_step_000004", "epoch_00001"]
+        )
+        self.assertEqual(sorted(os.listdir(self.workdir)), names)
 
     def test_without_locks(self):
         """Some network file systems have none."""

@@ -102,11 +102,14 @@ class Writer:
 
         Raises:
             NotWrittenError: If the last one could not be written.
+            LockedError: If the directory was deleted, and another process has
+                begun to train there, before the last one was written.
         """
         self.wait()
 
         def run() -> None:
             try:
+                self._keep_lock()
                 path = self._store.write(position, parts, content, self._keep)
             except NotFiniteError as error:
                 if not self._told_not_finite:
@@ -135,6 +138,23 @@ class Writer:
             done(path)
 
         self._pending = self._thread.submit(run)
+
+    def _keep_lock(self) -> None:
+        """Takes the lock again, if its file has been deleted.
+
+        Raises:
+            LockedError: If another process has begun to train there.
+        """
+        if self._lock is not None and not self._lock.holds():
+            directory = self._store.directory
+            tell(
+                f"The lock of {directory} has been deleted since training "
+                "began, by itself or with all that was there. It is taken "
+                "again, if no other program has it."
+            )
+            self._lock.release()
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = Lock(directory)
 
     def wait(self) -> None:
         """Waits until the checkpoint is written that `write` started.
