@@ -14,6 +14,8 @@ from tf_gpipe import upstream
 
 # The size of axes whose size a model leaves open, in random data.
 _LENGTH = 8
+# A program that is taken for a module may end this one.
+_FAILURES = (Exception, SystemExit)
 
 
 def get(name: str, arguments: dict[str, Any]) -> Any:
@@ -46,7 +48,7 @@ def get(name: str, arguments: dict[str, Any]) -> Any:
         ) from e
     try:
         model = function(**arguments)
-    except Exception as e:
+    except _FAILURES as e:
         raise RuntimeError(f"--model={name} has failed; see above.") from e
     kind = type(model).__name__
     if isinstance(upstream.graph_of(model), upstream.Functional):
@@ -163,7 +165,7 @@ def _function(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)
-    except Exception as e:
+    except _FAILURES as e:
         missing = isinstance(e, ModuleNotFoundError) and e.name
         if not missing or not f"{module}.".startswith(f"{missing}."):
             raise RuntimeError(f"{module} has failed; see above.") from e

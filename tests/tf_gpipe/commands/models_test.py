@@ -60,6 +60,10 @@ def fault():
     raise ValueError("of the model")
 
 
+def ends():
+    raise SystemExit
+
+
 number = 3
 """
 
@@ -71,6 +75,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         folder = cls.enterClassContext(tempfile.TemporaryDirectory())
         Path(folder, "models_of_a_user.py").write_text(MODULE)
         Path(folder, "faulty_models.py").write_text("import no_such_library")
+        Path(folder, "ending_models.py").write_text("raise SystemExit")
         sys.path.insert(0, folder)
         cls.addClassCleanup(sys.path.remove, folder)
 
@@ -168,6 +173,10 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ("models_of_a_user:fault", ValueError),
         ("faulty_models:f", ModuleNotFoundError),
+        # Of a program that is no module, say. The status would be that of a
+        # model which is right.
+        ("models_of_a_user:ends", SystemExit),
+        ("ending_models:f", SystemExit),
     )
     def test_errors_of_the_model_keep_their_traceback(self, name, cause):
         with self.assertRaisesRegex(RuntimeError, "has failed") as raised:
