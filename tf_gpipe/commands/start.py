@@ -76,11 +76,17 @@ def left_out(*names: str) -> Iterator[None]:
 def _logs_left_out() -> Iterator[None]:
     """A scope whose standard error is printed at its end, without log lines.
 
-    It redirects the file descriptor, since the lines are written by C++.
+    It redirects the file descriptor, since the lines are written by C++. Where
+    no file can be made to keep them, as on a read-only host, they are printed.
     """
+    try:
+        file = tempfile.TemporaryFile(mode="w+", errors="replace")
+    except OSError:
+        yield
+        return
     sys.stderr.flush()
     before = os.dup(2)
-    with tempfile.TemporaryFile(mode="w+", errors="replace") as kept:
+    with file as kept:
         os.dup2(kept.fileno(), 2)
         try:
             yield

@@ -70,6 +70,15 @@ class WorkerTest(parameterized.TestCase):
             self.assertEqual(os.environ[level], "3")
         self.assertEqual(printed.getvalue(), "".join(lines[2:]))
 
+    def test_where_no_lines_can_be_left_out(self):
+        with (
+            mock.patch.object(tempfile, "tempdir", "/nonsuch"),
+            mock.patch.dict(os.environ),
+            contextlib.redirect_stderr(io.StringIO()),
+            start.quiet(),
+        ):
+            pass
+
     def test_imports_little(self):
         """TensorFlow as a whole, and Keras, would take ten times as long."""
         with (
