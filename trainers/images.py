@@ -92,7 +92,7 @@ class Images:
                 image = image if fits else self._resized(image)
                 image = change(epoch_seed, index, image)
                 image = tf.ensure_shape(image, self.shape)
-                return image / 255.0, tf.one_hot(label, self.num_classes)
+                return image / 255.0, self._one_hot(label)
 
             shuffled = self.train.shuffle(_SHUFFLE_BUFFER, seed=epoch)
             images = shuffled.enumerate().map(
@@ -112,7 +112,7 @@ class Images:
         def prepare(image, label):
             image = self._resized(self.feature.decode_example(image))
             image = tf.cast(tf.ensure_shape(image, self.shape), tf.float32)
-            return image / 255.0, tf.one_hot(label, self.num_classes)
+            return image / 255.0, self._one_hot(label)
 
         images = self.test.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
         # If all batches are full, their size is made static.
@@ -141,7 +141,7 @@ class Images:
 
         shuffled = tf.data.Dataset.range(1).flat_map(shuffle)
         for image, label in shuffled.as_numpy_iterator():
-            if len(chosen[int(label)]) < count:
+            if label >= 0 and len(chosen[int(label)]) < count:
                 chosen[int(label)].append(image)
             if sum(map(len, chosen.values())) == count * self.num_classes:
                 break
@@ -156,6 +156,17 @@ class Images:
             tuple(map(list, zip(*examples, strict=True)))
         )
         return dataclasses.replace(self, train=train)
+
+    def _one_hot(self, label):
+        # Of a label below 0 `tf.one_hot` makes zeros.
+        check = tf.debugging.assert_non_negative(
+            label,
+            "an image has the label -1, which is for none: leave it out",
+            # `as_user_errors` knows it by this name.
+            name="DecodeLabel",
+        )
+        with tf.control_dependencies([check]):
+            return tf.one_hot(label, self.num_classes)
 
     def _resized(self, image):
         if not self.resize:
@@ -203,11 +214,14 @@ def load(name, data_dir=None, image_size=None):
         or info.supervised_keys != ("image", "label")
         or not isinstance(info.features["image"], tfds.features.Image)
         or tf.as_dtype(info.features["image"].np_dtype) != tf.uint8
+        or info.features["image"].shape[-1] is None
         or not isinstance(info.features["label"], tfds.features.ClassLabel)
+        or (info.features["label"].num_classes or 0) < 2
     ):
         raise UserError(
-            f"Dataset {name!r} cannot be used. Expected images of 8 bits with "
-            "a label each, in splits 'train' and 'test' or 'validation'. "
+            f"Dataset {name!r} cannot be used. Expected images of 8 bits, of a "
+            "known number of channels, with a label each of at least two "
+            "classes, in splits 'train' and 'test' or 'validation'. "
             f"Received: features={info.features}, splits={list(splits)}"
         )
     # A data set whose first image is damaged is refused before training.

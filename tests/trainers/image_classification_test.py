@@ -120,6 +120,23 @@ class TinyImagesNotToTestWith(TinyImagesWithoutLabels):
         return splits
 
 
+class TinyImagesOfOneClass(TinyImages):
+    NUM_CLASSES = 1
+
+
+class TinyImagesOfAnyChannels(TinyImages):
+    SHAPE = (None, None, None)
+
+
+class TinyImagesPartlyLabelled(TinyImages):
+    """The last training images have no labels."""
+
+    def _generate_examples(self, start, stop):
+        for index, example in super()._generate_examples(start, stop):
+            label = -1 if 20 <= index < 24 else example["label"]
+            yield index, {**example, "label": label}
+
+
 class NoImages(TinyImages):
     def _generate_examples(self, start, stop):
         return iter(())
@@ -298,6 +315,8 @@ class ImagesTest(TestCase):
         ("digit", r"no dataset 'digit'. Did you mean digits\?"),
         ("tiny_images_of_any_shape", "--image_size"),
         ("tiny_images_of16_bits", "Expected images of 8 bits"),
+        ("tiny_images_of_one_class", "at least two classes"),
+        ("tiny_images_of_any_channels", "a known number of channels"),
     )
     def test_unusable(self, name, message):
         with self.assertRaisesRegex(UserError, message):
@@ -722,6 +741,14 @@ class TrainTest(TestCase):
         record.write_bytes(damage(record.read_bytes()))
         with self.assertRaisesRegex(UserError, "data set is damaged"):
             self.train(data_dir=data_dir)
+
+    def test_some_images_without_labels(self):
+        with self.assertRaisesRegex(UserError, "an image has the label -1"):
+            self.train(dataset="tiny_images_partly_labelled")
+        data = images.load("tiny_images_partly_labelled", self.data_dir)
+        some = data.some_of_each_class(6, seed=0)
+        labels = [int(x) for _, x in some.train]
+        self.assertEqual(labels, [0] * 6 + [1] * 6 + [2] * 6)
 
     def test_empty_data(self):
         with self.assertRaisesRegex(UserError, "No examples were yielded"):
