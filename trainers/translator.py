@@ -10,6 +10,9 @@ from trainers.weight_averages import averaged
 
 # The number of hypotheses in a batch of the decoder.
 _BATCH = 256
+# The most rows times squared length: the encoder's attention takes as much
+# memory. Beside a long text, short ones are padded to its length.
+_SQUARES = 256 * 256**2
 
 
 class Translator:
@@ -72,10 +75,14 @@ class Translator:
         order = [i for i in order if texts[i]]
         rows = max(1, _BATCH // self._beam_size)
         translations = [""] * len(texts)
+        batches = []
+        while order:
+            most = _SQUARES // len(sources[order[-1]]) ** 2
+            count = max(1, min(rows, most))
+            batches.append(order[-count:])
+            del order[-count:]
         with averaged(self._model):
-            starts = range(0, len(order), rows)
-            for start in progress.track(starts, "translating"):
-                selected = order[start : start + rows]
+            for selected in progress.track(batches, "translating"):
                 decoded = self._decode([sources[i] for i in selected])
                 for i, text in zip(selected, decoded, strict=True):
                     translations[i] = placeholders.restore(text, found[i])

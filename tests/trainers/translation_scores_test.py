@@ -4,6 +4,7 @@ import io
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 import keras
 import numpy as np
@@ -207,6 +208,22 @@ class TranslatorTest(tf.test.TestCase):
         other = translator.translate(texts, ["zz"] * len(texts))
         self.assertNotEqual(other, expected)
         self.assertEqual(translator.translate([], []), [])
+
+    def test_a_long_text_among_short_ones(self):
+        texts = ["add"] * 60 + ["save user page " * 200] + ["view"]
+        languages = ["xx"] * len(texts)
+        translator = Translator(self.model, self.vocabulary, 2)
+        with mock.patch.object(
+            decoding, "decode", side_effect=decoding.decode
+        ) as decode:
+            found = translator.translate(texts, languages)
+        shapes = [call.args[1].shape for call in decode.call_args_list]
+        self.assertEqual(sum(rows for rows, _ in shapes), len(texts))
+        # As many numbers as 256 texts of 256 tokens.
+        self.assertLessEqual(max(n * m**2 for n, m in shapes), 2**24)
+        for text, translation in zip(texts[-3:], found[-3:], strict=True):
+            alone = translator.translate([text], ["xx"])
+            self.assertEqual(alone, [translation])
 
     def test_averages_of_weights(self):
         texts, languages = ["save user page", "add"], ["xx", "yy"]
