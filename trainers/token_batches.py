@@ -144,9 +144,11 @@ class _Shuffled:
         self._rest = np.zeros(0, np.int64)
 
     def take(self, count):
-        while len(self._rest) < count:
-            more = self._generator.permutation(self._numbers)
-            self._rest = np.concatenate([self._rest, more])
+        rounds = -((len(self._rest) - count) // len(self._numbers))
+        more = [
+            self._generator.permutation(self._numbers) for _ in range(rounds)
+        ]
+        self._rest = np.concatenate([self._rest, *more])
         taken, self._rest = self._rest[:count], self._rest[count:]
         return taken
 

@@ -303,6 +303,13 @@ class TokenBatchesTest(TestCase):
             # The pool's last batches may not be among these.
             self.assertLessEqual(part.max() - np.median(part), 1)
 
+    def test_many_times_as_many_as_there_are(self):
+        """In a time that is proportional to their number."""
+        stream = token_batches._Shuffled(range(5, 8), np.random.default_rng(0))
+        taken = np.concatenate([stream.take(4), stream.take(3 * 10**5 - 4)])
+        rounds = np.sort(taken.reshape(-1, 3))
+        self.assertAllEqual(rounds, np.broadcast_to([5, 6, 7], rounds.shape))
+
     def test_directions_are_mixed(self):
         pairs = random_pairs([2000, 2000])
         for rows in first(TokenBatches(pairs, 1000).indices(0), 50):
