@@ -48,6 +48,27 @@ class Unavailable(UserError):
     """A worker is lost: the same program may succeed later."""
 
 
+def check_utf8(what, texts):
+    """Checks that texts from outside were read as UTF-8.
+
+    Python keeps other bytes as surrogates, which cannot be written again.
+
+    Args:
+        what: String, the name of the texts.
+        texts: List of strings.
+
+    Raises:
+        UserError: If one is not UTF-8.
+    """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeError as error:
+            raise UserError(
+                f"{what} must be in UTF-8. Received: {text!r}"
+            ) from error
+
+
 def setting(default, help, *, kind=None, parse=lambda value: value, **checks):
     """Returns a dataclass field that is set by a flag of the same name.
 
@@ -176,7 +197,10 @@ def _is_supervised():
 
 def _parse(argv):
     try:
+        check_utf8("Arguments", argv)
         arguments = flags.FLAGS(argv)
+    except UserError as error:
+        sys.exit(f"Error: {error}")
     except flags.Error as error:
         sys.exit(f"Error: {UserError(error)}{_near(str(error))}")
     except (OSError, UnicodeError) as error:

@@ -28,7 +28,10 @@ def newest(workdir):
     """Returns the newest checkpoint's path, or text why there is none."""
     if not workdir:
         return "none: there is no --workdir"
-    return Store(checkpoints(workdir)).newest() or "none: it was too early"
+    try:
+        return Store(checkpoints(workdir)).newest() or "none: it was too early"
+    except OSError as error:
+        return f"not known: {error}"
 
 
 @contextlib.contextmanager

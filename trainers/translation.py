@@ -508,6 +508,16 @@ def _pairs():
     )
 
 
+def _lines(file):
+    """Returns the lines of a text file; none of `None`, a closed one."""
+    try:
+        lines = [line.removesuffix("\n") for line in file or ()]
+    except UnicodeError as error:
+        raise UserError(f"Texts must be in UTF-8. Received: {error}") from error
+    command_line.check_utf8("Texts", lines)
+    return lines
+
+
 def main(texts):
     mode = chosen("mode", _MODES)
     # As the image trainer calls it.
@@ -535,7 +545,7 @@ def main(texts):
         "length_penalty": _LENGTH_PENALTY.value,
     }
     if mode == "translate":
-        texts = texts or [line.removesuffix("\n") for line in sys.stdin]
+        texts = texts or _lines(sys.stdin)
         # Messages about devices go to stderr: stdout is for translations.
         with contextlib.redirect_stdout(sys.stderr):
             found = translate(

@@ -55,6 +55,21 @@ class FullDiskTest(tf.test.TestCase, parameterized.TestCase):
             with as_user_errors(self.workdir):
                 tf.io.write_file("/dev/full", "1" * 10**6)
 
+    def test_checkpoints_that_cannot_be_listed(self):
+        directory = self.workdir / "checkpoints"
+        directory.mkdir()
+        self.addCleanup(directory.chmod, 0o700)
+        directory.chmod(0)
+        if not os.geteuid():
+            # The superuser may list anything.
+            self.addCleanup(os.seteuid, 0)
+            os.seteuid(65534)
+        with self.assertRaisesRegex(
+            UserError, "denied: '.*/checkpoints'. The newest .* is not known"
+        ):
+            with as_user_errors(self.workdir):
+                list(directory.iterdir())
+
     @parameterized.parameters(
         (tf.errors.ResourceExhaustedError, UserError, "out of memory"),
         (tf.errors.OutOfRangeError, tf.errors.OutOfRangeError, "ended"),

@@ -420,6 +420,19 @@ class ErrorsTest(TestCase):
 
 
 class ProcessTest(TestCase):
+    @parameterized.parameters("--workdir=/tmp/\udce9", "caf\udce9")
+    def test_arguments_in_another_encoding(self, argument):
+        # As Python reads bytes that are no UTF-8.
+        error = self.error("--mode=translate", argument)
+        self.assertIn("must be in UTF-8. Received: '", error)
+
+    @parameterized.parameters("strict", "surrogateescape")
+    def test_standard_input_in_another_encoding(self, errors):
+        file = io.TextIOWrapper(io.BytesIO(b"save\ncaf\xe9\n"), "utf-8", errors)
+        with self.assertRaisesRegex(UserError, "must be in UTF-8. .*e9"):
+            translation._lines(file)
+        self.assertEmpty(translation._lines(None))
+
     @pytest.mark.slow
     def test_error(self):
         result = subprocess.run(
