@@ -1403,7 +1403,8 @@ def gpu_memory() -> int | None:
 
 def beside(x: Any) -> contextlib.AbstractContextManager:
     """Returns a scope for operations on a tensor's device, not yet known."""
-    if not tf.is_tensor(x):
+    # Others, such as labels in a `tf.Variable` or a `RaggedTensor`, know best.
+    if not isinstance(x, tf.Tensor):
         return contextlib.nullcontext()
     if tf.executing_eagerly():
         return tf.device(x.device)

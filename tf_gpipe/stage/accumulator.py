@@ -6,9 +6,11 @@ the function is passed the handle of a variable that holds the sum as a pack.
 It takes the pack out of the variable, so that it has the only reference to
 the tensors, and each addition reuses the buffer of one of its operands.
 
-The variable lasts until the step is done.
+The variable lasts until the step is done. In a function that `tf.saved_model`
+has loaded it lasts as long as that: TensorFlow gives it a name there.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,8 @@ from tf_gpipe import upstream
 from tf_gpipe.stage.function_call import FunctionCall
 from tf_gpipe.stage.pack import pack
 from tf_gpipe.stage.pack import unpack
+
+_numbers = itertools.count()
 
 
 def create(like: Sequence[Any]) -> tf.Tensor:
@@ -30,11 +34,20 @@ def create(like: Sequence[Any]) -> tf.Tensor:
 
     def filled() -> tf.Tensor:
         handle = tf.raw_ops.VarHandleOp(
-            dtype=tf.variant, shape=(), shared_name=upstream.anonymous_name()
+            dtype=tf.variant,
+            shape=(),
+            shared_name=upstream.anonymous_name(),
+            # Tells accumulators apart once a loaded function names them.
+            container=f"accumulator_{next(_numbers)}",
+        )
+        # In a loaded function, the variable of the call before.
+        destroyed = tf.raw_ops.DestroyResourceOp(
+            resource=handle, ignore_lookup_error=True
         )
         # Zero, from an operation that constant folding cannot evaluate: folded,
         # the zeros of all tensors would be constants of the graph.
-        zero = tf.raw_ops.VarIsInitializedOp(resource=handle)
+        with tf.control_dependencies([destroyed]):
+            zero = tf.raw_ops.VarIsInitializedOp(resource=handle)
         # Sums of one shape and dtype share a tensor of zeros at first.
         zeros = {(x.shape, x.dtype): None for x in like}
         for shape, dtype in zeros:

@@ -252,6 +252,45 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
             with self.assertRaisesRegex(TypeError, "(?s)dense.*Ragged"):
                 call()
 
+    @parameterized.product(
+        kind=("ragged", "tf.Variable", "keras.Variable", "constant"),
+        schedule=("1f1b", "gpipe"),
+        rows=(6, None),
+    )
+    def test_labels_that_are_no_tensors(self, kind, schedule, rows):
+        def loss(y, y_pred):
+            if isinstance(y, tf.RaggedTensor):
+                y = y.to_tensor(shape=(None, 1))
+            return tf.reduce_mean(tf.square(y - y_pred), axis=-1)
+
+        y = {
+            "ragged": tf.RaggedTensor.from_tensor,
+            "tf.Variable": tf.Variable,
+            "keras.Variable": keras.Variable,
+            "constant": tf.constant,
+        }[kind](numbers(6, 1, seed=9))
+        plain, piped = self.pair(one_input, schedule=schedule)
+        for model in (plain, piped):
+            model.compile("sgd", loss)
+
+        def gradients(x):
+            with tf.GradientTape() as tape:
+                value = plain.compute_loss(x, y, plain(x, training=True))
+            return value, tape.gradient(value, plain.trainable_variables)
+
+        found = [
+            tf.function(
+                step,
+                input_signature=[tf.TensorSpec((rows, 4))],
+                autograph=False,
+            )(numbers(6, 4))
+            for step in (
+                gradients,
+                lambda x: piped.loss_and_gradients(x, y)[:2],
+            )
+        ]
+        self.assertAllClose(*found, rtol=1e-5)
+
 
 if __name__ == "__main__":
     tf.test.main()

@@ -136,9 +136,10 @@ class StepGraphTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.slow
-    def test_saved_function(self):
-        """A saved step loads with TensorFlow alone."""
-        model = _pipeline()
+    @parameterized.parameters("1f1b", "gpipe", "zero_bubble", "interleaved")
+    def test_saved_function(self, schedule):
+        """A saved step loads with TensorFlow alone, and runs several times."""
+        model = _pipeline(schedule)
         model.compile("sgd", "mse")
         x = tf.constant(_data())
         module = tf.Module()
@@ -151,7 +152,8 @@ class StepGraphTest(parameterized.TestCase, tf.test.TestCase):
         path = self.get_temp_dir() + "/saved"
         tf.saved_model.save(module, path)
         loaded = tf.saved_model.load(path)
-        self.assertAllClose((loss, gradients), loaded.step(x))
+        for _ in range(3):
+            self.assertAllClose((loss, gradients), loaded.step(x))
 
 
 class GarbageCollectionTest(tf.test.TestCase):
