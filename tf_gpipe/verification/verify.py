@@ -66,7 +66,7 @@ def verify(
 
     Returns:
         A `Report`, with `ok`, `worst` and `first_layer`; printed, it is a page.
-        It also has what went wrong: other errors are not raised.
+        What goes wrong is in it, too, and not raised, but for a lost worker.
 
     Raises:
         tf.errors.UnavailableError: If a worker is lost.
