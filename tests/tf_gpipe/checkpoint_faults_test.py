@@ -145,8 +145,8 @@ class TwoTrainersTest(checkpoint_test.TestCase):
         self.assertNotIn(".lock", os.listdir(self.workdir))
         self.fit(model, DATA["arrays"], epochs=2)
 
-    @pytest.mark.slow_after(1)
     @parameterized.parameters(True, False)
+    @pytest.mark.slow_after(1)
     def test_deleted_meanwhile(self, other):
         """Its lock, too: another program may begin to train there."""
 

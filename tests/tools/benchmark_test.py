@@ -443,15 +443,24 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
             "--measuring_seconds=3",
             f"--results={results}",
         )
-        found = only_here(*flags, "--only=small")
-        self.assertEqual([x["remat"] for x in found], ["always", "never"])
-        for row in found:
+        found = {
+            x: only_here(*flags, "--only=small", f"--quantity={x}")
+            for x in ("memory", "time")
+        }
+        for rows in found.values():
+            self.assertEqual([x["remat"] for x in rows], ["always", "never"])
+        for row in found["memory"]:
             for name in ("planned_bytes", "measured_bytes"):
                 self.assertLen(row[name], 2)
+        for row in found["time"]:
             self.assertAllClose(
                 row["time"], row["planned_seconds"] / row["measured_seconds"]
             )
-        with mock.patch.object(fresh, "measure", return_value=found):
+
+        def measure(args, environment, *, quantity, **options):
+            return found[quantity]
+
+        with mock.patch.object(fresh, "measure", measure):
             self.assertLen(benchmark_here(*flags)["rows"], 2)
         with (
             contextlib.redirect_stderr(io.StringIO()) as stderr,

@@ -178,14 +178,15 @@ class MiniBatch:
                 continue
             if task.kind == BACKWARD and task.stage == last:
                 # Labels are cut where they are, and before the task's turn.
-                labels = loss.inputs(m)
+                labels = loss.labels(m)
                 # Not finished here: the backward task follows, and finishes it.
                 with self.order.task(task):
                     if weights is None:
                         loss.prepare(self._like_whole(m))
                         weights = self._weights_of(loss)
                     outputs = self.exchange.outputs(m)
-                    found = differentiate(outputs, weights, *labels)
+                    rows = self.split.valid(m), self.split.weight(m)
+                    found = differentiate(outputs, weights, *labels, *rows)
                     losses[m] = self._record_loss(loss, m, *found)
             self._run_task(task, [loss_gradient] * self.added.count(m))
         return [losses[m] for m in range(self.split.num_micro_batches)]

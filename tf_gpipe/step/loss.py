@@ -103,13 +103,11 @@ class MicroBatchLoss:
         loss_checks.check_together(losses)
         self.weights = [v for v in self._trainable if id(v) in self.read]
 
-    def inputs(self, m: int) -> tuple:
-        """Returns the arguments of a call for micro-batch `m`, from `y` on."""
+    def labels(self, m: int) -> tuple:
+        """Returns the labels and sample weights of micro-batch `m`."""
         return (
             self._split.take_of_outputs(self._y, m),
             self._split.take_of_outputs(self._sample_weight, m),
-            self._split.valid(m),
-            self._split.weight(m),
         )
 
     def on_last_device(self, pipeline: Pipeline, inline: bool) -> Callable:

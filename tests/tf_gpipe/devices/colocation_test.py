@@ -192,8 +192,8 @@ class ColocationTest(parameterized.TestCase, tf.test.TestCase):
             )
             for num_layers, m in ((2, 2), (2, 4), (6, 2))
         }
-        # An activation and a gradient for each micro-batch.
-        self.assertEqual(sent[2, 4], sent[2, 2] + 2 * 2, sent)
+        # Inputs, an activation, a gradient and labels for each micro-batch.
+        self.assertEqual(sent[2, 4], sent[2, 2] + 4 * 2, sent)
         # However many weights there are to update.
         self.assertEqual(sent[6, 2], sent[2, 2], sent)
 

@@ -135,8 +135,8 @@ class StepGraphTest(parameterized.TestCase, tf.test.TestCase):
         for a, b in zip(_weights_of_plain(), piped, strict=True):
             self.assertAllClose(a, b, rtol=1e-5, atol=1e-6)
 
-    @pytest.mark.slow
     @parameterized.parameters("1f1b", "gpipe", "zero_bubble", "interleaved")
+    @pytest.mark.slow
     def test_saved_function(self, schedule):
         """A saved step loads with TensorFlow alone, and runs several times."""
         model = _pipeline(schedule)
