@@ -29,7 +29,7 @@ _REMAT = ("always", "never")
 # convolutions, and in time.
 _LIMITS = (0.05, 0.1, 0.1)
 # Each is measured by processes of its own: where freed memory is given back at
-# once, as measured memory needs it, a step takes up to twice as long.
+# once, as measured memory needs it, a step may take three times as long.
 _QUANTITIES = ("memory", "time")
 _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 
