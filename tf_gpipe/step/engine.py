@@ -186,28 +186,25 @@ class MiniBatch:
                         weights = self._weights_of(loss)
                     outputs = self.exchange.outputs(m)
                     rows = self.split.valid(m), self.split.weight(m)
-                    found = differentiate(outputs, weights, *labels, *rows)
-                    losses[m] = self._record_loss(loss, m, *found)
+                    losses[m], *gradients = differentiate(
+                        outputs, weights, *labels, *rows
+                    )
+                    self._record_gradients_of(loss, m, *gradients)
             self._run_task(task, [loss_gradient] * self.added.count(m))
         return [losses[m] for m in range(self.split.num_micro_batches)]
 
-    def _record_loss(
+    def _record_gradients_of(
         self,
         loss: MicroBatchLoss,
         m: int,
-        losses: list[tf.Tensor],
         output_gradients: list,
         weight_gradients: list,
-    ) -> list[tf.Tensor]:
-        """Records the gradients of a micro-batch's loss; returns its scalars.
-
-        Arguments from `losses` on are the results of `loss`.
-        """
+    ) -> None:
+        """Records the gradients of the loss of micro-batch `m`."""
         self._output_gradients[m] = output_gradients
         pairs = zip(loss.weights, weight_gradients, strict=True)
         self._loss_sum.add((v, x) for v, x in pairs if x is not None)
         self.outputs.check_loss(self.exchange.outputs(m), output_gradients)
-        return losses
 
     def commit_state(self) -> None:
         """Assigns the state that layers have updated.

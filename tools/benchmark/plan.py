@@ -48,7 +48,10 @@ def add_arguments(parser):
     )
     parser.add_argument("--num_repeats", type=command_line.positive, default=3)
     parser.add_argument(
-        "--quantity", choices=_QUANTITIES, help="what `--only` prints"
+        "--quantity",
+        choices=_QUANTITIES,
+        default="time",
+        help="what `--only` measures; without it, all are measured",
     )
     planned_models.add_kernels(parser)
 
@@ -56,7 +59,8 @@ def add_arguments(parser):
 def main(args):
     """Peak memory and step time of pipelines: planned, and measured.
 
-    Each stage has a worker process with one core. Memory is planned from the
+    Each stage has a worker process with one core; memory and time are measured
+    by processes of their own. Memory is planned from the
     layers alone; time from the measured times of layers, speeds and transfers,
     as by `tf_gpipe.tune`. Measured memory is the peak of the process's resident
     memory in a step, above its memory between steps, plus the size of weights
@@ -66,7 +70,7 @@ def main(args):
     measured; those of memory are of the stage with the worst ratio.
     """
     if args.only:
-        print(json.dumps(_measured(args, args.only, args.quantity or "time")))
+        print(json.dumps(_measured(args, args.only, args.quantity)))
         return None
     rows = []
     for name in args.case:
@@ -173,13 +177,9 @@ def _measured(args, name, quantity):
         pipeline = models.pipelined(make(), **plan.arguments)
         x, y = planned_models.data(pipeline, num_rows, length)
         pipeline.compile("adam", planned_models.losses(y))
-
-        def step(pipeline=pipeline, x=x, y=y):
-            pipeline.train_on_batch(x, y)
-
         row = {"kernels": kernels, "remat": remat, "convolutions": convolutions}
         row.update(
-            _memory(plan, pipeline, processes, step)
+            _memory(plan, pipeline, processes, x, y)
             if quantity == "memory"
             else _time(plan, pipeline, processes, x, y, args.num_repeats)
         )
@@ -187,18 +187,19 @@ def _measured(args, name, quantity):
     return found
 
 
-def _memory(plan, pipeline, processes, step):
+def _memory(plan, pipeline, processes, x, y):
     """Returns planned and measured bytes of each device."""
     # A plan may put a stage on any of the devices.
     own = {x.device: x for x in processes}
     added = worker_usage.peak_memory(
-        [own[device] for device in plan.device_names], step
+        [own[device] for device in plan.device_names],
+        lambda: pipeline.train_on_batch(x, y),
     )
     between = [
         sum(
-            size_in_bytes([x.variables, _slots(pipeline, x)])
-            for x in pipeline.stages
-            if plan.devices[x.index] == device
+            size_in_bytes([stage.variables, _slots(pipeline, stage)])
+            for stage in pipeline.stages
+            if plan.devices[stage.index] == device
         )
         for device in range(plan.num_devices)
     ]
