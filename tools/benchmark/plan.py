@@ -60,14 +60,14 @@ def main(args):
     """Peak memory and step time of pipelines: planned, and measured.
 
     Each stage has a worker process with one core; memory and time are measured
-    by processes of their own. Memory is planned from the
-    layers alone; time from the measured times of layers, speeds and transfers,
-    as by `tf_gpipe.tune`. Measured memory is the peak of the process's resident
+    by processes of their own. Memory is planned from the layers alone; time
+    from the measured times of layers, speeds and transfers, as by
+    `tf_gpipe.tune`. Measured memory is the peak of the process's resident
     memory in a step, above its memory between steps, plus the size of weights
     and slots. Measured time is the shortest of some steps. CPU seconds of a
     step are compared with the time that devices are planned to be busy: they
-    depend less on what else the machine does. Ratios are planned over
-    measured; those of memory are of the stage with the worst ratio.
+    depend less on what else the machine does. Ratios are planned over measured;
+    those of memory are of the stage with the worst ratio.
     """
     if args.only:
         print(json.dumps(_measured(args, args.only, args.quantity)))
