@@ -681,17 +681,29 @@ class ResumptionTest(TestCase):
 
         self.compare(small, DATA[data], (6, 3), callbacks, every_steps=2)
 
-    @parameterized.parameters(True, False)
-    def test_more_epochs(self, first):
+    @parameterized.product(
+        first=[True, False],
+        callback=[
+            Decaying(),
+            keras.callbacks.ReduceLROnPlateau(
+                monitor="loss", patience=1, min_delta=10.0, mode="min"
+            ),
+        ],
+    )
+    @pytest.mark.slow_after(1)
+    def test_more_epochs(self, first, callback):
         """An epoch that the first `fit` has not begun begins in the next."""
         whole = small()
         whole.fit(
-            **DATA["arrays"](), epochs=EPOCHS, verbose=0, callbacks=[Decaying()]
+            **DATA["arrays"](),
+            epochs=EPOCHS,
+            verbose=0,
+            callbacks=[copy.copy(callback)],
         )
         for epochs in (2, EPOCHS):
             parts = small()
             checkpoint = Checkpoint(self.workdir)
-            callbacks = [Decaying(), checkpoint]
+            callbacks = [copy.copy(callback), checkpoint]
             parts.fit(
                 **DATA["arrays"](),
                 epochs=epochs,
@@ -699,6 +711,54 @@ class ResumptionTest(TestCase):
                 callbacks=callbacks if first else callbacks[::-1],
             )
         self.assert_same(whole, parts)
+
+    @parameterized.parameters(
+        (2, {}),
+        (2, {"use_ema": True}),
+        # `EarlyStopping` ends it before.
+        (EPOCHS, {}),
+    )
+    @pytest.mark.slow_after(1)
+    def test_callback_that_fails_as_training_ends(self, epochs, optimizer):
+        """Such as one that writes where there is no place left."""
+
+        class Failing(keras.callbacks.Callback):
+            def on_train_end(self, logs=None):
+                raise Died
+
+        class Scaling(keras.callbacks.Callback):
+            """Leaves weights from which training cannot go on."""
+
+            def on_train_end(self, logs=None):
+                self.model.set_weights(
+                    [2 * x for x in self.model.get_weights()]
+                )
+
+        def model():
+            return small(keras.optimizers.SGD(0.1, **optimizer))
+
+        def callbacks():
+            watching = {"monitor": "loss", "min_delta": 10.0, "mode": "min"}
+            return [
+                keras.callbacks.EarlyStopping(patience=1, **watching),
+                Scaling(),
+            ]
+
+        if epochs < EPOCHS:
+            callbacks = tuple
+        with self.assertRaises(Died):
+            self.fit(
+                model(),
+                DATA["arrays"],
+                *callbacks(),
+                Failing(),
+                every_steps=None,
+                epochs=epochs,
+            )
+        self.assertEqual(
+            Store(self.workdir).positions(), [Position(1), Position(2)]
+        )
+        self.compare(model, DATA["arrays"], (), callbacks)
 
     @parameterized.parameters(STEPS, 2)
     @pytest.mark.slow_after(1)
@@ -866,6 +926,25 @@ class WritingTest(TestCase):
             Store(self.workdir).positions(),
             [Position(2, 2), Position(2, 4), Position(3)],
         )
+
+    def test_relative_path(self):
+        """It is one for all of a run, wherever the program goes meanwhile."""
+
+        class Going(keras.callbacks.Callback):
+            def on_epoch_begin(_, epoch, logs=None):
+                os.chdir(self.get_temp_dir())
+
+        before = os.getcwd()
+        self.addCleanup(os.chdir, before)
+        os.chdir(self.workdir)
+        checkpoint = Checkpoint("run", every_steps=2)
+        told = io.StringIO()
+        with contextlib.redirect_stderr(told):
+            small().fit(
+                **DATA["arrays"](), verbose=0, callbacks=[Going(), checkpoint]
+            )
+        self.assertEmpty(told.getvalue())
+        self.assertEqual(checkpoint.newest(), self.workdir / "run/epoch_00001")
 
     def test_by_time(self):
         self.fit(make(), DATA["arrays"], epochs=1, keep=9, **EACH_STEP)
@@ -1048,6 +1127,10 @@ class StoreTest(tf.test.TestCase):
             OSError, r"Cannot write to .*: Permission denied$"
         ):
             writer.check()
+        # Once that is mended, the same callback is used again.
+        writer.lock()
+        writer.check()
+        writer.end()
 
     def test_that_cannot_be_read(self):
         """It is not damaged, and is not passed by."""

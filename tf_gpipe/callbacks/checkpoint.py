@@ -20,7 +20,6 @@ from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Saved
 from tf_gpipe.checkpoints.writer import Writer
 from tf_gpipe.checkpoints.writer import tell
-from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.models.training import PipelinedTraining
 from tf_gpipe.models.training import Run
@@ -42,7 +41,8 @@ class Checkpoint(keras.callbacks.Callback):
     megabytes at a time. A checkpoint has its name when all of it is on the
     disk. Each file has a checksum: if one is damaged, `fit` says so and takes
     the checkpoint before. None is written while a trainable weight is infinite
-    or not a number. List this callback after others.
+    or not a number. This callback is called after all others, wherever it is
+    in the list.
 
     The data must be the same each time: arrays, a `keras.utils.PyDataset`, or
     a `tf.data.Dataset` with seeds. `fit` draws them from `initial_epoch` on,
@@ -79,6 +79,10 @@ class Checkpoint(keras.callbacks.Callback):
     'epoch_00001'
     """
 
+    # Makes `fit` call it after the others: what they do as an epoch ends is in
+    # the checkpoint.
+    comes_last = True
+
     def __init__(
         self,
         workdir: str | os.PathLike,
@@ -96,7 +100,8 @@ class Checkpoint(keras.callbacks.Callback):
             )
         keep = checks.positive_integer("keep", keep)
         self._every_steps, self._every_seconds = every_steps, every_seconds
-        self._writer = Writer(directory, keep)
+        # Absolute: a program may change its directory while it trains.
+        self._writer = Writer(directory.absolute(), keep)
 
     def newest(self) -> pathlib.Path | None:
         """Returns the path of the newest checkpoint, or `None`."""
@@ -173,7 +178,6 @@ class Checkpoint(keras.callbacks.Callback):
         self._swaps = upstream.swaps(run.callbacks)
         self._pipeline = self.model._pipeline
         self._copier = state.Copier(self.model)
-        self._before_end: list | None = None
         self._data = data.described(run.epochs, run.initial_epoch)
         # The steps done: in this epoch, in all, in all at the last checkpoint.
         self._steps = self._total = self._total_saved = 0
@@ -266,7 +270,6 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._steps = epoch, 0
-        self._before_end = None
         saved = self._resumed
         if saved is not None:
             # Not in `on_train_begin`, where later callbacks reset themselves.
@@ -317,10 +320,19 @@ class Checkpoint(keras.callbacks.Callback):
             self._save(position)
 
     def on_epoch_end(self, epoch, logs=None):
+        stops = self.model.stop_training
         within = self._stopped or not self._all_steps_done(unknown=True)
-        self._epoch_ended = not (self.model.stop_training and within)
-        if self._epoch_ended and self._end_changes_weights():
-            self._before_end = self._copier.copy()
+        if stops and within:
+            return
+        if not stops and epoch + 1 < self.params["epochs"]:
+            self._epoch_ended = True
+            return
+        # At once: as training ends, a callback may fail, and weights may be
+        # replaced, by averages or the best ones, from which it cannot go on.
+        self._random = data.random_states()
+        self._save(
+            Position(epoch + 1), ended=monitors.have_ended(self._monitors)
+        )
 
     def on_train_end(self, logs=None):
         if self._resumed is not None:
@@ -329,14 +341,6 @@ class Checkpoint(keras.callbacks.Callback):
             self._go_on(self._resumed)
             for monitor in self._monitors:
                 monitor.on_train_end(logs)
-        if self._epoch_ended:
-            self._random = data.random_states()
-            self._save(
-                Position(self._epoch + 1),
-                self._before_end,
-                ended=monitors.have_ended(self._monitors),
-            )
-        self._before_end = None
         self._writer.wait()
 
     def _all_steps_done(self, unknown: bool = False) -> bool:
@@ -356,28 +360,15 @@ class Checkpoint(keras.callbacks.Callback):
             or self._writer.has_failed()
         )
 
-    def _end_changes_weights(self) -> bool:
-        """Returns whether the end of training replaces the weights.
-
-        By their averages or the best ones, from which training cannot go on.
-        """
-        return any(
-            getattr(x, "use_ema", False)
-            for x in slots.with_inner(self.model.optimizer)
-        ) or any(
-            getattr(x, "restore_best_weights", False) for x in self._monitors
-        )
-
     def _save(
         self,
         position: Position,
-        parts: list | None = None,
         begun: bool = False,
         ended: bool = False,
     ) -> None:
         self._total_saved = self._total
         self._writer.wait()
-        parts = parts or self._copier.copy()
+        parts = self._copier.copy()
         self._time_saved = time.monotonic()
         if not self._writes:
             return

@@ -57,19 +57,12 @@ class Writer:
         Raises:
             LockedError: If another process writes there.
         """
-        directory = self._store.directory
+        self._refused = None
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = Lock(directory)
+            self._take_lock()
             self._store.recover()
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                self._refused = error
-                return
-            tell(
-                f"{directory} cannot be locked: {error}. Nothing else may "
-                "train there meanwhile."
-            )
+            self._refused = error
 
     def check(self) -> None:
         """Raises a `NotWrittenError` if `lock` was not allowed to write."""
@@ -109,7 +102,8 @@ class Writer:
 
         def run() -> None:
             try:
-                self._keep_lock()
+                if self._lock is not None:
+                    self._take_lock()
                 path = self._store.write(position, parts, content, self._keep)
             except NotFiniteError as error:
                 if not self._told_not_finite:
@@ -139,22 +133,33 @@ class Writer:
 
         self._pending = self._thread.submit(run)
 
-    def _keep_lock(self) -> None:
-        """Takes the lock again, if its file has been deleted.
+    def _take_lock(self) -> None:
+        """Makes the directory and takes its lock, if this object has it not.
 
         Raises:
-            LockedError: If another process has begun to train there.
+            LockedError: If another process trains there.
+            OSError: If it cannot be written to.
         """
-        if self._lock is not None and not self._lock.holds():
-            directory = self._store.directory
+        directory = self._store.directory
+        if self._lock is not None:
+            if self._lock.holds():
+                return
             tell(
                 f"The lock of {directory} has been deleted since training "
                 "began, by itself or with all that was there. It is taken "
                 "again, if no other program has it."
             )
             self._lock.release()
-            directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
             self._lock = Lock(directory)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            tell(
+                f"{directory} cannot be locked: {error}. Nothing else may "
+                "train there meanwhile."
+            )
 
     def wait(self) -> None:
         """Waits until the checkpoint is written that `write` started.

@@ -12,7 +12,7 @@ mini_batch_loss the loss of a mini-batch and its gradients, in two orders
 traced_once     training and test steps that TensorFlow traces only once
 several_steps   several steps of `steps_per_execution` in one graph
 step_functions  step functions, traced again when a callback changes the model
-callback_order  callbacks that add to the logs, before those that read them
+callback_order  callbacks that add to the logs first, checkpoints last
 user_class      pipelines that keep the class of the user's own model
 arguments       the constructor arguments of a pipeline, as attributes
 saving          `get_config`, `export`, and conversion back to plain Keras

@@ -5,12 +5,13 @@ from typing import Any
 import keras
 
 
-def measuring_first(callbacks: Any) -> Any:
-    """Sorts callbacks: first those that add entries to the logs.
+def in_order(callbacks: Any) -> Any:
+    """Sorts callbacks: those that add to the logs first, `Checkpoint` last.
 
     The others, such as `keras.callbacks.TensorBoard` and `EarlyStopping`, then
-    find these entries wherever the user put them in the list. A callback that
-    adds to the logs has a true attribute `adds_to_logs`.
+    find the entries wherever the user put them in the list, and what they do is
+    in the checkpoint. A callback that adds to the logs has a true attribute
+    `adds_to_logs`, one that is called after all others `comes_last`.
 
     Args:
         callbacks: The argument of `fit`: `None`, callbacks in any nested
@@ -25,12 +26,10 @@ def measuring_first(callbacks: Any) -> Any:
         return callbacks
     found = keras.tree.flatten(callbacks) if callbacks else []
     # Keras refuses values that are no callbacks, with its own message.
-    return sorted(found, key=_place) if any(map(_adds, found)) else callbacks
-
-
-def _adds(callback: Any) -> bool:
-    return bool(getattr(callback, "adds_to_logs", False))
+    return sorted(found, key=_place) if any(map(_place, found)) else callbacks
 
 
 def _place(callback: Any) -> int:
-    return 0 if _adds(callback) else 1
+    first = bool(getattr(callback, "adds_to_logs", False))
+    last = bool(getattr(callback, "comes_last", False))
+    return last - first

@@ -19,7 +19,7 @@ from tf_gpipe.devices.colocation import following_inputs
 from tf_gpipe.devices.replicas import SeveralHosts
 from tf_gpipe.models import mini_batch_loss
 from tf_gpipe.models import several_steps
-from tf_gpipe.models.callback_order import measuring_first
+from tf_gpipe.models.callback_order import in_order
 from tf_gpipe.models.calls import PipelinedCalls
 from tf_gpipe.models.calls import inference_step
 from tf_gpipe.models.traced_once import traced_once
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
     Attributes:
         initial_epoch: Integer.
-        callbacks: The argument of `fit`, with measuring callbacks first.
+        callbacks: The argument of `fit`, in the order of `in_order`.
         at_end: List of functions that are called when `fit` has ended or
             failed.
         validation_data: The argument of `fit`.
@@ -238,7 +238,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         bound = _FIT.bind(self, *args, **kwargs)
         given = bound.arguments
         if "callbacks" in given:
-            given["callbacks"] = measuring_first(given["callbacks"])
+            given["callbacks"] = in_order(given["callbacks"])
         run = Run(
             given.get("initial_epoch", 0),
             given.get("callbacks"),
