@@ -269,6 +269,22 @@ class InOrder(keras.utils.PyDataset):
         return X[8 * i : 8 * i + 8], X[8 * i : 8 * i + 8]
 
 
+class NoisyRows(InOrder):
+    """Adds noise from the generator that NumPy's functions share."""
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x + np.random.normal(size=x.shape).astype("float32"), y
+
+
+class Flipped(InOrder):
+    """Draws from the generator that Python's functions share."""
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x * random.choice([-1, 1]), y
+
+
 class Endless(Rows):
     """Has no last batch."""
 
@@ -329,6 +345,7 @@ DATA = {
         "shuffle": False,
     },
     "PyDataset": lambda: {"x": Rows()},
+    "PyDataset of shared numbers": lambda: {"x": NoisyRows()},
     "PyDataset by threads": lambda: {"x": Rows(workers=2)},
     "tf.data": lambda: {"x": dataset().batch(8), "shuffle": False},
     "tf.data without end": lambda: {
@@ -1430,8 +1447,12 @@ class RefusedTest(TestCase):
     @parameterized.parameters(
         (Rows, STEPS - 1, True),
         (Endless, STEPS, True),
+        (NoisyRows, STEPS - 1, True),
+        (Flipped, STEPS - 1, True),
         (Rows, STEPS, False),
         (Rows, None, False),
+        (NoisyRows, STEPS, False),
+        (InOrder, STEPS - 1, False),
     )
     def test_rows_drawn_before_an_epoch_ends(self, data, steps, refused):
         """Whether a shuffle then still concerns them is left to chance."""
@@ -1454,6 +1475,14 @@ class RefusedTest(TestCase):
             ValueError, f"{data.__name__}.*steps_per_epoch={steps}"
         ):
             fit()
+        self.assertEmpty(os.listdir(self.workdir))
+
+    @parameterized.parameters(NoisyRows, Flipped)
+    def test_shared_numbers_by_several_workers(self, data):
+        with self.assertRaisesRegex(
+            ValueError, f"{data.__name__} .*default_rng.*workers=2"
+        ):
+            self.fit(small(), lambda: {"x": data(workers=2)})
         self.assertEmpty(os.listdir(self.workdir))
 
     @parameterized.parameters(

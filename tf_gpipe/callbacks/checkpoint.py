@@ -157,7 +157,7 @@ class Checkpoint(keras.callbacks.Callback):
                 "`keep` and `every_steps` say what it keeps. Received: "
                 f"{[type(x).__name__ for x in restoring]}"
             )
-        data.check(run.epochs, run.validation_data)
+        data.check(run.epochs, run.validation_data, run.draws)
         if not self.model.built:
             raise ValueError(
                 "The Checkpoint callback needs a model that is built. Give it "

@@ -31,12 +31,14 @@ _GENERATORS = (
 )
 
 
-def check(epochs: Any, validation_data: Any) -> None:
+def check(epochs: Any, validation_data: Any, draws: bool) -> None:
     """Refuses data that would not come in the same order again.
 
     Args:
         epochs: Keras's iterator over the epochs of `fit`.
         validation_data: The argument of `fit`.
+        draws: Boolean, whether batches are drawn from the random generators
+            that Python and NumPy share with the whole program.
 
     Raises:
         ValueError: If the data is given once, as by a generator, is drawn
@@ -65,8 +67,27 @@ def check(epochs: Any, validation_data: Any) -> None:
     else:
         dataset = epochs.data_adapter.py_dataset
         _check_apart(dataset, validation_data)
+        name = type(dataset).__name__
         if upstream.changes_between_epochs(dataset):
-            _check_whole_epochs(epochs)
+            _check_whole_epochs(
+                epochs,
+                f"changes between epochs, as {name} does by its "
+                "`on_epoch_begin` or `on_epoch_end`",
+            )
+        if draws:
+            _check_whole_epochs(
+                epochs,
+                f"draws from `np.random` or `random`, as {name} does for its "
+                "batches",
+            )
+            if dataset.workers > 1:
+                raise ValueError(
+                    f"The batches of {name} are drawn from `np.random` or "
+                    "`random` by several workers: which batch gets which "
+                    "numbers is left to chance. Draw from "
+                    "`np.random.default_rng(index)` for each, or leave "
+                    f"`workers` out. Received: workers={dataset.workers}"
+                )
 
 
 def _check_apart(dataset: Any, validation_data: Any) -> None:
@@ -96,18 +117,24 @@ def _lasting_states(dataset: Any) -> dict[int, str]:
     return {id(x): type(dataset).__name__ for x in found}
 
 
-def _check_whole_epochs(epochs: Any) -> None:
-    """Refuses a `PyDataset` that changes while its batches are drawn ahead."""
+def _check_whole_epochs(epochs: Any, what: str) -> None:
+    """Refuses a `PyDataset` whose next epoch may be drawn ahead.
+
+    Args:
+        epochs: As of `check`.
+        what: String, what the dataset does that an epoch must not share with
+            the next one.
+    """
     steps, data = epochs.steps_per_epoch, epochs.data_adapter
     if steps and (data.num_batches is None or steps < data.num_batches):
         raise ValueError(
-            f"A PyDataset that changes between epochs, as "
-            f"{type(data.py_dataset).__name__} does by its `on_epoch_begin` or "
-            "`on_epoch_end`, must end with each epoch: where the next epoch "
-            "goes on with it, some of its batches may be drawn before the "
-            "change or after it, as it happens. Leave out `steps_per_epoch`, "
-            "and let its length be that of an epoch. Received: "
-            f"steps_per_epoch={steps}, {data.num_batches or 'endless'} batches"
+            f"A PyDataset that {what}, must end with each epoch: where the "
+            "next epoch goes on with it, some of its batches may be drawn "
+            "before the epoch ends or after it, as it happens. Leave out "
+            "`steps_per_epoch`, and let its length be that of an epoch; or "
+            "let it draw all from a generator of its own, in `__getitem__` "
+            f"alone. Received: steps_per_epoch={steps}, "
+            f"{data.num_batches or 'endless'} batches"
         )
 
 

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.checkpoints.data import random_states
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.colocation import colocate
@@ -41,15 +42,20 @@ class Run(NamedTuple):
         callbacks: The argument of `fit`, in the order of `in_order`.
         at_end: List of functions that are called when `fit` has ended or
             failed.
+        random: The random states of Python and NumPy as `fit` began.
         validation_data: The argument of `fit`.
         epochs: Keras's iterator over the epochs of the data.
+        draws: Boolean, whether the data draws from those two: Keras has made
+            its first batches as it made `epochs`.
     """
 
     initial_epoch: int
     callbacks: Any
     at_end: list[Callable[[], None]]
+    random: list
     validation_data: Any = None
     epochs: Any = None
+    draws: bool = False
 
 
 class PipelinedTraining(PipelinedCalls, SeveralHosts):
@@ -243,6 +249,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             given.get("initial_epoch", 0),
             given.get("callbacks"),
             at_end=[],
+            random=random_states(),
             validation_data=given.get("validation_data"),
         )
         self._note_run(run)
@@ -258,8 +265,10 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # The first iterator is that of `fit`, a later one of its validation.
-        if self._training_run is not None and self._training_run.epochs is None:
-            self._note_run(self._training_run._replace(epochs=iterator))
+        run = self._training_run
+        if run is not None and run.epochs is None:
+            draws = run.random != random_states()
+            self._note_run(run._replace(epochs=iterator, draws=draws))
         super()._maybe_symbolic_build(iterator, data_batch)
 
     def _note_run(self, run):
