@@ -8,8 +8,8 @@ import tensorflow as tf
 from trainers import devices
 from trainers.command_line import UserError
 
-# The number of batches that are formed at a time, from pairs sorted by length.
-# A larger number means less padding.
+# The most batches that are formed at a time, from pairs sorted by length. A
+# larger number means less padding.
 _POOL = 300
 
 
@@ -20,9 +20,9 @@ class TokenBatches:
     `n ** (1 / temperature)`. Within an epoch the pairs of a direction are drawn
     in random order, none again before all have been drawn.
 
-    Pairs are drawn for many batches at a time, sorted by length and cut into
-    batches, which are shuffled. Pairs that do not fill a batch are put into the
-    following ones.
+    Pairs are drawn for many batches at a time, at most as many as there are,
+    sorted by length and cut into batches, which are shuffled. Pairs that do not
+    fill a batch are put into the following ones.
 
     Args:
         pairs: `TokenPairs` to train with.
@@ -37,8 +37,8 @@ class TokenBatches:
         seed: Integer. Defaults to `0`.
 
     Raises:
-        UserError: If the longest pair would fit no batch, or there are too
-            few pairs.
+        UserError: If the longest pair would fit no batch, or all pairs
+            together do not fill one.
 
     Example:
 
@@ -67,11 +67,19 @@ class TokenBatches:
                 f"longest target, once a replica: {longest}. Received: "
                 f"--batch_tokens={batch_tokens}. Raise it or lower --max_length"
             )
-        # The number of pairs drawn at a time, if they have the mean length.
+        if batch_tokens > lengths.sum():
+            raise UserError(
+                f"--batch_tokens must be at most {lengths.sum()}, the tokens "
+                f"of all {len(lengths)} training pairs: a larger batch would "
+                "have some of them several times. Lower it, or train with "
+                f"more pairs. Received: --batch_tokens={batch_tokens}"
+            )
+        # The number of pairs drawn at a time, if they have the mean length. No
+        # more than there are: the copies of a pair that is drawn several times
+        # have one length, and so would be in one batch.
         means = [lengths[x].mean() for x in self._ranges]
-        self._pool = int(
-            _POOL * batch_tokens // (2 * np.dot(self._shares, means))
-        )
+        pool = int(_POOL * batch_tokens // (2 * np.dot(self._shares, means)))
+        self._pool = min(pool, len(lengths))
 
     def shares(self):
         """Returns the share of pairs of each `Direction`, as a dictionary."""

@@ -221,7 +221,7 @@ class TokenPairsTest(TestCase):
             token_pairs.tokenise(vocabulary, self.pairs().texts("train"))
 
 
-def random_pairs(counts=(4000,), seed=0):
+def random_pairs(counts=(16_000,), seed=0):
     """Returns pairs of realistic lengths, `counts` of them per direction."""
     random = np.random.default_rng(seed)
     source = np.clip(random.lognormal(2, 0.8, sum(counts)), 2, 60)
@@ -360,6 +360,25 @@ class TokenBatchesTest(TestCase):
             UserError, r"--batch_tokens=100.*--max_len"
         ):
             TokenBatches(random_pairs(), 100)
+
+    @parameterized.parameters(500, 2000, 8000, 40_000)
+    def test_few_pairs_are_in_a_batch_twice(self, batch_tokens):
+        pairs = random_pairs([700] * 6)
+        batches = TokenBatches(pairs, batch_tokens, temperature=5.0)
+        found = first(batches.indices(0), 30)
+        different = sum(len(np.unique(rows)) for rows in found)
+        self.assertGreater(different / sum(map(len, found)), 0.85)
+
+    @parameterized.parameters(1, 2**32 - 1)
+    def test_batches_of_more_than_all_pairs(self, more):
+        pairs = random_pairs([40, 20])
+        tokens = int(pairs.lengths(pairs.indices()).sum())
+        with self.assertRaisesRegex(
+            UserError, f"{tokens}, .* 60 training .*={tokens + more}"
+        ):
+            TokenBatches(pairs, tokens + more)
+        rows, *_ = first(TokenBatches(pairs, tokens).indices(0), 1)
+        self.assertLessEqual(len(rows), 60)
 
     def test_replicas_share_a_batch(self):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
