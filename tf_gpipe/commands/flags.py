@@ -276,13 +276,15 @@ def keyword_arguments(text: str) -> dict[str, Any]:
             found = {
                 str(x.arg): ast.literal_eval(x.value) for x in call.keywords
             }
-            if all(map(math.isfinite, _floats(found))) and "None" not in found:
+            # A name that is given twice, or `**` without a name, is refused.
+            once = len(found) == len(call.keywords) and "None" not in found
+            if once and all(map(math.isfinite, _floats(found))):
                 return found
     except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
         pass
     raise argparse.ArgumentTypeError(
-        "not of the form name=value,name=value, with values of Python and "
-        f"finite numbers: {text!r}"
+        "not of the form name=value,name=value, with each name once, values "
+        f"of Python and finite numbers: {text!r}"
     )
 
 

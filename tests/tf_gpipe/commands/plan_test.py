@@ -215,6 +215,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         (["--model_args=x=3"], "Unknown hyper-parameters of model"),
         (["--model_args=3"], "--model_args: not of the form name=value"),
         (["--model_args=a=b"], "--model_args: not of the form name=value"),
+        (["--model_args=num_blocks=1,num_blocks=2"], "with each name once"),
         (["--num_devices=2"], "--num_devices is for --schedule=interleaved"),
         (["--balance=speed"], "`balance` must be one of"),
         (["--balance=time"], "A plan measures nothing"),
