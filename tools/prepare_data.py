@@ -24,6 +24,7 @@ directory.
 """
 
 import argparse
+import functools
 import io
 import itertools
 import os
@@ -153,12 +154,13 @@ def _prepared(name, data_dir, package):
     try:
         if name in _EMBEDDED:
             builder_class, get_package = _EMBEDDED[name]
-            builder = builder_class(data_dir=data_dir)
+            make = functools.partial(builder_class, data_dir=data_dir)
         else:
-            builder = tfds.builder(name, data_dir=data_dir)
+            make = functools.partial(tfds.builder, name, data_dir=data_dir)
+        builder = make()
         if not builder.data_path.exists():
             with tempfile.TemporaryDirectory() as directory:
-                _prepare(builder, get_package, package, directory)
+                builder = _prepare(make, get_package, package, directory)
     except UserError:
         raise
     except tfds.core.DatasetNotFoundError as error:
@@ -179,15 +181,16 @@ def _prepared(name, data_dir, package):
     return builder
 
 
-def _prepare(builder, get_package, package, directory):
+def _prepare(make, get_package, package, directory):
     if get_package is None:
-        builder.download_and_prepare()
-        return
+        return datasets.prepare(make)
     directory = pathlib.Path(directory)
-    manual_dir = get_package(builder.PACKAGE, package, directory)
+    needed = make.func.PACKAGE
+    manual_dir = get_package(needed, package, directory)
     # TFDS's errors for a missing or empty directory say less.
-    builder.PACKAGE.check(manual_dir)
-    builder.download_and_prepare(
+    needed.check(manual_dir)
+    return datasets.prepare(
+        make,
         # Not TFDS's own directory: once the dataset is prepared, the downloads
         # are not needed again.
         download_dir=directory / "downloads",

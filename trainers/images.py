@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from typing import Any
 
 import keras
@@ -197,6 +198,9 @@ def load(name, data_dir=None, image_size=None):
         UserError: If the dataset cannot be loaded or is of another kind.
     """
     try:
+        datasets.prepare(
+            functools.partial(tfds.builder, name, data_dir=data_dir)
+        )
         splits, info = tfds.load(
             name,
             data_dir=data_dir,

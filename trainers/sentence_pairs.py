@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from typing import NamedTuple
 
@@ -226,7 +227,8 @@ def _load(name, data_dir, split):
         the caller must select its examples by `message_pairs.split_of`, else
         `None`.
     """
-    builder = tfds.builder(name, data_dir=data_dir)
+    make = functools.partial(tfds.builder, name, data_dir=data_dir)
+    builder = make()
     command = builder.MANUAL_DOWNLOAD_INSTRUCTIONS
     if command and not builder.is_prepared():
         place = "" if data_dir is None else f" --data_dir={data_dir}"
@@ -234,7 +236,7 @@ def _load(name, data_dir, split):
             f"Dataset {name!r} is not in {builder.data_dir}. Prepare it with: "
             f"{command}{place}"
         )
-    builder.download_and_prepare()
+    builder = datasets.prepare(make)
     features, other = builder.info.features, None
     if isinstance(features, tfds.features.Translation):
         other = (set(features) - {"en"}).pop()

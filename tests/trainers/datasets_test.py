@@ -16,11 +16,14 @@ import tensorflow_datasets as tfds
 from absl.testing import parameterized
 
 from tests.trainers import message_wheels
+from tests.trainers import tiny_messages
 from trainers import datasets
+from trainers import images
 from trainers.command_line import UserError
 from trainers.datasets import fashion_mnist
 from trainers.datasets import message_pairs
 from trainers.datasets import packages
+from trainers.sentence_pairs import SentencePairs
 
 
 class TestCase(tf.test.TestCase, parameterized.TestCase):
@@ -54,6 +57,43 @@ class TestCase(tf.test.TestCase, parameterized.TestCase):
             tuple(example[key].decode() for key in keys)
             for example in data.as_numpy_iterator()
         ]
+
+
+class SeveralProgramsTest(TestCase):
+    @parameterized.parameters(
+        (
+            datasets.Digits,
+            lambda data_dir: len(images.load("digits", data_dir).train),
+            1442,
+        ),
+        (
+            tiny_messages.TinyMessages,
+            lambda data_dir: len(
+                SentencePairs(["tiny_messages"], data_dir).held_out(9)
+            ),
+            3,
+        ),
+    )
+    def test_another_one_prepares_it_at_the_same_time(self, kind, load, count):
+        data_dir = str(self.make_directory())
+        generators, others = kind._split_generators, []
+
+        def meanwhile(builder, manager):
+            if not others:
+                others.append(kind(data_dir=data_dir))
+                others[0].download_and_prepare()
+            return generators(builder, manager)
+
+        with mock.patch.object(kind, "_split_generators", meanwhile):
+            self.assertEqual(load(data_dir), count)
+        self.assertNotEmpty(others)
+
+    def test_what_cannot_be_prepared(self):
+        error = mock.patch.object(
+            datasets.Digits, "_split_generators", side_effect=OSError("no")
+        )
+        with error, self.assertRaisesRegex(UserError, "'digits': .*no"):
+            images.load("digits", str(self.make_directory()))
 
 
 class DjangoMessagesTest(TestCase):
