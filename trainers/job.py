@@ -275,8 +275,12 @@ class Job:
         """
         self._check_result()
         path = self.workdir / "export"
-        with as_user_errors(self.workdir), averaged(model):
-            model.to_keras().export(path, verbose=False)
+        with (
+            as_user_errors(self.workdir),
+            averaged(model),
+            replacing(path) as partial,
+        ):
+            model.to_keras().export(partial, verbose=False)
         return path
 
     def _check_result(self):

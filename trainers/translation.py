@@ -500,8 +500,14 @@ def _pairs():
         languages = _SLAVIC
     elif languages == ["all"]:
         languages = None
+    names = flags.FLAGS.dataset.split(",")
+    if "" in names or len(set(names)) < len(names):
+        raise UserError(
+            "--dataset must name each data set once. Received: "
+            f"--dataset={flags.FLAGS.dataset}"
+        )
     return SentencePairs(
-        flags.FLAGS.dataset.split(","),
+        names,
         flags.FLAGS.data_dir,
         _DIRECTIONS.value,
         languages,

@@ -21,7 +21,7 @@ _FILES = (
     *("vocabulary.model", "scores.json", "scores.png"),
     *("plan.json", "plan_flags.json"),
 )
-_DIRECTORIES = ("checkpoints", "logs")
+_DIRECTORIES = ("checkpoints", "export", "logs")
 # The locks of this process, by directory: a process may train again where it
 # holds the lock.
 _locks = weakref.WeakValueDictionary()

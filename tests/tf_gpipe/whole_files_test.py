@@ -1,9 +1,10 @@
-"""A file is replaced by a whole one, or stays."""
+"""A file or directory is replaced by a whole one, or stays."""
 
 import os
 import pathlib
 import tempfile
 import threading
+from unittest import mock
 
 from absl.testing import absltest
 
@@ -33,6 +34,43 @@ class WholeFilesTest(absltest.TestCase):
             self.assertEqual(os.listdir(self.directory), ["file"])
         self.write("new")
         self.assertEqual(self.path.read_text(), "new")
+        self.assertEqual(os.listdir(self.directory), ["file"])
+
+    def test_directory_is_replaced_as_a_whole(self):
+        def write(text, error=None):
+            with replacing(self.path) as partial:
+                self.assertNotEqual(partial, self.path)
+                partial.mkdir()
+                (partial / text).write_text(text)
+                if error:
+                    raise error
+
+        write("old")
+        for error in (KeyboardInterrupt, OSError):
+            with self.assertRaises(error):
+                write("new", error)
+            self.assertEqual(os.listdir(self.path), ["old"])
+            self.assertEqual(os.listdir(self.directory), ["file"])
+        rename = mock.patch.object(
+            pathlib.Path, "replace", side_effect=OSError("no")
+        )
+        with rename, self.assertRaises(OSError):
+            write("new")
+        self.assertEqual(os.listdir(self.path), ["old"])
+        write("new")
+        self.assertEqual(os.listdir(self.path), ["new"])
+        self.assertEqual(os.listdir(self.directory), ["file"])
+
+    def test_file_and_directory(self):
+        """Neither takes the place of the other."""
+        self.write("old")
+        with self.assertRaises(OSError), replacing(self.path) as partial:
+            partial.mkdir()
+        self.assertEqual(self.path.read_text(), "old")
+        self.path.unlink()
+        self.path.mkdir()
+        with self.assertRaises(OSError):
+            self.write("new")
         self.assertEqual(os.listdir(self.directory), ["file"])
 
     def test_permissions_and_links_stay(self):

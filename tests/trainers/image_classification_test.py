@@ -1,6 +1,7 @@
 import collections
 import contextlib
 import dataclasses
+import errno
 import functools
 import io
 import pathlib
@@ -490,6 +491,18 @@ class TrainTest(TestCase):
         found = np.loadtxt(workdir / "predictions.csv", delimiter=",")
         self.assertAllClose(found.sum(axis=1), np.ones(len(found)), atol=1e-4)
         self.train(mode="export", workdir=workdir)
+
+        def export_on_full_disk(model, path, **kwargs):
+            path.mkdir()
+            (path / "saved_model.pb").write_text("")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+        # The one before stays.
+        with (
+            mock.patch.object(keras.Model, "export", export_on_full_disk),
+            self.assertRaisesRegex(UserError, "Cannot write to .*No space"),
+        ):
+            self.train(mode="export", workdir=workdir)
         exported = tf.saved_model.load(workdir / "export")
         x = np.ones((2, *model.input_shape[1:]), "float32")
         self.assertAllClose(

@@ -401,6 +401,11 @@ class ErrorsTest(TestCase):
         (["--mode=translate", "save"], "needs the --workdir"),
         (["--mode=evaluate"], "needs the --workdir"),
         (["--dataset=tiny_mesages"], "Did you mean tiny_messages"),
+        (
+            ["--dataset=tiny_messages,tiny_messages"],
+            "each data set once. Received: --dataset=tiny_messages,tiny_mess",
+        ),
+        (["--dataset=tiny_messages,"], "Received: --dataset=tiny_messages,$"),
         (["--strategy=tpu"], "differ in length.* Received: --strategy=tpu"),
         (
             ["--vocabulary_size=99"],

@@ -124,7 +124,7 @@ class WorkdirTest(parameterized.TestCase):
         with self.assertRaisesRegex(UserError, f"{name} must be a file"):
             Workdir(self.path)
 
-    @parameterized.parameters("checkpoints", "logs")
+    @parameterized.parameters("checkpoints", "export", "logs")
     def test_file_in_place_of_a_directory(self, name):
         (self.path / name).write_text("")
         with self.assertRaisesRegex(UserError, f"{name} must be a directory"):
