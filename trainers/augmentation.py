@@ -35,7 +35,11 @@ class Augmentation:
     )
     flip: bool = setting(False, "Flip half of the images.")
     rand_augment: int = setting(
-        0, "Operations of RandAugment an image.", lower_bound=0
+        0,
+        "Operations of RandAugment an image.",
+        lower_bound=0,
+        # Each is traced.
+        upper_bound=100,
     )
     rand_augment_factor: float = setting(
         0.5,

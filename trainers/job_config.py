@@ -87,7 +87,10 @@ class JobConfig(PipelineConfig, HardwareConfig):
         enum_values=("float32", "mixed_bfloat16", "mixed_float16"),
     )
     num_epochs: int = setting(
-        20, "Epochs in all, those of earlier runs included.", lower_bound=0
+        20,
+        "Epochs in all, those of earlier runs included.",
+        lower_bound=0,
+        upper_bound=2**31 - 1,
     )
     validate_every: int = setting(
         0,
@@ -148,5 +151,9 @@ flags.DEFINE_float(
     0.0,
     "Share of a label that is spread over all classes, or all tokens.",
     lower_bound=0.0,
-    upper_bound=1.0,
+)
+flags.register_validator(
+    "label_smoothing",
+    lambda value: value < 1,
+    message="should be below 1, at which labels tell nothing",
 )

@@ -144,6 +144,7 @@ _MAX_LENGTH = flags.DEFINE_integer(
     "Tokens of a source or a target: longer training pairs are left out, and "
     "translations are cut off.",
     lower_bound=3,
+    upper_bound=2**16,
 )
 _BATCH_TOKENS = flags.DEFINE_integer(
     "batch_tokens",
@@ -160,7 +161,11 @@ _TEMPERATURE = flags.DEFINE_float(
     lower_bound=1.0,
 )
 _STEPS_PER_EPOCH = flags.DEFINE_integer(
-    "steps_per_epoch", 1000, "Batches that are called an epoch.", lower_bound=1
+    "steps_per_epoch",
+    1000,
+    "Batches that are called an epoch.",
+    lower_bound=1,
+    upper_bound=2**31 - 1,
 )
 _NUM_TEST_PAIRS = flags.DEFINE_integer(
     "num_test_pairs",
@@ -169,7 +174,11 @@ _NUM_TEST_PAIRS = flags.DEFINE_integer(
     lower_bound=1,
 )
 _BEAM_SIZE = flags.DEFINE_integer(
-    "beam_size", 1, "Hypotheses of beam search; 1 is greedy.", lower_bound=1
+    "beam_size",
+    1,
+    "Hypotheses of beam search; 1 is greedy.",
+    lower_bound=1,
+    upper_bound=256,
 )
 _LENGTH_PENALTY = flags.DEFINE_float(
     "length_penalty",

@@ -395,6 +395,12 @@ class ErrorsTest(TestCase):
         (["--mode=translat"], r"--mode=translat. Did you mean translate\?"),
         (["--temperature=0.5"], "temperature"),
         (["--beam_size=0"], "beam_size"),
+        # Told before training, not by a device out of memory after it.
+        (["--beam_size=257"], "beam_size=257"),
+        (["--max_length=65537"], "max_length=65537"),
+        (["--steps_per_epoch=2147483648"], "steps_per_epoch=2147483648"),
+        (["--num_epochs=2147483648"], "num_epochs=2147483648"),
+        (["--label_smoothing=1"], "should be below 1"),
         (["--directions=de-x"], "directions"),
         (["save"], "are for --mode=translate. Received: .* save"),
         (["--to=de"], "are for --mode=translate. Received: .*--to=de"),
