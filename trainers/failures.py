@@ -64,6 +64,10 @@ def as_user_errors(workdir):
             "(--num_micro_batches), --remat=always, more stages "
             f"(--num_stages) or smaller batches need less: {error.message}"
         ) from error
+    except tf.errors.PermissionDeniedError as error:
+        if not workdir or str(workdir) not in error.message:
+            raise
+        raise UserError(_not_written(error.message, workdir)) from error
     except (
         tf.errors.DataLossError,
         tf.errors.FailedPreconditionError,
@@ -113,7 +117,9 @@ def _on_full_disk(message):
 def _is_within(path, workdir):
     if not workdir or not isinstance(path, (str, os.PathLike)):
         return False
-    return pathlib.Path(path).is_relative_to(workdir)
+    # Real paths: either may be relative, or lead through a link.
+    real = pathlib.Path(os.path.realpath(path))
+    return real.is_relative_to(os.path.realpath(workdir))
 
 
 class NotANumber(keras.callbacks.Callback):

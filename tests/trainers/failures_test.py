@@ -1,4 +1,4 @@
-"""The error for a full disk, whoever writes to it."""
+"""The errors for a full disk or another user's, whoever writes to it."""
 
 import os
 import pathlib
@@ -8,6 +8,7 @@ import tempfile
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tf_gpipe.whole_files import replacing
 from trainers.command_line import UserError
 from trainers.failures import as_user_errors
 
@@ -33,7 +34,8 @@ class FullDiskTest(tf.test.TestCase, parameterized.TestCase):
         tf.saved_model.save(module, str(self.workdir / "export"))
 
     def text(self):
-        (self.workdir / "text").write_text("1" * 101)
+        with replacing(self.workdir / "text") as path:
+            path.write_text("1" * 101)
 
     @parameterized.parameters("events", "saved_model", "text")
     def test_limit(self, name):
@@ -69,6 +71,33 @@ class FullDiskTest(tf.test.TestCase, parameterized.TestCase):
         ):
             with as_user_errors(self.workdir):
                 list(directory.iterdir())
+
+    @parameterized.product(
+        name=["events", "saved_model", "text"],
+        place=["absolute", "relative", "link"],
+    )
+    def test_directory_of_another_user(self, name, place):
+        parent = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        parent.chmod(0o755)
+        directory = self.workdir = parent / "run"
+        directory.mkdir(0o555)
+        if place == "relative":
+            self.addCleanup(os.chdir, os.getcwd())
+            os.chdir(directory.parent)
+            self.workdir = pathlib.Path(directory.name)
+        elif place == "link":
+            self.workdir = directory.with_name("link to it")
+            self.workdir.symlink_to(directory)
+        if not os.geteuid():
+            # The superuser may write anywhere.
+            self.addCleanup(os.seteuid, 0)
+            os.seteuid(65534)
+        with self.assertRaisesRegex(
+            UserError,
+            f"^Cannot write to {self.workdir}: .*Permission denied.*The newest",
+        ):
+            with as_user_errors(self.workdir):
+                getattr(self, name)()
 
     @parameterized.parameters(
         (tf.errors.ResourceExhaustedError, UserError, "out of memory"),
