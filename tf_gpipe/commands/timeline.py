@@ -29,6 +29,8 @@ from tf_gpipe.schedule.tasks import AUTO_REMAT
 
 # The most characters of a line.
 _WIDEST = 10_000
+# The largest cost of a task, so that the sum of all is finite.
+_LARGEST_COST = 1e300
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -163,8 +165,9 @@ def _costs(text: str) -> float | list[float]:
         values = [float(x) for x in text.split(",")]
     except ValueError:
         values = [math.nan]
-    if not all(math.isfinite(x) and x >= 0 for x in values):
+    if not all(0 <= x <= _LARGEST_COST for x in values):
         raise argparse.ArgumentTypeError(
-            f"not a number, or numbers with commas, of 0 or more: {text!r}"
+            "not a number, or numbers with commas, from 0 to "
+            f"{_LARGEST_COST:g}: {text!r}"
         )
     return values if "," in text else values[0]

@@ -3,16 +3,17 @@
 import contextlib
 import functools
 import inspect
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.checkpoints.data import random_states
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
 from tf_gpipe.devices.colocation import colocate
@@ -42,20 +43,27 @@ class Run(NamedTuple):
         callbacks: The argument of `fit`, in the order of `in_order`.
         at_end: List of functions that are called when `fit` has ended or
             failed.
-        random: The random states of Python and NumPy as `fit` began.
+        random: What `_shared_numbers` returned as `fit` began.
         validation_data: The argument of `fit`.
         epochs: Keras's iterator over the epochs of the data.
-        draws: Boolean, whether the data draws from those two: Keras has made
-            its first batches as it made `epochs`.
+        draws: Boolean, whether the data draws from `random` or `np.random`:
+            Keras has made its first batches as it made `epochs`.
     """
 
     initial_epoch: int
     callbacks: Any
     at_end: list[Callable[[], None]]
-    random: list
+    random: tuple
     validation_data: Any = None
     epochs: Any = None
     draws: bool = False
+
+
+def _shared_numbers() -> tuple:
+    """Returns what changes as numbers are drawn from `random`, `np.random`."""
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
+    return random.getstate(), name, keys.tobytes(), rest
 
 
 class PipelinedTraining(PipelinedCalls, SeveralHosts):
@@ -249,7 +257,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             given.get("initial_epoch", 0),
             given.get("callbacks"),
             at_end=[],
-            random=random_states(),
+            random=_shared_numbers(),
             validation_data=given.get("validation_data"),
         )
         self._note_run(run)
@@ -267,7 +275,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         # The first iterator is that of `fit`, a later one of its validation.
         run = self._training_run
         if run is not None and run.epochs is None:
-            draws = run.random != random_states()
+            draws = run.random != _shared_numbers()
             self._note_run(run._replace(epochs=iterator, draws=draws))
         super()._maybe_symbolic_build(iterator, data_batch)
 

@@ -111,6 +111,9 @@ class TimelineTest(parameterized.TestCase):
         (["--forward=1,2"], "`forward` must be a number or a list of 4"),
         (["--backward=1,,2"], "--backward: not a number"),
         (["--transfer=inf"], "--transfer: not a number"),
+        (["--forward=nan"], "--forward: not a number"),
+        # Sums of such numbers would be infinite.
+        (["--forward=1e308"], "--forward: not a number"),
         (["--picture=a.unknown"], "Format 'unknown' is not supported"),
         (["--trace=/no/such/folder/a.json"], "No such file or directory"),
     )
