@@ -272,7 +272,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch, self._steps = epoch, 0
         saved = self._resumed
         if saved is not None:
-            # Not in `on_train_begin`, where later callbacks reset themselves.
+            # Not in `on_train_begin`: the random states were saved after what
+            # callbacks had done as the epoch began.
             self._go_on(saved)
             if not self._passed and saved.content.get("begun"):
                 # What the callbacks before this one do as an epoch begins, such
