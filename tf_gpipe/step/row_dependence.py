@@ -199,8 +199,9 @@ class RowDependence:
         """
         if self._like is None:
             return []
+        # Elsewhere than in axis 0 rows may be mixed: such values are made, too.
         nodes, given = self._since(
-            node, lambda value: all(self.axes(value) or [[]])
+            node, lambda value: all(x == [0] for x in self.axes(value) or [[]])
         )
         found = self._try(nodes, given, fetch, self._training)
         normalized = self._training is not False and batch_norms(

@@ -283,6 +283,28 @@ class RowsTest(parameterized.TestCase, tf.test.TestCase):
             _, (_, found) = fit(pipeline(make))
         self.assertEqual(found.shape, ())
 
+    @parameterized.parameters(
+        (ops.transpose, True),
+        (lambda x: ops.reshape(x, (5, -1)), False),
+        (lambda x: ops.cumsum(ops.transpose(x), axis=1), False),
+    )
+    def test_mean_over_rows_across(self, across, exact):
+        """A mean of means only if the layer before keeps rows apart."""
+
+        def make():
+            keras.utils.set_random_seed(1)
+            x = keras.Input((4,))
+            h = L.Lambda(across)(L.Dense(5)(x))
+            return keras.Model(x, L.Lambda(lambda x: ops.mean(x, axis=1))(h))
+
+        plain, piped = make(), pipeline(make)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = piped(X)
+        warned = any("neither a mean" in str(x.message) for x in caught)
+        self.assertEqual(warned, not exact)
+        self.assertEqual(np.allclose(plain(X), found, rtol=2e-5), exact)
+
     def test_sequences_of_any_length(self):
         # Their second axis is not known, and does not grow with the rows.
         def make():
