@@ -104,8 +104,7 @@ class PipelinedCalls(upstream.Mixin):
                 f"is traced. Received: training={training!r}"
             ) from error
         if mask is not None:
-            _check_mask(mask)
-            inputs = Activations.of(inputs)._replace(masks=mask).unpack()
+            inputs = _with_masks(inputs, mask)
         with upstream.without_autocast(), placement.eagerly_alone():
             return self._run(inputs, training)
 
@@ -317,14 +316,25 @@ class PipelinedCalls(upstream.Mixin):
         mini_batch.commit_state()
 
 
-def _check_mask(mask: Any) -> None:
-    for x in keras.tree.flatten(mask):
+def _with_masks(inputs: Any, mask: Any) -> Any:
+    """Returns inputs with masks attached, the n-th flat one to the n-th input.
+
+    As Keras does, whose inputs and masks may be nested differently.
+    """
+    given = Activations.of(inputs)
+    masks = keras.tree.flatten(given.masks)
+    for i, x in enumerate(keras.tree.flatten(mask)[: len(masks)]):
         shape = getattr(x, "shape", None)
         if x is not None and (shape is None or not len(shape)):
             raise TypeError(
                 "`mask` must be None, or tensors of booleans with a row for "
                 f"each row of the inputs. Received: mask={mask!r}"
             )
+        if x is not None:
+            masks[i] = tf.convert_to_tensor(x)
+    return given._replace(
+        masks=keras.tree.pack_sequence_as(given.masks, masks)
+    ).unpack()
 
 
 def _refuse_gradients(gradients: list, sources: list) -> None:

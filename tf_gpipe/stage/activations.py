@@ -64,6 +64,17 @@ class Activations(NamedTuple):
 
         return keras.tree.map_structure(attach, *self)
 
+    def with_full_masks(self) -> "Activations":
+        """Returns a copy whose masks have a row for each row of their tensor.
+
+        A mask of one row, which Keras would broadcast, is repeated.
+
+        Raises:
+            ValueError: If a mask has other rows, as one without a batch axis.
+        """
+        masks = keras.tree.map_structure(_full_mask, self.tensors, self.masks)
+        return self._replace(masks=masks)
+
     def parts(self) -> list[tf.Tensor]:
         """Returns the flat list of tensors, each followed by its logits.
 
@@ -103,6 +114,27 @@ def join(contents: Sequence[Activations]) -> Activations:
     """Joins the activations of several values: the inverse of `each`."""
     fields = zip(*contents, strict=True)
     return Activations(*fields) if contents else Activations(*([()] * 5))
+
+
+def _full_mask(x: Any, mask: Any) -> Any:
+    """Returns the mask of `x` with as many rows as `x`, which may be `None`."""
+    shape = tf.TensorShape(getattr(mask, "shape", None))
+    if mask is None or shape.rank is None or not x.shape.rank:
+        return mask
+    rows, given = x.shape[0], shape[0] if shape.rank else 0
+    if given is None or given == rows:
+        return mask
+    if given == 1:
+        rows = tf.shape(x)[0] if rows is None else rows
+        return tf.tile(mask, [rows, *[1] * (shape.rank - 1)])
+    if rows is None and shape.rank > 1:
+        return mask
+    raise ValueError(
+        "A Keras mask must have a row for each row of its tensor, or one row "
+        "for all, to be cut into micro-batches. Use `mask[None]` in place of "
+        "one without a batch axis, or num_micro_batches=1. Received: a mask of "
+        f"shape {shape}, for a tensor of shape {x.shape}"
+    )
 
 
 def _input_of(x: Any, operation: str) -> Any:

@@ -156,6 +156,8 @@ class Pipeline:
 
     def packed(self, outputs: Activations) -> Activations:
         """Returns the last stage's outputs in the structure of the model's."""
+        if self.schedule.num_micro_batches > 1:
+            outputs = outputs.with_full_masks()
         return Activations(
             *(
                 keras.tree.pack_sequence_as(self.graph.outputs, list(x))

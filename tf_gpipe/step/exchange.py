@@ -117,6 +117,8 @@ class Exchange:
         if key not in self._received:
             if given:
                 whole = Activations.of(self._model_inputs[value])
+                if self._split.num_micro_batches > 1:
+                    whole = whole.with_full_masks()
                 parts = [self._split.take(x, m) for x in whole]
                 self._received[key] = Activations(*parts)
             else:

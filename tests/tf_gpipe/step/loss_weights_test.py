@@ -69,6 +69,23 @@ class RandomMask(L.Layer):
         return x
 
 
+@keras.saving.register_keras_serializable()
+class FixedMask(L.Layer):
+    """Gives its outputs the same mask for each row of a batch."""
+
+    def __init__(self, has_row=True, **kwargs):
+        super().__init__(**kwargs)
+        self.has_row = has_row
+        self.supports_masking = True
+
+    def compute_mask(self, x, mask=None):
+        fixed = tf.constant([True, False, True, True, False])
+        return fixed[None] if self.has_row else fixed
+
+    def call(self, x):
+        return x
+
+
 def learned_scale():
     """Returns a model, and a loss with a learned weight: exp(-s) e + s."""
     scale = Scale()
@@ -292,6 +309,61 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
             # A mean of ones is one, whatever the mask.
             value = model.train_on_batch(x, np.zeros((8, 5, 1)))
             self.assertAllClose(value, 1.0)
+
+    @parameterized.product(
+        schedule=("1f1b", "gpipe"),
+        num_micro_batches=(2, 4),
+        rows=(7, 8, 3),
+        batch=(None, "static"),
+        dropout=(False, True),
+    )
+    @pytest.mark.slow_after(3)
+    def test_mask_of_one_row(self, rows, batch, dropout, **kwargs):
+        """It counts for all rows, of micro-batches of any size."""
+        x, y = (
+            np.random.default_rng(i).normal(size=(rows, 5, 3)) for i in range(2)
+        )
+        found = []
+        for plain in (True, False):
+            keras.utils.set_random_seed(1)
+            layers = [keras.Input((5, 3)), L.Dense(4), FixedMask()]
+            if dropout:
+                layers.append(L.Dropout(0.0))
+            model = keras.Sequential([*layers, L.Dense(3)])
+            if not plain:
+                model = tf_gpipe.PipelinedSequential(
+                    model,
+                    num_stages=2,
+                    devices=["CPU:0", "CPU:1"],
+                    **kwargs,
+                )
+            model.compile("sgd", "mse", metrics=["mae"])
+            if batch:
+                logs = [model.train_on_batch(x, y) for _ in range(2)]
+            else:
+                history = model.fit(x, y, epochs=2, batch_size=rows, verbose=0)
+                logs = list(history.history.values())
+            logs.append(model.evaluate(x, y, verbose=0))
+            found.append([*logs, *model.get_weights()])
+        self.assertAllClose(*found, rtol=2e-5, atol=1e-5)
+
+    @parameterized.product(
+        schedule=("1f1b", "gpipe"), batch=(None, "static"), rows=(7, 8)
+    )
+    @pytest.mark.slow_after(2)
+    def test_mask_without_rows_is_refused(self, schedule, batch, rows):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((5, 3)), L.Dense(4), FixedMask(False), L.Dense(1)],
+            num_stages=2,
+            num_micro_batches=2,
+            schedule=schedule,
+            devices=["CPU:0", "CPU:1"],
+        )
+        model.compile("sgd", "mse")
+        x, y = np.zeros((rows, 5, 3)), np.zeros((rows, 5, 1))
+        run = model.train_on_batch if batch else model.fit
+        with self.assertRaisesRegex(ValueError, r"mask must have.*\(5,\)"):
+            run(x, y)
 
     @parameterized.parameters("tf", "Python")
     def test_mask_that_may_be_another_one_is_refused(self, drawn_by):
