@@ -195,6 +195,13 @@ class Graph:
         """The values in `outputs`, in order."""
         return keras.tree.flatten(self.outputs)
 
+    @functools.cached_property
+    def declared_rows(self) -> int | None:
+        """The rows of a batch in specs, as by `Input(batch_shape=(8, 4))`."""
+        specs = keras.tree.flatten([value.spec for value in self.inputs])
+        known = [x.shape[0] for x in specs if x is not None and x.shape]
+        return next((x for x in known if x is not None), None)
+
     @property
     def models(self) -> list[keras.Model]:
         """The nested models whose layers are nodes of this graph."""

@@ -18,6 +18,12 @@ from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.graph import unique
 from tf_gpipe.stage.graph import variables_of
 
+FIXED_ROWS = (
+    "A layer is made for batches of one size, as by "
+    "`keras.ops.reshape(x, (8, -1))`, and a micro-batch has some of a batch's "
+    "rows. Take their number from `keras.ops.shape(x)[0]`, or use "
+    "num_micro_batches=1."
+)
 _NOT_DENSE = (tf.IndexedSlices, tf.RaggedTensor, tf.SparseTensor)
 
 
@@ -161,7 +167,9 @@ def run_stage(
                 run_node(node, values, training)
         except Exception as e:
             where = f"stage {stage.index} on {stage.device}"
-            name_layer(e, node.layer, where, *node.arguments(values)[0])
+            given = node.arguments(values)[0]
+            name_layer(e, node.layer, where, *given)
+            _name_declared(e, node.filled(lambda x: x.spec)[0], given)
             raise
         yield node
     _check_dense(stage, values)
@@ -225,6 +233,19 @@ def name_layer(error: Exception, layer: Any, stage: str, *inputs: Any) -> None:
         f"Raised by layer '{layer.name}' (of type {type(layer).__name__}) in "
         f"{stage}, called on inputs of shape {text}."
     )
+
+
+def _name_declared(error: Exception, specs: tuple, given: tuple) -> None:
+    """Adds a note to an error if inputs have other rows than the specs."""
+    for spec, x in zip(
+        keras.tree.flatten(specs), keras.tree.flatten(given), strict=False
+    ):
+        if not (isinstance(spec, keras.KerasTensor) and tf.is_tensor(x)):
+            continue
+        rows = x.shape[0] if x.shape.rank else None
+        if spec.shape and spec.shape[0] not in (None, rows):
+            error.add_note(f"The model declares {spec.shape}. {FIXED_ROWS}")
+            return
 
 
 def _read(x: Any) -> Any:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.pipeline import Pipeline
+from tf_gpipe.stage.stage import FIXED_ROWS
 from tf_gpipe.step.exchange import Exchange
 from tf_gpipe.step.micro_batch import FIRST
 from tf_gpipe.step.micro_batch import MEAN
@@ -117,11 +118,17 @@ class Outputs:
                 clear = value in graph.inputs or _has_rows(x, spec, rows)
                 if rows is None and value in graph.multiplied:
                     clear = False
-                kinds.append(ROWS if clear else self._kind(value, i, x))
+                kinds.append(
+                    ROWS if clear else self._kind(value, i, x, spec, rows)
+                )
         return kinds
 
-    def _kind(self, value: Value, i: int, x: tf.Tensor) -> str:
+    def _kind(
+        self, value: Value, i: int, x: tf.Tensor, spec: Any, rows: int | None
+    ) -> str:
         """Returns how `x`, the i-th flat tensor of a value, is merged.
+
+        Its spec, and the rows of the micro-batch, may be unknown.
 
         Raises:
             ValueError: If it cannot be merged from micro-batches.
@@ -133,13 +140,22 @@ class Outputs:
             axes = [0] if x.shape.rank != 0 else []
         else:
             axes = found[i]
-        if axes == [0] and not self._dependence.reorders(value, i):
-            return ROWS
         layer = self._dependence.maker[value].layer
         name = (
             f"The output of layer '{layer.name}' (of type "
             f"{type(layer).__name__})"
         )
+        if found is None and _rows_are_fixed(
+            x, spec, rows, self._pipeline.graph.declared_rows
+        ):
+            raise ValueError(
+                f"{name}, which the model returns, has {x.shape[0]} rows for "
+                f"the {rows or 'rows'} of a micro-batch. Received: shape "
+                f"{x.shape}, where the model declares {spec.shape}. "
+                f"{FIXED_ROWS}"
+            )
+        if axes == [0] and not self._dependence.reorders(value, i):
+            return ROWS
         if axes == [0]:
             raise ValueError(
                 f"{name}, which the model returns, has several rows for each "
@@ -211,6 +227,26 @@ class Outputs:
                     "which computes the loss on the whole mini-batch, or "
                     "num_micro_batches=1."
                 )
+
+
+def _rows_are_fixed(
+    x: tf.Tensor, spec: Any, rows: int | None, declared: int | None
+) -> bool:
+    """Returns whether a tensor has rows that a micro-batch's do not explain.
+
+    Args:
+        x: The tensor.
+        spec: Its spec, or `None`.
+        rows: The number of rows of the micro-batch, or `None`.
+        declared: The number of rows of the model's inputs in specs, or `None`.
+    """
+    size = x.shape[0] if x.shape.rank else None
+    promised = spec.shape[0] if spec is not None and spec.shape else None
+    if size is None or promised is None or size == rows:
+        return False
+    if rows is None or declared is None:
+        return True
+    return size * declared != promised * max(rows, 1)
 
 
 def _has_rows(x: tf.Tensor, spec: Any, rows: int | None) -> bool:

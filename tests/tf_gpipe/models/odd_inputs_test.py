@@ -76,6 +76,44 @@ def fewer(used):
     return keras.Model(inputs, L.Dense(1)(L.Add()([a, b]) if used else a))
 
 
+class OneRow(L.Layer):
+    """Gives what passes it a mask of one row, for all rows of a batch."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+
+    def compute_mask(self, x, mask=None):
+        return tf.constant([[True, False, True, True, False]])
+
+    def call(self, x):
+        return x
+
+
+class Eights(L.Layer):
+    """Makes eight rows, however many it is given."""
+
+    def call(self, x):
+        return keras.ops.reshape(x, (8, -1))
+
+
+class Average(L.Layer):
+    def call(self, x):
+        return keras.ops.mean(x, axis=-1, keepdims=True)
+
+
+def recurrent():
+    x = inputs = keras.Input((5, 4))
+    x = L.GRU(3, return_sequences=True)(x)
+    return keras.Model(inputs, L.GRU(2)(x))
+
+
+def two_sequences():
+    inputs = {x: keras.Input((5, 4), name=x) for x in "ab"}
+    x = [L.GRU(3, return_sequences=True)(x) for x in inputs.values()]
+    return keras.Model(inputs, L.GRU(2)(L.Concatenate()(x)))
+
+
 class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
     def pair(self, make, **kwargs):
         found = []
@@ -251,6 +289,123 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
         ):
             with self.assertRaisesRegex(TypeError, "(?s)dense.*Ragged"):
                 call()
+
+    @parameterized.parameters(
+        lambda mask: mask,
+        lambda mask: tf.constant(mask),
+        lambda mask: mask[2:3],
+        lambda mask: [mask],
+        lambda mask: mask.astype("int32"),
+    )
+    def test_mask_of_a_call(self, convert):
+        x, mask = numbers(6, 5, 4), numbers(6, 5, seed=1) > 0
+        plain, model = self.pair(recurrent)
+        for training in (False, True):
+            self.assertAllClose(
+                plain(x, mask=convert(mask), training=training),
+                model(x, mask=convert(mask), training=training),
+            )
+
+    @parameterized.parameters(
+        lambda a, b: {"a": a, "b": b},
+        lambda a, b: [a, b],
+        lambda a, b: [None, b],
+        lambda a, b: [b],
+    )
+    def test_masks_of_a_call(self, convert):
+        a, b = tf.constant(numbers(2, 6, 5, 4))
+        x = {"a": a, "b": OneRow()(b)}
+        masks = convert(*(numbers(2, 6, 5, seed=2) > 0))
+        plain, model = self.pair(two_sequences)
+        self.assertAllClose(plain(x, mask=masks), model(x, mask=masks))
+
+    @parameterized.parameters(True, False)
+    def test_mask_of_one_row_from_a_layer_before(self, compiled):
+        found = [
+            keras.Sequential([keras.Input((5, 4)), OneRow(), model])
+            for model in self.pair(recurrent)
+        ]
+        x = numbers(6, 5, 4)
+        plain, model = (x.predict if compiled else x for x in found)
+        self.assertAllClose(plain(x), model(x))
+
+    def test_mask_of_other_rows(self):
+        _, model = self.pair(recurrent)
+        with self.assertRaisesRegex(ValueError, r"(?s)row.*\(4, 5\).*\(6, 5"):
+            model(numbers(6, 5, 4), mask=numbers(4, 5) > 0)
+
+    @parameterized.product(
+        declared=((8, 4), (None, 4)),
+        last=("eights", "average"),
+        schedule=("1f1b", "gpipe"),
+        num_micro_batches=(2, 4),
+    )
+    @pytest.mark.slow_after(3)
+    def test_layer_for_one_size_of_batches(self, declared, last, **kwargs):
+        def make():
+            layers = [L.Dense(12), Eights()]
+            if last == "average":
+                layers.append(Average())
+            return keras.Sequential(
+                [keras.Input(batch_shape=declared), *layers]
+            )._functional
+
+        plain, model = self.pair(make, **kwargs)
+        x = numbers(8, 4)
+        y = plain.predict(x, verbose=0)
+        for call in (
+            lambda: model(x),
+            lambda: model.predict(x, batch_size=8, verbose=0),
+            lambda: model.evaluate(x, y, batch_size=8, verbose=0),
+            lambda: model.fit(x, y, batch_size=8, verbose=0),
+        ):
+            with self.assertRaisesRegex(
+                ValueError, r"(?s)8 rows.*micro-batch.*keras.ops.shape\(x\)"
+            ):
+                call()
+
+    def test_micro_batches_of_the_size_that_a_layer_is_for(self):
+        def make():
+            inputs = keras.Input((4,))
+            return keras.Model(inputs, Eights()(L.Dense(6)(inputs)))
+
+        plain, model = self.pair(make)
+        x = numbers(16, 4)
+        self.assertAllClose(
+            plain.predict(x, batch_size=8, verbose=0),
+            model.predict(x, batch_size=16, verbose=0),
+        )
+
+    def test_layer_that_fails_for_micro_batches(self):
+        def make():
+            x = inputs = keras.Input(batch_shape=(8, 4))
+            x = keras.ops.reshape(L.Dense(6)(x), (8, 2, 3))
+            return keras.Model(inputs, x)
+
+        _, model = self.pair(make)
+        with self.assertRaises(ValueError) as caught:
+            model.predict(numbers(8, 4), batch_size=8, verbose=0)
+        notes = " ".join(caught.exception.__notes__)
+        for text in ("(4, 6)", "(8, 6)", "keras.ops.shape(x)"):
+            self.assertIn(text, notes)
+
+    @parameterized.parameters("1f1b", "gpipe")
+    def test_sparse_labels(self, schedule):
+        class Own(keras.losses.Loss):
+            def __call__(self, y, y_pred, sample_weight=None):
+                return tf.reduce_mean((tf.sparse.to_dense(y) - y_pred) ** 2)
+
+        y = tf.sparse.from_dense(np.maximum(numbers(6, 1, seed=9), 0))
+        data = tf.data.Dataset.from_tensor_slices((numbers(6, 4), y)).batch(3)
+        found = []
+        for model in self.pair(one_input, schedule=schedule):
+            model.compile("sgd", Own())
+            if schedule == "1f1b" and found:
+                with self.assertRaisesRegex(TypeError, "Labels.*gpipe.*Sparse"):
+                    model.fit(data, verbose=0)
+                return
+            found.append(model.fit(data, verbose=0).history["loss"])
+        self.assertAllClose(*found)
 
     @parameterized.product(
         kind=("ragged", "tf.Variable", "keras.Variable", "constant"),
