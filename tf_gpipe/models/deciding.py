@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,6 @@ from typing import NamedTuple
 
 import keras
 
-from tf_gpipe.devices import slots
 from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_costs
@@ -19,12 +19,13 @@ from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.partition.parameter_bytes import ParameterBytes
-from tf_gpipe.partition.parameter_bytes import WeightBytes
+from tf_gpipe.partition.parameter_bytes import bytes_of
 from tf_gpipe.partition.uncounted import UncountedError
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
+from tf_gpipe.stage.graph import unique
 
 
 class Decision(NamedTuple):
@@ -199,20 +200,9 @@ def _parameters(
     graph: Graph, optimizer: keras.optimizers.Optimizer
 ) -> ParameterBytes:
     """Returns the bytes of the weights, their gradients and slots."""
-    used = [
-        {id(v): v for v in getattr(node.layer, "weights", ())}
-        for node in graph.nodes
-    ]
-    weights = {key: v for own in used for key, v in own.items()}
-    trained = [v for v in weights.values() if v.trainable]
-    planned = slots.planned(optimizer, trained)
-    size = layer_costs.size_in_bytes
-    more = {
-        id(v): (size(v), size(own))
-        for v, own in zip(trained, planned, strict=True)
-    }
-    found = {
-        key: WeightBytes(size(v), *more.get(key, (0, 0)))
-        for key, v in weights.items()
-    }
-    return ParameterBytes([{key: found[key] for key in own} for own in used])
+    used = [getattr(node.layer, "weights", ()) for node in graph.nodes]
+    weights = unique(itertools.chain(*used))
+    found = dict(
+        zip(map(id, weights), bytes_of(weights, optimizer), strict=True)
+    )
+    return ParameterBytes([{id(v): found[id(v)] for v in own} for own in used])

@@ -7,6 +7,10 @@ from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
+import keras
+
+from tf_gpipe.devices import slots
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.stage.graph import ranges
 
 
@@ -23,6 +27,21 @@ class WeightBytes:
     weight: int
     gradient: int = 0
     slots: int = 0
+
+
+def bytes_of(
+    weights: Sequence[keras.Variable], optimizer: keras.optimizers.Optimizer
+) -> list[WeightBytes]:
+    """Returns the bytes of each weight, with the slots that it would have."""
+    trained = [x for x in weights if x.trainable]
+    planned = slots.planned(optimizer, trained)
+    more = {
+        id(x): (size_in_bytes(x), size_in_bytes(own))
+        for x, own in zip(trained, planned, strict=True)
+    }
+    return [
+        WeightBytes(size_in_bytes(x), *more.get(id(x), ())) for x in weights
+    ]
 
 
 class ParameterBytes:

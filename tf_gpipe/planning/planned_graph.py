@@ -9,9 +9,8 @@ import tensorflow as tf
 
 from tf_gpipe import checks
 from tf_gpipe import upstream
-from tf_gpipe.devices import slots
 from tf_gpipe.partition import layer_costs
-from tf_gpipe.partition.parameter_bytes import WeightBytes
+from tf_gpipe.partition.parameter_bytes import bytes_of
 from tf_gpipe.planning import layer_copies
 from tf_gpipe.planning import optimizers
 from tf_gpipe.stage import model_graph
@@ -192,16 +191,6 @@ def copies(
         keras.dtype_policies.serialize, (before, keras.config.dtype_policy())
     )
 
-    def bytes_of(layer):
-        size = layer_costs.size_in_bytes
-        trained = [x for x in layer.weights if x.trainable]
-        planned = zip(trained, slots.planned(optimizer, trained), strict=True)
-        more = {id(x): (size(x), size(own)) for x, own in planned}
-        return [
-            WeightBytes(size(x), *more.get(id(x), (0, 0)))
-            for x in layer.weights
-        ]
-
     def copied(node, specs):
         layer = node.layer
         args, kwargs = node.arguments(specs)
@@ -215,9 +204,8 @@ def copies(
                     f"{error} Or give layers that are built, and no "
                     "`dtype_policy`."
                 ) from error
-            return (layer, bytes_of(layer)), layer.compute_output_spec(
-                *args, **kwargs
-            )
+            outputs = layer.compute_output_spec(*args, **kwargs)
+            return (layer, bytes_of(layer.weights, optimizer)), outputs
         with no_values.NoValues():
             outputs = copy(*args, **kwargs)
         upstream.forget_waiting(copy.variables)
@@ -234,7 +222,7 @@ def copies(
         if len(copy.weights) == len(layer.weights):
             for x, original in zip(copy.weights, layer.weights, strict=True):
                 x.trainable = original.trainable
-        return (copy, bytes_of(copy)), outputs
+        return (copy, bytes_of(copy.weights, optimizer)), outputs
 
     try:
         return layer_costs.walk(graph, copied)
