@@ -3,6 +3,8 @@
 import inspect
 from typing import Any
 
+from tf_gpipe.stage.call_overrides import is_ours
+
 
 def with_keras_docstrings(cls: type) -> type:
     """Class decorator: copies Keras's docstrings to overriding methods.
@@ -14,21 +16,17 @@ def with_keras_docstrings(cls: type) -> type:
     """
     for name in dir(cls):
         owners = [c for c in cls.__mro__ if name in vars(c)]
-        if name.startswith("_") or not _is_ours(owners[0]):
+        if name.startswith("_") or not is_ours(owners[0]):
             continue
         mine: Any = vars(owners[0])[name]
         mine = getattr(mine, "__func__", mine)
-        theirs = [vars(c)[name] for c in owners if not _is_ours(c)]
+        theirs = [vars(c)[name] for c in owners if not is_ours(c)]
         words = [x.__doc__ for x in theirs if x.__doc__]
         if words and not getattr(mine, "__doc__", None):
             mine.__doc__ = inspect.cleandoc(words[0])
         if theirs and _passes_on(mine):
             mine.__signature__ = inspect.signature(theirs[0])
     return cls
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "tf_gpipe"
 
 
 def _passes_on(method: Any) -> bool:

@@ -244,14 +244,10 @@ def _of_pipelines(cls: type) -> set[str]:
     return {
         name
         for owner in cls.__mro__
-        if _is_ours(owner)
+        if call_overrides.is_ours(owner)
         for name in owner.__annotations__
     }
 
 
 def _is_pipeline(cls: type) -> bool:
-    return any(map(_is_ours, cls.__mro__))
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.split(".")[0] == "tf_gpipe"
+    return any(map(call_overrides.is_ours, cls.__mro__))

@@ -27,6 +27,7 @@ from tf_gpipe.models.functional import PipelinedModel
 from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage import tensorflow_state
+from tf_gpipe.stage.call_overrides import is_ours
 
 # Attributes that the plain model does not take from Keras's class.
 _NOT_KERAS = {
@@ -93,11 +94,10 @@ def _keras_methods(ours: Any, theirs: Any) -> Any:
 
     `theirs` is the Keras class from which they are taken.
     """
-    package = __name__.partition(".")[0]
     methods: dict[str, Any] = {
         name: _inherited(theirs, name)
         for x in ours.__mro__
-        if x.__module__.partition(".")[0] == package
+        if is_ours(x)
         for name in vars(x)
         if hasattr(theirs, name) and name not in _NOT_KERAS
     }
