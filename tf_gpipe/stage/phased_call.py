@@ -59,7 +59,7 @@ class PhasedCall:
         Returns the pack of tensors that the backward phase reads.
         """
         phases = self._phases
-        if phases.recomputes_before:
+        if phases.recomputed.before:
             # From `_made`, which stays: a tape may ask for it more than once.
             self._stored = phases.recompute(
                 self._packed(), self._inputs, self._made
@@ -153,10 +153,9 @@ class Backward:
             return any(x.op in alive for x in tensors(gradient))
 
         self._phases = phases
-        self._fed = phases.kept if recomputes else phases.stored
-        self._after = (
-            phases.parts.waits(alive, phases.kept) if recomputes else {}
-        )
+        parts = phases.recomputed
+        self._fed = parts.kept if recomputes else phases.stored
+        self._after = parts.waits(alive) if recomputes else {}
         self._input_gradients = [
             x if lives(x) else None for x in phases.trace.input_gradients
         ]

@@ -156,18 +156,15 @@ class Phases:
         read_weights: `ReadWeights`.
         early: The operations of the forward phase.
         late_effects: Operations with side effects of the backward phase.
-        recomputes_before: Whether layers are recomputed by a phase before the
-            backward phase, and not within it.
         forward: `FunctionCall` of the forward phase. It takes the pack of
             weights, the stage's inputs, and whether to store the tensors
             `stored`, that is, not to recompute. It returns the `Result` and a
-            pack of the tensors `stored`, or else of `kept`.
+            pack of the tensors `stored`, or else of `recomputed.kept`.
         recompute: `FunctionCall` of the recompute phase. It takes the pack of
-            weights, the stage's inputs and the pack of `kept`, and returns the
-            pack of `stored`.
-        parts: `RecomputedParts`.
+            weights, the stage's inputs and the pack of `recomputed.kept`, and
+            returns the pack of `stored`.
         stored: Tensors of the forward pass that the backward phase reads.
-        kept: Tensors that the forward phase stores if layers are recomputed.
+        recomputed: `RecomputedParts`.
 
     Raises:
         ValueError: If XLA cannot compile the phases.
@@ -211,21 +208,13 @@ class Phases:
                 "the backward pass, as recurrent layers do. Received: "
                 "compile(jit_compile=True). Use False."
             )
-        forward = self.early - {x.op for x in self.inputs}
-        self.parts = RecomputedParts(
+        self.recomputed = RecomputedParts(
             self.traced,
-            [
-                forward.intersection(self.traced.operations[x.start : x.stop])
-                for x in map(trace.operations_of, recomputed)
-            ],
+            list(map(trace.operations_of, recomputed)),
             self.early,
+            self.inputs,
+            self.stored,
         )
-        self.kept = self.parts.kept(self.stored)
-        self.recomputes_before = len(recomputed) == 1
-        if self.recomputes_before:
-            # The recompute phase is given the stage's inputs as well.
-            given = {id(x) for x in self.inputs}
-            self.kept = [x for x in self.kept if id(x) not in given]
         # XLA does not support packs: compiled phases read variables themselves.
         reads = [] if jit_compile else self.traced.reads()
         self.read_weights = ReadWeights(reads)
@@ -261,7 +250,7 @@ class Phases:
         result = tensors(self.trace.result)
         part = self.extract(
             self.inputs,
-            result + (self.stored if stores else self.kept),
+            result + (self.stored if stores else self.recomputed.kept),
             self._early_effects,
         )
         found = part(weights, inputs)
@@ -274,8 +263,9 @@ class Phases:
         inputs: list[tf.Tensor],
         packed: list[tf.Tensor],
     ) -> list[tf.Tensor]:
-        part = self.extract(self.inputs + self.kept, self.stored)
-        values = [*inputs, *unpack(packed, self.kept)]
+        kept = self.recomputed.kept
+        part = self.extract(self.inputs + kept, self.stored)
+        values = [*inputs, *unpack(packed, kept)]
         return pack(part(weights, values))
 
     def lookups(self, gradients: Iterable[tuple]) -> list[Lookup]:
@@ -293,9 +283,9 @@ class Phases:
                 arrives. Gradients that depend on none of these are `None`, as
                 from a tape.
             remat: Whether this micro-batch is recomputed: the forward phase
-                has stored `kept`, not `stored`.
+                has stored `recomputed.kept`, not `stored`.
         """
-        recomputes = remat and not self.recomputes_before
+        recomputes = remat and not self.recomputed.before
         key = arrived, recomputes
         if key not in self._backward:
             there = itertools.compress(self.output_gradients, arrived)

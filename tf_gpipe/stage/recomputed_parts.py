@@ -20,45 +20,57 @@ class RecomputedParts:
         forward      a --> [b --> c] --> [d --> e] --> f        a, c stored
         backward     f' --> [d, e] --> e', d' --> [b, c] --> c', b' --> a'
 
+    A single part is recomputed by a phase of its own, before the backward
+    phase; several parts are recomputed within that.
+
     Args:
         traced: The `TracedFunction`.
-        parts: List with the operations of each part.
+        parts: For each part, the range of its operations in the trace.
         early: All operations that run before the backward pass.
+        inputs: The tensors of the trace for the stage's inputs.
+        stored: Tensors of the forward pass that the backward pass reads.
+
+    Attributes:
+        before: Whether a phase recomputes before the backward phase.
+        kept: The tensors that the forward phase stores in place of `stored`.
     """
 
     def __init__(
         self,
         traced: TracedFunction,
-        parts: Sequence[set[tf.Operation]],
+        parts: Sequence[range],
         early: set[tf.Operation],
+        inputs: Sequence[tf.Tensor],
+        stored: Sequence[tf.Tensor],
     ):
-        self._traced = traced
         self._early = early
+        self._places = {op: i for i, op in enumerate(traced.operations)}
         # Operations that would draw other numbers, or read variables that have
         # been written since, are not run again: their results are stored.
-        drawn = set(traced.unrepeatable(early))
-        self._parts = [part - drawn for part in parts]
-        self._places = {op: i for i, op in enumerate(traced.operations)}
-
-    def kept(self, stored: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the tensors that the forward pass stores for the parts.
-
-        Args:
-            stored: Tensors of the forward pass that the backward pass reads.
-        """
+        repeatable = early.difference(
+            traced.unrepeatable(early), (x.op for x in inputs)
+        )
+        self._parts = [
+            repeatable.intersection(traced.operations[x.start : x.stop])
+            for x in parts
+        ]
         again = set().union(*self._parts)
-        found = {id(x): x for x in stored if x.op not in again}
+        kept = {id(x): x for x in stored if x.op not in again}
         for part in self._parts:
             made = [x for x in stored if x.op in part]
-            found.update(
-                (id(x), x) for x in self._traced.live(made, self._early - part)
-            )
-        return self._in_order(found.values())
+            kept.update((id(x), x) for x in traced.live(made, early - part))
+        self.before = len(parts) == 1
+        if self.before:
+            # The recompute phase is given the stage's inputs as well.
+            for x in inputs:
+                kept.pop(id(x), None)
+        # In a fixed order, so that the same step gives the same graph.
+        self.kept = sorted(
+            kept.values(), key=lambda x: (self._places[x.op], x.value_index)
+        )
 
     def waits(
-        self,
-        alive: Collection[tf.Operation],
-        kept: Collection[tf.Tensor],
+        self, alive: Collection[tf.Operation]
     ) -> dict[tf.Operation, list[tf.Operation]]:
         """Returns the control dependencies of parts in the backward pass.
 
@@ -73,13 +85,12 @@ class RecomputedParts:
 
         Args:
             alive: The operations that depend on incoming gradients.
-            kept: The stored tensors.
 
         Returns:
             Dict from the first operations of each part to the operations that
             they wait for.
         """
-        stored = set(map(id, kept))
+        stored = set(map(id, self.kept))
         of_parts = [(part, self._users(part, alive)) for part in self._parts]
         ordered = sorted(
             (
@@ -125,9 +136,3 @@ class RecomputedParts:
             ),
         )
         return found.intersection(alive)
-
-    def _in_order(self, tensors: Collection[tf.Tensor]) -> list[tf.Tensor]:
-        # In a fixed order, so that the same step gives the same graph.
-        return sorted(
-            tensors, key=lambda x: (self._places[x.op], x.value_index)
-        )
