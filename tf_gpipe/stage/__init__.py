@@ -30,6 +30,7 @@ weights. Activations that the backward pass reads are kept or recomputed
     tape               a stage run under a gradient tape: eagerly, and in XLA
     traced_function    parts of a trace as functions of their own
     reached            graph search over operations
+    operations         what an operation does: draw numbers, call Python
     function_call      a function that a graph calls many times
     structures         tensors in nested structures
     gradients          sums of gradients of weights over micro-batches

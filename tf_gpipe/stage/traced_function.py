@@ -11,8 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.devices.functions import CALLS_PYTHON
 from tf_gpipe.stage.function_call import FunctionCall
+from tf_gpipe.stage.operations import calls_python
+from tf_gpipe.stage.operations import may_differ
 from tf_gpipe.stage.reached import reached
 from tf_gpipe.stage.structures import filled
 from tf_gpipe.stage.tensorflow_state import written
@@ -21,17 +22,6 @@ from tf_gpipe.stage.tensorflow_state import written
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 # Operations whose results are their inputs.
 _PASS_ON = ("Identity", "IdentityN", "StopGradient", "PreventGradient")
-# Operations that call Python and may give other results for the same inputs.
-_MAY_DIFFER = CALLS_PYTHON - {"PyFuncStateless"}
-# Prefixes of operations that draw random numbers. Others have an attribute
-# "seed2".
-_DRAWS = (
-    "Rng",
-    "StatefulRandom",
-    "StatefulStandardNormal",
-    "StatefulTruncatedNormal",
-    "StatefulUniform",
-)
 
 
 class TracedFunction:
@@ -64,22 +54,21 @@ class TracedFunction:
         }
         self._captures = {id(x): outer for outer, x in concrete.graph.captures}
         self._jit_compile = jit_compile
-        operations = self._graph.get_operations()
-        self.operations = operations
-        self._written = written(operations)
+        self.operations = self._graph.get_operations()
+        self._written = written(self.operations)
         # Stateful operations may return something else at each run. So may
         # reads of variables that the graph writes, but no other reads.
         stateful = {
             op
-            for op in operations
+            for op in self.operations
             if op.op_def.is_stateful
             and (op.type not in _READS or self.changes(op))
         }
         own = [x for op in stateful for x in op.outputs]
         changing = self.users([*varying, *own]) | stateful
-        self._constant = {op for op in operations if op not in changing}
+        self._constant = {op for op in self.operations if op not in changing}
         # Operations on which others have a control dependency.
-        self._awaited = {x for op in operations for x in op.control_inputs}
+        self._awaited = {x for op in self.operations for x in op.control_inputs}
 
     def users(self, tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
         """Returns the operations that depend on tensors or make them."""
@@ -116,35 +105,16 @@ class TracedFunction:
         They draw random numbers, call Python or use variables that the graph
         writes, or are loops and branches with such operations in them.
         """
-
-        def differs(node: Any) -> bool:
-            return (
-                "seed2" in node.attr
-                or node.op.startswith(_DRAWS)
-                or node.op in _MAY_DIFFER
-            )
-
         return [
             op
             for op in operations
-            if self.changes(op) or self._runs(op.node_def, differs)
+            if self.changes(op) or may_differ(op.node_def, self._library)
         ]
 
     def calls_python(self) -> bool:
         """Returns whether any operation calls Python when it runs."""
-
-        def calls(node: Any) -> bool:
-            return node.op in CALLS_PYTHON
-
-        return any(self._runs(op.node_def, calls) for op in self.operations)
-
-    def _runs(self, node: Any, is_so: Callable[[Any], bool]) -> bool:
-        """Returns whether `is_so` holds for an operation or any in its body."""
-        return is_so(node) or any(
-            self._runs(inner, is_so)
-            for name in functions_of(node)
-            if name in self._library
-            for inner in self._library[name].node_def
+        return any(
+            calls_python(op.node_def, self._library) for op in self.operations
         )
 
     def reads(self) -> list[tuple[tf.Tensor, list[tf.Tensor]]]:
@@ -356,16 +326,6 @@ class TracedFunction:
                     f"^{x}" for x in waits.get(node.name, ()) if x in kept
                 )
         return definition
-
-
-def functions_of(node: Any) -> list[str]:
-    """Returns the names of the functions that an operation runs."""
-    return [
-        function.name
-        for x in node.attr.values()
-        for function in (x.func, *x.list.func)
-        if function.name
-    ]
 
 
 def pruned(function: Callable[[], Any]) -> Any:
