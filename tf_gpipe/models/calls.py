@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -133,67 +134,59 @@ class PipelinedCalls(upstream.Mixin):
         mini_batch: Any = None
         outputs: Any = None
         given = Activations.of(inputs)
-        flat = given.parts()
-        floats = [i for i, x in enumerate(flat) if x.dtype.is_floating]
 
         @tf.custom_gradient
         def pipelined(*args):
             nonlocal mini_batch, outputs
             # Hidden from the tapes around the call, which would otherwise
             # record the pipeline's operations and differentiate them again.
-            for i, x in zip(floats, args, strict=False):
-                flat[i] = tf.stop_gradient(x)
+            hidden = given.with_floats(map(tf.stop_gradient, args))
             mini_batch = self._mini_batch(
                 pipeline,
-                given.with_parts(flat).unpack(),
+                hidden.unpack(),
                 training=True,
                 gradients=Gradients.FOR_OUTER_TAPE,
             )
             mini_batch.forward(tape=True)
             outputs = mini_batch.outputs.whole()
-            values = outputs.parts()
-            differentiable = [x for x in values if x.dtype.is_floating]
-            losses = mini_batch.added.totals()
 
             def gradient(*arrived, variables=None):
                 found = iter(arrived)
                 mini_batch.backward(
                     [
                         next(found) if x.dtype.is_floating else None
-                        for x in values
+                        for x in outputs.parts()
                     ],
                     list(found),
                 )
-                found_by_part = mini_batch.exchange.input_gradients()
-                input_gradients = [found_by_part[i] for i in floats] or [None]
-                # `None` for a `tf.Variable` that is no weight of the model.
-                ids = {v.value.ref(): id(v) for v in self.variables}
-                found_by_id = mini_batch.gradients() if variables else {}
-                weight_gradients = [
-                    found_by_id.get(ids.get(v.ref())) for v in variables or ()
-                ]
-                sources = [
-                    *args,
-                    *arrived,
-                    *(v.handle for v in variables or ()),
-                ]
-                _refuse_gradients(input_gradients + weight_gradients, sources)
-                return (
-                    input_gradients
-                    if variables is None
-                    else (input_gradients, weight_gradients)
+                by_part = mini_batch.exchange.input_gradients()
+                floating = [x.dtype.is_floating for x in given.parts()]
+                by_input = list(itertools.compress(by_part, floating))
+                by_weight = self._weight_gradients(mini_batch, variables or ())
+                handles = [v.handle for v in variables or ()]
+                _refuse_gradients(
+                    by_input + by_weight, [*args, *arrived, *handles]
                 )
+                by_input = by_input or [None]
+                return by_input if variables is None else (by_input, by_weight)
 
-            return differentiable + losses, gradient
+            return outputs.floats() + mini_batch.added.totals(), gradient
 
         # A custom gradient needs an argument, even if no input is a float.
-        args = [flat[i] for i in floats] or [tf.zeros(())]
+        args = given.floats() or [tf.zeros(())]
         results = iter(tf.nest.flatten(pipelined(*args)))
-        values = [
-            next(results) if x.dtype.is_floating else x for x in outputs.parts()
-        ]
+        outputs = outputs.with_floats(results)
         self._finish(mini_batch, list(results))
-        return outputs.with_parts(values).unpack()
+        return outputs.unpack()
+
+    def _weight_gradients(self, mini_batch, variables):
+        """Returns the gradient of each of the `tf.Variable`s.
+
+        It is `None` for one that is no weight of the model.
+        """
+        ids = {v.value.ref(): id(v) for v in self.variables}
+        found = mini_batch.gradients() if variables else {}
+        return [found.get(ids.get(v.ref())) for v in variables]
 
     def _pipeline_for(self, x: Any) -> tuple:
         """Returns the `Pipeline`, and the inputs of its graph, from `x`.

@@ -65,10 +65,9 @@ def after_all_forwards(
     # Keras computes both after all layers.
     run.commit_state()
     outputs, added = run.outputs.whole(), run.added.totals()
-    parts = outputs.parts()
     with tf.device(run.pipeline.stages[-1].device):
         with tf.GradientTape() as tape:
-            tape.watch([x for x in parts if x.dtype.is_floating] + added)
+            tape.watch(outputs.floats() + added)
             y_pred = outputs.unpack()
             # For Keras, or the user's override of `compute_loss`, which read
             # the losses of the model or of its layers.
@@ -80,7 +79,7 @@ def after_all_forwards(
                 upstream.clear_losses(model)
             scaled = _scaled(model, loss)
         output_gradients, added_gradients, variable_gradients = tape.gradient(
-            scaled, (parts, added, model.trainable_variables)
+            scaled, (outputs.parts(), added, model.trainable_variables)
         )
     added_gradients = [
         tf.zeros_like(x) if gradient is None else gradient

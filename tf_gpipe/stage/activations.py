@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage.structures import filled
 
 
 class Activations(NamedTuple):
@@ -75,39 +76,47 @@ class Activations(NamedTuple):
         masks = keras.tree.map_structure(_full_mask, self.tensors, self.masks)
         return self._replace(masks=masks)
 
+    def by_tensor(self) -> list[list[tf.Tensor]]:
+        """Returns a list for each tensor: the tensor, then its logits."""
+        return [[x for x in leaf if x is not None] for leaf in self._unmasked()]
+
     def parts(self) -> list[tf.Tensor]:
-        """Returns the flat list of tensors, each followed by its logits.
+        """Returns the flat list of `by_tensor()`.
 
         These may have a gradient, and masks have none.
         """
         return [x for parts in self.by_tensor() for x in parts]
 
-    def by_tensor(self) -> list[list[tf.Tensor]]:
-        """Returns `parts()` as a list of lists, one per tensor."""
-        tensors, _, *logits = map(keras.tree.flatten, self)
-        return [
-            [tensor, *(x for x in rest if x is not None)]
-            for tensor, *rest in zip(tensors, *logits, strict=True)
-        ]
-
     def with_parts(self, parts: Iterable[tf.Tensor]) -> "Activations":
         """Returns a copy with other tensors in place of `parts()`."""
-        rest = iter(parts)
-        tensors, _, *logits = map(keras.tree.flatten, self)
-        rows = [
-            [
-                next(rest) if i == 0 or x is not None else None
-                for i, x in enumerate(each)
-            ]
-            for each in zip(tensors, *logits, strict=True)
-        ]
-        columns = [list(x) for x in zip(*rows, strict=True)] or [[]] * 4
-        packed = [keras.tree.pack_sequence_as(self.tensors, x) for x in columns]
-        return Activations(packed[0], self.masks, *packed[1:])
+        flat = join(filled(self._unmasked(), parts))
+        return flat.packed(self.tensors)._replace(masks=self.masks)
+
+    def floats(self) -> list[tf.Tensor]:
+        """Returns the floating-point ones of `parts()`."""
+        return [x for x in self.parts() if x.dtype.is_floating]
+
+    def with_floats(self, floats: Iterable[tf.Tensor]) -> "Activations":
+        """Returns a copy with other tensors in place of `floats()`."""
+        rest = iter(floats)
+        return self.with_parts(
+            next(rest) if x.dtype.is_floating else x for x in self.parts()
+        )
 
     def each(self) -> "list[Activations]":
         """Splits activations whose `tensors` are a tuple, one per element."""
         return [Activations(*x) for x in zip(*self, strict=True)]
+
+    def packed(self, structure: Any) -> "Activations":
+        """Returns activations whose `tensors` are flat, nested as told."""
+        return Activations(
+            *(keras.tree.pack_sequence_as(structure, list(x)) for x in self)
+        )
+
+    def _unmasked(self) -> "list[Activations]":
+        """Returns the activations of each tensor, without masks."""
+        flat = Activations(*map(keras.tree.flatten, self))
+        return [x._replace(masks=None) for x in flat.each()]
 
 
 def join(contents: Sequence[Activations]) -> Activations:

@@ -158,12 +158,7 @@ class Pipeline:
         """Returns the last stage's outputs in the structure of the model's."""
         if self.schedule.num_micro_batches > 1:
             outputs = outputs.with_full_masks()
-        return Activations(
-            *(
-                keras.tree.pack_sequence_as(self.graph.outputs, list(x))
-                for x in outputs
-            )
-        )
+        return outputs.packed(self.graph.outputs)
 
     def device_of(self, variable: keras.Variable) -> str:
         """Returns the device of a variable, in the current replica."""

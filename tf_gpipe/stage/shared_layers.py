@@ -259,8 +259,8 @@ class _Shared:
         )
         if not phases.output_gradients:
             return call.result
-        parts, targets = inputs.parts(), call.result.targets
-        floats = [i for i, x in enumerate(parts) if x.dtype.is_floating]
+        targets = call.result.targets
+        has_gradient = [x.dtype.is_floating for x in inputs.parts()]
         trained = [v for v, _ in phases.trace.variable_gradients]
 
         def gradient(arrived: tf.Tensor) -> list:
@@ -273,12 +273,12 @@ class _Shared:
             call.weights(sums)
             found = sums.by_variable()
             return [
-                *(input_gradients[i] for i in floats),
+                *itertools.compress(input_gradients, has_gradient),
                 *(found.get(id(v)) for v in trained),
             ]
 
         (target,) = [x for x in targets if x.dtype.is_floating]
-        sources = [parts[i] for i in floats]
+        sources = inputs.floats()
         sources += [handles[id(upstream.handle_of(v))] for v in trained]
         upstream.record_gradient([target], sources, gradient)
         return call.result

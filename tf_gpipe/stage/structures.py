@@ -1,6 +1,6 @@
 """Tensors in nested structures, such as the arguments of a function."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +16,7 @@ def tensors(structure: Any) -> list[tf.Tensor]:
     return [x for x in flatten(structure) if isinstance(x, tf.Tensor)]
 
 
-def filled(structure: Any, values: Sequence[tf.Tensor]) -> Any:
+def filled(structure: Any, values: Iterable[tf.Tensor]) -> Any:
     """Returns a nested structure with new tensors; `None`s stay `None`."""
     leaves = flatten(structure)
     places = [i for i, x in enumerate(leaves) if x is not None]

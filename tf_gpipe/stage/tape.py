@@ -134,20 +134,17 @@ def _rematerialized(
     inputs of a stage are integers, a zero of type float is added to them, which
     carries the dependency.
     """
-    given = inputs.parts()
-    floats = [i for i, x in enumerate(given) if x.dtype.is_floating]
+    floats = inputs.floats()
     structure: Any = None
 
     def run(*args):
         nonlocal structure
-        xs, values = list(given), list(carried)
-        for i, x in zip(floats, args, strict=False):
-            xs[i] = x
+        again, values = inputs.with_floats(args), list(carried)
         if not floats:
-            xs = [
+            again = inputs.with_parts(
                 x + tf.cast(args[0], x.dtype) if x.dtype.is_integer else x
-                for x in xs
-            ]
+                for x in inputs.parts()
+            )
         weights = args[len(args) - len(function.borrowed_indices) :]
         for i, x in zip(function.borrowed_indices, weights, strict=True):
             values[i] = x
@@ -155,13 +152,14 @@ def _rematerialized(
             # own `keras.remat` reads the variables themselves, but under
             # `tf.recompute_grad` not before the gradient runs.
             upstream.watch_as_read(function.carried[i].value)
-        structure = function(inputs.with_parts(xs), values)
+        structure = function(again, values)
         leaves = keras.tree.flatten(structure)
         return [leaves[i] for i in _differentiable_first(leaves)]
 
-    args = [given[i] for i in floats] or [tf.zeros(())]
-    args += [carried[i] for i in function.borrowed_indices]
-    results = tf.recompute_grad(run)(*args)
+    results = tf.recompute_grad(run)(
+        *(floats or [tf.zeros(())]),
+        *(carried[i] for i in function.borrowed_indices),
+    )
     leaves = keras.tree.flatten(structure)
     for i, x in zip(_differentiable_first(leaves), results, strict=True):
         leaves[i] = x

@@ -173,14 +173,14 @@ class MicroBatchLoss:
             of_each.append(value)
             return value
 
-        parts = outputs.parts()
         with tf.GradientTape() as tape:
-            tape.watch([x for x in parts if x.dtype.is_floating] + weights)
+            tape.watch(outputs.floats() + weights)
             total = _in_place_of_each(
                 self._compile_loss, share, y, outputs.unpack(), sample_weight
             )
             scaled = total * tf.cast(self._scale, total.dtype)
-        return [total, *of_each], *tape.gradient(scaled, (parts, weights))
+        sources = outputs.parts(), weights
+        return [total, *of_each], *tape.gradient(scaled, sources)
 
 
 class _LossScope(keras.StatelessScope):
