@@ -9,8 +9,9 @@ drawn:
     device 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..
 
     tasks        Task and Schedule; dependencies between tasks
-    schedules    named schedules: gpipe, 1f1b, zero_bubble, ...
-    v_schedules  named schedules whose stages go down the devices and back up
+    schedules    schedules by their names; that of GPipe
+    one_f_one_b  1F1B, and the schedules that are made from its order
+    v_schedules  schedules whose stages go down the devices and back up
     simulate     start and end of each task, bubble, micro-batches kept
     memory       peak memory of activations
     listing      list scheduling: orders by priority rules
