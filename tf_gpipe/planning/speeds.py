@@ -192,3 +192,22 @@ class Machine:
         return dataclasses.replace(
             self, sharing=1 + each * (len(self.devices) - 1)
         )
+
+
+def unmeasured(
+    names: Sequence[str | None], memories: Sequence[int | None]
+) -> Machine:
+    """Returns a machine of devices of which only this is known."""
+    return Machine(
+        [Device(*x) for x in zip(names, memories, strict=True)],
+        sharing=uses(names),
+        replicates=replicate(names),
+    )
+
+
+def replicate(names: Sequence[str | None]) -> bool:
+    """Returns whether devices may have replicas, of `tf.distribute`.
+
+    Its strategies take only devices of this process.
+    """
+    return all("/job:worker" not in str(x) for x in names)

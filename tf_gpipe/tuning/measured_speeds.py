@@ -11,6 +11,7 @@ from tf_gpipe.partition import balanced
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
+from tf_gpipe.planning.speeds import replicate
 
 _PRODUCTS = 8
 _OPERATIONS = 100
@@ -51,8 +52,7 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
         latency,
         # A smaller slowdown is noise.
         sharing if sharing > 1.1 else 1.0,
-        # `tf.distribute` strategies take only devices of this process.
-        replicates=all("/job:worker" not in x for x in names),
+        replicates=replicate(names),
     )
 
 

@@ -12,13 +12,10 @@ import tensorflow as tf
 
 from tf_gpipe import checks
 from tf_gpipe import progress
-from tf_gpipe.devices import placement
-from tf_gpipe.partition import sizes
 from tf_gpipe.partition import uncounted
 from tf_gpipe.planning import choice
 from tf_gpipe.planning import optimizers
 from tf_gpipe.planning import speeds
-from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.drafts import Choice
 from tf_gpipe.planning.known_layers import KnownLayers
@@ -28,18 +25,15 @@ from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.plans import Rival
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
-from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule import schedules
-from tf_gpipe.schedule.tasks import AUTO_REMAT
-from tf_gpipe.schedule.tasks import REMAT_MODES
 from tf_gpipe.stage import call_overrides
 from tf_gpipe.stage import seeds
+from tf_gpipe.tuning import arguments
 from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import measured_speeds
 from tf_gpipe.tuning import trials
 from tf_gpipe.tuning.tried_choices import TriedChoices
 
-_MOST_DEVICES = 1024
 # The most choices that are tried, that are ranked, and that a plan lists.
 _NUM_TRIED = 12
 _NUM_RANKED = 30
@@ -130,34 +124,15 @@ def tune(
     (1, 1)
     """
     call_overrides.check(layers)
-    fixed = _fixed(num_stages, num_micro_batches, schedule, remat)
+    fixed = arguments.fixed(num_stages, num_micro_batches, schedule, remat)
     checks.boolean("replicas", replicas)
     checks.number(
         "budget_seconds", budget_seconds, "a number of seconds, 0 or more"
     )
-    if bandwidth is not None:
-        checks.number("bandwidth", bandwidth, "a positive number", above=True)
-        bandwidth = float(bandwidth)
-    if latency is not None:
-        checks.number("latency", latency, "a number of seconds, 0 or more")
-        latency = float(latency)
-    names = _names(devices)
-    memories = _each(
-        "device_memory",
-        device_memory,
-        len(names),
-        lambda x: sizes.to_bytes(x, "device_memory"),
+    names, memories = arguments.names_and_memories(
+        devices, device_memory, remat
     )
-    twice = speeds.any_twice(names)
-    if remat == AUTO_REMAT and (
-        len(set(memories)) > 1 or None in memories or twice
-    ):
-        raise ValueError(
-            "remat='auto' needs the `device_memory` of devices that are alike "
-            "and named once. Received: "
-            f"device_memory={device_memory!r}, devices={devices!r}"
-        )
-    flops = _each("device_flops", device_flops, len(names), _flops)
+    told = arguments.told(names, memories, device_flops, bandwidth, latency)
     until = time.monotonic() + float(budget_seconds)
     # Devices given as a number are not here: there is nothing to measure.
     tries = budget_seconds > 0 and names[0] is not None
@@ -167,37 +142,17 @@ def tune(
             "Call `tune` outside of the strategy's scope, and make only the "
             "model within it; or give budget_seconds=0."
         )
-    machine = Machine(
-        [Device(*x, Speed()) for x in zip(names, memories, strict=True)],
-        bandwidth,
-        latency or 0.0,
-        sharing=speeds.uses(names),
-        replicates=all("/job:worker" not in str(x) for x in names),
+    machine = (
+        measured_speeds.measured([str(x) for x in names], memories)
+        if tries
+        else speeds.unmeasured(names, memories)
     )
-    if tries:
-        found = measured_speeds.measured([str(x) for x in names], memories)
-        given: dict[str, Any] = {"bandwidth": bandwidth, "latency": latency}
-        machine = dataclasses.replace(
-            found, **{k: x for k, x in given.items() if x is not None}
-        )
+    one_each = replicas and not speeds.any_twice(names)
     machine = dataclasses.replace(
-        machine,
-        replicates=machine.replicates and replicas and not twice,
-        devices=[
-            x if speed is None else dataclasses.replace(x, speed=speed)
-            for x, speed in zip(machine.devices, flops, strict=True)
-        ],
+        machine, **told, replicates=machine.replicates and one_each
     )
-    if schedule == schedules.AUTO and device_flops is None:
-        machine = machine.with_equal_speeds()
-    if schedule == schedules.AUTO and not machine.alike:
-        seen = [(x.memory, f"{x.speed.flops:.3g}") for x in machine.devices]
-        raise ValueError(
-            "schedule='auto' searches an order of tasks for devices that are "
-            "alike. Leave `schedule` out, to try all others; or give one "
-            "`device_memory` and `device_flops` for all. Received devices with "
-            f"these bytes and operations a second: {seen}"
-        )
+    if schedule == schedules.AUTO:
+        machine = arguments.for_searched_order(machine, device_flops)
     known = KnownLayers(layers, input_spec, optimizer)
     if tries:
         times = _measured_times(known, machine, fixed, until)
@@ -206,7 +161,7 @@ def tune(
         chooser = Chooser(known, LayerTimes(known), machine)
         ranked = chooser.ranked(fixed, 1 + _NUM_RIVALS)
     if not ranked:
-        raise ValueError(_nothing_fits(known, machine, memories, fixed))
+        raise ValueError(_nothing_fits(known, machine, fixed))
     tried, untried = TriedChoices([]), ""
     if tries:
         estimated = functools.partial(_of_both_kinds, known, times, fixed=fixed)
@@ -375,67 +330,7 @@ def _decided(
     )
 
 
-def _fixed(num_stages, num_micro_batches, schedule, remat) -> Fixed:
-    """Checks the arguments that the user has fixed."""
-    numbers = {
-        "num_stages": num_stages,
-        "num_micro_batches": num_micro_batches,
-    }
-    found: dict[str, Any] = {
-        name: checks.positive_integer(name, x)
-        for name, x in numbers.items()
-        if x is not None
-    }
-    checks.one_of("schedule", schedule, (*schedules.NAMES, None))
-    checks.one_of("remat", remat, (*REMAT_MODES, AUTO_REMAT, None))
-    return Fixed(**found, schedule=schedule, remat=remat)
-
-
-def _names(devices: Any) -> list[str | None]:
-    """Returns the full names of devices; `None`s for a number of them."""
-    if devices is None:
-        return list(placement.accelerators())
-    if isinstance(devices, (int, float)) or checks.is_positive_integer(devices):
-        count = checks.positive_integer("devices", devices)
-        if count > _MOST_DEVICES:
-            raise ValueError(
-                f"There may be at most {_MOST_DEVICES} devices. Received: "
-                f"devices={devices!r}"
-            )
-        return [None] * count
-    listed = placement.listed(devices) or []
-    if not listed or placement.is_grid(listed):
-        raise ValueError(
-            "`devices` must be a list of device strings, or a number of "
-            "devices. How many replicas share them is chosen. Received: "
-            f"devices={devices!r}"
-        )
-    return [placement.find(x) for x in listed]
-
-
-def _each(name: str, value: Any, count: int, convert: Any) -> list:
-    """Returns a list with a value a device, given one for all or a list."""
-    if value is None:
-        return [None] * count
-    if isinstance(value, (str, int, float)) or not hasattr(value, "__len__"):
-        return [convert(value)] * count
-    found = checks.items(
-        value, f"`{name}` must be a list. Received: {name}={value!r}"
-    )
-    if len(found) != count:
-        raise ValueError(
-            f"`{name}` must have one for each of {count} devices. Received: "
-            f"{name}={value!r}"
-        )
-    return [convert(x) for x in found]
-
-
-def _flops(value: Any) -> Speed:
-    checks.number("device_flops", value, "a positive number", above=True)
-    return Speed.of_flops(value)
-
-
-def _nothing_fits(known, machine, memories, fixed) -> str:
+def _nothing_fits(known, machine, fixed) -> str:
     """Returns the error message for when no candidate fits in memory.
 
     Or none exists, because of arguments that are fixed.
@@ -448,9 +343,10 @@ def _nothing_fits(known, machine, memories, fixed) -> str:
             f"No pipeline of {len(known.names)} layers, {known.rows} rows and "
             f"{len(machine.devices)} devices has {given}. Leave some of it out."
         )
+    memories = [x.memory for x in machine.devices]
     return (
         "No pipeline fits the memory of the devices with 10 % to spare: "
-        f"device_memory={[x for x in memories]}. Use more devices, a smaller "
+        f"device_memory={memories}. Use more devices, a smaller "
         "mini-batch, or an optimizer with fewer slots; `tf_gpipe.plan` tells "
         "what a pipeline needs." + (f" Or leave out {given}." if given else "")
     )
