@@ -16,6 +16,8 @@ from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import lopsided
 from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
+from tf_gpipe.partition.fitted_remat import AutoRemat
+from tf_gpipe.partition.fitted_remat import FittedRemat
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.partition.parameter_bytes import ParameterBytes
@@ -133,7 +135,7 @@ def _recomputed(
     devices: Sequence[Sequence[str]],
     optimizer: keras.optimizers.Optimizer | None,
     counts: Callable[[], list[int]],
-) -> auto_remat.AutoRemat:
+) -> AutoRemat:
     """Chooses the layer calls to recompute, for `remat="auto"`, and the cut.
 
     Args:
@@ -173,8 +175,8 @@ def _recomputed(
             f"{error.reason} Use another `remat`, such as 'always'."
         ) from error
 
-    def found(parameters: ParameterBytes | None) -> auto_remat.AutoRemat:
-        return auto_remat.Search(
+    def found(parameters: ParameterBytes | None) -> AutoRemat:
+        fitted = FittedRemat(
             graph,
             traces,
             lambda x: layer_costs.size_in_bytes(specs[x]),
@@ -182,7 +184,8 @@ def _recomputed(
             schedule,
             [names[0] for names in devices],
             limit,
-        ).decided(config.balance, counts)
+        )
+        return auto_remat.decided(fitted, config.balance, counts)
 
     if limit.is_share:
         return found(None)

@@ -10,7 +10,8 @@ flops        FLOPs, memory traffic and kernel counts of a graph's operations
 cudnn        shapes of the tensors that cuDNN's recurrent layers keep
 parameter_bytes bytes of stages' weights, their gradients and slots
 recomputed   bytes and time of each choice of layers that a stage recomputes
-auto_remat   remat="auto": the layers recomputed to fit, and the cut for them
+fitted_remat what the stages of a cut recompute, to fit into memory
+auto_remat   remat="auto": the cut whose slowest stage is fastest then
 memory_limit the `memory_limit` of a device
 sizes        bytes, parsed from strings such as "16GB"
 uncounted    the error for a layer whose costs cannot be found

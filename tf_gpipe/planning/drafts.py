@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tf_gpipe.partition.auto_remat import AutoRemat
+from tf_gpipe.partition.auto_remat import with_best_cut
 from tf_gpipe.partition.contiguous import split
+from tf_gpipe.partition.fitted_remat import AutoRemat
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.planning import cuts
@@ -330,7 +331,7 @@ class Draft:
     def recomputing(self) -> Choice | None:
         """Returns the choice with `remat="auto"`, if one fits."""
         forward, backward, _ = self._seconds[0]
-        search = functools.partial(
+        fitted = functools.partial(
             self._layers.recomputation,
             self._micro_batch,
             self._schedule,
@@ -338,10 +339,10 @@ class Draft:
         )
         work = list(zip(forward + backward, forward, strict=True))
         try:
-            self.counts = search(work).with_best_cut().counts
+            self.counts = with_best_cut(fitted(work)).counts
             # Models decide by FLOPs, as they know no times: plan what a model
             # with this cut will recompute.
-            decided = search().with_counts(self.counts)
+            decided = fitted().with_counts(self.counts)
         except TooLittleMemoryError:
             return None
         self._estimate(decided)

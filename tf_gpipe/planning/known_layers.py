@@ -10,10 +10,10 @@ from typing import Any
 import keras
 
 from tf_gpipe import upstream
-from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition import flops
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import stage_costs
+from tf_gpipe.partition.fitted_remat import FittedRemat
 from tf_gpipe.partition.layer_costs import LayerCosts
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.parameter_bytes import ParameterBytes
@@ -111,14 +111,14 @@ class KnownLayers:
         schedule: Schedule,
         limit: MemoryLimit,
         work: Sequence[tuple[float, float]] | None = None,
-    ) -> auto_remat.Search:
-        """Returns the `Search` for the calls to recompute within a limit.
+    ) -> FittedRemat:
+        """Returns what decides the calls to recompute within a limit.
 
-        It is for micro-batches of `rows` rows; `work` is as of `Search`.
+        For micro-batches of `rows` rows; `work` is as of `FittedRemat`.
         """
         # Traced, not interpolated, as models do: they must decide the same.
         costs, sizes = self._traced(rows)
-        return auto_remat.Search(
+        return FittedRemat(
             self.graph,
             costs,
             sizes.__getitem__,

@@ -10,6 +10,7 @@ import keras
 
 from tf_gpipe import checks
 from tf_gpipe import progress
+from tf_gpipe.partition import auto_remat
 from tf_gpipe.partition import balanced
 from tf_gpipe.partition import sizes
 from tf_gpipe.partition import stage_costs
@@ -287,11 +288,12 @@ class _Planner:
         if config.remat != AUTO_REMAT:
             counts = self._counts(config, schedule)
             return counts, layers.stages(counts, rows), None
-        search = layers.recomputation(
-            rows, schedule, MemoryLimit.of(config.memory_limit)
-        )
-        decided = search.decided(
-            config.balance, lambda: self._counts(config, schedule)
+        decided = auto_remat.decided(
+            layers.recomputation(
+                rows, schedule, MemoryLimit.of(config.memory_limit)
+            ),
+            config.balance,
+            lambda: self._counts(config, schedule),
         )
         return decided.counts, decided.costs, decided
 
