@@ -155,6 +155,7 @@ class Comparison:
         received: Mapping[str, np.ndarray],
         before: Mapping[str, np.ndarray] | None = None,
         floor: float = 0.0,
+        again: bool = False,
     ) -> None:
         """Compares arrays by their names.
 
@@ -166,32 +167,18 @@ class Comparison:
                 to the step's changes, and the rounding of the values
                 themselves is allowed for.
             floor: Differences are relative to at least this.
+            again: Boolean, whether the arrays replace those that were added
+                before and differ.
         """
         found = differences(
             expected, received, self.tolerance, before=before, floor=floor
         )
-        self.found.setdefault(kind, []).extend(found)
-
-    def compare_again(
-        self,
-        kind: str,
-        expected: Mapping[str, np.ndarray],
-        received: Mapping[str, np.ndarray],
-        before: Mapping[str, np.ndarray],
-        floor: float,
-    ) -> None:
-        """Compares again, and replaces the differences above the tolerance.
-
-        The arguments are those of `add`.
-        """
-        again = differences(
-            expected, received, self.tolerance, before=before, floor=floor
-        )
-        by_name = {x.name: x for x in again}
-        self.found[kind] = [
-            x if x.ok else by_name.get(x.name, x)
-            for x in self.found.get(kind, ())
-        ]
+        known = self.found.setdefault(kind, [])
+        if again:
+            by_name = {x.name: x for x in found}
+            known[:] = [x if x.ok else by_name.get(x.name, x) for x in known]
+        else:
+            known += found
 
     def update(self, other: "Comparison") -> None:
         """Adds the differences of another comparison."""

@@ -15,21 +15,19 @@ from tf_gpipe import progress
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
-from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.schedule import schedules
-from tf_gpipe.verification import memory
+from tf_gpipe.verification import comparable
 from tf_gpipe.verification import steps
 from tf_gpipe.verification.layers import Layers
-from tf_gpipe.verification.report import KINDS
 from tf_gpipe.verification.report import TOLERANCES
 from tf_gpipe.verification.report import Comparison
 from tf_gpipe.verification.report import Report
+from tf_gpipe.verification.step_comparison import add_variables
+from tf_gpipe.verification.step_comparison import compared
+from tf_gpipe.verification.step_comparison import differ
 from tf_gpipe.verification.steps import Step
 from tf_gpipe.verification.steps import Variables
 
-# Differences of losses, metrics and changes of statistics are relative to at
-# least this, as those that should be 0 consist of rounding.
-_SMALL = 1e-2
 # Prefix of the names of all that is compared after a step of evaluation.
 _EVALUATE = "evaluate: "
 
@@ -85,7 +83,7 @@ def verify(
     (True, None)
     """
     try:
-        problem = _unfit(model, x)
+        problem = comparable.problem(model, x)
         if problem is None:
             return _Verification(model, x).run(x, y, sample_weight)
     except tf.errors.UnavailableError:
@@ -247,25 +245,13 @@ class _Verification:
             received = self._try("The pipeline", what, step)
         if received is None:
             return False
-        comparison = Comparison(self._all.tolerance)
         prefix = "" if training else _EVALUATE
-        _compare_logs(comparison, expected, received, prefix)
-        comparison.add("gradient", expected.gradients, received.gradients)
-        comparison.add("prediction", expected.outputs, received.outputs)
-        # A statistic of numbers that cancel out consists of rounding.
-        floors = {"statistic": _SMALL}
-        for kind in ("variable", "slot", "statistic"):
-            of_kind = variables.named(kind, prefix)
-            comparison.add(
-                kind,
-                of_kind(expected.variables),
-                of_kind(received.variables),
-                of_kind(variables.values),
-                floors.get(kind, 0.0),
-            )
+        comparison = compared(
+            variables, expected, received, prefix, self._all.tolerance
+        )
         if comparison.failed():
             again = plain_step(times=2)
-            if _differ(expected, again, self._all.tolerance):
+            if differ(expected, again, self._all.tolerance):
                 self._notes.append(
                     f"In {what} the plain model does not repeat its own "
                     "numbers: it draws random numbers that are not of "
@@ -277,15 +263,9 @@ class _Verification:
             # the plain optimizer's update by the pipeline's gradients.
             if expected.gradients:
                 expected = plain_step(gradients=received.gradients)
-            for kind in ("variable", "slot", "statistic"):
-                of_kind = variables.named(kind, prefix)
-                comparison.compare_again(
-                    kind,
-                    of_kind(expected.variables),
-                    of_kind(received.variables),
-                    of_kind(variables.values),
-                    floors.get(kind, 0.0),
-                )
+            add_variables(
+                comparison, variables, expected, received, prefix, again=True
+            )
         self._all.update(comparison)
         self._compared.append(what)
         loss = expected.logs.get("loss", 0.0)
@@ -357,63 +337,6 @@ class _Verification:
             f"{who} raised {type(error).__name__}: "
             + " ".join([*lines[:8], *getattr(error, "__notes__", ())])
         )
-
-
-def _compare_logs(
-    comparison: Comparison, expected: Step, received: Step, prefix: str
-) -> None:
-    """Adds the losses and metrics of two steps to a comparison."""
-
-    def named(logs: dict, losses: bool) -> dict:
-        return {
-            prefix + name: x
-            for name, x in logs.items()
-            if (name == "loss" or name.endswith("_loss")) == losses
-        }
-
-    for kind in ("loss", "metric"):
-        comparison.add(
-            kind,
-            named(expected.logs, kind == "loss"),
-            named(received.logs, kind == "loss"),
-            floor=_SMALL,
-        )
-
-
-def _differ(one: Step, other: Step, tolerance: float) -> bool:
-    """Returns whether two steps of the same model differ."""
-    comparison = Comparison(tolerance)
-    for kind, a, b in zip(KINDS, one[:3], other[:3], strict=False):
-        comparison.add(kind, a, b, floor=_SMALL)
-    return bool(comparison.failed())
-
-
-def _unfit(model: Any, x: Any) -> str | None:
-    """Returns why a model cannot be compared, or `None`; allocates nothing."""
-    if not isinstance(model, Pipelined):
-        return (
-            "`model` must be a `PipelinedSequential` or a `PipelinedModel`. "
-            f"Received: {model!r:.60} (of type {type(model).__name__})"
-        )
-    if model._pipeline is None:
-        return (
-            f"Model '{model.name}' has not been built. Give it an `Input` as "
-            "its first layer, or call it on data."
-        )
-    if not model.compiled or model.optimizer is None:
-        return (
-            f"Model '{model.name}' has not been compiled with an optimizer "
-            "and a loss. Call `model.compile(...)`."
-        )
-    if upstream.strategy_of(model) or tf.distribute.has_strategy():
-        return (
-            f"Model '{model.name}' was made under a `tf.distribute` strategy. "
-            "Its replicas cannot be compared with a plain model on one "
-            "device: make the same model without the strategy."
-        )
-    if not len(keras.tree.flatten(x)[0]):
-        return "`x` must have at least one row. Received: `x` without rows"
-    return memory.too_large(model, x)
 
 
 def _tolerance(model: Any) -> float:

@@ -1,4 +1,4 @@
-"""A check that one device has room for the plain model, from shapes alone."""
+"""Which models can be compared: checks that allocate nothing."""
 
 import os
 from typing import Any
@@ -8,11 +8,43 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
+from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.partition.tensor_memory import size_in_bytes
 
 
-def too_large(model: Any, x: Any) -> str | None:
-    """Returns the message that the plain model is too large, or `None`."""
+def problem(model: Any, x: Any) -> str | None:
+    """Returns why a model cannot be compared, or `None`."""
+    if not isinstance(model, Pipelined):
+        return (
+            "`model` must be a `PipelinedSequential` or a `PipelinedModel`. "
+            f"Received: {model!r:.60} (of type {type(model).__name__})"
+        )
+    if model._pipeline is None:
+        return (
+            f"Model '{model.name}' has not been built. Give it an `Input` as "
+            "its first layer, or call it on data."
+        )
+    if not model.compiled or model.optimizer is None:
+        return (
+            f"Model '{model.name}' has not been compiled with an optimizer "
+            "and a loss. Call `model.compile(...)`."
+        )
+    if upstream.strategy_of(model) or tf.distribute.has_strategy():
+        return (
+            f"Model '{model.name}' was made under a `tf.distribute` strategy. "
+            "Its replicas cannot be compared with a plain model on one "
+            "device: make the same model without the strategy."
+        )
+    if not len(keras.tree.flatten(x)[0]):
+        return "`x` must have at least one row. Received: `x` without rows"
+    return _too_large(model, x)
+
+
+def _too_large(model: Any, x: Any) -> str | None:
+    """Returns the message that the plain model is too large, or `None`.
+
+    From shapes alone.
+    """
     there = _device_memory()
     needed = _needed_bytes(model, x)
     if there is None or needed <= there:
