@@ -17,6 +17,7 @@ from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.partition.uncounted import UncountedError
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.stage.graph import Graph
@@ -247,7 +248,7 @@ def new_cut(
         costs,
         len(counts),
         [
-            layer_costs.size_in_bytes([value.spec for value in values])
+            size_in_bytes([value.spec for value in values])
             for values in pipeline.graph.crossing()
         ],
         [t / w for t, w in zip(times, weights, strict=True)],

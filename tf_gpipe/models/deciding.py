@@ -22,6 +22,7 @@ from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.partition.parameter_bytes import ParameterBytes
 from tf_gpipe.partition.parameter_bytes import bytes_of
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.partition.uncounted import UncountedError
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.tasks import AUTO_REMAT
@@ -179,7 +180,7 @@ def _recomputed(
         fitted = FittedRemat(
             graph,
             traces,
-            lambda x: layer_costs.size_in_bytes(specs[x]),
+            lambda x: size_in_bytes(specs[x]),
             parameters,
             schedule,
             [names[0] for names in devices],

@@ -3,8 +3,8 @@
 import shutil
 
 from tf_gpipe import table
-from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import stage_costs
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.stage.pipeline import Pipeline
@@ -25,9 +25,7 @@ def stage_table(
     replicas = zip(*(stage.devices for stage in stages), strict=True)
     devices = [timeline.short_names(names) for names in replicas]
     sends = [
-        stage_costs.sends(
-            stages, stage.index, lambda x: layer_costs.size_in_bytes(x.spec)
-        )
+        stage_costs.sends(stages, stage.index, lambda x: size_in_bytes(x.spec))
         for stage in stages
     ]
     keys = [

@@ -2,7 +2,8 @@
 
 balanced     the cut of a graph into stages that cost nearly the same
 contiguous   the best cut of a sequence of costs, by dynamic programming
-layer_costs  FLOPs and bytes of layer calls, from a trace without weights
+call_costs   FLOPs and bytes of a layer call, from a trace without weights
+layer_costs  those of all layer calls of a graph
 stage_costs  FLOPs and bytes of stages, summed over their layer calls
 peak_memory  peak bytes of the intermediate tensors of a graph's operations
 tensor_memory sizes of a graph's tensors, and which of them share memory

@@ -14,7 +14,10 @@ import tensorflow as tf
 from tf_gpipe.checks import near
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import uncounted
+from tf_gpipe.partition.call_costs import forward_and_backward
+from tf_gpipe.partition.call_costs import variables_of
 from tf_gpipe.partition.contiguous import split
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.schedule.tasks import Schedule
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
@@ -110,7 +113,7 @@ def counts(
         costs[balanced],
         schedule.num_stages,
         [
-            layer_costs.size_in_bytes([value.spec for value in values])
+            size_in_bytes([value.spec for value in values])
             for values in graph.crossing()
         ],
         factors,
@@ -158,7 +161,7 @@ def costs_of_calls(
             # weights would seem to be all the memory.
             rows = layer_costs.NOMINAL_ROWS
         memory = [
-            2 * layer_costs.size_in_bytes(own)
+            2 * size_in_bytes(own)
             + rows * x.output_bytes
             + (0 if remat == "always" else rows * x.stored_bytes)
             for own, x in zip(weights, traces, strict=True)
@@ -221,7 +224,7 @@ def seconds(node: Node, contents: list, backward: bool = True) -> float:
     Returns:
         Float, as `fastest`.
     """
-    run = layer_costs.forward_and_backward(node, _captured_ones)
+    run = forward_and_backward(node, _captured_ones)
 
     @tf.function(autograph=False)
     def function(*args):
@@ -231,7 +234,7 @@ def seconds(node: Node, contents: list, backward: bool = True) -> float:
         return _number([outputs, gradients] if backward else outputs)
 
     with uncounted.naming(node):
-        like = contents, layer_costs.variables_of(node.layer)
+        like = contents, variables_of(node.layer)
         concrete = function.get_concrete_function(
             *keras.tree.map_structure(_tensor_spec, like)
         )

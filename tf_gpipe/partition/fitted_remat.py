@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
-from tf_gpipe.partition.layer_costs import LayerCosts
+from tf_gpipe.partition.call_costs import LayerCosts
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.partition.parameter_bytes import ParameterBytes

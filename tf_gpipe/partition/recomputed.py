@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tf_gpipe.partition.layer_costs import LayerCosts
+from tf_gpipe.partition.call_costs import LayerCosts
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Value
 

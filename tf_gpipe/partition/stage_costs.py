@@ -10,8 +10,10 @@ from typing import Any
 import keras
 
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition.call_costs import LayerCosts
 from tf_gpipe.partition.recomputed import Recomputation
 from tf_gpipe.partition.recomputed import StageCalls
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.partition.uncounted import UncountedError
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.memory import Sizes
@@ -88,7 +90,7 @@ class StageCosts:
 
 def find(
     parts: Sequence[Graph],
-    traces: Sequence[layer_costs.LayerCosts],
+    traces: Sequence[LayerCosts],
     size: Callable[[Value], int],
 ) -> list[StageCosts]:
     """Returns the costs of stages.
@@ -169,7 +171,7 @@ def of_graph(
     parts = graph.parts(list(counts))
 
     def size(value: Value) -> int:
-        return layer_costs.size_in_bytes(specs[value])
+        return size_in_bytes(specs[value])
 
     found = find(parts, traces, size)
     for k, again in enumerate(recomputed or ()):
@@ -282,7 +284,7 @@ def resolved(
 
 def _temporary(
     part: Graph,
-    traces: Sequence[layer_costs.LayerCosts],
+    traces: Sequence[LayerCosts],
     size: Callable[[Value], int],
     received: Collection[Value],
 ) -> int:
@@ -339,7 +341,7 @@ def _targets(part: Graph, size: Callable[[Value], int]) -> int:
     return found
 
 
-def _kept(part: Graph, traces: Sequence[layer_costs.LayerCosts]) -> set[Value]:
+def _kept(part: Graph, traces: Sequence[LayerCosts]) -> set[Value]:
     """Returns the values that the backward pass of a stage needs, each once."""
     kept: set[Value] = set()
     for node, trace in zip(part.nodes, traces, strict=True):

@@ -13,11 +13,12 @@ from tf_gpipe import upstream
 from tf_gpipe.partition import flops
 from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition import stage_costs
+from tf_gpipe.partition.call_costs import LayerCosts
 from tf_gpipe.partition.fitted_remat import FittedRemat
-from tf_gpipe.partition.layer_costs import LayerCosts
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.parameter_bytes import ParameterBytes
 from tf_gpipe.partition.parameter_bytes import WeightBytes
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.planning import planned_graph
 from tf_gpipe.schedule.tasks import Schedule
 
@@ -131,7 +132,7 @@ class KnownLayers:
 
     def _trace(self, rows: int) -> tuple[list[LayerCosts], dict[Any, int]]:
         costs, specs = layer_costs.trace(self.graph, rows)
-        sizes = {x: layer_costs.size_in_bytes(y) for x, y in specs.items()}
+        sizes = {x: size_in_bytes(y) for x, y in specs.items()}
         return costs, sizes
 
     def _costs(self, rows: int) -> tuple[list[LayerCosts], dict[Any, int]]:

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import tf_gpipe
 from tf_gpipe.commands import models
-from tf_gpipe.partition.layer_costs import size_in_bytes
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tools import command_line
 from tools import worker_usage
 from tools.benchmark import fresh

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.commands import models
-from tf_gpipe.partition.layer_costs import size_in_bytes
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.tuning.trials import mean_square
 from tools import worker_usage
 from tools.benchmark.planned_models import MODELS as _PLANNED_MODELS

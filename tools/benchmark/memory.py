@@ -4,7 +4,7 @@ import itertools
 
 import tf_gpipe
 from tf_gpipe.commands import workers
-from tf_gpipe.partition.layer_costs import size_in_bytes
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.planning.candidates import num_each
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.simulate import simulate

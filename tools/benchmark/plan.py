@@ -9,7 +9,7 @@ import keras
 from tf_gpipe.commands import models
 from tf_gpipe.commands import workers
 from tf_gpipe.devices import slots
-from tf_gpipe.partition.layer_costs import size_in_bytes
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.known_layers import KnownLayers

@@ -13,6 +13,7 @@ from absl.testing import parameterized
 
 from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.stage import model_graph
 
 LAYERS = keras.layers
@@ -363,7 +364,7 @@ class TraceTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_size_in_bytes(self):
         self.assertEqual(
-            layer_costs.size_in_bytes(
+            size_in_bytes(
                 {
                     "a": keras.KerasTensor((2, 3), "float16"),
                     "b": [keras.KerasTensor((5,), "int64"), None],
