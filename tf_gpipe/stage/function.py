@@ -93,18 +93,16 @@ class StageFunction:
         self._training = training
         self._foreign = foreign
         self._stopped = [value in stopped for value in stage.inputs]
-        ids = {id(v) for v in carried}
-        self._weights = [v for v in trainable(stage.owned) if id(v) not in ids]
-        # The carried values that have a gradient.
-        ids = {id(v) for v in trainable(carried)}
         self.borrowed_indices = [
-            i for i, v in enumerate(carried) if id(v) in ids
+            i for i, v in enumerate(carried) if trainable([v])
         ]
-        # Frozen weights, whose `tf.Variable`s are trainable: without
+        passed = {id(v) for v in carried}
+        read = [v for v in stage.owned if id(v) not in passed]
+        self._weights = trainable(read)
+        # Weights whose `tf.Variable`s are trainable nevertheless: without
         # `tf.stop_gradient` TensorFlow would compute gradients for them.
-        ids = {id(v) for v in [*carried, *self._weights]}
         self._frozen = [
-            v for v in stage.owned if id(v) not in ids and v.value.trainable
+            v for v in read if v.value.trainable and not v.trainable
         ]
 
     def on_device(self) -> AbstractContextManager:

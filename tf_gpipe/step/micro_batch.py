@@ -49,7 +49,8 @@ class Split:
             )
         rows: Any = static.pop() if static else None
         self.static_rows = rows
-        first: Any = _same_rows(flat) if None in known else None
+        # Also where some are static: the step checks the others against these.
+        rows_in_step: Any = _same_rows(flat) if None in known else None
         self.even = bool(rows) and rows % num_micro_batches == 0
         # Whether a micro-batch may have no rows of its own.
         self.padded = rows is None or rows < num_micro_batches
@@ -62,7 +63,7 @@ class Split:
                     "unknown size. Make them with "
                     "`dataset.batch(batch_size, drop_remainder=True)`."
                 )
-            self.rows = first
+            self.rows = rows_in_step
         elif self.even or tf.executing_eagerly():
             self.rows = tf.constant(rows)
         else:

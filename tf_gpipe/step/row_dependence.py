@@ -79,7 +79,7 @@ class RowDependence:
         `None` for a loss whose dependence is not known; an empty list if none
         is.
         """
-        return self._tried(
+        return self._dependence(
             node, lambda values, losses: [tf.reduce_sum(x) for x in losses]
         )
 
@@ -88,7 +88,7 @@ class RowDependence:
 
         `None` if it is not known.
         """
-        found = self._tried(
+        found = self._dependence(
             self.maker[value],
             lambda values, losses: [keras.tree.flatten(values[value])[i]],
         )
@@ -189,7 +189,9 @@ class RowDependence:
             return None
         return found
 
-    def _tried(self, node: Node, fetch: Callable) -> list[Dependence | None]:
+    def _dependence(
+        self, node: Node, fetch: Callable
+    ) -> list[Dependence | None]:
         """Returns the dependence of each tensor that `fetch` returns.
 
         Args:
@@ -203,7 +205,7 @@ class RowDependence:
         nodes, given = self._since(
             node, lambda value: all(x == [0] for x in self.axes(value) or [[]])
         )
-        found = self._try(nodes, given, fetch, self._training)
+        found = self._in_mode(nodes, given, fetch, self._training)
         normalized = self._training is not False and batch_norms(
             x.layer for x in nodes if isinstance(x.layer, keras.Layer)
         )
@@ -211,7 +213,7 @@ class RowDependence:
             return found
         # Batch normalisation per micro-batch is documented, and no reason to
         # call a value inexact: so it is tried in inference mode too.
-        others = self._try(nodes, given, fetch, training=False)
+        others = self._in_mode(nodes, given, fetch, training=False)
         if len(others) != len(found):
             return found
         return [
@@ -240,14 +242,14 @@ class RowDependence:
                     rest.append(maker)
         return [x for x in self._graph.nodes if x in needed], list(given)
 
-    def _try(
+    def _in_mode(
         self,
         nodes: list[Node],
         given: list[Value],
         fetch: Callable,
         training: bool | None,
     ) -> list[Dependence | None]:
-        """Runs `nodes` from made-up values `given`; see `_tried`."""
+        """Runs `nodes` from made-up values `given`; see `_dependence`."""
         found = self._run(nodes, given, fetch, training)
         if found is None:
             return []

@@ -45,7 +45,8 @@ class StateVersions:
         # Seeds depend on the micro-batch's number over all replicas, so that
         # all dropout masks differ.
         self._first = replicas.number() * split.num_micro_batches
-        self._found: dict[int, tf.Tensor] = {}
+        # Values before the mini-batch, by the ids of variables.
+        self._before: dict[int, tf.Tensor] = {}
         self._seeds: dict[tuple[int, int, str], tf.Tensor] = {}
         self._versions: list[dict[int, tf.Tensor]] = [
             {} for _ in range(split.num_micro_batches)
@@ -71,13 +72,13 @@ class StateVersions:
         not depend on stages, schedule or rematerialisation.
         """
         key = id(variable)
-        if key not in self._found:
+        if key not in self._before:
             with tf.device(self._device_of(variable)):
                 found = tf.convert_to_tensor(variable.value)
-                self._found[key] = (
+                self._before[key] = (
                     found if self._watched else tf.stop_gradient(found)
                 )
-        found = self._found[key]
+        found = self._before[key]
         if not upstream.is_seed(variable):
             return found
         if (key, m, device) not in self._seeds:
@@ -214,7 +215,7 @@ class StateVersions:
                 continue
             with tf.device(self._device_of(next(iter(own.values())))):
                 found = x.merge_micro_batches(
-                    {name: self._found[id(v)] for name, v in own.items()},
+                    {name: self._before[id(v)] for name, v in own.items()},
                     [
                         {name: version[id(v)] for name, v in own.items()}
                         for version in self._versions
