@@ -157,9 +157,6 @@ def _class_of_both(cls: type, base: Any) -> type:
         return (getattr(base, load.__name__), *[args])
 
     namespace = {
-        "__doc__": cls.__doc__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
         "__reduce__": __reduce__,
         "_keeps_class": True,
         "from_config": classmethod(from_config),
@@ -173,12 +170,9 @@ def _class_of_both(cls: type, base: Any) -> type:
         # Saved by the plain model: a preset names the class that loads it, and
         # KerasHub must find it.
         namespace["save_to_preset"] = _as_plain_model(cls.save_to_preset)
-    both: Any = types.new_class(
-        cls.__name__, (cls, base), exec_body=lambda body: body.update(namespace)
-    )
     # Files name it like `base`, so that Keras loads a pipeline from the config
     # above.
-    upstream.register_as(both, upstream.registered_name(base))
+    both: Any = _derived((cls, base), namespace, named_like=base)
     return both
 
 
@@ -197,16 +191,23 @@ def _without_init(cls: Any, base: Any) -> type:
     """Returns a subclass of `cls` with the `__init__` of `base`."""
     if cls.__init__ is base.__init__:
         return cls
-    namespace = {
-        "__doc__": cls.__doc__,
-        "__init__": base.__init__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-    }
+    return _derived((cls,), {"__init__": base.__init__}, named_like=cls)
+
+
+def _derived(
+    bases: tuple[type, ...], namespace: dict[str, Any], named_like: type
+) -> type:
+    """Returns a subclass that shows itself as the first of its bases.
+
+    In files it has the name of the class `named_like`.
+    """
+    first = bases[0]
+    for name in ("__doc__", "__module__", "__qualname__"):
+        namespace[name] = getattr(first, name)
     made = types.new_class(
-        cls.__name__, (cls,), exec_body=lambda body: body.update(namespace)
+        first.__name__, bases, exec_body=lambda body: body.update(namespace)
     )
-    upstream.register_as(made, upstream.registered_name(cls))
+    upstream.register_as(made, upstream.registered_name(named_like))
     return made
 
 

@@ -63,7 +63,6 @@ def counts(
     schedule: Schedule,
     remat: str,
     device: str = "",
-    weights: Sequence[Sequence[keras.Variable]] | None = None,
     tell: Callable = lambda *_: None,
     length: int = layer_costs.NOMINAL_LENGTH,
     costs: dict[str, list[float]] | None = None,
@@ -84,8 +83,6 @@ def counts(
         remat: The remat mode. With `"always"`, stored activations live only
             briefly, so that `"memory"` counts a layer's output without them.
         device: The device on which `"time"` measures.
-        weights: For each call, the weights that no earlier call uses. Defaults
-            to those of the layers.
         tell: Function that is called with the list of calls, the number of
             calls in each stage, and the result of `costs_of_calls`.
         length: Integer, stands for unknown sizes other than the batch size.
@@ -98,7 +95,7 @@ def counts(
     if schedule.num_stages == 1 and balance is None:
         return [len(graph.nodes)]
     if costs is None:
-        costs = costs_of_calls(balance, graph, remat, device, weights, length)
+        costs = costs_of_calls(balance, graph, remat, device, length=length)
     balanced = next(iter(costs))
     # Recomputation makes a stage a third slower, so that a stage without it,
     # such as the last one of `1f1b`, gets more layers. The unit of a function
@@ -132,7 +129,8 @@ def costs_of_calls(
 ) -> dict[str, list[float]]:
     """Returns the costs of the layer calls, by the name of the cost.
 
-    The arguments are those of `counts`.
+    The arguments are those of `counts`; and `weights`, for each call those that
+    no earlier call uses, by default those of the layers.
 
     Returns:
         Dictionary from names such as `"flops"` to a list with the cost of each
