@@ -4,6 +4,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from tf_gpipe.planning.candidates import Candidate
@@ -78,7 +79,6 @@ class Chooser:
             among: `Candidate`s. Defaults to all that `fixed` allows.
         """
         layers, machine = self._layers, self._machine
-        searched = fixed.schedule in (None, schedules.AUTO)
         among = list(
             allowed(layers, machine, fixed) if among is None else among
         )
@@ -88,6 +88,29 @@ class Chooser:
         ]
         if rows and not layers.sampled:
             layers.sampled = sorted({min(rows), max(rows)})
+        best, too_large = self._best(among, count)
+        if machine.alike and fixed.schedule in (None, schedules.AUTO):
+            self._add_searched(best, fixed)
+        best = self._with_auto_remat(best, fixed, too_large)
+        found = _fastest(best)
+        one = [
+            x
+            for x in found
+            if x.candidate.alone and x.seconds <= _NEGLIGIBLE * found[0].seconds
+        ]
+        if one:
+            found = [one[0], *(x for x in found if x is not one[0])]
+        if fixed.schedule == schedules.AUTO:
+            # On one device, all orders of tasks take the same time.
+            found = [
+                x for x in found if x.candidate.schedule == schedules.AUTO
+            ] or [x for x in found if x.candidate.num_devices == 1]
+        return found[:count]
+
+    def _best(
+        self, among: Sequence[Candidate], count: int
+    ) -> tuple[dict[tuple, Choice], list[Candidate]]:
+        """Returns the best choices by their keys, and what does not fit."""
         best: dict[tuple, Choice] = {}
         too_large = []
         # Candidates, and once they are cut their drafts, by a lower bound of
@@ -112,31 +135,19 @@ class Chooser:
                 too_large.append(x)
             for j, draft in enumerate(drafts, 1):
                 heapq.heappush(waiting, (draft.bound, i, j, draft))
-        if searched and machine.alike:
-            fastest: dict[tuple, Choice] = {}
-            for x in _fastest(best):
-                of = x.candidate
-                if of.num_devices > 1:
-                    key = of.num_devices, of.num_replicas, of.num_micro_batches
-                    fastest.setdefault(key, x)
-            for known in list(fastest.values())[:_NUM_SEARCHED]:
-                for choice in self._searched(known, fixed):
-                    self._keep(best, choice)
-        best = self._with_auto_remat(best, fixed, too_large)
-        found = _fastest(best)
-        one = [
-            x
-            for x in found
-            if x.candidate.alone and x.seconds <= _NEGLIGIBLE * found[0].seconds
-        ]
-        if one:
-            found = [one[0], *(x for x in found if x is not one[0])]
-        if fixed.schedule == schedules.AUTO:
-            # On one device, all orders of tasks take the same time.
-            found = [
-                x for x in found if x.candidate.schedule == schedules.AUTO
-            ] or [x for x in found if x.candidate.num_devices == 1]
-        return found[:count]
+        return best, too_large
+
+    def _add_searched(self, best: dict[tuple, Choice], fixed: Fixed) -> None:
+        """Adds choices with a searched order of tasks, for the fastest."""
+        fastest: dict[tuple, Choice] = {}
+        for x in _fastest(best):
+            of = x.candidate
+            if of.num_devices > 1:
+                key = of.num_devices, of.num_replicas, of.num_micro_batches
+                fastest.setdefault(key, x)
+        for known in list(fastest.values())[:_NUM_SEARCHED]:
+            for choice in self._searched(known, fixed):
+                self._keep(best, choice)
 
     def _with_auto_remat(
         self,

@@ -17,6 +17,7 @@ from tf_gpipe.planning import speeds
 from tf_gpipe.planning.candidates import Candidate
 from tf_gpipe.planning.estimates import StageTimes
 from tf_gpipe.planning.estimates import estimate
+from tf_gpipe.planning.estimates import transfers
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule.memory import Sizes
@@ -204,22 +205,24 @@ class Draft:
                 min(x, y) + s
                 for x, y, s in zip(weights, backward, start, strict=True)
             ],
-            {
-                (k, to): machine.latency
-                + size / (machine.bandwidth or math.inf)
-                for k, stage in enumerate(self._costs)
-                for to, size in stage.sends.items()
-            },
+            transfers(self._costs, machine.bandwidth, machine.latency),
             *self._recomputation(forward, parts),
         )
-        own = self._layers.parameters.of_stages(
+        self._parameter_bytes = self._layers.parameters.of_stages(
             self.counts, self._schedule.devices
         )
-        self._parameter_bytes = own
-        # An update reads and writes a stage's weights, gradients and slots.
-        self._updates: list[float] = []
-        copies = self.candidate.num_replicas
-        for device, size in zip(self._schedule.devices, own, strict=True):
+        self._updates = self._update_seconds()
+
+    def _update_seconds(self) -> list[float]:
+        """Returns the seconds of each stage's update, with its all-reduce.
+
+        It reads and writes the stage's weights, gradients and slots.
+        """
+        machine, copies = self._machine, self.candidate.num_replicas
+        found = []
+        for device, size in zip(
+            self._schedule.devices, self._parameter_bytes, strict=True
+        ):
             seconds = 2 * size / self._speeds[device].memory
             if copies > 1:
                 # All-reduce in a ring: each gradient is sent and received
@@ -227,7 +230,8 @@ class Draft:
                 seconds += machine.latency * 2 * (copies - 1) + (
                     2 * (copies - 1) / copies * size / 3
                 ) / (machine.bandwidth or self._speeds[device].memory)
-            self._updates.append(seconds)
+            found.append(seconds)
+        return found
 
     def _recomputation(self, forward, parts) -> tuple[list, list]:
         """Returns seconds recomputed before and within backward, by stage."""

@@ -54,6 +54,20 @@ class StageTimes(NamedTuple):
         )
 
 
+def transfers(
+    costs: Sequence[StageCosts], bandwidth: float | None, latency: float
+) -> dict[tuple[int, int], float]:
+    """Returns the seconds of the transfers between stages, by their numbers.
+
+    One for each pair of stages, however many tensors it has.
+    """
+    return {
+        (k, to): latency + size / (bandwidth or math.inf)
+        for k, stage in enumerate(costs)
+        for to, size in stage.sends.items()
+    }
+
+
 def estimate(
     layers: KnownLayers,
     costs: Sequence[StageCosts],

@@ -1,7 +1,6 @@
 """`tf_gpipe.plan`: memory and time of a pipeline before it is allocated."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.planning.estimates import StageTimes
 from tf_gpipe.planning.estimates import estimate
+from tf_gpipe.planning.estimates import transfers
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.plans import Plan
 from tf_gpipe.schedule import schedules
@@ -208,12 +208,7 @@ class _Planner:
             len(layers.graph.nodes), self._num_devices or num_stages, rows=rows
         )
         counts, costs, decided = self._costs(config, schedule)
-        # One transfer for each pair of stages, however many tensors it has.
-        transfer = {
-            (k, to): self._latency + size / (self._bandwidth or math.inf)
-            for k, stage in enumerate(costs)
-            for to, size in stage.sends.items()
-        }
+        transfer = transfers(costs, self._bandwidth, self._latency)
         # Without a speed, the time of one FLOP is the unit.
         unit = self._device_flops or 1.0
         if config.schedule == schedules.AUTO:
