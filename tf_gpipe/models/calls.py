@@ -237,6 +237,23 @@ class PipelinedCalls(upstream.Mixin):
         timed=False,
         previous=None,
     ):
+        if timed and upstream.within_xla():
+            raise ValueError(
+                "The Timeline callback cannot take times where XLA compiles "
+                "the whole step, as it does on TPUs."
+            )
+        return MiniBatch(
+            self._with_rows_of(inputs, pipeline, training),
+            inputs,
+            training,
+            gradients,
+            self._stage_mode(pipeline),
+            timed,
+            previous,
+        )
+
+    def _stage_mode(self, pipeline) -> StageMode:
+        """Returns how stages run, by `compile` and what surrounds the call."""
         # Synchronised batch normalisation needs an all-reduce over replicas,
         # which is not possible inside the function of a stage.
         needs_all_reduce = replicas.several() and any(
@@ -244,32 +261,17 @@ class PipelinedCalls(upstream.Mixin):
             for stage in pipeline.stages
             for x in batch_statistics.batch_norms(stage.layers)
         )
-        within_xla = upstream.within_xla()
-        if within_xla and timed:
+        if needs_all_reduce and self._stage_jit_compile:
             raise ValueError(
-                "The Timeline callback cannot take times where XLA compiles "
-                "the whole step, as it does on TPUs."
+                "XLA cannot compile a stage with a BatchNormalization of "
+                "synchronized=True for several replicas. Received: "
+                "compile(jit_compile=True)"
             )
-        stages = StageMode.FUNCTIONS
+        if needs_all_reduce or upstream.within_xla() or self.run_eagerly:
+            return StageMode.INLINE
         if self._stage_jit_compile:
-            stages = StageMode.XLA_FUNCTIONS
-            if needs_all_reduce:
-                raise ValueError(
-                    "XLA cannot compile a stage with a BatchNormalization of "
-                    "synchronized=True for several replicas. Received: "
-                    "compile(jit_compile=True)"
-                )
-        if needs_all_reduce or within_xla or self.run_eagerly:
-            stages = StageMode.INLINE
-        return MiniBatch(
-            self._with_rows_of(inputs, pipeline, training),
-            inputs,
-            training,
-            gradients,
-            stages,
-            timed,
-            previous,
-        )
+            return StageMode.XLA_FUNCTIONS
+        return StageMode.FUNCTIONS
 
     def _with_rows_of(self, inputs, pipeline, training):
         """Returns the pipeline for as many rows as inputs have at most.

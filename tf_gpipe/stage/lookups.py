@@ -113,24 +113,32 @@ def _is_repeated(
     fed = [*inputs, *carried]
     if any(x.op in by_value for x in fed) or traced.unrepeatable(by_value):
         return False
-    # The indices may still be repeated for each row: their number shows it.
     rows = [x.shape[0] for x in inputs if x.shape.rank]
-    fixed = [n for n in rows if n is not None]
-    if len(fixed) == len(rows):
-        found = _computed(traced, fed, indices, 0)
-        size = min(fixed, default=1)
-        if size == 1 or found.size % size:
-            return True
-        if (found == found[:1]).all():
-            # Their values show nothing. Their shape does, before the tape has
-            # made them flat.
-            flat = indices.op.type == "Reshape"
-            shape = (indices.op.inputs[0] if flat else indices).shape
-            return not shape[:1].is_compatible_with([size])
-        copies = found.reshape(size, -1)
-        return not (copies == copies[0]).all()
-    two, three = (_computed(traced, fed, indices, n) for n in (2, 3))
-    return two.size == three.size
+    if None in rows:
+        two, three = (_computed(traced, fed, indices, n) for n in (2, 3))
+        return two.size == three.size
+    found = _computed(traced, fed, indices, 0)
+    return not _has_copies(found, min(rows, default=1), indices)
+
+
+def _has_copies(found: np.ndarray, rows: int, indices: tf.Tensor) -> bool:
+    """Returns whether indices are repeated for each row, for so many rows.
+
+    Args:
+        found: The values of the indices.
+        rows: Integer.
+        indices: The tensor of the trace.
+    """
+    if rows == 1 or found.size % rows:
+        return False
+    if (found == found[:1]).all():
+        # Their values show nothing. Their shape does, before the tape has made
+        # them flat.
+        flat = indices.op.type == "Reshape"
+        shape = (indices.op.inputs[0] if flat else indices).shape
+        return shape[:1].is_compatible_with([rows])
+    copies = found.reshape(rows, -1)
+    return bool((copies == copies[0]).all())
 
 
 def _computed(
