@@ -17,6 +17,9 @@ from tf_gpipe.stage import model_graph
 from tf_gpipe.stage import no_values
 from tf_gpipe.stage.graph import Graph
 
+# What a list of layers may begin with.
+_INPUTS = (keras.KerasTensor, keras.layers.InputLayer)
+
 
 def of(model: Any, input_spec: Any) -> tuple[Graph, Any, set[int]]:
     """Returns the graph of layers or a model, and the spec of its inputs.
@@ -25,18 +28,8 @@ def of(model: Any, input_spec: Any) -> tuple[Graph, Any, set[int]]:
     the model's own inputs, if it has any: Keras converts what it is given. The
     third item has the `open_sizes` of these inputs.
     """
-    spec = _spec_of(input_spec)
-    flat = keras.tree.flatten(spec)
     if isinstance(model, upstream.Functional):
-        graph = model_graph.of_model(model)
-        if isinstance(spec, dict):  # by the names of inputs
-            call = upstream.arguments_of_call(model, (spec,), {})
-            flat = [] if call is None else call[0]
-        inputs = [x.spec for x in graph.inputs]
-        _check(inputs, flat, input_spec)
-        for value, x in zip(graph.inputs, flat, strict=True):
-            value.spec = keras.KerasTensor(x.shape, value.spec.dtype)
-        return graph, _converted(spec, flat, inputs), open_sizes(inputs, flat)
+        return _of_functional(model, input_spec)
     if isinstance(model, keras.Model) and not isinstance(
         model, keras.Sequential
     ):
@@ -45,6 +38,28 @@ def of(model: Any, input_spec: Any) -> tuple[Graph, Any, set[int]]:
             f"model. Received: model={model.name!r} (of type "
             f"{type(model).__name__}), whose layers only its `call` knows."
         )
+    return _of_layers(model, input_spec)
+
+
+def _of_functional(model: Any, input_spec: Any) -> tuple[Graph, Any, set[int]]:
+    """As `of`, for a functional model."""
+    spec = _spec_of(input_spec)
+    flat = keras.tree.flatten(spec)
+    graph = model_graph.of_model(model)
+    if isinstance(spec, dict):  # by the names of inputs
+        call = upstream.arguments_of_call(model, (spec,), {})
+        flat = [] if call is None else call[0]
+    inputs = [x.spec for x in graph.inputs]
+    _check(inputs, flat, input_spec)
+    for value, x in zip(graph.inputs, flat, strict=True):
+        value.spec = keras.KerasTensor(x.shape, value.spec.dtype)
+    return graph, _converted(spec, flat, inputs), open_sizes(inputs, flat)
+
+
+def _of_layers(model: Any, input_spec: Any) -> tuple[Graph, Any, set[int]]:
+    """As `of`, for a `keras.Sequential`, a layer or a list of layers."""
+    spec = _spec_of(input_spec)
+    flat = keras.tree.flatten(spec)
     layers = model.layers if isinstance(model, keras.Sequential) else model
     if isinstance(layers, keras.Layer):
         layers = [layers]
@@ -53,25 +68,17 @@ def of(model: Any, input_spec: Any) -> tuple[Graph, Any, set[int]]:
         f"functional `keras.Model`. Received: layers={layers!r}"
     )
     given = checks.items(layers, expected)
-    inputs = [
-        x if isinstance(x, keras.KerasTensor) else x.output
-        for x in given
-        if isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
-    ]
+    layers = [x for x in given if not isinstance(x, _INPUTS)]
+    inputs = [getattr(x, "output", x) for x in given if isinstance(x, _INPUTS)]
     if isinstance(model, keras.Sequential) and upstream.graph_of(model):
         inputs = upstream.graph_of(model).inputs
     _check(inputs, flat, input_spec)
-    left_open = open_sizes(inputs, flat)
-    spec = _converted(spec, flat, inputs)
-    layers = [
-        x
-        for x in given
-        if not isinstance(x, (keras.KerasTensor, keras.layers.InputLayer))
-    ]
     if not layers:
         raise ValueError("A plan needs layers. Received none.")
     if not all(isinstance(x, keras.Operation) for x in layers):
         raise TypeError(expected)
+    left_open = open_sizes(inputs, flat)
+    spec = _converted(spec, flat, inputs)
     return model_graph.of_layers(layers, spec), spec, left_open
 
 
