@@ -1,15 +1,14 @@
 """Losses that layers add (`add_loss`), merged over micro-batches."""
 
+import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf_gpipe.stage.stage import AddedLoss
 from tf_gpipe.stage.stage import Stage
-from tf_gpipe.step.dependence import Dependence
 from tf_gpipe.step.micro_batch import Split
 from tf_gpipe.step.row_dependence import RowDependence
 
@@ -106,25 +105,24 @@ class AddedLosses:
     def _found_kinds(
         self, k: int, losses: list[tf.Tensor], added: Sequence[AddedLoss]
     ) -> list[str]:
-        tried: dict[Any, list[Dependence | None]] = {}
-        told: set[int] = set()
+        of_losses = functools.cache(self._dependence.of_losses)
+        warned: set[int] = set()
         kinds = []
         for loss, x in zip(losses, added, strict=True):
             said = _said(x)
             if said is not None:
                 kinds.append(said)
                 continue
-            if x.node not in tried:
-                tried[x.node] = self._dependence.of_losses(x.node)
-            found = tried[x.node]
+            found = of_losses(x.node)
             count = sum(y.node is x.node for y in added)
             known = found[x.place] if len(found) == count else None
             kind = "mean" if loss.shape.rank == 0 else "sum"
             if known is not None:
                 kind = known.kind
             kinds.append(kind)
-            if (known is None or not known.exact) and id(x.layer) not in told:
-                told.add(id(x.layer))
+            exact = known is not None and known.exact
+            if not exact and id(x.layer) not in warned:
+                warned.add(id(x.layer))
                 warnings.warn(
                     _warning(x, self._stages[k], kind, known is not None),
                     stacklevel=2,
