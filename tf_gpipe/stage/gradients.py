@@ -59,7 +59,7 @@ class GradientSum:
         """Adds gradients of one micro-batch, dense or sparse.
 
         Args:
-            gradients: Pairs of a variable and its gradient.
+            gradients: Pairs of a variable and its gradient, or `None`.
         """
         for variable, x in gradients:
             key = id(variable)

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 
-# Rows of specs: a prime, which is hardly the size of another axis.
-_ROWS = 1009
+# Rows of specs and traces: a prime, which is hardly the size of another axis.
+ROWS = 1009
 
 
 @dataclasses.dataclass(eq=False)
@@ -291,7 +291,7 @@ class Graph:
         """
         specs = {
             value: keras.tree.map_structure(
-                lambda x: keras.KerasTensor((_ROWS, *x.shape[1:]), x.dtype),
+                lambda x: keras.KerasTensor((ROWS, *x.shape[1:]), x.dtype),
                 value.spec,
             )
             for value in self.inputs
@@ -307,7 +307,7 @@ class Graph:
 
         def several(x: Any) -> bool:
             rows = x.shape[0] if getattr(x, "shape", ()) else None
-            return rows is not None and rows > _ROWS and rows % _ROWS == 0
+            return rows is not None and rows > ROWS and rows % ROWS == 0
 
         return {
             value

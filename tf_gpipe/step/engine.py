@@ -186,25 +186,16 @@ class MiniBatch:
                         weights = self._weights_of(loss)
                     outputs = self.exchange.outputs(m)
                     rows = self.split.valid(m), self.split.weight(m)
-                    losses[m], *gradients = differentiate(
+                    losses[m], by_output, by_weight = differentiate(
                         outputs, weights, *labels, *rows
                     )
-                    self._record_gradients_of(loss, m, *gradients)
+                    self.outputs.check_loss(outputs, by_output)
+                    self._output_gradients[m] = by_output
+                    self._loss_sum.add(
+                        zip(loss.weights, by_weight, strict=True)
+                    )
             self._run_task(task, [loss_gradient] * self.added.count(m))
         return [losses[m] for m in range(self.split.num_micro_batches)]
-
-    def _record_gradients_of(
-        self,
-        loss: MicroBatchLoss,
-        m: int,
-        output_gradients: list,
-        weight_gradients: list,
-    ) -> None:
-        """Records the gradients of the loss of micro-batch `m`."""
-        self._output_gradients[m] = output_gradients
-        pairs = zip(loss.weights, weight_gradients, strict=True)
-        self._loss_sum.add((v, x) for v, x in pairs if x is not None)
-        self.outputs.check_loss(self.exchange.outputs(m), output_gradients)
 
     def commit_state(self) -> None:
         """Assigns the state that layers have updated.

@@ -9,11 +9,11 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage.graph import ROWS
 from tf_gpipe.stage.operations import functions_of
 from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.reached import reached
 from tf_gpipe.stage.tensorflow_state import written
-from tf_gpipe.step.made_up_batches import ROWS
 
 # Operations with as many results as there are values of some kind.
 _CHOOSE = ("DynamicPartition", "Unique", "UniqueV2", "Where")

@@ -9,13 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gpipe.stage.graph import ROWS
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import variables_of
 from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.traced_function import TracedFunction
 
-# Rows of specs and traces: a prime, which is hardly the size of another axis.
-ROWS = 1009
 # Rows of batches A and B. AB is A and B concatenated, and AA is A twice.
 A, B = 2, 3
 # Kinds of made-up numbers: see `_made_up`.

@@ -49,8 +49,7 @@ class Split:
             )
         rows: Any = static.pop() if static else None
         self.static_rows = rows
-        # Also where some are static: the step checks the others against these.
-        rows_in_step: Any = _same_rows(flat) if None in known else None
+        checked: Any = _same_rows(flat) if None in known else None
         self.even = bool(rows) and rows % num_micro_batches == 0
         # Whether a micro-batch may have no rows of its own.
         self.padded = rows is None or rows < num_micro_batches
@@ -63,7 +62,7 @@ class Split:
                     "unknown size. Make them with "
                     "`dataset.batch(batch_size, drop_remainder=True)`."
                 )
-            self.rows = rows_in_step
+            self.rows = checked
         elif self.even or tf.executing_eagerly():
             self.rows = tf.constant(rows)
         else:

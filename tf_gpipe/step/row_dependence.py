@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.stage.activations import Activations
+from tf_gpipe.stage.graph import ROWS
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
@@ -26,7 +27,6 @@ from tf_gpipe.step.dependence import Dependence
 from tf_gpipe.step.dependence import dependence
 from tf_gpipe.step.dependence import is_empty
 from tf_gpipe.step.dependence import is_reordered
-from tf_gpipe.step.made_up_batches import ROWS
 from tf_gpipe.step.made_up_batches import Trials
 from tf_gpipe.step.made_up_batches import row_axes
 
@@ -62,8 +62,7 @@ class RowDependence:
         """
         if self._like is None:
             return None
-        tensors = keras.tree.flatten(self._like[value].tensors)
-        return [row_axes(x) for x in tensors]
+        return list(map(row_axes, _tensors(self._like[value])))
 
     def first_across(self) -> keras.Operation | None:
         """Returns the first layer whose result has rows in an axis but 0."""
@@ -79,7 +78,7 @@ class RowDependence:
         `None` for a loss whose dependence is not known; an empty list if none
         is.
         """
-        return self._dependence(
+        return self._of(
             node, lambda values, losses: [tf.reduce_sum(x) for x in losses]
         )
 
@@ -88,7 +87,7 @@ class RowDependence:
 
         `None` if it is not known.
         """
-        found = self._dependence(
+        found = self._of(
             self.maker[value],
             lambda values, losses: [keras.tree.flatten(values[value])[i]],
         )
@@ -105,13 +104,13 @@ class RowDependence:
         """
         if self._like is None:
             return False
-        rows = keras.tree.flatten(self._like[value].tensors)[i].shape[0]
+        rows = _tensors(self._like[value])[i].shape[0]
         if rows == ROWS or value not in self.maker:
             return False
         before = [
             (x, j)
             for x in self.maker[value].inputs
-            for j, spec in enumerate(keras.tree.flatten(self._like[x].tensors))
+            for j, spec in enumerate(_tensors(self._like[x]))
             if row_axes(spec) == [0] and spec.shape[0] == rows
         ]
         if before:
@@ -133,7 +132,7 @@ class RowDependence:
         assert self._like is not None
         return all(
             row_axes(x) == [0] and x.shape[0] == ROWS
-            for x in keras.tree.flatten(self._like[value].tensors)
+            for x in _tensors(self._like[value])
         )
 
     def grows_otherwise(self, value: Value, i: int) -> bool:
@@ -145,11 +144,8 @@ class RowDependence:
         other = self._traced(2 * ROWS + 1)
         if self._like is None or other is None:
             return False
-        shapes = [
-            keras.tree.flatten(x[value].tensors)[i].shape
-            for x in (self._like, other)
-        ]
-        return shapes[0] != shapes[1]
+        one, two = (_tensors(x[value])[i].shape for x in (self._like, other))
+        return one != two
 
     @functools.cached_property
     def _like(self) -> dict[Value, Activations] | None:
@@ -189,9 +185,7 @@ class RowDependence:
             return None
         return found
 
-    def _dependence(
-        self, node: Node, fetch: Callable
-    ) -> list[Dependence | None]:
+    def _of(self, node: Node, fetch: Callable) -> list[Dependence | None]:
         """Returns the dependence of each tensor that `fetch` returns.
 
         Args:
@@ -249,7 +243,7 @@ class RowDependence:
         fetch: Callable,
         training: bool | None,
     ) -> list[Dependence | None]:
-        """Runs `nodes` from made-up values `given`; see `_dependence`."""
+        """Runs `nodes` from made-up values `given`; see `_of`."""
         found = self._run(nodes, given, fetch, training)
         if found is None:
             return []
@@ -312,6 +306,10 @@ class RowDependence:
         except Exception:
             # A layer may raise any error for made-up numbers.
             return None
+
+
+def _tensors(values: Activations) -> list:
+    return keras.tree.flatten(values.tensors)
 
 
 def _flat(values: Activations) -> list:

@@ -186,7 +186,8 @@ class RunningStages:
             # In use in this graph, with the weights as they were read then.
             traced[depends] = found
             return self
-        if any(map(tf.is_symbolic_tensor, found._captured())):
+        captured = [x for y in found._stages.values() for x in y.captured()]
+        if any(map(tf.is_symbolic_tensor, captured)):
             # They have captured tensors of another step's graph.
             found = self
         traced[depends] = found
@@ -227,9 +228,6 @@ class RunningStages:
             keras.config.is_flash_attention_enabled(),
             settings,
         )
-
-    def _captured(self) -> list[tf.Tensor]:
-        return [x for each in self._stages.values() for x in each.captured()]
 
     def _read_weights_again(self) -> None:
         for stage in self._stages.values():

@@ -71,8 +71,7 @@ class Layers:
         found = [
             node.layer.name
             for node in self._graph.nodes
-            if isinstance(node.layer, keras.Layer)
-            and any(x.trainable for x in batch_norms([node.layer]))
+            if _trained_norms(node)
         ]
         return list(dict.fromkeys(found))
 
