@@ -139,14 +139,11 @@ def _recomputed(
 ) -> AutoRemat:
     """Chooses the layer calls to recompute, for `remat="auto"`, and the cut.
 
+    The arguments are those of `decide`, and `counts`. If the limit is in bytes,
+    the optimizer's slots count. With `None`, Adam's slots are counted; if
+    nothing fits with them, no slots are.
+
     Args:
-        graph: As of `decide`.
-        config: As of `decide`.
-        schedule: As of `decide`.
-        devices: As of `decide`.
-        optimizer: The model's optimizer, whose slots count if the limit is in
-            bytes. With `None`, Adam's slots are counted; if nothing fits with
-            them, no slots are.
         counts: Function that returns the number of layer calls of each stage
             that `balance` asks for, called if `balance` decides the cut.
 

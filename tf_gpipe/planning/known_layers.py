@@ -26,11 +26,7 @@ from tf_gpipe.schedule.tasks import Schedule
 class KnownLayers:
     """Copies of a model's layers without values, and their costs.
 
-    Args:
-        model: As of `plan`.
-        input_spec: As of `plan`.
-        optimizer: As of `plan`.
-        dtype_policy: As of `plan`.
+    The arguments are those of `plan`.
 
     Attributes:
         graph: `Graph` of the copies.
