@@ -13,8 +13,8 @@ from tf_gpipe.callbacks.step_times import StageSeconds
 from tf_gpipe.callbacks.step_times import StepTimes
 from tf_gpipe.callbacks.step_times import simulated
 from tf_gpipe.callbacks.step_times import stage_seconds
-from tf_gpipe.partition import balanced
 from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition import measured_calls
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.partition.tensor_memory import size_in_bytes
@@ -218,10 +218,7 @@ class Rebalance(StepTimes):
         }
 
         def visit(node, specs):
-            contents = [specs[value] for value in node.inputs]
-            with tf.device(devices[id(node)]):
-                seconds = balanced.seconds(node, contents)
-            return seconds, balanced.specs_of(node, specs)[1]
+            return measured_calls.visit(node, specs, devices[id(node)])
 
         return layer_costs.walk(graph, visit, rows, config.nominal_length)[0]
 

@@ -4,6 +4,7 @@ balanced     the cut of a graph into stages that cost nearly the same
 contiguous   the best cut of a sequence of costs, by dynamic programming
 call_costs   FLOPs and bytes of a layer call, from a trace without weights
 layer_costs  those of all layer calls of a graph
+measured_calls measured seconds of layer calls
 stage_costs  FLOPs and bytes of stages, summed over their layer calls
 peak_memory  peak bytes of the intermediate tensors of a graph's operations
 tensor_memory sizes of a graph's tensors, and which of them share memory

@@ -1,21 +1,18 @@
 """The cut of a graph into stages that cost nearly the same."""
 
+import functools
 import inspect
 import math
 import numbers
-import timeit
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tf_gpipe.checks import near
 from tf_gpipe.partition import layer_costs
-from tf_gpipe.partition import uncounted
-from tf_gpipe.partition.call_costs import forward_and_backward
-from tf_gpipe.partition.call_costs import variables_of
+from tf_gpipe.partition import measured_calls
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.schedule.tasks import Schedule
@@ -23,8 +20,6 @@ from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 
 _NAMES = ("parameters", "flops", "time", "memory")
-
-_NUM_TIMINGS = 5
 
 
 def check(balance: Any) -> None:
@@ -166,24 +161,18 @@ def costs_of_calls(
         ]
         found = {"flops": [x.forward_flops for x in traces], "memory": memory}
         return {balance: found[balance], **found}
-    # `walk` with `specs_of`, as counting operations in `trace` fails for some
-    # layers, which can still be timed or given a cost.
-    _, contents = layer_costs.walk(graph, specs_of, length=length)
-    calls = [
-        (node, [contents[value] for value in node.inputs])
-        for node in graph.nodes
-    ]
+    # Not `trace`: counting operations fails for some layers, which can still be
+    # timed or given a cost.
     if balance == "time":
-        with tf.device(device):
-            return {balance: [seconds(*call) for call in calls]}
-    return {"cost": [_asked(balance, *call) for call in calls]}
-
-
-def specs_of(node: Node, specs: dict) -> tuple[None, Any]:
-    """A `visit` for `layer_costs.walk`: no result, and the output specs."""
-    args, kwargs = node.arguments(specs)
-    with uncounted.naming(node):
-        return None, node.layer.compute_output_spec(*args, **kwargs)
+        visit = functools.partial(measured_calls.visit, device=device)
+        return {balance: layer_costs.walk(graph, visit, length=length)[0]}
+    _, contents = layer_costs.walk(graph, layer_costs.specs_of, length=length)
+    return {
+        "cost": [
+            _asked(balance, node, [contents[value] for value in node.inputs])
+            for node in graph.nodes
+        ]
+    }
 
 
 def weights_of_calls(graph: Graph) -> list[list[keras.Variable]]:
@@ -211,82 +200,3 @@ def _asked(balance: Callable, node: Node, contents: list) -> float:
             f"'{node.layer.name}'"
         )
     return float(cost)
-
-
-def seconds(node: Node, contents: list, backward: bool = True) -> float:
-    """Measures a layer's forward and, with `backward`, its backward pass.
-
-    It runs on the current device, with made-up inputs and weights, so that the
-    layer's own variables are unchanged.
-
-    Returns:
-        Float, as `fastest`.
-    """
-    run = forward_and_backward(node, _captured_ones)
-
-    @tf.function(autograph=False)
-    def function(*args):
-        # With the outputs: TensorFlow would leave out what gradients do not
-        # need, such as the forward product of a dense layer.
-        outputs, gradients, _ = run(*args)
-        return _number([outputs, gradients] if backward else outputs)
-
-    with uncounted.naming(node):
-        like = contents, variables_of(node.layer)
-        concrete = function.get_concrete_function(
-            *keras.tree.map_structure(_tensor_spec, like)
-        )
-        # Within `fit` Keras builds a model as it traces the step.
-        with tf.init_scope():
-            args = keras.tree.map_structure(_made_up, like)
-            return fastest(lambda: concrete(*args).numpy())
-
-
-def fastest(run: Callable[[], Any]) -> float:
-    """Returns the seconds of the fastest of some calls, after one that traces.
-
-    The minimum: other work of the machine can only add to the time.
-    """
-    run()
-    return min(timeit.repeat(run, number=1, repeat=_NUM_TIMINGS))
-
-
-def _captured_ones(like: tf.Tensor) -> tf.Tensor:
-    """Returns ones that a trace takes as an input.
-
-    Of constants TensorFlow would simplify the backward pass: `x * 1`, or their
-    sum.
-    """
-    if not like.shape.is_fully_defined():
-        return tf.ones_like(like)
-    with tf.init_scope():
-        return tf.ones(like.shape, like.dtype)
-
-
-def _number(results: Any) -> tf.Tensor:
-    """Returns a number that is known once all results are.
-
-    To wait for the results themselves would be to send them here: over a
-    network if the device is a worker's.
-    """
-    return tf.add_n(
-        [
-            tf.reduce_sum(tf.cast(tf.reshape(x, (-1,))[:1], "float32"))
-            for x in tf.nest.flatten(results, expand_composites=True)
-            if x is not None
-        ]
-        or [tf.zeros(())]
-    )
-
-
-def _tensor_spec(like: Any) -> tf.TensorSpec:
-    if None in like.shape:
-        raise ValueError(f"the shape of '{like.name}' is not known")
-    return tf.TensorSpec(like.shape, like.dtype)
-
-
-def _made_up(like: Any) -> tf.Tensor:
-    dtype = tf.as_dtype(like.dtype)
-    if dtype.is_floating:
-        return tf.cast(tf.random.stateless_normal(like.shape, (0, 1)), dtype)
-    return tf.zeros(like.shape, dtype)

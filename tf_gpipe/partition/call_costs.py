@@ -82,42 +82,64 @@ def variables_of(layer: keras.Operation) -> list[keras.Variable]:
     return list(getattr(layer, "variables", ()))
 
 
+def call_of(node: Node) -> Callable[[list], Any]:
+    """Returns a function from the contents of `node.inputs` to the outputs."""
+
+    def call(contents: list) -> Any:
+        given = dict(zip(node.inputs, contents, strict=True))
+        args, kwargs = node.arguments(given)
+        return in_mode(node.layer, training=True)(*args, **kwargs)
+
+    return call
+
+
+def standing_for(
+    variables: Sequence[keras.Variable], values: list
+) -> keras.StatelessScope:
+    """Returns a scope in which values stand for variables."""
+    return keras.StatelessScope(
+        zip(variables, values, strict=True),
+        collect_losses=True,
+        initialize_variables=False,
+    )
+
+
 def forward_and_backward(
-    node: Node, gradient: Callable[[tf.Tensor], tf.Tensor] = tf.ones_like
+    call: Callable[[list], Any],
+    variables: Sequence[keras.Variable],
+    sources: Callable[[list], list],
 ) -> Callable:
-    """Returns a function that runs a layer call and its backward pass.
+    """Returns a function that runs layers and their backward pass.
 
-    It takes a list with the contents of `node.inputs` and a list of values
-    that stand for `variables_of(node.layer)`. It returns the outputs; the list
-    of gradients by the floating-point inputs and the trainable variables; and
-    the gradients of the outputs that these begin with, made by `gradient`. The
-    layer's own variables are neither read nor changed.
+    It takes a list of contents for `call`; a list of values that stand for
+    `variables`; and a function from each floating-point output to its gradient.
+    It returns the outputs; the list of gradients by `sources(contents)` and the
+    trainable variables; and the gradients of the outputs. The variables
+    themselves are neither read nor changed.
     """
-    variables = variables_of(node.layer)
 
-    def run(contents: list, values: list) -> tuple[Any, list, list]:
-        mapping = list(zip(variables, values, strict=True))
-        args, kwargs = node.arguments(
-            dict(zip(node.inputs, contents, strict=True))
-        )
-        sources = _floating(contents)
-        # Each variable is asked, not the layer: a frozen layer may contain a
+    def run(
+        contents: list,
+        values: list,
+        gradient: Callable[[tf.Tensor], tf.Tensor] = tf.ones_like,
+    ) -> tuple[Any, list, list]:
+        pairs = zip(variables, values, strict=True)
+        # Each variable is asked, not its layer: a frozen layer may contain a
         # trainable one.
-        sources += [x for v, x in mapping if v.trainable]
+        watched = sources(contents) + [x for v, x in pairs if v.trainable]
         with tf.GradientTape() as tape:
-            tape.watch(sources)
-            with keras.StatelessScope(
-                mapping, collect_losses=True, initialize_variables=False
-            ):
-                outputs = in_mode(node.layer, training=True)(*args, **kwargs)
-            targets = _floating(outputs)
+            tape.watch(watched)
+            with standing_for(variables, values):
+                outputs = call(contents)
+            targets = floating(outputs)
         arrived = list(map(gradient, targets))
-        return outputs, tape.gradient(targets, sources, arrived), arrived
+        return outputs, tape.gradient(targets, watched, arrived), arrived
 
     return run
 
 
-def _floating(tensors: Any) -> list:
+def floating(tensors: Any) -> list:
+    """Returns the floating-point tensors of a nested structure."""
     return [x for x in keras.tree.flatten(tensors) if x.dtype.is_floating]
 
 
@@ -146,7 +168,9 @@ def trace_call(node: Node, specs: Specs) -> tuple[LayerCosts, Any]:
 
 
 def _traced_call(node: Node, specs: Specs) -> _TracedCall:
-    run = forward_and_backward(node)
+    run = forward_and_backward(
+        call_of(node), variables_of(node.layer), floating
+    )
     found: Any = None
 
     def gradients(*args):
@@ -165,7 +189,7 @@ def _traced_call(node: Node, specs: Specs) -> _TracedCall:
     )
     cudnn.tell_shapes(graph)
     outputs, made, arrived = found
-    count = len(_floating(contents))
+    count = len(floating(contents))
     given = iter(graph.inputs)
     return _TracedCall(
         graph,

@@ -10,6 +10,7 @@ import keras
 
 from tf_gpipe import progress
 from tf_gpipe import upstream
+from tf_gpipe.partition import uncounted
 from tf_gpipe.partition.call_costs import Specs
 from tf_gpipe.partition.call_costs import trace_call
 from tf_gpipe.stage import likeness
@@ -23,10 +24,10 @@ NOMINAL_LENGTH = 128
 # Rows of a micro-batch where the model's inputs do not fix the batch size.
 NOMINAL_ROWS = 32
 
-# From each graph to the results of `trace_call` for it, by the `_key` of calls.
+# From each graph to the results of `trace_call` for it, by the `key` of calls.
 _of_graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 # From the settings that traces depend on to the results for layers of Keras
-# alone, in any graph, by the `_key` of calls. At this many all are forgotten.
+# alone, in any graph, by the `key` of calls. At this many all are forgotten.
 _of_keras: dict[tuple, dict[Hashable, tuple]] = {}
 _MOST_OF_KERAS = 1000
 
@@ -91,7 +92,7 @@ def walk(
 ) -> tuple[list, Specs]:
     """Visits each layer call of a graph, with the specs of its inputs.
 
-    Equal calls (see `_key`) are visited once, so that a thousand equal blocks
+    Equal calls (see `key`) are visited once, so that a thousand equal blocks
     take no longer than one.
 
     Args:
@@ -121,16 +122,23 @@ def walk(
     batch = {n for x in tensors for n in x.shape[:1]}
     found = []
     for node in progress.track(graph.nodes, "looking at layers"):
-        key, of_keras = _key(node, specs)
+        form, of_keras = key(node, specs)
         cache = shared if of_keras else known
-        one = cache.get(key)
+        one = cache.get(form)
         if one is None:
-            one = cache[key] = visit(node, specs)
+            one = cache[form] = visit(node, specs)
         result, outputs = one
         found.append(result)
         outputs = _with_sizes(outputs, max(batch, default=1), length)
         specs.update(node.contents(outputs))
     return found, specs
+
+
+def specs_of(node: Node, specs: Specs) -> tuple[None, Any]:
+    """A `visit` for `walk`: no result, and the output specs."""
+    args, kwargs = node.arguments(specs)
+    with uncounted.naming(node):
+        return None, node.layer.compute_output_spec(*args, **kwargs)
 
 
 def _with_rows(spec: Any, rows: int | None) -> Any:
@@ -155,7 +163,7 @@ def _with_sizes(spec: Any, rows: int, length: int) -> Any:
     return keras.tree.map_structure(filled, spec)
 
 
-def _key(node: Node, specs: Specs) -> tuple[Hashable, bool]:
+def key(node: Node, specs: Specs) -> tuple[Hashable, bool]:
     """Returns a key that is the same for calls with the same costs.
 
     They are calls of layers with equal attributes, on equal arguments: tensors

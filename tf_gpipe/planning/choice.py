@@ -203,14 +203,17 @@ class Chooser:
         machine, count = self._machine, candidate.num_devices
         if not machine.alike:
             return 0.0
-        speed = machine.devices[0].speed.slower(
-            machine.slowdown(count * candidate.num_replicas)
-        )
+        speed = machine.devices[0].speed
         number = candidate.num_micro_batches
         rows = self._layers.micro_batch(number, candidate.num_replicas)
         passes = self._times.of(rows, speed)[:2].sum()
         passes += 2 * candidate.num_stages * speed.task
-        return number * passes / count * (1 - 1e-9)
+        # All devices work all the time, or one after another.
+        copies = candidate.num_replicas
+        share = min(
+            machine.slowdown(copies), machine.slowdown(count * copies) / count
+        )
+        return number * passes * share * (1 - 1e-9)
 
     @staticmethod
     def _keep(best: dict[tuple, Choice], choice: Choice | None) -> None:

@@ -73,10 +73,9 @@ class Draft:
         self.candidate = candidate
         self._rows = rows
         self._schedule = schedule
-        slow = machine.slowdown(candidate.num_devices * candidate.num_replicas)
         # A stage's replicas wait for the slowest.
         self._speeds: list[Speed] = [
-            min((x.speed for x in column), key=lambda x: x.flops).slower(slow)
+            min((x.speed for x in column), key=lambda x: x.flops)
             for column in zip(*rows, strict=True)
         ]
         self._memory: list[Any] = speeds.memories(rows)
@@ -212,6 +211,12 @@ class Draft:
             self.counts, self._schedule.devices
         )
         self._updates = self._update_seconds()
+        # The number of devices that work at once, on average.
+        busy = self._busy(self._schedule.num_micro_batches)
+        working = sum(busy) / max(busy) if any(busy) else 1
+        slowdown = machine.slowdown(working * self.candidate.num_replicas)
+        self._stage_times = self._stage_times.slower(slowdown)
+        self._updates = [slowdown * x for x in self._updates]
 
     def _update_seconds(self) -> list[float]:
         """Returns the seconds of each stage's update, with its all-reduce.

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import keras
@@ -38,6 +39,15 @@ class StageTimes(NamedTuple):
     transfer: Mapping[tuple[int, int], float]
     before: list[float]
     within: list[float]
+
+    def slower(self, factor: float) -> "StageTimes":
+        """Returns the times of devices that take `factor` times as long."""
+        found: dict[str, Any] = {
+            name: [factor * x for x in getattr(self, name)]
+            for name in self._fields
+            if name != "transfer"
+        }
+        return self._replace(**found)
 
     def simulated(
         self, schedule: Schedule, remat: str, transfers: bool = True

@@ -42,15 +42,6 @@ class Speed:
         """Returns the speed of a device of which only `flops` is known."""
         return cls(float(flops), float(flops) / _FLOPS_A_BYTE)
 
-    def slower(self, factor: float) -> "Speed":
-        """Returns the speed of a device that takes `factor` times as long."""
-        return Speed(
-            self.flops / factor,
-            self.memory / factor,
-            self.operation * factor,
-            self.task * factor,
-        )
-
     def seconds(self, flops: float, moved: float, operations: float) -> float:
         """Returns the seconds of operations, without the launch of a task."""
         return (
@@ -176,8 +167,11 @@ class Machine:
             ],
         )
 
-    def slowdown(self, count: int) -> float:
-        """Returns the slowdown of each device when `count` work at once."""
+    def slowdown(self, count: float) -> float:
+        """Returns the slowdown of each device when `count` work at once.
+
+        On average: `count` need not be whole.
+        """
         others = len(self.devices) - 1
         return 1 + (self.sharing - 1) * (count - 1) / max(others, 1)
 

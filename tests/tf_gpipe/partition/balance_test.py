@@ -12,7 +12,7 @@ import tf_gpipe
 from tests.tf_gpipe import comparison
 from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.devices import slots
-from tf_gpipe.partition import balanced
+from tf_gpipe.partition import measured_calls
 
 LAYERS = keras.layers
 
@@ -157,10 +157,10 @@ class BalanceTest(tf.test.TestCase, parameterized.TestCase):
             "integers": tf.constant([[2, 2]]),
             "empty": tf.zeros((0, 2)),
         }
-        found = balanced._number(results)
+        found = measured_calls._number(results)
         self.assertEqual(found.shape, ())
         self.assertAllClose(found, 1.0 + 0.0 + 3.0 + 2.0)
-        self.assertAllClose(balanced._number([None]), 0.0)
+        self.assertAllClose(measured_calls._number([None]), 0.0)
 
     @parameterized.parameters("time", "flops", "memory")
     def test_measuring_changes_nothing(self, balance):

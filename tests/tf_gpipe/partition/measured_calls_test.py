@@ -4,8 +4,10 @@ import keras
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests.devices import KIND
 from tests.tf_gpipe.step.executed_graph import executed_graph
-from tf_gpipe.partition import balanced
+from tf_gpipe.partition import layer_costs
+from tf_gpipe.partition import measured_calls
 from tf_gpipe.stage import model_graph
 
 L = keras.layers
@@ -35,16 +37,33 @@ class MeasuredCallsTest(parameterized.TestCase, tf.test.TestCase):
         shape = (4, 5, 5, 3) if "Conv2D" in both else (4, 3)
         layer = make()
         layer.build(shape)
-        (node,) = model_graph.of_layers([layer], keras.KerasTensor(shape)).nodes
+        graph = model_graph.of_layers([layer], keras.KerasTensor(shape))
+        specs = layer_costs.walk(graph, layer_costs.specs_of)[1]
         for backward, expected in ((False, forward), (True, both)):
-            nodes = executed_graph(
-                lambda backward=backward: balanced.seconds(
-                    node, [tf.TensorSpec(shape)], backward
-                )
-            )
+            run = measured_calls.traced(graph, specs, graph.inputs, backward)
+            nodes = executed_graph(run, [f"{KIND}:0"])
             # Kernels of oneDNN, and fused ones, have prefixes.
             found = {x: sum(n.op.endswith(x) for n in nodes) for x in expected}
             self.assertEqual(found, expected)
+
+    @parameterized.parameters(1, 2)
+    def test_no_gradients_of_inputs_that_nothing_trains(self, num_devices):
+        """As of the model's own inputs; and on all devices the same runs."""
+        layers = [L.Dense(4) for _ in range(3)]
+        for layer in layers:
+            layer.build((8, 4))
+        graph = model_graph.of_layers(layers, keras.KerasTensor((8, 4)))
+        specs = layer_costs.walk(graph, layer_costs.specs_of)[1]
+        run = measured_calls.traced(graph, specs, ())
+        weights = [v for layer in layers for v in layer.weights]
+        before = [v.numpy() for v in weights]
+        nodes = executed_graph(run, [f"{KIND}:{i}" for i in range(num_devices)])
+        products = [n for n in nodes if n.op.endswith("MatMul")]
+        # Three forward, three by weights, two by inputs.
+        self.assertLen(products, 8 * num_devices)
+        self.assertLen({n.device for n in products}, num_devices)
+        for v, value in zip(weights, before, strict=True):
+            self.assertAllEqual(v, value)
 
 
 if __name__ == "__main__":

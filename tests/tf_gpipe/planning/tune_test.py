@@ -31,7 +31,6 @@ from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule import schedules
-from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import measured_speeds
 from tf_gpipe.tuning import trials
 from tf_gpipe.tuning.tried_choices import TriedChoices
@@ -739,17 +738,6 @@ class TriedModelsTest(tf.test.TestCase, parameterized.TestCase):
             self.tried(layers(), (512, 64))
 
 
-class MeasuredLayersTest(tf.test.TestCase):
-    def test_a_call_is_measured_at_all_sizes_before_the_next(self):
-        known = KnownLayers(
-            [keras.layers.Dense(x) for x in (2, 3, 4)], (8, 2), "sgd"
-        )
-        clock = mock.Mock(side_effect=[0.0, 0.0, 1.0])
-        with mock.patch.object(measured_layers.time, "monotonic", clock):
-            found = measured_layers.measured(known, [1, 8], f"{KIND}:0", 0.5)
-        self.assertCountEqual(found, [0, 1])
-
-
 class TriedChoicesTest(tf.test.TestCase, parameterized.TestCase):
     """In which order choices are tried, and how trials correct the others."""
 
@@ -858,11 +846,10 @@ class TriedChoicesTest(tf.test.TestCase, parameterized.TestCase):
         with mock.patch.object(
             measured_speeds,
             "_speed",
-            lambda name: (Speed.of_flops(next(found)), name),
+            lambda name: Speed.of_flops(next(found)),
         ):
             speeds = measured_speeds._speeds(["a", "b", "c", "d"])
-        self.assertEqual([x.flops for x, _ in speeds], [4.0, 3.9, 4.0, 1.5])
-        self.assertEqual([name for _, name in speeds], ["a", "b", "c", "d"])
+        self.assertEqual([x.flops for x in speeds], [4.0, 3.9, 4.0, 1.5])
 
     def test_choices_that_are_estimated_anew(self):
         several = self.choices(lambda x: x.num_devices == 2)
@@ -904,6 +891,21 @@ class TriedChoicesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(found.slowdown(count), 2.5)
             self.assertEqual(found.slowdown(1), 1.0)
         self.assertEqual(found.with_slowdown(4, 0.5).sharing, 1.0)
+
+    @parameterized.parameters((1, 1.0), (4, 3.0))
+    def test_devices_slow_each_other_down_while_they_work(self, blocks, slow):
+        """Where one does nearly all, the other does not hold it up."""
+        layers = [keras.layers.Dense(2048) for _ in range(blocks)]
+        layers += [keras.layers.Dense(1)] if blocks == 1 else []
+        known = KnownLayers(layers, (512, 2048), "sgd")
+        fixed = candidates.Fixed(2, 4, "gpipe", "never")
+        alone, sharing = (
+            Chooser(known, LayerTimes(known), machine([SLOW] * 2, sharing=x))
+            .ranked(fixed, 1)[0]
+            .seconds
+            for x in (1.0, 3.0)
+        )
+        self.assertAllClose(sharing / alone, slow, rtol=0.05)
 
     def test_of_a_kind_that_is_too_large_one_is_tried(self):
         several = self.choices(lambda x: x.num_devices == 2)
