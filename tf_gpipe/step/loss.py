@@ -105,6 +105,7 @@ class MicroBatchLoss:
 
     def labels(self, m: int) -> tuple:
         """Returns the labels and sample weights of micro-batch `m`."""
+        _check_dense(self._y, self._sample_weight)
         return (
             self._split.take_of_outputs(self._y, m),
             self._split.take_of_outputs(self._sample_weight, m),
@@ -198,6 +199,18 @@ class _LossScope(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> Any:
         self.read[id(variable)] = variable
         return super().get_current_value(variable)
+
+
+def _check_dense(*tensors: Any) -> None:
+    """Refuses sparse tensors, which are not cut into micro-batches."""
+    for x in keras.tree.flatten(tensors):
+        if isinstance(x, tf.SparseTensor):
+            raise TypeError(
+                "Labels and sample weights are cut into micro-batches, as a "
+                "sparse tensor cannot be. Make them dense, by "
+                "`tf.sparse.to_dense`; or use schedule='gpipe', if the loss "
+                f"takes them. Received: {x}"
+            )
 
 
 def _in_place_of_each(

@@ -120,13 +120,6 @@ class Split:
             return values
 
         def cut(x: Any) -> Any:
-            if isinstance(x, tf.SparseTensor):
-                raise TypeError(
-                    "Labels and sample weights are cut into micro-batches, as "
-                    "a sparse tensor cannot be. Make them dense, by "
-                    "`tf.sparse.to_dense`; or use schedule='gpipe', if the "
-                    f"loss takes them. Received: {x}"
-                )
             if x is None or tf.TensorShape(getattr(x, "shape", ())).rank == 0:
                 return x
             rows = x.shape[0]

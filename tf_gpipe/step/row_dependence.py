@@ -75,8 +75,7 @@ class RowDependence:
     def of_losses(self, node: Node) -> list[Dependence | None]:
         """Returns the dependence of each loss that a layer call adds.
 
-        `None` for a loss whose dependence is not known; an empty list if none
-        is.
+        `None` for a loss whose dependence is not known; `[]` if none is.
         """
         return self._of(
             node, lambda values, losses: [tf.reduce_sum(x) for x in losses]
@@ -195,7 +194,7 @@ class RowDependence:
         """
         if self._like is None:
             return []
-        # Elsewhere than in axis 0 rows may be mixed: such values are made, too.
+        # Rows in another axis may be mixed: such values are made, too.
         nodes, given = self._since(
             node, lambda value: all(x == [0] for x in self.axes(value) or [[]])
         )
