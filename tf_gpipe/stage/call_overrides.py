@@ -63,11 +63,16 @@ def check_penalty(model: keras.Model) -> None:
         )
 
 
-def is_library(cls: type) -> bool:
-    """Returns whether Keras, a pipeline or Python has made a class."""
-    return is_ours(cls) or cls.__module__.split(".")[0] in ("keras", "builtins")
+def is_library(x: Any) -> bool:
+    """Returns whether a class or function is Keras's, Python's or of here."""
+    return is_ours(x) or _package(x) in ("keras", "builtins")
 
 
 def is_ours(x: Any) -> bool:
     """Returns whether a class or function is one of this library."""
-    return x.__module__.split(".")[0] == "tf_gpipe"
+    return _package(x) == "tf_gpipe"
+
+
+def _package(x: Any) -> str:
+    # What `exec` has made may be of no module.
+    return (x.__module__ or "").split(".")[0]

@@ -92,6 +92,24 @@ def is_empty(found: Sequence[tuple[np.ndarray, ...]]) -> bool:
     )
 
 
+def compares_rows(found: tuple[np.ndarray, ...], tolerance: float) -> bool:
+    """Returns whether the rows of A and B have other values in AB.
+
+    `False` if AB has another number of values than both.
+
+    Args:
+        found: Values for the batches A, B, AB and AA, one or more a row.
+        tolerance: As `Trials.tolerance`.
+    """
+    a, b, ab, _ = (np.asarray(x, "float64") for x in found)
+    rows = np.concatenate([a, b])
+    both = rows, ab
+    if rows.shape != ab.shape or not all(np.isfinite(x).all() for x in both):
+        return False
+    allowed = tolerance * max(np.abs(x).max(initial=0) for x in both)
+    return bool((np.abs(rows - ab) > allowed).any())
+
+
 def is_reordered(found: tuple[np.ndarray, ...], tolerance: float) -> bool:
     """Returns whether AB has the rows of A and B in another order.
 

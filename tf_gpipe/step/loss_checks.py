@@ -1,5 +1,6 @@
 """Refuses losses that cannot be put together from those of micro-batches."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +10,14 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.stage.call_overrides import is_library
 from tf_gpipe.stage.graph import ROWS
 from tf_gpipe.stage.operations import functions_of
 from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.reached import reached
 from tf_gpipe.stage.tensorflow_state import written
+from tf_gpipe.step.dependence import compares_rows
+from tf_gpipe.step.made_up_batches import Trials
 
 # Operations with as many results as there are values of some kind.
 _CHOOSE = ("DynamicPartition", "Unique", "UniqueV2", "Where")
@@ -76,7 +80,8 @@ def check_count(
     """
     if type(loss).__call__ is not keras.Loss.__call__:
         raise needs_whole(loss, "overrides `__call__`")
-    trace = _traced(loss, converted(loss, y_true, y_pred), num_rows, scope)
+    given = converted(loss, y_true, y_pred)
+    trace = _traced(loss, given, num_rows, scope)
     if trace.assigns:
         raise needs_whole(loss, "changes variables")
     if trace.shape.rank == 0:
@@ -84,7 +89,9 @@ def check_count(
     rows = trace.shape[0] if trace.shape.rank else None
     if rows is not None and rows % ROWS:
         raise needs_whole(loss, f"returns {rows} numbers for all samples")
-    if isinstance(loss, keras.losses.Circle):
+    if isinstance(loss, keras.losses.Circle) or _compares_samples(
+        loss, given, num_rows
+    ):
         raise needs_whole(loss, "compares samples with one another")
     if trace.mask_follows:
         raise needs_whole(loss, "leaves out values by a mask of the outputs")
@@ -110,12 +117,6 @@ def _traced(
     whole mini-batch to count them.
     """
 
-    def sized(x: tf.Tensor) -> tf.TensorSpec:
-        # One row of labels may be broadcast to all samples.
-        if not x.shape.rank or (x.shape[0] == 1 and num_rows != 1):
-            return tf.TensorSpec(x.shape, x.dtype)
-        return tf.TensorSpec([ROWS, *x.shape[1:]], x.dtype)
-
     def call(y_true, y_pred):
         with scope:
             found = keras.ops.convert_to_tensor(loss.call(y_true, y_pred))
@@ -135,7 +136,7 @@ def _traced(
     traces: list[_Trace] = []
     try:
         tf.function(call, autograph=False).get_concrete_function(
-            *keras.tree.map_structure(sized, given)
+            *_sized(given, num_rows)
         )
     except Exception as e:
         shapes = keras.tree.map_structure(lambda x: str(x.shape), given)
@@ -146,6 +147,46 @@ def _traced(
         raise
     # TensorFlow traces a function that has made a variable a second time.
     return traces[-1]._replace(assigns=any(x.assigns for x in traces))
+
+
+def _sized(given: list, num_rows: int | None) -> list:
+    """Returns the specs of labels and outputs of `ROWS` rows."""
+
+    def sized(x: tf.Tensor) -> tf.TensorSpec:
+        # One row of labels may be broadcast to all samples.
+        if not x.shape.rank or (x.shape[0] == 1 and num_rows != 1):
+            return tf.TensorSpec(x.shape, x.dtype)
+        return tf.TensorSpec([ROWS, *x.shape[1:]], x.dtype)
+
+    return keras.tree.map_structure(sized, given)
+
+
+def _compares_samples(
+    loss: keras.Loss, given: list, num_rows: int | None
+) -> bool:
+    """Returns whether the values of samples depend on the rest of a batch.
+
+    Found by experiment, with made-up labels and outputs. `False` for losses of
+    Keras, and for those that fail with such numbers.
+    """
+    call_of_class = type(loss).call
+    own = [call_of_class, getattr(loss, "fn", call_of_class)]
+    if all(map(is_library, own)) or loss.dtype not in ("float32", "float64"):
+        return False
+    specs = _sized(given, num_rows)
+
+    def call(scope: keras.StatelessScope, *flat: tf.Tensor) -> list[tf.Tensor]:
+        values = loss.call(*keras.tree.pack_sequence_as(specs, flat))
+        return [keras.ops.convert_to_tensor(values)]
+
+    # A loss may raise any error for made-up numbers.
+    with contextlib.suppress(Exception):
+        trials = Trials(call, keras.tree.flatten(specs), nodes=[])
+        return any(
+            compares_rows(values, trials.tolerance)
+            for (values,) in trials.run_all()
+        )
+    return False
 
 
 def is_unreduced(loss: keras.Loss) -> bool:

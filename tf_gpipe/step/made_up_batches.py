@@ -99,6 +99,9 @@ class Trials:
             [_made_up(x, rows, kind, draw, sign, largest) for x in self._specs]
             for rows, sign in ((A, 1), (B, -1))
         )
+        # What has no rows is the same for all batches.
+        axes = map(row_axes, self._specs)
+        b = [y if x else other for x, y, other in zip(axes, b, a, strict=True)]
         batches = [a, b, self._joined(a, b), self._joined(a, a)]
         with tf.init_scope(), tf.device(_DEVICE):
             found = []
