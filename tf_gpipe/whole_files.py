@@ -1,4 +1,4 @@
-"""Files that are whole at any time: a new one takes the place of the old one.
+"""New files, and directories, that take the place of old ones as a whole.
 
 This module imports no TensorFlow.
 """
@@ -15,8 +15,10 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """A scope to write a file in: all of it, or the one before stays.
 
     Or a directory: if one is made in the scope, it takes the place of the one
-    before. The new file has the permissions of the one before. Links stay, and
-    what is neither file nor directory, such as a pipe, is written to.
+    before, which has another name for a moment; if the process dies then, the
+    next scope gives it its name back. The new file has the permissions of the
+    one before. Links stay, and what is neither file nor directory, such as a
+    pipe, is written to.
 
     Args:
         path: Path of the file or directory.
@@ -31,7 +33,13 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
         return
     place = pathlib.Path(os.path.realpath(place))
     partial = place.with_name(f"{place.name}.{os.getpid()}.partial")
-    before = place.with_name(f"{place.name}.{os.getpid()}.before")
+    before = place.with_name(f".{place.name}.replaced")
+    # What a process has left that died in such a scope.
+    _delete(partial)
+    if before.is_dir() and not place.exists():
+        before.rename(place)
+        there = True
+    _delete(before)
     try:
         yield partial
         if there:

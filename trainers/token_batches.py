@@ -76,7 +76,8 @@ class TokenBatches:
             )
         # The number of pairs drawn at a time, if they have the mean length. No
         # more than there are: the copies of a pair that is drawn several times
-        # have one length, and so would be in one batch.
+        # have one length, and so would be in one batch. A high `temperature`
+        # draws the pairs of a small direction several times all the same.
         means = [lengths[x].mean() for x in self._ranges]
         pool = int(_POOL * batch_tokens // (2 * np.dot(self._shares, means)))
         self._pool = min(pool, len(lengths))

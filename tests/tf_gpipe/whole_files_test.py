@@ -103,6 +103,25 @@ class WholeFilesTest(absltest.TestCase):
             with replacing(self.path / "file") as partial:
                 partial.write_text("")
 
+    def test_directory_of_a_process_that_died(self):
+        """Between the two moments in which directories have other names."""
+        place = self.directory / "export"
+        partial = place.with_name(f"export.{os.getpid()}.partial")
+        before = place.with_name(".export.replaced")
+        for path, content in ((partial, "half"), (before, "old")):
+            path.mkdir()
+            (path / "file").write_text(content)
+        with self.assertRaises(KeyError), replacing(place) as new:
+            self.assertFalse(new.exists())
+            raise KeyError
+        self.assertEqual((place / "file").read_text(), "old")
+        before.mkdir()
+        with replacing(place) as new:
+            new.mkdir()
+            (new / "file").write_text("new")
+        self.assertEqual((place / "file").read_text(), "new")
+        self.assertEqual(os.listdir(place.parent), ["export"])
+
 
 if __name__ == "__main__":
     absltest.main()

@@ -34,9 +34,7 @@ _MOST_OF_KERAS = 1000
 
 def rows_of(graph: Graph) -> int | None:
     """Returns the batch size that an input of the model fixes, or `None`."""
-    specs = keras.tree.flatten([x.spec for x in graph.inputs])
-    known = (x.shape[0] for x in specs if x is not None and x.shape)
-    return next((n for n in known if n), None)
+    return graph.declared_rows or None
 
 
 def rows_of_micro_batch(size: int | None, num_micro_batches: int) -> int:

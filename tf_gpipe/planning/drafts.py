@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,23 @@ class Choice:
     @property
     def seconds(self) -> float:
         return self.plan.step_seconds or 0.0
+
+    @property
+    def working(self) -> float:
+        """The number of devices that work at once, on average, at least 1.
+
+        While the busiest of a pipeline does; with those of all replicas.
+        """
+        busy = [1 - x for x in self.plan.device_idle]
+        return self.candidate.num_replicas * working(busy)
+
+
+def working(busy: Sequence[float]) -> float:
+    """Returns the number of devices that work at once, on average.
+
+    While the busiest does, given how long each works in a step.
+    """
+    return sum(busy) / max(busy) if any(busy) else 1.0
 
 
 class Draft:
@@ -211,10 +229,9 @@ class Draft:
             self.counts, self._schedule.devices
         )
         self._updates = self._update_seconds()
-        # The number of devices that work at once, on average.
         busy = self._busy(self._schedule.num_micro_batches)
-        working = sum(busy) / max(busy) if any(busy) else 1
-        slowdown = machine.slowdown(working * self.candidate.num_replicas)
+        copies = self.candidate.num_replicas
+        slowdown = machine.slowdown(copies * working(busy))
         self._stage_times = self._stage_times.slower(slowdown)
         self._updates = [slowdown * x for x in self._updates]
 

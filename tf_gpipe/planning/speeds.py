@@ -175,11 +175,11 @@ class Machine:
         others = len(self.devices) - 1
         return 1 + (self.sharing - 1) * (count - 1) / max(others, 1)
 
-    def with_slowdown(self, count: int, slowdown: float) -> "Machine":
+    def with_slowdown(self, count: float, slowdown: float) -> "Machine":
         """Returns a machine whose devices have this `slowdown`, at least 1.
 
         Args:
-            count: Integer above 1, the devices that work at once.
+            count: Float above 1, the devices that work at once, on average.
             slowdown: Float.
         """
         each = max(slowdown - 1, 0.0) / (count - 1)

@@ -133,6 +133,11 @@ def _full_mask(x: Any, mask: Any) -> Any:
     rows, given = x.shape[0], shape[0] if shape.rank else 0
     if given is None or given == rows:
         return mask
+    pairs = zip(shape[1:], x.shape[1:], strict=False)
+    if not all(None in pair or pair[0] in (1, pair[1]) for pair in pairs):
+        # It belongs to other tensors: a layer that makes several rows of one
+        # hands on the mask of its inputs.
+        return mask
     if given == 1:
         rows = tf.shape(x)[0] if rows is None else rows
         return tf.tile(mask, [rows, *[1] * (shape.rank - 1)])

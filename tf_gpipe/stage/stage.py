@@ -19,7 +19,7 @@ from tf_gpipe.stage.graph import unique
 from tf_gpipe.stage.graph import variables_of
 
 FIXED_ROWS = (
-    "A layer is made for batches of one size, as by "
+    "A layer may be made for batches of one size, as by "
     "`keras.ops.reshape(x, (8, -1))`, and a micro-batch has some of a batch's "
     "rows. Take their number from `keras.ops.shape(x)[0]`, or use "
     "num_micro_batches=1."

@@ -94,7 +94,8 @@ def measured(
     ratios: dict[range, float] = {}
     while waiting:
         for calls in progress.track(waiting, "measuring layers"):
-            if time.monotonic() >= until:
+            # The first are measured in any case: they tell the slowdown.
+            if ratios and time.monotonic() >= until:
                 return _result(sizes)
             ratios[calls] = max(x.measure(calls) for x in sizes.values())
         usual = [x for x in ratios.values() if x < math.inf]
@@ -143,7 +144,7 @@ class _Seconds(NamedTuple):
 class _Size:
     """Times of layer calls for micro-batches of one size.
 
-    The first four arguments are those of `measured`.
+    The arguments are those of `measured`, but for one number of rows.
 
     Attributes:
         forward: Dictionary from the indices of the calls measured so far to

@@ -76,21 +76,10 @@ def _alike(speeds: Sequence[Speed]) -> list[Speed]:
 
 def _speed(name: str) -> Speed:
     """Returns a device's speed."""
-    with tf.device(name):
-        one = tf.zeros((1,))
-
-    @tf.function(autograph=False)
-    def small():
-        with tf.device(name):
-            x = one
-            for _ in range(_OPERATIONS):
-                x = tf.sqrt(x)
-            return x
-
     start = measured_calls.overhead([name])
     side, product = _busy(functools.partial(_products, name), _SIDES, start)
     floats, moved = _busy(functools.partial(_sums, name), _FLOATS, start)
-    each = max(_seconds(small) - start, 0.0) / _OPERATIONS
+    each = max(_seconds(_launches(name)) - start, 0.0) / _OPERATIONS
     return dataclasses.replace(
         Speed(),
         flops=_PRODUCTS * 2 * side**3 / product,
@@ -116,6 +105,24 @@ def _busy(
         if seconds >= _BUSY_SECONDS:
             break
     return size, seconds
+
+
+def _launches(name: str) -> Callable:
+    """Returns a function that is bound by the launch of operations."""
+    with tf.device(name):
+        one = tf.zeros((1,))
+
+    @tf.function(autograph=False)
+    def launches():
+        with tf.device(name):
+            x = one
+            for _ in range(_OPERATIONS):
+                # TensorFlow would make one operation of a chain of those with
+                # one argument.
+                x = tf.maximum(x, one)
+            return x
+
+    return launches
 
 
 def _sums(name: str, floats: int) -> Callable:
@@ -149,29 +156,31 @@ def _products(name: str, side: int) -> Callable:
 
 def _connection(first: str, second: str) -> tuple[float, float]:
     """Returns the bandwidth in bytes a second, and the latency in seconds."""
+    there = functools.partial(_there_and_back, first, second)
+    latency = _seconds(there(2))
+    floats, seconds = _busy(there, [x // 4 for x in _FLOATS], latency)
+    # Without the operations themselves.
+    seconds -= _seconds(_there_and_back(first, first, floats))
+    return 8 * 4 * floats / max(seconds, 1e-6), latency / 8
 
-    def there_and_back(size: int) -> Callable:
-        """Returns a function with 8 transfers of `size` floats."""
-        with tf.device(first):
-            x = tf.zeros((size,))
 
-        @tf.function(autograph=False)
-        def run():
-            y = x
-            for _ in range(4):
-                for name in (second, first):
-                    with tf.device(name):
-                        # TensorFlow would remove an operation like `identity`,
-                        # and the transfer with it.
-                        y = tf.sqrt(y)
-            return y[:1]
+def _there_and_back(first: str, second: str, size: int) -> Callable:
+    """Returns a function with 8 transfers of `size` floats, at least 2."""
+    with tf.device(first):
+        x = tf.zeros((size,))
 
-        return run
+    @tf.function(autograph=False)
+    def run():
+        y = x
+        for _ in range(4):
+            for name in (second, first):
+                with tf.device(name):
+                    # TensorFlow would remove an `identity`, and make one
+                    # operation on one device of several like `sqrt`.
+                    y = tf.reverse(y, [0])
+        return y[:1]
 
-    latency = _seconds(there_and_back(1))
-    sizes = [x // 4 for x in _FLOATS]
-    floats, seconds = _busy(there_and_back, sizes, latency)
-    return 8 * 4 * floats / seconds, latency / 8
+    return run
 
 
 def _seconds(run: Callable) -> float:

@@ -79,7 +79,9 @@ class TriedChoices:
             return None
         (one, alone), (several, together) = found[True], found[False]
         ratio = (together / several.seconds) / (alone / one.seconds)
-        count = several.candidate.num_devices
+        count = several.working
+        if count == 1:
+            return None
         new = machine.with_slowdown(count, ratio * machine.slowdown(count))
         same = abs(math.log(new.sharing / machine.sharing)) < _DOUBT
         return None if same else new

@@ -407,6 +407,32 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
             found.append(model.fit(data, verbose=0).history["loss"])
         self.assertAllClose(*found)
 
+    @parameterized.parameters(6, 3, None)
+    def test_mask_of_the_rows_before(self, rows):
+        """Of a layer that makes several rows of one, and hands on masks."""
+
+        class Rows(L.Layer):
+            supports_masking = True
+
+            def call(self, x):
+                return tf.reshape(x, (-1, x.shape[-1]))
+
+            def compute_output_shape(self, shape):
+                return None, shape[-1]
+
+        def make():
+            inputs = keras.Input((2, 4), batch_size=rows)
+            outputs = Rows()(L.Dense(3)(L.Masking()(inputs)))
+            return keras.Model(inputs, outputs)
+
+        x = numbers(6, 2, 4)
+        x[1, 1] = 0.0
+        plain, model = self.pair(make, num_micro_batches=3)
+        self.assertAllClose(
+            plain.predict(x, batch_size=rows or 6, verbose=0),
+            model.predict(x, batch_size=rows or 6, verbose=0),
+        )
+
     @parameterized.product(
         kind=("ragged", "tf.Variable", "keras.Variable", "constant"),
         schedule=("1f1b", "gpipe"),
