@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import pickle
 import random
 import warnings
 from collections.abc import Callable
@@ -53,17 +54,15 @@ class Run(NamedTuple):
     initial_epoch: int
     callbacks: Any
     at_end: list[Callable[[], None]]
-    random: tuple
+    random: bytes
     validation_data: Any = None
     epochs: Any = None
     draws: bool = False
 
 
-def _shared_numbers() -> tuple:
+def _shared_numbers() -> bytes:
     """Returns what changes as numbers are drawn from `random`, `np.random`."""
-    state: Any = np.random.get_state()
-    name, keys, *rest = state
-    return random.getstate(), name, keys.tobytes(), rest
+    return pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
 
 
 class PipelinedTraining(PipelinedCalls, SeveralHosts):
