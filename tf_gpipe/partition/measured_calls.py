@@ -3,9 +3,7 @@
 import timeit
 from collections.abc import Callable
 from collections.abc import Collection
-from collections.abc import Iterable
 from collections.abc import Mapping
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -28,7 +26,7 @@ def traced(
     specs: Mapping[Value, Any],
     differentiated: Collection[Value],
     backward: bool = True,
-) -> Callable[[Sequence[str]], float]:
+) -> Callable[[str], float]:
     """Traces layer calls as in training, to measure them.
 
     They get made-up inputs and weights: the layers' own variables are neither
@@ -42,8 +40,7 @@ def traced(
         backward: Boolean, whether the backward pass is measured as well.
 
     Returns:
-        Function from a list of device strings to the seconds, as `fastest`. The
-        calls run on all these devices at once.
+        Function from a device string to the seconds, as `fastest`.
 
     Raises:
         Exception: Any, if a layer cannot run so, or has unknown shapes.
@@ -96,7 +93,7 @@ def traced(
     concrete = tf.function(
         passes if backward else forward, autograph=False
     ).get_concrete_function(*like)
-    return lambda devices: _seconds(concrete, like, devices)
+    return lambda device: _seconds(concrete, like, device)
 
 
 def visit(
@@ -111,7 +108,7 @@ def visit(
     part = Graph([node], node.inputs, node.made)
     with uncounted.naming(node):
         known = {**specs, **dict(node.contents(outputs))}
-        return traced(part, known, node.inputs)([device]), outputs
+        return traced(part, known, node.inputs)(device), outputs
 
 
 def fastest(run: Callable[[], Any]) -> float:
@@ -123,35 +120,20 @@ def fastest(run: Callable[[], Any]) -> float:
     return min(timeit.repeat(run, number=1, repeat=_NUM_TIMINGS))
 
 
-def overhead(devices: Iterable[str]) -> float:
-    """Returns the seconds of a call that does nothing on some devices."""
+def overhead(device: str) -> float:
+    """Returns the seconds of a call that does nothing on a device."""
     concrete = tf.function(tf.identity, autograph=False).get_concrete_function(
         tf.TensorSpec(())
     )
-    return _seconds(concrete, [tf.TensorSpec(())], devices)
+    return _seconds(concrete, [tf.TensorSpec(())], device)
 
 
-def _seconds(concrete, like: Any, devices: Iterable[str]) -> float:
-    """Returns the seconds of a traced function, on all devices at once.
-
-    `like` has the specs of its arguments.
-    """
+def _seconds(concrete: Callable, like: Any, device: str) -> float:
+    """Returns the seconds of a traced function, given its arguments' specs."""
     # Within `fit` Keras builds a model as it traces the step.
-    with tf.init_scope():
-        given = []
-        for device in devices:
-            with tf.device(device):
-                given.append(keras.tree.map_structure(_made_up, like))
-
-        @tf.function(autograph=False)
-        def at_once(*given):
-            found = []
-            for device, args in zip(devices, given, strict=True):
-                with tf.device(device):
-                    found.append(concrete(*args))
-            return found
-
-        return fastest(lambda: [x.numpy() for x in at_once(*given)])
+    with tf.init_scope(), tf.device(device):
+        args = keras.tree.map_structure(_made_up, like)
+        return fastest(lambda: concrete(*args).numpy())
 
 
 def _number(results: Any) -> tf.Tensor:

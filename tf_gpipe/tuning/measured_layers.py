@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Hashable
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from tf_gpipe.partition import uncounted
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.planning.layer_times import Line
-from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.stage.graph import Graph
 
@@ -34,68 +32,33 @@ _SHARE, _CALLS = 1 / 16, 20
 _UNLIKELY = 3
 
 
-def on_machine(
-    layers: KnownLayers, rows: Sequence[int], machine: Machine, until: float
-) -> tuple[LayerTimes, Machine]:
-    """Measures layer calls on the fastest devices of a machine.
-
-    Args:
-        layers: `KnownLayers`.
-        rows: List of one or two sizes of a micro-batch, in rows.
-        machine: `Machine`.
-        until: Float, the value of `time.monotonic` after which no further calls
-            are measured.
-
-    Returns:
-        `LayerTimes`, and the machine with the slowdown of its devices when all
-        work at once: they may share memory or cores.
-    """
-    speed = max((x.speed for x in machine.devices), key=lambda x: x.flops)
-    names = [str(x.name) for x in machine.devices if x.speed == speed]
-    found = measured(layers, rows, names, speed, until)
-    if found.slowdown is not None:
-        machine = machine.with_slowdown(len(names), found.slowdown)
-    return LayerTimes(layers, found.lines, speed), machine
-
-
-class Measured(NamedTuple):
-    """Measured times of a model's layers.
-
-    Attributes:
-        lines: Dictionary from the indices of calls to the `Line`s of their
-            forward and backward pass, without the calls that could not be
-            measured.
-        slowdown: Float, how many times as long they take when all devices work
-            at once; `None` for one device, or if nothing was measured.
-    """
-
-    lines: dict[int, tuple[Line, Line]]
-    slowdown: float | None
-
-
 def measured(
     layers: KnownLayers,
     rows: Sequence[int],
-    devices: Sequence[str],
+    device: str,
     speed: Speed,
     until: float,
-) -> Measured:
+) -> dict[int, tuple[Line, Line]]:
     """Measures layer calls.
 
     Args:
         layers: `KnownLayers`.
         rows: List of one or two sizes of a micro-batch, in rows.
-        devices: List of strings, devices that are alike.
-        speed: Their `Speed`.
-        until: As of `on_machine`.
+        device: String.
+        speed: Its `Speed`.
+        until: Float, the value of `time.monotonic` after which no further calls
+            are measured.
+
+    Returns:
+        Dictionary from the indices of calls to the `Line`s of their forward and
+        backward pass, without the calls that could not be measured.
     """
-    sizes = {count: _Size(layers, count, devices, speed) for count in rows}
+    sizes = {count: _Size(layers, count, device, speed) for count in rows}
     waiting = sizes[min(rows)].neighbours()
     ratios: dict[range, float] = {}
     while waiting:
         for calls in progress.track(waiting, "measuring layers"):
-            # The first are measured in any case: they tell the slowdown.
-            if ratios and time.monotonic() >= until:
+            if time.monotonic() >= until:
                 return _result(sizes)
             ratios[calls] = max(x.measure(calls) for x in sizes.values())
         usual = [x for x in ratios.values() if x < math.inf]
@@ -109,36 +72,19 @@ def measured(
     return _result(sizes)
 
 
-def _result(sizes: dict[int, "_Size"]) -> Measured:
-    lines = {
+def _result(sizes: dict[int, "_Size"]) -> dict[int, tuple[Line, Line]]:
+    return {
         i: (
             Line.through({n: x.forward[i] for n, x in sizes.items()}),
             Line.through({n: x.backward[i] for n, x in sizes.items()}),
         )
         for i in set.intersection(*(set(x.forward) for x in sizes.values()))
     }
-    alone = sum(x.alone for x in sizes.values())
-    at_once = sum(x.at_once for x in sizes.values())
-    return Measured(lines, at_once / alone if at_once and alone else None)
 
 
 def _halves(calls: range) -> tuple[range, range]:
     middle = len(calls) // 2
     return calls[:middle], calls[middle:]
-
-
-class _Seconds(NamedTuple):
-    """Seconds of consecutive layer calls.
-
-    Attributes:
-        forward: Float, of their forward passes.
-        both: Float, of their forward and backward passes.
-        at_once: Float, of both on all devices at once; 0 with one device.
-    """
-
-    forward: float
-    both: float
-    at_once: float = 0.0
 
 
 class _Size:
@@ -150,16 +96,13 @@ class _Size:
         forward: Dictionary from the indices of the calls measured so far to
             the seconds of their forward passes.
         backward: Likewise, of their backward passes.
-        alone: Float, the seconds of all that one device has measured.
-        at_once: Float, the seconds of the same on all devices at once.
     """
 
-    def __init__(self, layers, rows, devices, speed):
+    def __init__(self, layers, rows, device, speed):
         self.forward: dict[int, float] = {}
         self.backward: dict[int, float] = {}
-        self.alone = self.at_once = 0.0
         self._graph = layers.graph
-        self._devices = list(devices)
+        self._device = device
         self._estimated = LayerTimes(layers).of(rows, speed)[:2]
         flags = self._graph.differentiated()
         nodes = zip(self._graph.nodes, flags, strict=True)
@@ -167,10 +110,9 @@ class _Size:
         _, self._specs = layer_costs.walk(
             self._graph, layer_costs.specs_of, rows
         )
-        self._overhead = measured_calls.overhead(self._devices[:1])
-        self._overhead_at_once = measured_calls.overhead(self._devices)
+        self._overhead = measured_calls.overhead(device)
         # Equal calls in a row are measured once.
-        self._found: dict[Hashable, _Seconds | None] = {}
+        self._found: dict[Hashable, tuple[float, float] | None] = {}
 
     def neighbours(self) -> list[range]:
         """Returns the indices of the calls that are measured together."""
@@ -197,13 +139,11 @@ class _Size:
         seconds = self._found[key]
         if seconds is None:
             return math.inf
-        self.alone += seconds.both
-        self.at_once += seconds.at_once
+        forward, both = seconds
         estimated = self._estimated[:, calls.start : calls.stop]
-        backward = max(seconds.both - seconds.forward, 0.0)
         for found, total, weights in zip(
             (self.forward, self.backward),
-            (seconds.forward, backward),
+            (forward, max(both - forward, 0.0)),
             estimated,
             strict=True,
         ):
@@ -211,23 +151,25 @@ class _Size:
                 weights = np.ones_like(weights)
             own = total * weights / weights.sum()
             found.update(zip(calls, own, strict=True))
-        return seconds.both / (estimated.sum() + self._overhead)
+        return both / (estimated.sum() + self._overhead)
 
-    def _seconds(self, part: Graph) -> "_Seconds | None":
-        """Returns the seconds of a part, or `None` if it cannot be measured."""
-        one, several = self._devices[:1], len(self._devices) > 1
+    def _seconds(self, part: Graph) -> tuple[float, float] | None:
+        """Returns the seconds of a part's forward pass, and of both passes.
+
+        `None` if it cannot be measured.
+        """
         # `LayerTimes` estimates calls that are not measured.
         with contextlib.suppress(ValueError), uncounted.naming(part.nodes[0]):
             forward, both = (
                 measured_calls.traced(
                     part, self._specs, self._differentiated, backward
-                )
+                )(self._device)
                 for backward in (False, True)
             )
-            seconds = [x(one) - self._overhead for x in (forward, both)]
-            if several:
-                seconds.append(both(self._devices) - self._overhead_at_once)
-            return _Seconds(*(max(x, 0.0) for x in seconds))
+            return (
+                max(forward - self._overhead, 0.0),
+                max(both - self._overhead, 0.0),
+            )
         return None
 
     def _key(self, part: Graph) -> Hashable:

@@ -12,7 +12,6 @@ from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.planning.speeds import replicate
-from tf_gpipe.planning.speeds import uses
 
 _PRODUCTS = 8
 _OPERATIONS = 100
@@ -29,10 +28,16 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
     """Measures devices, in about a second each, and their connection.
 
     Arithmetic is measured by matrix products, memory by sums of vectors, both
-    less the time of a function that does nothing. The connection is that
-    between the first two devices. How much devices that share cores or memory
-    slow each other down is not measured here: that depends on the model.
+    less the time of a function that does nothing. The slowdown of devices that
+    share cores or memory is measured with all working at once. The connection
+    is that between the first two devices.
     """
+    speeds, sides = zip(*_speeds(names), strict=True)
+    # The size that keeps the fastest device busy.
+    side = max(sides)
+    together = _seconds(_products(names, side)) if len(names) > 1 else 0.0
+    alone = max(_seconds(_products([name], side)) for name in names)
+    sharing = max(1.0, together / alone) if together else 1.0
     bandwidth, latency = None, 0.0
     if len(names) > 1:
         bandwidth, latency = _connection(names[0], names[1])
@@ -40,27 +45,28 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
         [
             Device(name, memory, speed)
             for name, memory, speed in zip(
-                names, memories, _alike(_speeds(names)), strict=True
+                names, memories, _alike(speeds), strict=True
             )
         ],
         bandwidth,
         latency,
-        sharing=uses(names),
+        # A smaller slowdown is noise.
+        sharing if sharing > 1.1 else 1.0,
         replicates=replicate(names),
     )
 
 
-def _speeds(names: Sequence[str]) -> list[Speed]:
+def _speeds(names: Sequence[str]) -> list[tuple[Speed, int]]:
     """Returns `_speed` of each device, measured twice for slow ones.
 
     Other programs may have held a device up for a moment.
     """
     found = [_speed(name) for name in names]
-    fastest = max(speed.flops for speed in found)
+    fastest = max(speed.flops for speed, _ in found)
     return [
         x
-        if x.flops > _SIMILAR * fastest
-        else max(x, _speed(name), key=lambda speed: speed.flops)
+        if x[0].flops > _SIMILAR * fastest
+        else max(x, _speed(name), key=lambda pair: pair[0].flops)
         for name, x in zip(names, found, strict=True)
     ]
 
@@ -74,13 +80,13 @@ def _alike(speeds: Sequence[Speed]) -> list[Speed]:
     return list(speeds)
 
 
-def _speed(name: str) -> Speed:
-    """Returns a device's speed."""
-    start = measured_calls.overhead([name])
-    side, product = _busy(functools.partial(_products, name), _SIDES, start)
+def _speed(name: str) -> tuple[Speed, int]:
+    """Returns a device's speed, and the side of matrices that keep it busy."""
+    start = measured_calls.overhead(name)
+    side, product = _busy(functools.partial(_products, [name]), _SIDES, start)
     floats, moved = _busy(functools.partial(_sums, name), _FLOATS, start)
     each = max(_seconds(_launches(name)) - start, 0.0) / _OPERATIONS
-    return dataclasses.replace(
+    speed = dataclasses.replace(
         Speed(),
         flops=_PRODUCTS * 2 * side**3 / product,
         # Six passes over a vector: the square root, the addition and the
@@ -88,6 +94,7 @@ def _speed(name: str) -> Speed:
         memory=6 * 4 * floats / moved,
         operation=each,
     )
+    return speed, side
 
 
 def _busy(
@@ -138,18 +145,23 @@ def _sums(name: str, floats: int) -> Callable:
     return added
 
 
-def _products(name: str, side: int) -> Callable:
-    """Returns a function that is bound by the arithmetic of a device."""
-    with tf.device(name):
-        matrix = tf.zeros((side, side))
+def _products(names: Sequence[str], side: int) -> Callable:
+    """Returns a function that multiplies matrices on all devices at once."""
+    matrices = {}
+    for name in names:
+        with tf.device(name):
+            matrices[name] = tf.zeros((side, side))
 
     @tf.function(autograph=False)
     def products():
-        with tf.device(name):
-            x = matrix
-            for _ in range(_PRODUCTS):
-                x = tf.matmul(x, matrix)
-            return tf.reduce_sum(x)
+        found = []
+        for name in names:
+            with tf.device(name):
+                x = matrices[name]
+                for _ in range(_PRODUCTS):
+                    x = tf.matmul(x, matrices[name])
+                found.append(tf.reduce_sum(x))
+        return found
 
     return products
 

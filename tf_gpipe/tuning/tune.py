@@ -155,7 +155,7 @@ def tune(
         machine = arguments.for_searched_order(machine, device_flops)
     known = KnownLayers(layers, input_spec, optimizer)
     if tries:
-        times, machine = _with_measured_times(known, machine, fixed, until)
+        times = _measured_times(known, machine, fixed, until)
         ranked = _of_both_kinds(known, times, machine, fixed)
     else:
         chooser = Chooser(known, LayerTimes(known), machine)
@@ -182,13 +182,8 @@ def tune(
     return _with_memories(plan, machine.devices) if tries else plan
 
 
-def _with_measured_times(
-    known, machine, fixed, until
-) -> tuple[LayerTimes, Machine]:
-    """Returns `LayerTimes`, and the machine with the slowdown of its devices.
-
-    They are measured in a third of the time that is left.
-    """
+def _measured_times(known, machine, fixed, until) -> LayerTimes:
+    """Returns `LayerTimes`, measured in a third of the time that is left."""
     now = time.monotonic()
     numbers = [
         known.micro_batch(x.num_micro_batches, x.num_replicas)
@@ -197,12 +192,18 @@ def _with_measured_times(
         )
     ]
     if not numbers:
-        return LayerTimes(known), machine
-    return measured_layers.on_machine(
+        return LayerTimes(known)
+    fastest = max(machine.devices, key=lambda x: x.speed.flops)
+    return LayerTimes(
         known,
-        sorted({min(numbers), max(numbers)}),
-        machine,
-        now + max(0.0, until - now) / 3,
+        measured_layers.measured(
+            known,
+            sorted({min(numbers), max(numbers)}),
+            fastest.name,
+            fastest.speed,
+            now + max(0.0, until - now) / 3,
+        ),
+        fastest.speed,
     )
 
 

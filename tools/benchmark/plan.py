@@ -13,6 +13,7 @@ from tf_gpipe.partition.tensor_memory import size_in_bytes
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.known_layers import KnownLayers
+from tf_gpipe.planning.layer_times import LayerTimes
 from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import measured_speeds
 from tools import command_line
@@ -150,11 +151,17 @@ def _measured(args, name, quantity):
     model = make()
     known = KnownLayers(model, models.batch(model, num_rows, length), "adam")
     machine = measured_speeds.measured(names, [None] * len(names))
-    times, machine = measured_layers.on_machine(
+    device = machine.devices[0]
+    times = LayerTimes(
         known,
-        [known.micro_batch(args.num_micro_batches)],
-        machine,
-        time.monotonic() + args.measuring_seconds,
+        measured_layers.measured(
+            known,
+            [known.micro_batch(args.num_micro_batches)],
+            device.name,
+            device.speed,
+            time.monotonic() + args.measuring_seconds,
+        ),
+        device.speed,
     )
     for remat in _REMAT:
         fixed = Fixed(args.num_stages, args.num_micro_batches, "1f1b", remat)

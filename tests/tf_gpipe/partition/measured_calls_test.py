@@ -41,14 +41,13 @@ class MeasuredCallsTest(parameterized.TestCase, tf.test.TestCase):
         specs = layer_costs.walk(graph, layer_costs.specs_of)[1]
         for backward, expected in ((False, forward), (True, both)):
             run = measured_calls.traced(graph, specs, graph.inputs, backward)
-            nodes = executed_graph(run, [f"{KIND}:0"])
+            nodes = executed_graph(run, f"{KIND}:0")
             # Kernels of oneDNN, and fused ones, have prefixes.
             found = {x: sum(n.op.endswith(x) for n in nodes) for x in expected}
             self.assertEqual(found, expected)
 
-    @parameterized.parameters(1, 2)
-    def test_no_gradients_of_inputs_that_nothing_trains(self, num_devices):
-        """As of the model's own inputs; and on all devices the same runs."""
+    def test_no_gradients_of_inputs_that_nothing_trains(self):
+        """As of the model's own inputs."""
         layers = [L.Dense(4) for _ in range(3)]
         for layer in layers:
             layer.build((8, 4))
@@ -57,11 +56,12 @@ class MeasuredCallsTest(parameterized.TestCase, tf.test.TestCase):
         run = measured_calls.traced(graph, specs, ())
         weights = [v for layer in layers for v in layer.weights]
         before = [v.numpy() for v in weights]
-        nodes = executed_graph(run, [f"{KIND}:{i}" for i in range(num_devices)])
+        nodes = executed_graph(run, f"{KIND}:1")
         products = [n for n in nodes if n.op.endswith("MatMul")]
         # Three forward, three by weights, two by inputs.
-        self.assertLen(products, 8 * num_devices)
-        self.assertLen({n.device for n in products}, num_devices)
+        self.assertLen(products, 8)
+        (device,) = {n.device for n in products}
+        self.assertEndsWith(device, f"{KIND}:1")
         for v, value in zip(weights, before, strict=True):
             self.assertAllEqual(v, value)
 

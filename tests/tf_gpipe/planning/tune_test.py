@@ -846,10 +846,11 @@ class TriedChoicesTest(tf.test.TestCase, parameterized.TestCase):
         with mock.patch.object(
             measured_speeds,
             "_speed",
-            lambda name: Speed.of_flops(next(found)),
+            lambda name: (Speed.of_flops(next(found)), name),
         ):
             speeds = measured_speeds._speeds(["a", "b", "c", "d"])
-        self.assertEqual([x.flops for x in speeds], [4.0, 3.9, 4.0, 1.5])
+        self.assertEqual([x.flops for x, _ in speeds], [4.0, 3.9, 4.0, 1.5])
+        self.assertEqual([name for _, name in speeds], ["a", "b", "c", "d"])
 
     def test_choices_that_are_estimated_anew(self):
         several = self.choices(lambda x: x.num_devices == 2)

@@ -12,8 +12,6 @@ from absl.testing import parameterized
 from tests.devices import KIND
 from tf_gpipe.partition import measured_calls
 from tf_gpipe.planning.known_layers import KnownLayers
-from tf_gpipe.planning.speeds import Device
-from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.tuning import measured_layers
 
@@ -31,10 +29,10 @@ class MeasuredLayersTest(tf.test.TestCase, parameterized.TestCase):
             Speed.of_flops(3 * 64 * 2 * 256 * 256), operation=1e-3
         )
 
-    def measured(self, seconds, rows=(64,), num_devices=1, until=math.inf):
+    def measured(self, seconds, rows=(64,), until=math.inf):
         """Measures with a clock by which layer i takes `seconds(i)`.
 
-        Half of it forward; with several devices three times as long.
+        Half of it forward.
         """
         numbers = {id(x): i for i, x in enumerate(self.layers.graph.nodes)}
         self.parts = []
@@ -44,18 +42,14 @@ class MeasuredLayersTest(tf.test.TestCase, parameterized.TestCase):
             if backward:
                 self.parts.append(own)
             time = sum(map(seconds, own)) * (1 if backward else 0.5)
-            return lambda devices: time * (3 if len(devices) > 1 else 1)
+            return lambda device: time
 
         with (
             mock.patch.object(measured_calls, "traced", traced),
-            mock.patch.object(measured_calls, "overhead", lambda devices: 0.0),
+            mock.patch.object(measured_calls, "overhead", lambda device: 0.0),
         ):
             return measured_layers.measured(
-                self.layers,
-                rows,
-                [f"{KIND}:{i}" for i in range(num_devices)],
-                self.speed,
-                until,
+                self.layers, rows, f"{KIND}:0", self.speed, until
             )
 
     def test_neighbours_are_measured_together(self):
@@ -66,13 +60,13 @@ class MeasuredLayersTest(tf.test.TestCase, parameterized.TestCase):
             self.parts,
             [[0, 1, 2, 3], [4, 5, 6, 7], [20, 21, 22], [23, 24, 25], [46, 47]],
         )
-        self.assertLen(found.lines, 48)
+        self.assertLen(found, 48)
         for i in range(4, 20):
-            self.assertAllClose([x.at(64) for x in found.lines[i]], [1, 1])
+            self.assertAllClose([x.at(64) for x in found[i]], [1, 1])
 
     def test_a_slow_layer_is_found(self):
         found = self.measured(lambda i: 500.0 if i == 22 else 1.0)
-        times = [sum(x.at(64) for x in found.lines[i]) for i in range(48)]
+        times = [sum(x.at(64) for x in found[i]) for i in range(48)]
         self.assertEqual(np.argmax(times), 22)
         self.assertAllClose(sum(times), 547)
         self.assertAllClose(times[22], 500)
@@ -84,19 +78,14 @@ class MeasuredLayersTest(tf.test.TestCase, parameterized.TestCase):
             return 1.0
 
         found = self.measured(seconds)
-        self.assertCountEqual(found.lines, set(range(48)) - {22})
-
-    @parameterized.parameters((1, None), (2, 3.0))
-    def test_slowdown_with_all_devices_at_once(self, num_devices, slowdown):
-        found = self.measured(lambda i: 1.0, num_devices=num_devices)
-        self.assertEqual(found.slowdown, slowdown)
+        self.assertCountEqual(found, set(range(48)) - {22})
 
     def test_calls_are_measured_at_all_sizes_before_the_next(self):
         clock = mock.Mock(side_effect=[0.0, 0.0, 1.0])
         with mock.patch.object(measured_layers.time, "monotonic", clock):
             found = self.measured(lambda i: 1.0, (32, 64), until=0.5)
-        self.assertCountEqual(found.lines, range(len(found.lines)))
-        self.assertLess(len(found.lines), 48)
+        self.assertCountEqual(found, range(len(found)))
+        self.assertLess(len(found), 48)
         self.assertEqual(self.parts[::2], self.parts[1::2])
 
     def test_on_devices(self):
@@ -106,14 +95,12 @@ class MeasuredLayersTest(tf.test.TestCase, parameterized.TestCase):
             (8, 16, 16),
             "sgd",
         )
-        where = Machine(
-            [Device(f"{KIND}:{i}", None, self.speed) for i in range(2)]
+        found = measured_layers.measured(
+            layers, [2, 8], f"{KIND}:1", self.speed, math.inf
         )
-        times, found = measured_layers.on_machine(
-            layers, [2, 8], where, math.inf
-        )
-        self.assertGreaterEqual(found.sharing, 1.0)
-        self.assertAllGreater(times.of(8, self.speed)[:2].sum(axis=0), 0)
+        self.assertCountEqual(found, range(5))
+        for forward, backward in found.values():
+            self.assertGreater(forward.at(8) + backward.at(8), 0)
 
 
 if __name__ == "__main__":
