@@ -58,6 +58,7 @@ class MicroBatchLoss:
         trainable: Iterable[keras.Variable],
         split: Split,
     ):
+        _check_dense(y, sample_weight)
         self._compile_loss = compile_loss
         self._y = y
         self._sample_weight = sample_weight
@@ -105,7 +106,6 @@ class MicroBatchLoss:
 
     def labels(self, m: int) -> tuple:
         """Returns the labels and sample weights of micro-batch `m`."""
-        _check_dense(self._y, self._sample_weight)
         return (
             self._split.take_of_outputs(self._y, m),
             self._split.take_of_outputs(self._sample_weight, m),

@@ -53,7 +53,14 @@ def measured(
         Dictionary from the indices of calls to the `Line`s of their forward and
         backward pass, without the calls that could not be measured.
     """
-    sizes = {count: _Size(layers, count, device, speed) for count in rows}
+    estimated = LayerTimes(layers)
+    overhead = measured_calls.overhead(device)
+    sizes = {
+        count: _Size(
+            layers.graph, count, device, estimated.of(count, speed), overhead
+        )
+        for count in rows
+    }
     waiting = sizes[min(rows)].neighbours()
     ratios: dict[range, float] = {}
     while waiting:
@@ -90,7 +97,12 @@ def _halves(calls: range) -> tuple[range, range]:
 class _Size:
     """Times of layer calls for micro-batches of one size.
 
-    The arguments are those of `measured`, but for one number of rows.
+    Args:
+        graph: `Graph` of the layers.
+        rows: Integer.
+        device: String.
+        estimated: What `LayerTimes.of` returns for this size.
+        overhead: Float, the seconds of a call that does nothing.
 
     Attributes:
         forward: Dictionary from the indices of the calls measured so far to
@@ -98,19 +110,17 @@ class _Size:
         backward: Likewise, of their backward passes.
     """
 
-    def __init__(self, layers, rows, device, speed):
+    def __init__(self, graph, rows, device, estimated, overhead):
         self.forward: dict[int, float] = {}
         self.backward: dict[int, float] = {}
-        self._graph = layers.graph
+        self._graph = graph
         self._device = device
-        self._estimated = LayerTimes(layers).of(rows, speed)[:2]
-        flags = self._graph.differentiated()
-        nodes = zip(self._graph.nodes, flags, strict=True)
+        self._overhead = overhead
+        # Of the forward and the backward pass of each call.
+        self._estimated = estimated[:2]
+        nodes = zip(graph.nodes, graph.differentiated(), strict=True)
         self._differentiated = {x for node, y in nodes if y for x in node.made}
-        _, self._specs = layer_costs.walk(
-            self._graph, layer_costs.specs_of, rows
-        )
-        self._overhead = measured_calls.overhead(device)
+        _, self._specs = layer_costs.walk(graph, layer_costs.specs_of, rows)
         # Equal calls in a row are measured once.
         self._found: dict[Hashable, tuple[float, float] | None] = {}
 
