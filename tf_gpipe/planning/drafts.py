@@ -211,13 +211,18 @@ class Draft:
             for i in range(3)
         )
         start = [self._speeds[d].task for d in self._schedule.devices]
+        # Gradients are as large as the activations that they are of.
+        sent = [machine.handling * x for x in self._exchanged()]
         # Tasks of a backward pass.
         tasks = 1 + len(self._schedule.split) / (
             self._schedule.num_stages * self._schedule.num_micro_batches
         )
         self._stage_times = StageTimes(
-            [x + s for x, s in zip(forward, start, strict=True)],
-            [x + tasks * s for x, s in zip(backward, start, strict=True)],
+            [sum(x) for x in zip(forward, start, sent, strict=True)],
+            [
+                x + tasks * s + y
+                for x, s, y in zip(backward, start, sent, strict=True)
+            ],
             [
                 min(x, y) + s
                 for x, y, s in zip(weights, backward, start, strict=True)
@@ -234,6 +239,20 @@ class Draft:
         slowdown = machine.slowdown(copies * working(busy))
         self._stage_times = self._stage_times.slower(slowdown)
         self._updates = [slowdown * x for x in self._updates]
+
+    def _exchanged(self) -> list[int]:
+        """Returns the bytes that each stage exchanges with other devices.
+
+        With those of other stages, for the forward pass of a micro-batch.
+        """
+        found = [0] * len(self._costs)
+        devices = self._schedule.devices
+        for k, stage in enumerate(self._costs):
+            for to, size in stage.sends.items():
+                if devices[k] != devices[to]:
+                    found[k] += size
+                    found[to] += size
+        return found
 
     def _update_seconds(self) -> list[float]:
         """Returns the seconds of each stage's update, with its all-reduce.

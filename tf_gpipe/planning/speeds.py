@@ -112,6 +112,8 @@ class Machine:
         latency: Float, seconds that each transfer takes in addition.
         sharing: Float, the slowdown of each device when all work at once,
             because they share cores or memory; 1 if they share nothing.
+        handling: Float, seconds by which each byte that a device sends to
+            another, or receives, delays its other work.
         replicates: Boolean, whether `tf.distribute` can have replicas there.
     """
 
@@ -119,6 +121,7 @@ class Machine:
     bandwidth: float | None = None
     latency: float = 0.0
     sharing: float = 1.0
+    handling: float = 0.0
     replicates: bool = True
 
     @property

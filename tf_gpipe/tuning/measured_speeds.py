@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from collections.abc import Sequence
 
@@ -29,8 +30,9 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
 
     Arithmetic is measured by matrix products, memory by sums of vectors, both
     less the time of a function that does nothing. The slowdown of devices that
-    share cores or memory is measured with all working at once. The connection
-    is that between the first two devices.
+    share cores or memory is measured with all working at once. The connection,
+    and how long it keeps a device from other work, is that between the first
+    two devices.
     """
     speeds, sides = zip(*_speeds(names), strict=True)
     # The size that keeps the fastest device busy.
@@ -38,9 +40,14 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
     together = _seconds(_products(names, side)) if len(names) > 1 else 0.0
     alone = max(_seconds(_products([name], side)) for name in names)
     sharing = max(1.0, together / alone) if together else 1.0
-    bandwidth, latency = None, 0.0
+    bandwidth, latency, handling = None, 0.0, 0.0
     if len(names) > 1:
         bandwidth, latency = _connection(names[0], names[1])
+        if len({_process(x) for x in names[:2]}) > 1:
+            each = 2 * side**3 / speeds[0].flops
+            transfers = 8 * 4 * _FLOATS[0] / bandwidth
+            count = max(math.ceil(2 * transfers / each), _PRODUCTS)
+            handling = _handling(names[0], names[1], side, count)
     return Machine(
         [
             Device(name, memory, speed)
@@ -52,6 +59,7 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
         latency,
         # A smaller slowdown is noise.
         sharing if sharing > 1.1 else 1.0,
+        handling=handling,
         replicates=replicate(names),
     )
 
@@ -145,7 +153,9 @@ def _sums(name: str, floats: int) -> Callable:
     return added
 
 
-def _products(names: Sequence[str], side: int) -> Callable:
+def _products(
+    names: Sequence[str], side: int, count: int = _PRODUCTS
+) -> Callable:
     """Returns a function that multiplies matrices on all devices at once."""
     matrices = {}
     for name in names:
@@ -158,7 +168,7 @@ def _products(names: Sequence[str], side: int) -> Callable:
         for name in names:
             with tf.device(name):
                 x = matrices[name]
-                for _ in range(_PRODUCTS):
+                for _ in range(count):
                     x = tf.matmul(x, matrices[name])
                 found.append(tf.reduce_sum(x))
         return found
@@ -176,15 +186,70 @@ def _connection(first: str, second: str) -> tuple[float, float]:
     return 8 * 4 * floats / max(seconds, 1e-6), latency / 8
 
 
-def _there_and_back(first: str, second: str, size: int) -> Callable:
-    """Returns a function with 8 transfers of `size` floats, at least 2."""
+def _process(name: str) -> tuple:
+    """Returns the job and the task of a device string."""
+    spec = tf.DeviceSpec.from_string(name)
+    return spec.job, spec.task
+
+
+def _handling(first: str, second: str, side: int, count: int) -> float:
+    """Returns the seconds that a byte sent or received keeps a device busy.
+
+    The processors of workers copy what they send, and what they receive, while
+    their stage waits. The device multiplies matrices, in much longer than the
+    transfers take, and the same operations run with and without transfers.
+
+    Args:
+        first: String, the device that is measured.
+        second: String, the device at the other end.
+        side: Integer, the sides of the matrices.
+        count: Integer, how often they are multiplied.
+    """
+    size = _FLOATS[0]
+    alone, with_transfers = (
+        _seconds(_working(first, second, size, side, count, sends))
+        for sends in (False, True)
+    )
+    taken = with_transfers - alone
+    # Less is noise.
+    return taken / (8 * 4 * size) if taken > 0.03 * alone else 0.0
+
+
+def _working(
+    first: str, second: str, size: int, side: int, count: int, sends: bool
+) -> Callable:
+    """Returns a function that multiplies matrices, and reverses vectors.
+
+    It reverses four on each device, of `size` floats, which are sent from one
+    to the other in between if `sends`.
+    """
+    multiply = _products([first], side, count)
+    if sends:
+        reverse = [_there_and_back(first, second, size)]
+    else:
+        reverse = [_there_and_back(x, x, size, 2) for x in (first, second)]
+
+    @tf.function(autograph=False)
+    def run():
+        return multiply(), [each() for each in reverse]
+
+    return run
+
+
+def _there_and_back(
+    first: str, second: str, size: int, count: int = 4
+) -> Callable:
+    """Returns a function that sends `size` floats, at least 2, back and forth.
+
+    `count` times, so that there are two transfers for each.
+    """
     with tf.device(first):
         x = tf.zeros((size,))
 
     @tf.function(autograph=False)
     def run():
         y = x
-        for _ in range(4):
+        for _ in range(count):
             for name in (second, first):
                 with tf.device(name):
                     # TensorFlow would remove an `identity`, and make one

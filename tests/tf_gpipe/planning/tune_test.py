@@ -908,6 +908,27 @@ class TriedChoicesTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertAllClose(sharing / alone, slow, rtol=0.05)
 
+    @parameterized.parameters(
+        ("gpipe", 2, [(0, 1)]),
+        # Stages 1 and 2 are on one device.
+        ("zb_v", 4, [(0, 1), (2, 3)]),
+    )
+    def test_sending_keeps_devices_from_other_work(self, name, stages, sent):
+        known = KnownLayers(make_layers(), (32, 64), "sgd")
+        fixed = candidates.Fixed(stages, 1, name, "never")
+        free, busy = (
+            Chooser(known, LayerTimes(known), machine([SLOW] * 2, handling=x))
+            .ranked(fixed, 1)[0]
+            .plan
+            for x in (0.0, 1e-6)
+        )
+        # With one micro-batch, one device works at a time: at both ends, in the
+        # forward and in the backward pass.
+        size = sum(free.stages[k].sends[to] for k, to in sent)
+        self.assertAllClose(
+            busy.step_seconds - free.step_seconds, 4 * 1e-6 * size
+        )
+
     def test_of_a_kind_that_is_too_large_one_is_tried(self):
         several = self.choices(lambda x: x.num_devices == 2)
         alone = self.choices(lambda x: x.alone)

@@ -33,11 +33,22 @@ class MeasuredSpeedsTest(tf.test.TestCase):
         found = executed(run, ("MatMul", "_MklMatMul"))
         self.assertEqual(found, dict.fromkeys(DEVICES, 8))
 
+    def test_the_same_work_with_and_without_transfers(self):
+        for kind, counts in (
+            ("Reverse", dict.fromkeys(DEVICES, 4)),
+            (("MatMul", "_MklMatMul"), {DEVICES[0]: 5}),
+        ):
+            for sends in (False, True):
+                run = measured_speeds._working(*DEVICES, 8, 4, 5, sends)
+                self.assertEqual(executed(run, kind), counts)
+
     def test_measured(self):
         found = measured_speeds.measured(DEVICES, [None, 2**30])
         self.assertEqual([x.name for x in found.devices], DEVICES)
         self.assertEqual([x.memory for x in found.devices], [None, 2**30])
         self.assertGreater(found.bandwidth, 0)
+        # Devices of one process send nothing.
+        self.assertEqual(found.handling, 0)
         for x in found.devices:
             self.assertGreater(x.speed.flops, 0)
             self.assertGreater(x.speed.memory, 0)
