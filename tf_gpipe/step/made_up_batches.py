@@ -63,7 +63,7 @@ class Trials:
         self._traced: dict[int | None, Callable] = {}
         self.varying: list[bool] = []
         self.by_value: list[bool] = []
-        self.tolerance = _tolerance(node.layer for node in nodes)
+        self.tolerance = 0.0
         # Outside of the graph that is being traced.
         with tf.init_scope(), tf.device(_DEVICE):
             try:
@@ -111,7 +111,7 @@ class Trials:
                     tf.constant(x, spec.dtype)
                     for x, spec in zip(batch, self._specs, strict=True)
                 ]
-                found.append([x.numpy() for x in function(*values)])
+                found.append(list(map(_array, function(*values))))
         return list(zip(*found, strict=True))
 
     def _joined(self, a: list, b: list) -> list:
@@ -143,6 +143,7 @@ class Trials:
         given = concrete.inputs[: len(specs)]
         varying = traced.users(given)
         results = concrete.outputs
+        self.tolerance = _tolerance(concrete.graph)
         self.varying = [x.op in varying for x in results]
         sources = {x.op for x in given}
         self.by_value = [
@@ -252,6 +253,11 @@ def _weight(shape: Any, dtype: Any, seed: int) -> tf.Tensor:
     return tf.cast(values, dtype)
 
 
+def _array(x: tf.Tensor) -> np.ndarray:
+    # NumPy does not take a bfloat16 for a number.
+    return (tf.cast(x, "float32") if x.dtype == tf.bfloat16 else x).numpy()
+
+
 def _draws(op: tf.Operation) -> bool:
     """Returns whether an operation draws random floats, given a shape."""
     return ("Random" in op.type or "TruncatedNormal" in op.type) and (
@@ -261,12 +267,9 @@ def _draws(op: tf.Operation) -> bool:
     )
 
 
-def _tolerance(layers: Any) -> float:
-    types = {
-        layer.compute_dtype
-        for layer in layers
-        if isinstance(layer, keras.Layer)
-    }
-    if "bfloat16" in types:
+def _tolerance(graph: tf.Graph) -> float:
+    """Returns the tolerance for a graph, by its numbers of least precision."""
+    types = {x.dtype for op in graph.get_operations() for x in op.outputs}
+    if tf.bfloat16 in types:
         return 3e-2
-    return 4e-3 if "float16" in types else 1e-4
+    return 4e-3 if tf.float16 in types else 1e-4

@@ -206,6 +206,16 @@ class KindTest(parameterized.TestCase, tf.test.TestCase):
         found = dependence(adding(*UNKNOWN.values()))
         self.assertEqual(found, [None] * len(UNKNOWN))
 
+    @parameterized.parameters("float64", "float16", "bfloat16")
+    def test_dtypes(self, dtype):
+        functions = MEANS["mean"], SUMS["sum"], OTHERS["of a mean"]
+        mean, total, other = dependence(
+            stack(lambda: Adds(*functions, dtype=dtype, name="adds"))
+        )
+        self.assertEqual((mean.kind, mean.exact), ("mean", True))
+        self.assertEqual((total.kind, total.exact), ("sum", True))
+        self.assertFalse(other.exact)
+
     def test_no_trace_is_left(self):
         make = adding(*SUMS.values())
         layers = make()

@@ -153,6 +153,50 @@ class RowsTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_same(expected[1], received[1])
         self.assert_same(plain.get_weights(), piped.get_weights())
 
+    @parameterized.parameters("float64", "float16", "bfloat16")
+    def test_dtypes(self, dtype):
+        def make():
+            keras.utils.set_random_seed(1)
+            x = keras.Input((4,))
+            return keras.Model(
+                x,
+                [
+                    Returns(function, dtype=dtype)(x)
+                    for function in (*ONCE.values(), *ROWS.values())
+                ],
+            )
+
+        plain, piped = make(), pipeline(make)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*no batch axis")
+            found = piped(X)
+        for a, b in zip(plain(X), found, strict=True):
+            a = tf.convert_to_tensor(a)
+            self.assertEqual((a.shape, a.dtype), (b.shape, b.dtype))
+            if a.dtype.is_floating:
+                a, b = (tf.cast(x, "float64") for x in (a, b))
+                self.assertAllClose(a, b, rtol=2e-2, atol=2e-2)
+            else:
+                self.assertAllEqual(a, b)
+
+    @parameterized.parameters("float16", "bfloat16")
+    def test_operations_in_half_precision(self, dtype):
+        """Operations, unlike layers, do not tell a dtype."""
+
+        def make():
+            keras.utils.set_random_seed(1)
+            x = keras.Input((4,))
+            h = L.Dense(5, "sigmoid", dtype=dtype)(x)
+            return keras.Model(x, [L.Dense(2)(h), ops.sum(h), ops.max(h, 1)])
+
+        plain, piped = make(), pipeline(make)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*no batch axis")
+            found = piped(X)
+        for a, b in zip(plain(X), found, strict=True):
+            a, b = (tf.cast(x, "float32") for x in (a, b))
+            self.assertAllClose(a, b, rtol=2e-2)
+
     @parameterized.parameters(True, False)
     def test_gradients_of_a_call(self, training):
         make = functional(*(ONCE[x] for x in ("weight", "mean", "sum")))
