@@ -83,7 +83,8 @@ def _rows_of_arrays(
     Infinity if that is not known: for any data but arrays.
     """
     try:
-        given = inspect.signature(method).bind(model, *args, **kwargs).arguments
+        signature = inspect.signature(method)
+        given = signature.bind(model, *args, **kwargs).arguments
         x = given.get("x")
         batch_size = given.get("batch_size")
         if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)):
@@ -92,7 +93,8 @@ def _rows_of_arrays(
         if batch_size is not None:
             return min(rows, int(batch_size))
         steps = given.get("steps_per_epoch", given.get("steps"))
-        return rows if steps else min(rows, _BATCH_SIZE)
+        whole = steps or "batch_size" not in signature.parameters
+        return rows if whole else min(rows, _BATCH_SIZE)
     except (AttributeError, IndexError, OverflowError, TypeError, ValueError):
         # Data without a length, such as a generator, or arguments that Keras
         # will refuse.
@@ -121,6 +123,13 @@ class StepFunctions(upstream.Mixin):
     train_function = _remade("train")
     test_function = _remade("test")
     predict_function = _remade("predict")
+
+    def train_on_batch(self, *args, **kwargs):
+        # `fit` may have traced the step for fewer rows.
+        method = keras.Model.train_on_batch
+        rows = _rows_of_arrays(method, self, args, kwargs)
+        self._expect_rows("train", rows)
+        return super().train_on_batch(*args, **kwargs)
 
     def _expect_rows(self, kind: str, rows: float) -> None:
         """Drops a step function traced for fewer micro-batches than needed.

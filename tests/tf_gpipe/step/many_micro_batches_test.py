@@ -70,6 +70,20 @@ class ManyMicroBatchesTest(tf.test.TestCase, parameterized.TestCase):
                 fit(each, batch_size)
             self.assert_same(few, many, rtol=0, atol=0)
 
+    @parameterized.product(number=(4, 10**6), rows=(10, 2))
+    @pytest.mark.slow_after(2)
+    def test_a_batch_after_fewer_rows(self, number, rows):
+        """A step traced for few rows is not taken for a batch of more."""
+        used, new = (pipeline(number, normalized=True) for _ in range(2))
+        for each in (used, new):
+            each.compile(keras.optimizers.SGD(0.1), "mse")
+        few, some = ((x, x, x[:, 0]) for x in (X[:4], X[:rows]))
+        used.fit(*few[:2], sample_weight=few[2], batch_size=3, verbose=0)
+        new.set_weights(used.get_weights())
+        for each in (used, new):
+            each.train_on_batch(*some)
+        self.assert_same(used, new, rtol=0, atol=0)
+
     def test_tasks(self):
         timeline = tf_gpipe.callbacks.Timeline(steps=[1])
         model = pipeline(10**6)
