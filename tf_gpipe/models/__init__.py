@@ -16,7 +16,7 @@ callback_order  callbacks that add to the logs first, checkpoints last
 user_class      pipelines that keep the class of the user's own model
 arguments       the constructor arguments of a pipeline, as attributes
 saving          `get_config`, `export`, and conversion back to plain Keras
-keras_docstrings     Keras's docstrings for methods that a pipeline overrides
+docstrings      Keras's docstrings of methods, and arguments of another class
 deciding        the cut into stages, the schedule and the recomputed layers
 placing         forms the stages and moves their variables to their devices
 refused         checks that refuse layers and stages no pipeline can run

@@ -10,7 +10,8 @@ from tf_gpipe import upstream
 from tf_gpipe.models import depth
 from tf_gpipe.models import planned
 from tf_gpipe.models import user_class
-from tf_gpipe.models.keras_docstrings import with_keras_docstrings
+from tf_gpipe.models.docstrings import with_arguments_of
+from tf_gpipe.models.docstrings import with_keras_docstrings
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.sequential import PipelinedSequential
 from tf_gpipe.partition import layer_costs
@@ -22,6 +23,7 @@ from tf_gpipe.stage import no_values
 
 
 @with_keras_docstrings
+@with_arguments_of(PipelinedSequential)
 @keras.saving.register_keras_serializable(package="tf_gpipe")
 class PipelinedModel(Pipelined, upstream.Functional):
     """A functional Keras model, trained as a pipeline over several devices.
@@ -48,81 +50,7 @@ class PipelinedModel(Pipelined, upstream.Functional):
             within `keras.StatelessScope(initialize_variables=False)`: then
             its weights get their first values where their stage is.
         name: String.
-        num_stages: Integer K, at most the number of calls of layers, those in
-            models within the model among them. Defaults to one stage a visible
-            accelerator (a CPU where there is none), or two where the schedule
-            puts several on a device; at most one a layer. With `"auto"` all
-            arguments up to `remat` are chosen, as by `tf_gpipe.tune` without
-            measurements, for mini-batches of the size that the `Input` tells.
-        num_micro_batches: Integer M. Mini-batches need not be divisible by it.
-            One of fewer rows is cut into micro-batches of one row.
-            Defaults to 4 a device, the paper's rule for a small bubble.
-        balance: List of K numbers of calls of layers; or the cost to balance
-            across stages: `"flops"`, operations of the forward pass; `"time"`,
-            measured on the first device when the model is built;
-            `"parameters"`; `"memory"`, for weights and what is kept for the
-            backward pass; or a function `cost(layer, input_shape)` that
-            returns a number. Costs are those of a batch of one row, if the
-            `Input` gives no batch size. Defaults to `"flops"`, or
-            `"parameters"` where a layer's operations cannot be counted.
-        schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as 1F1B,
-            with more forward passes ahead, which run while activations and
-            gradients travel), `"gpipe"` (all forward, then all backward),
-            `"zero_bubble"` (as 1F1B, with the gradients of weights in what was
-            bubble), `"eager_zero_bubble"` (as eager 1F1B, likewise, for the
-            last micro-batches), `"interleaved"` and `"interleaved_zero_bubble"`
-            (as 1F1B and zero-bubble, stage s on device s modulo the number of
-            `devices`, so that `num_stages` is a multiple of it), `"zb_v"`,
-            `"v_half"` and `"v_min"` (of D devices, stages s and 2D-1-s on
-            device s, so that `num_stages` is 2D), `"auto"` (searched for what
-            the stages cost), or a `tf_gpipe.Schedule`. `"1f1b"` and
-            `"zero_bubble"` hold few activations, `"v_half"` and `"v_min"`
-            fewer; `"gpipe"` accepts losses that need the whole mini-batch;
-            `"eager_1f1b"` is for slow connections; `"zb_v"` has the smallest
-            bubble where stages take equally long, `"auto"` where they do not.
-            Defaults to `"1f1b"`.
-        remat: Which micro-batches keep only the input of each stage and
-            compute the activations again for the backward pass: `"always"`,
-            `"except_last"` (all but the last one) or `"never"`. The last
-            stage recomputes nothing under schedules in which its backward
-            passes follow its forward passes at once, such as `"1f1b"`. With
-            `"auto"` each stage recomputes just those of its layers with which
-            it fits in `memory_limit`; with the default `balance` the model is
-            cut so that the slowest stage is as fast as it can be then.
-            Defaults to `"always"`.
-        devices: List of TensorFlow device strings, one a stage, repeated
-            where stages share a device; with schedules that put several
-            stages on a device, one for each of the schedule's devices.
-            Devices of other hosts are those that `tf_gpipe.connect` returns.
-            Under a `tf.distribute` strategy a list of such lists, one a
-            replica; not on TPUs, where stages are the logical cores of a
-            replica. Defaults to the visible accelerators in order (CPUs where
-            there are none), row by row.
-        boundary_dtype: `"bfloat16"` or `"float16"`, in which activations and
-            their gradients travel from one device to another, where they have
-            a wider floating-point type: half the bytes of float32, for a
-            relative error of up to 2^-8 or 2^-11 in each number; with float16
-            those beyond 65,504 overflow. Defaults to `None`: they travel
-            as they are, and the numbers are those of the plain model.
-        nominal_length: Integer that stands for every unknown dimension except
-            the batch, such as the length of `Input((None,))`, when `balance`
-            computes costs. Defaults to 128.
-        memory_limit: What a device may take, with `remat="auto"`: an integer
-            of bytes, or a string such as `"8GB"`, for weights, the sums of
-            their gradients, the optimizer's slots and activations; or a
-            float up to 1, a share of the activations that the fullest device
-            takes with `remat="never"`.
-        batch_size: Integer, the rows of the mini-batches that a
-            `memory_limit` in bytes is for; by default those of the model's
-            `Input`. If the batch size is unknown, a share is computed for
-            micro-batches of 32 rows.
-        plan: `tf_gpipe.Plan`, which `tf_gpipe.tune` or `tf_gpipe.plan` has
-            made for these layers. It decides `num_stages`,
-            `num_micro_batches`, `balance`, `schedule`, `remat`,
-            `memory_limit` and `batch_size`, and `devices` and
-            `nominal_length` unless they are given. Values of the others that
-            are not the defaults are refused; of layers only their number is
-            compared with the plan's. Defaults to `None`.
+        **others: Those of `PipelinedSequential`, from `num_stages` to `plan`.
         trainable: Boolean, whether the layers are trainable, or `None` to
             leave them as they are.
 

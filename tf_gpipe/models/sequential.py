@@ -14,7 +14,7 @@ from tf_gpipe.models import depth
 from tf_gpipe.models import planned
 from tf_gpipe.models import refused
 from tf_gpipe.models import user_class
-from tf_gpipe.models.keras_docstrings import with_keras_docstrings
+from tf_gpipe.models.docstrings import with_keras_docstrings
 from tf_gpipe.models.pipelined import Pipelined
 from tf_gpipe.models.saving import not_a_config
 from tf_gpipe.partition import layer_costs
@@ -48,23 +48,25 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         layers: List of Keras layers, or a `keras.Sequential`, whose layers
             and weights are then shared. If that is of a subclass, the pipeline
             keeps its class, as `PipelinedModel.from_model` says.
-        num_stages: Integer K, at most the number of layers, those of models
-            in the list among them. Defaults to one stage a visible
-            accelerator (a CPU where there is none), or two where the schedule
-            puts several on a device; at most one a layer. With `"auto"` all
-            arguments up to `remat` are chosen, as by `tf_gpipe.tune` without
-            measurements, for mini-batches of the size that the `Input` tells.
+        num_stages: Integer K, at most the number of layers (of a functional
+            model, of calls of layers), those of models within it among them.
+            Defaults to one stage a visible accelerator (a CPU where there is
+            none), or two where the schedule puts several on a device; at most
+            one a layer. With `"auto"` all arguments up to `remat` are chosen,
+            as by `tf_gpipe.tune` without measurements, for mini-batches of the
+            size that the `Input` tells.
         num_micro_batches: Integer M. Mini-batches need not be divisible by it.
             One of fewer rows is cut into micro-batches of one row.
             Defaults to 4 a device, the paper's rule for a small bubble.
-        balance: List of K layer counts; or the cost to balance across stages:
-            `"flops"`, operations of the forward pass; `"time"`, measured on
-            the first device when the model is built; `"parameters"`;
-            `"memory"`, for weights and what is kept for the backward pass; or
-            a function `cost(layer, input_shape)` that returns a number. Costs
-            are those of a batch of one row, if the `Input` gives no batch
-            size. Defaults to `"flops"`, or `"parameters"` where a layer's
-            operations cannot be counted.
+        balance: List of K numbers of layers (of a functional model, of calls
+            of layers); or the cost to balance across stages: `"flops"`,
+            operations of the forward pass; `"time"`, measured on the first
+            device when the model is built; `"parameters"`; `"memory"`, for
+            weights and what is kept for the backward pass; or a function
+            `cost(layer, input_shape)` that returns a number. Costs are those
+            of a batch of one row, if the `Input` gives no batch size. Defaults
+            to `"flops"`, or `"parameters"` where a layer's operations cannot
+            be counted.
         schedule: `"1f1b"` (one forward, one backward), `"eager_1f1b"` (as 1F1B,
             with more forward passes ahead, which run while activations and
             gradients travel), `"gpipe"` (all forward, then all backward),
@@ -105,7 +107,8 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             those beyond 65,504 overflow. Defaults to `None`: they travel
             as they are, and the numbers are those of the plain model.
         nominal_length: Integer that stands for every unknown dimension except
-            the batch when `balance` computes costs. Defaults to 128.
+            the batch, such as the length of `Input((None,))`, when `balance`
+            computes costs. Defaults to 128.
         memory_limit: What a device may take, with `remat="auto"`: an integer
             of bytes, or a string such as `"8GB"`, for weights, the sums of
             their gradients, the optimizer's slots and activations; or a

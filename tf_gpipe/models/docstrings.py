@@ -1,6 +1,8 @@
-"""Keras's docstrings and signatures for methods that a pipeline overrides."""
+"""Docstrings of pipelines that are taken from other classes."""
 
 import inspect
+import re
+from collections.abc import Callable
 from typing import Any
 
 from tf_gpipe.stage.call_overrides import is_ours
@@ -38,3 +40,25 @@ def _passes_on(method: Any) -> bool:
         inspect.Parameter.VAR_POSITIONAL,
         inspect.Parameter.VAR_KEYWORD,
     ]
+
+
+def with_arguments_of(other: type) -> Callable[[type], type]:
+    """Returns a class decorator: lists the arguments of another pipeline.
+
+    From `num_stages` to `plan`, in place of the line `**others` in `Args`.
+    """
+
+    def decorate(cls: type) -> type:
+        shared = re.search(
+            "^ +num_stages: .*?(?=^ +trainable: )",
+            other.__doc__ or "",
+            re.MULTILINE | re.DOTALL,
+        )
+        # Python leaves out docstrings with -OO.
+        if shared and cls.__doc__:
+            cls.__doc__ = re.sub(
+                r" +\*\*others: .*\n", lambda _: shared[0], cls.__doc__
+            )
+        return cls
+
+    return decorate
