@@ -19,6 +19,15 @@ def _argument(name: str, doc: str) -> property:
         return self._decided().get(name, config)
 
     def put(self: Any, value: Any) -> None:
+        repair = (
+            "A subclass that means something else by this name must define it "
+            f"in the class, with `{name} = None`."
+        )
+        if "_config" not in vars(self):
+            raise AttributeError(
+                f"`{name}` is an argument of {type(self).__name__}, so it "
+                f"cannot be set before `super().__init__`. {repair}"
+            )
         # Keras wraps lists that are set as attributes in a class of its own.
         value = list(value) if isinstance(value, list) else value
         known = [getattr(self._config, name), get(self)]
@@ -27,7 +36,7 @@ def _argument(name: str, doc: str) -> property:
         made = "PipelinedSequential(model"
         if not hasattr(type(self), "add"):
             made = "PipelinedModel.from_model(model"
-        repair = (
+        way = (
             "Call `model.rebalance(balance)`."
             if name == "balance"
             else "Make a pipeline that shares its layers and weights: "
@@ -36,9 +45,7 @@ def _argument(name: str, doc: str) -> property:
         raise AttributeError(
             f"`{name}` of model '{self.name}' cannot be set, because its "
             f"stages are formed by it. Received: {name}={value!r}, where the "
-            f"model has {name}={get(self)!r}. {repair} A subclass that means "
-            "something else by this name must define it in the class, with "
-            f"`{name} = None`."
+            f"model has {name}={get(self)!r}. {way} {repair}"
         )
 
     return property(get, put, doc=doc)

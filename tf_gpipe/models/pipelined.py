@@ -273,7 +273,10 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         if self._pipeline is None:
             return
         stages = self._pipeline.stages
-        if any(len(stage.used()) != len(stage.variables) for stage in stages):
+        if any(
+            [*map(id, stage.used())] != [*map(id, stage.variables)]
+            for stage in stages
+        ):
             config = self._config
             balance: Any = [len(stage.nodes) for stage in stages]
             if config.remat == AUTO_REMAT and auto_remat.cuts(config.balance):

@@ -346,6 +346,19 @@ class ArgumentsTest(parameterized.TestCase):
         self.assertEqual(getattr(model, name), before)
         setattr(model, name, before)
 
+    def test_set_too_early(self):
+        class Own(tf_gpipe.PipelinedSequential):
+            def __init__(self, layers):
+                self.batch_size = 8
+                super().__init__(layers, num_stages=1)
+
+        with self.assertRaisesRegex(
+            AttributeError, "`batch_size`.*before.*`batch_size = None`"
+        ):
+            Own(_layers())
+        Own.batch_size = None
+        self.assertEqual(Own(_layers()).batch_size, 8)
+
     def test_after_a_rebalance(self):
         model = _make()
         model.rebalance([2, 2])
