@@ -244,10 +244,7 @@ def new_cut(
     found = split(
         costs,
         len(counts),
-        [
-            size_in_bytes([value.spec for value in values])
-            for values in pipeline.graph.crossing()
-        ],
+        pipeline.graph.crossing(lambda value: size_in_bytes(value.spec)),
         [t / w for t, w in zip(times, weights, strict=True)],
     )
     if found == counts:

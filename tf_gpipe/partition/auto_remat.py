@@ -57,7 +57,7 @@ def with_best_cut(fitted: FittedRemat) -> AutoRemat:
         split,
         [x for x, _ in fitted.work],
         fitted.num_stages,
-        [sum(map(fitted.size, x)) for x in fitted.graph.crossing()],
+        fitted.graph.crossing(fitted.size),
     )
     factors = [1.0] * fitted.num_stages
     counts = cut(factors=factors)

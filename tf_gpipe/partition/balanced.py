@@ -104,10 +104,7 @@ def counts(
     found = split(
         costs[balanced],
         schedule.num_stages,
-        [
-            size_in_bytes([value.spec for value in values])
-            for values in graph.crossing()
-        ],
+        graph.crossing(lambda value: size_in_bytes(value.spec)),
         factors,
     )
     tell(graph.nodes, found, costs)

@@ -1,7 +1,6 @@
 """FLOPs and bytes of the layer calls of a graph, each of equal calls once."""
 
 import math
-import weakref
 from collections.abc import Callable
 from collections.abc import Hashable
 from typing import Any
@@ -24,8 +23,6 @@ NOMINAL_LENGTH = 128
 # Rows of a micro-batch where the model's inputs do not fix the batch size.
 NOMINAL_ROWS = 32
 
-# From each graph to the results of `trace_call` for it, by the `key` of calls.
-_of_graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 # From the settings that traces depend on to the results for layers of Keras
 # alone, in any graph, by the `key` of calls. At this many all are forgotten.
 _of_keras: dict[tuple, dict[Hashable, tuple]] = {}
@@ -70,8 +67,9 @@ def trace(
         shared = _of_keras.setdefault((settings, formats), {})
         if len(shared) > _MOST_OF_KERAS:
             shared.clear()
-    known = _of_graphs.setdefault(graph, {})
-    found, specs = walk(graph, trace_call, rows, length, known, shared)
+    found, specs = walk(
+        graph, trace_call, rows, length, graph.known_costs, shared
+    )
     # Equal calls share one `LayerCosts`.
     alone = {id(x): x.forward_alone() for x in found}
     return [

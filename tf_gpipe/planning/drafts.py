@@ -126,10 +126,7 @@ class Draft:
         )
         first = whole[0] if whole[0].any() else np.ones_like(whole[0])
         total = first.sum()
-        sends = [
-            sum(sizes[x] for x in values)
-            for values in self._layers.graph.crossing()
-        ]
+        sends = self._layers.graph.crossing(sizes.__getitem__)
         self.counts = split(
             first,
             schedule.num_stages,

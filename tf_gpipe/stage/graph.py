@@ -214,6 +214,11 @@ class Graph:
         return unique(found)
 
     @functools.cached_property
+    def known_costs(self) -> dict[Any, Any]:
+        """A cache of `partition.layer_costs`, which ends with the graph."""
+        return {}
+
+    @functools.cached_property
     def last(self) -> dict[Value, int]:
         """Index of the last node that takes each value.
 
@@ -315,18 +320,21 @@ class Graph:
             if any(map(several, keras.tree.flatten(content)))
         }
 
-    def crossing(self) -> list[list[Value]]:
-        """Returns, for each place between two nodes, the values that cross it.
+    def crossing(self, size: Callable[[Value], int]) -> list[int]:
+        """Returns, for each place between two nodes, the bytes that cross it.
 
-        These are made before that place and needed after it. Inputs of the
-        model are left out, since no stage makes them.
+        Those of the values that are made before that place and needed after it.
+        Inputs of the model are left out, since no stage makes them.
+
+        Args:
+            size: Function that returns the bytes of a `Value`.
         """
         crossing = []
         last = self.last
         alive: list[Value] = []
         for i, node in enumerate(self.nodes[:-1]):
             alive = [x for x in [*alive, *node.made] if last.get(x, 0) > i]
-            crossing.append(alive)
+            crossing.append(sum(map(size, alive)))
         return crossing
 
 

@@ -1,6 +1,8 @@
 """Calls of layers share costs where these are equal, and only there."""
 
+import gc
 import itertools
+import weakref
 
 import keras
 import numpy as np
@@ -157,6 +159,24 @@ class EqualCallsTest(tf.test.TestCase, parameterized.TestCase):
         graph = model_graph.of_model(keras.Sequential(layers))
         key = layer_costs.key(graph.nodes[0], {x: x.spec for x in graph.inputs})
         self.assertLess(len(repr(key)), 10_000)
+
+    def test_what_layers_hold_is_not_kept(self):
+        class Holder:
+            pass
+
+        holder = Holder()
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((4,)), Untold(2), L.Dense(1)],
+            num_stages=2,
+            devices=["CPU:0"] * 2,
+        )
+        model.layers[0].holder = holder
+        model.rebalance("flops")
+        holder.model = model
+        found = weakref.ref(model)
+        del holder, model
+        gc.collect()
+        self.assertIsNone(found())
 
     def test_config_that_json_cannot_hold(self):
         layers = [keras.Input((4,)), L.Dense(4), OddConfig(), L.Dense(1)]
