@@ -43,8 +43,8 @@ def positive_integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def number(name: str, value: Any, what: str, above: bool = False) -> None:
-    """Checks that a value is a finite number, 0 or more.
+def number(name: str, value: Any, what: str, above: bool = False) -> float:
+    """Returns a finite number, 0 or more, as a Python `float`.
 
     Args:
         name: String, name of the argument.
@@ -66,6 +66,7 @@ def number(name: str, value: Any, what: str, above: bool = False) -> None:
         size = math.inf
     if not 0 <= size < math.inf or (above and not size):
         raise ValueError(text)
+    return size
 
 
 def boolean(name: str, value: Any) -> None:

@@ -65,7 +65,9 @@ class StageTimes(NamedTuple):
 
 
 def transfers(
-    costs: Sequence[StageCosts], bandwidth: float | None, latency: float
+    costs: Sequence[StageCosts],
+    bandwidth: float | None = None,
+    latency: float = 0.0,
 ) -> dict[tuple[int, int], float]:
     """Returns the seconds of the transfers between stages, by their numbers.
 

@@ -16,6 +16,7 @@ from tf_gpipe.partition import stage_costs
 from tf_gpipe.partition.config import PipelineConfig
 from tf_gpipe.partition.memory_limit import MemoryLimit
 from tf_gpipe.partition.memory_limit import TooLittleMemoryError
+from tf_gpipe.planning import speeds
 from tf_gpipe.planning.estimates import StageTimes
 from tf_gpipe.planning.estimates import estimate
 from tf_gpipe.planning.estimates import transfers
@@ -136,16 +137,11 @@ def plan(
     if device_memory is not None:
         device_memory = sizes.to_bytes(device_memory, "device_memory")
     if device_flops is not None:
-        checks.number(
+        device_flops = checks.number(
             "device_flops", device_flops, "a positive number", above=True
         )
-        device_flops = float(device_flops)
-    if bandwidth is not None:
-        checks.number("bandwidth", bandwidth, "a positive number", above=True)
-        bandwidth = float(bandwidth)
-    checks.number("latency", latency, "a number of seconds, 0 or more")
-    latency = float(latency)
-    if device_flops is None and (bandwidth is not None or latency):
+    connection = speeds.connection(bandwidth, latency)
+    if device_flops is None and any(connection.values()):
         raise ValueError(
             "What transfers cost depends on the speed of the devices: "
             "`bandwidth` and `latency` need `device_flops`."
@@ -155,8 +151,7 @@ def plan(
         num_devices,
         device_memory,
         device_flops,
-        bandwidth,
-        latency,
+        connection,
     )
     found = planner.plan(config)
     if found.fits:
@@ -186,15 +181,13 @@ class _Planner:
         num_devices,
         device_memory,
         device_flops,
-        bandwidth,
-        latency,
+        connection,
     ):
         self._layers = layers
         self._num_devices = num_devices
         self._device_memory = device_memory
         self._device_flops = device_flops
-        self._bandwidth = bandwidth
-        self._latency = latency
+        self._connection = connection
         # Results of `balanced.costs_of_calls`, by the remat mode.
         self._balanced: dict[str, dict[str, list[float]]] = {}
 
@@ -208,7 +201,7 @@ class _Planner:
             len(layers.graph.nodes), self._num_devices or num_stages, rows=rows
         )
         counts, costs, decided = self._costs(config, schedule)
-        transfer = transfers(costs, self._bandwidth, self._latency)
+        transfer = transfers(costs, **self._connection)
         # Without a speed, the time of one FLOP is the unit.
         unit = self._device_flops or 1.0
         if config.schedule == schedules.AUTO:

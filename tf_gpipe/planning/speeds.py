@@ -7,6 +7,9 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
+
+from tf_gpipe import checks
 
 # How many times as fast a device of another kind is, at least.
 _UNEQUAL = 2.0
@@ -40,7 +43,7 @@ class Speed:
     @classmethod
     def of_flops(cls, flops: float) -> "Speed":
         """Returns the speed of a device of which only `flops` is known."""
-        return cls(float(flops), float(flops) / _FLOPS_A_BYTE)
+        return cls(flops, flops / _FLOPS_A_BYTE)
 
     def seconds(self, flops: float, moved: float, operations: float) -> float:
         """Returns the seconds of operations, without the launch of a task."""
@@ -189,6 +192,20 @@ class Machine:
         return dataclasses.replace(
             self, sharing=1 + each * (len(self.devices) - 1)
         )
+
+
+def connection(bandwidth: Any, latency: Any) -> dict[str, Any]:
+    """Returns users' arguments, if they are given, as fields of `Machine`."""
+    found = {}
+    if bandwidth is not None:
+        found["bandwidth"] = checks.number(
+            "bandwidth", bandwidth, "a positive number", above=True
+        )
+    if latency is not None:
+        found["latency"] = checks.number(
+            "latency", latency, "a number of seconds, 0 or more"
+        )
+    return found
 
 
 def unmeasured(

@@ -68,13 +68,7 @@ def told(
     latency: Any,
 ) -> dict[str, Any]:
     """Returns what the user tells of the devices, as fields of `Machine`."""
-    found: dict[str, Any] = {}
-    if bandwidth is not None:
-        checks.number("bandwidth", bandwidth, "a positive number", above=True)
-        found["bandwidth"] = float(bandwidth)
-    if latency is not None:
-        checks.number("latency", latency, "a number of seconds, 0 or more")
-        found["latency"] = float(latency)
+    found = speeds.connection(bandwidth, latency)
     if device_flops is not None:
         speed_of = _each("device_flops", device_flops, len(names), _speed)
         found["devices"] = [
@@ -142,5 +136,6 @@ def _each(name: str, value: Any, count: int, convert: Any) -> list:
 
 
 def _speed(value: Any) -> Speed:
-    checks.number("device_flops", value, "a positive number", above=True)
-    return Speed.of_flops(value)
+    return Speed.of_flops(
+        checks.number("device_flops", value, "a positive number", above=True)
+    )
