@@ -224,6 +224,7 @@ class Timeline(StepTimes):
         return profile.name_tasks(log_dir, self._recorded)
 
     def _charts(self) -> dict[str, Execution]:
+        """Returns the step that `spans` are of, simulated and measured."""
         schedule = self.model._pipeline.schedule
         title = schedule.description and f", {schedule.title}"
         return {

@@ -65,15 +65,7 @@ def _measured(args, names):
     ratio = statistics.median(
         a / b for a, b in zip(seconds[True], seconds[False], strict=True)
     )
-    schedule = model._pipeline.schedule
-    title = schedule.description and f", {schedule.title}"
-    steps = {
-        f"simulated{title}": recorder.simulated(),
-        "measured": Execution(
-            recorder.spans, recorder.devices, in_seconds=True
-        ),
-    }
-    return steps, ratio
+    return recorder._charts(), ratio
 
 
 class _Clock(keras.callbacks.Callback):

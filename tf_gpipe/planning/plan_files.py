@@ -17,18 +17,27 @@ _FORMAT = "tf_gpipe.Plan"
 _VERSION = 1
 
 
+def plain(plan: Any) -> dict[str, Any]:
+    """Returns the fields of a plan for JSON, without its tasks."""
+    found = dataclasses.asdict(dataclasses.replace(plan, tasks=None))
+    del found["tasks"]
+    for stage in found["stages"]:
+        # The keys of JSON's objects are strings.
+        stage["sends"] = {str(k): v for k, v in stage["sends"].items()}
+    return found
+
+
 def save(plan: Any, path: Any) -> None:
     """Writes a plan into a file; see `Plan.save`."""
     checks.writable("path", path)
     place = checks.path("path", path)
-    config = dataclasses.asdict(dataclasses.replace(plan, tasks=None))
-    for stage in config["stages"]:
-        stage["sends"] = {str(k): v for k, v in stage["sends"].items()}
-    if plan.tasks is not None:
-        config["tasks"] = plan.tasks.get_config()
-    text = json.dumps(
-        {"format": _FORMAT, "version": _VERSION, **config}, indent=1
-    )
+    config = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        **plain(plan),
+        "tasks": plan.tasks and plan.tasks.get_config(),
+    }
+    text = json.dumps(config, indent=1)
     try:
         with replacing(place) as new:
             new.write_text(text, encoding="utf-8")

@@ -288,36 +288,18 @@ class Plan:
         return plan_files.load(path, cls, StagePlan, Rival)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the plan as a dictionary that JSON can hold."""
+        """Returns the plan as a dictionary that JSON can hold.
+
+        All but its tasks, and the properties that tell whether it fits.
+        """
+        found = plan_files.plain(self)
+        for stage, own in zip(found["stages"], self.stages, strict=True):
+            stage["boundary_bytes"] = own.boundary_bytes
         return {
+            **found,
             "parameters": sum(stage.parameters for stage in self.stages),
             "fits": self.fits,
-            "bubble": self.bubble,
-            "relative_step_time": self.relative_step_time,
-            "step_seconds": self.step_seconds,
-            "measured_seconds": self.measured_seconds,
-            "transfer_share": self.transfer_share,
-            "num_micro_batches": self.num_micro_batches,
-            "num_replicas": self.num_replicas,
-            "schedule": self.schedule,
-            "remat": self.remat,
-            "memory_limit": self.memory_limit,
-            "devices": self.devices,
-            "device_activation_bytes": self.device_activation_bytes,
             "device_bytes": self.device_bytes,
-            "description": self.description,
-            "advice": self.advice,
-            "reason": self.reason,
-            "rivals": [dataclasses.asdict(x) for x in self.rivals],
-            "stages": [
-                {
-                    **dataclasses.asdict(stage),
-                    # The keys of JSON's objects are strings.
-                    "sends": {str(k): size for k, size in stage.sends.items()},
-                    "boundary_bytes": stage.boundary_bytes,
-                }
-                for stage in self.stages
-            ],
         }
 
     def __str__(self) -> str:
