@@ -143,28 +143,27 @@ class Outputs:
         layer = self._dependence.maker[value].layer
         name = (
             f"The output of layer '{layer.name}' (of type "
-            f"{type(layer).__name__})"
+            f"{type(layer).__name__}), which the model returns,"
         )
         if found is None and _rows_are_fixed(
             x, spec, rows, self._pipeline.graph.declared_rows
         ):
             raise ValueError(
-                f"{name}, which the model returns, has {x.shape[0]} rows for "
-                f"the {rows or 'rows'} of a micro-batch. Received: shape "
-                f"{x.shape}, where the model declares {spec.shape}. "
-                f"{FIXED_ROWS}"
+                f"{name} has {x.shape[0]} rows for the {rows or 'rows'} of a "
+                f"micro-batch. Received: shape {x.shape}, where the model "
+                f"declares {spec.shape}. {FIXED_ROWS}"
             )
         if axes == [0] and not self._dependence.reorders(value, i):
             return ROWS
         if axes == [0]:
             raise ValueError(
-                f"{name}, which the model returns, has several rows for each "
-                "row of a batch, and they are not next to each other: two "
-                "tensors one after the other along axis 0, for example. What "
-                "micro-batches give would be in another order. Received: shape "
-                f"{x.shape}. Let the model return several outputs, and put "
-                "them together in the loss, with schedule='gpipe'; or repeat "
-                "each row (`keras.ops.repeat`); or use num_micro_batches=1."
+                f"{name} has several rows for each row of a batch, and they "
+                "are not next to each other: two tensors one after the other "
+                "along axis 0, for example. What micro-batches give would be "
+                f"in another order. Received: shape {x.shape}. Let the model "
+                "return several outputs, and put them together in the loss, "
+                "with schedule='gpipe'; or repeat each row "
+                "(`keras.ops.repeat`); or use num_micro_batches=1."
             )
         if axes or self._dependence.grows_otherwise(value, i):
             first = self._dependence.first_across()
@@ -172,12 +171,18 @@ class Outputs:
                 "" if first in (None, layer) else f", as '{first.name}' does"
             )
             raise ValueError(
-                f"{name}, which the model returns, grows with the rows of a "
-                "batch in another place than axis 0, where each row must have "
-                "its own: the layer compares rows with one another"
-                f"{where}. A micro-batch has some rows only. Received: shape "
-                f"{x.shape}. {_WAYS_OUT}"
+                f"{name} does not have the rows of a batch in axis 0 alone: "
+                "the layer moves them to another axis, or compares them with "
+                f"one another{where}. A micro-batch has some rows only. "
+                f"Received: shape {x.shape}. Rows that were moved must be "
+                f"moved back (`keras.ops.moveaxis`). Otherwise: {_WAYS_OUT}"
             )
+        return self._kind_without_rows(value, i, x, name)
+
+    def _kind_without_rows(
+        self, value: Value, i: int, x: tf.Tensor, name: str
+    ) -> str:
+        """As `_kind`, if `x`, called `name` in errors, has no batch axis."""
         known = self._dependence.of_output(value, i)
         if known is not None and known.constant:
             return FIRST
@@ -185,18 +190,17 @@ class Outputs:
             return SUM
         if not x.dtype.is_floating:
             raise ValueError(
-                f"{name}, which the model returns, has no batch axis, and what "
-                "micro-batches give cannot be put together: it is no sum over "
-                f"rows. Received: shape {x.shape}, dtype {x.dtype.name}. "
-                f"{_WAYS_OUT}"
+                f"{name} has no batch axis, and what micro-batches give cannot "
+                "be put together: it is no sum over rows. Received: shape "
+                f"{x.shape}, dtype {x.dtype.name}. {_WAYS_OUT}"
             )
         if known is None or not known.exact:
             problem = "may be" if known is None else "is"
             warnings.warn(
-                f"{name}, which the model returns, has no batch axis, and "
-                f"{problem} neither a mean nor a sum over the rows of a batch. "
-                "The model returns the mean of what the micro-batches give, "
-                f"not what the whole mini-batch gives. {_WAYS_OUT}",
+                f"{name} has no batch axis, and {problem} neither a mean nor a "
+                "sum over the rows of a batch. The model returns the mean of "
+                "what the micro-batches give, not what the whole mini-batch "
+                f"gives. {_WAYS_OUT}",
                 stacklevel=2,
             )
         return MEAN
