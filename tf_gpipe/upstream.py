@@ -894,14 +894,6 @@ def monitors(callbacks: Any) -> list[keras.callbacks.Callback]:
     return callbacks_of(monitor_callback.MonitorCallback, callbacks)
 
 
-def swaps(callbacks: Any) -> list[keras.callbacks.SwapEMAWeights]:
-    """Returns the callbacks given to `fit` that swap weights and averages.
-
-    The attribute `_ema_weights_in_model` of each says whether it has.
-    """
-    return callbacks_of(keras.callbacks.SwapEMAWeights, callbacks)
-
-
 def callbacks_of(kinds: type | tuple[type, ...], callbacks: Any) -> list:
     """Returns those of the callbacks given to `fit` that are of some class."""
     if isinstance(callbacks, keras.callbacks.CallbackList):

@@ -180,7 +180,7 @@ class Images:
 
 
 def load(name, data_dir=None, image_size=None):
-    """Loads a dataset of labelled images with `tfds.load`.
+    """Loads a dataset of labelled images of TFDS.
 
     Args:
         name: String, name of a dataset with features `image` and `label`, a
@@ -198,15 +198,12 @@ def load(name, data_dir=None, image_size=None):
         UserError: If the dataset cannot be loaded or is of another kind.
     """
     try:
-        datasets.prepare(
+        builder = datasets.prepare(
             functools.partial(tfds.builder, name, data_dir=data_dir)
         )
-        splits, info = tfds.load(
-            name,
-            data_dir=data_dir,
-            as_supervised=True,
-            with_info=True,
-            decoders={"image": tfds.decode.SkipDecoding()},
+        info = builder.info
+        splits = builder.as_dataset(
+            as_supervised=True, decoders={"image": tfds.decode.SkipDecoding()}
         )
     except tfds.core.DatasetNotFoundError as error:
         raise datasets.not_found(name) from error

@@ -31,6 +31,7 @@ from tests import pairwise
 from tests import quick_python
 from tf_gpipe import upstream
 from tf_gpipe.callbacks import Checkpoint
+from tf_gpipe.checkpoints import data as checkpoint_data
 from tf_gpipe.checkpoints import model_variables
 from tf_gpipe.checkpoints import state
 from tf_gpipe.checkpoints import store
@@ -1549,6 +1550,22 @@ class RefusedTest(TestCase):
         with self.assertRaisesRegex(ValueError, f"validation.*{message}"):
             fit()
         self.assertEmpty(os.listdir(self.workdir))
+
+    @parameterized.parameters("MT19937", "PCG64", "Philox", "SFC64")
+    def test_random_states(self, name):
+        kept = np.random.get_bit_generator()
+        np.random.set_bit_generator(getattr(np.random, name)(3))
+        try:
+            np.random.normal()
+            states = json.loads(json.dumps(checkpoint_data.random_states()))
+            expected = random.random(), np.random.normal(size=3)
+            checkpoint_data.set_random_states(states)
+            self.assertEqual(checkpoint_data.random_states(), states)
+            received = random.random(), np.random.normal(size=3)
+        finally:
+            np.random.set_bit_generator(kept)
+        self.assertEqual(expected[0], received[0])
+        self.assertAllEqual(expected[1], received[1])
 
     def test_strings(self):
         model = tf_gpipe.PipelinedSequential(

@@ -157,7 +157,9 @@ class Checkpoint(keras.callbacks.Callback):
                 "`keep` and `every_steps` say what it keeps. Received: "
                 f"{[type(x).__name__ for x in restoring]}"
             )
-        data.check(run.epochs, run.validation_data, run.draws)
+        self._data = data.check(
+            run.epochs, run.initial_epoch, run.validation_data, run.draws
+        )
         if not self.model.built:
             raise ValueError(
                 "The Checkpoint callback needs a model that is built. Give it "
@@ -175,10 +177,11 @@ class Checkpoint(keras.callbacks.Callback):
         if self._writes:
             self._writer.lock()
         self._monitors = upstream.monitors(run.callbacks)
-        self._swaps = upstream.swaps(run.callbacks)
+        self._swaps = upstream.callbacks_of(
+            keras.callbacks.SwapEMAWeights, run.callbacks
+        )
         self._pipeline = self.model._pipeline
         self._copier = state.Copier(self.model)
-        self._data = data.described(run.epochs, run.initial_epoch)
         # The steps done: in this epoch, in all, in all at the last checkpoint.
         self._steps = self._total = self._total_saved = 0
         self._time_saved = time.monotonic()
@@ -195,26 +198,17 @@ class Checkpoint(keras.callbacks.Callback):
         Restores the model, and skips the data that was trained on already.
         """
         epochs, first = run.epochs, run.initial_epoch
-        steps, content = self.params["steps"], saved.content
-        position = _position(saved)
+        content, position = saved.content, _position(saved)
         if position.epochs < first:
             raise CheckpointError(
                 f"The checkpoint {saved.path} has {position}, and `fit` is to "
                 f"begin after {first}. Received: initial_epoch={first}"
             )
-        # With another seed or epoch length, steps would get other data.
-        written = {
-            "steps of an epoch": content["steps_per_epoch"],
-            **content.get("data", {}),
-        }
-        for name, now in {"steps of an epoch": steps, **self._data}.items():
-            before = written.get(name, now)
-            if before != now and (position.steps or name.startswith("seed")):
-                raise CheckpointError(
-                    f"The checkpoint {saved.path} was written with another "
-                    f"{name}: {before}, and now it is {now}. Use the data, "
-                    "batch size and seed that it was written with."
-                )
+        data.check_same(
+            saved,
+            {"steps of an epoch": self.params["steps"], **self._data},
+            within_epoch=position.steps > 0,
+        )
         if position.steps and position.steps % epochs.steps_per_execution:
             raise CheckpointError(
                 f"The checkpoint {saved.path} was written after "

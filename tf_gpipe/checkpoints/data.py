@@ -15,6 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import upstream
+from tf_gpipe.checkpoints.store import CheckpointError
+from tf_gpipe.checkpoints.store import Saved
 
 _ENDED = (
     "The data has ended before the place where training was: it must have the "
@@ -31,14 +33,22 @@ _GENERATORS = (
 )
 
 
-def check(epochs: Any, validation_data: Any, draws: bool) -> None:
+def check(
+    epochs: Any, first: int, validation_data: Any, draws: bool
+) -> dict[str, Any]:
     """Refuses data that would not come in the same order again.
 
     Args:
         epochs: Keras's iterator over the epochs of `fit`.
+        first: Integer, the epoch with which the data begins.
         validation_data: The argument of `fit`.
         draws: Boolean, whether batches are drawn from the random generators
             that Python and NumPy share with the whole program.
+
+    Returns:
+        Dictionary of what makes the batches those that they are, for JSON: the
+        seeds, the batch sizes, and the numbers of rows that are batched, as far
+        as they are known.
 
     Raises:
         ValueError: If the data is given once, as by a generator, is drawn
@@ -55,39 +65,24 @@ def check(epochs: Any, validation_data: Any, draws: bool) -> None:
             f"keras.callbacks.BackupAndRestore. Received: data for a {adapter}"
         )
     if kind == upstream.ARRAYS:
-        if upstream.shuffles_arrays(epochs) and upstream.global_seed() is None:
+        shuffles = upstream.shuffles_arrays(epochs)
+        seed = upstream.global_seed() if shuffles else None
+        if shuffles and seed is None:
             raise ValueError(
                 "Arrays are shuffled in an order that nothing tells again: no "
                 "seed has been set. Call `keras.utils.set_random_seed(1)` "
                 "before the model is made, or `fit` with shuffle=False."
             )
-    elif kind == upstream.TF_DATA:
-        _check_dataset(upstream.dataset_of(epochs))
-        _check_apart(upstream.dataset_of(epochs), validation_data)
-    else:
-        dataset = epochs.data_adapter.py_dataset
+        rows, size = upstream.rows_of_arrays(epochs)
+        return {"seed": seed, "batch size": [size], "number of rows": [rows]}
+    if kind == upstream.TF_DATA:
+        dataset = upstream.dataset_of(epochs)
+        found = _check_dataset(dataset, first)
         _check_apart(dataset, validation_data)
-        name = type(dataset).__name__
-        if upstream.changes_between_epochs(dataset):
-            _check_whole_epochs(
-                epochs,
-                f"changes between epochs, as {name} does by its "
-                "`on_epoch_begin` or `on_epoch_end`",
-            )
-        if draws:
-            _check_whole_epochs(
-                epochs,
-                f"draws from `np.random` or `random`, as {name} does for its "
-                "batches",
-            )
-            if dataset.workers > 1:
-                raise ValueError(
-                    f"The batches of {name} are drawn from `np.random` or "
-                    "`random` by several workers: which batch gets which "
-                    "numbers is left to chance. Draw from "
-                    "`np.random.default_rng(index)` for each, or leave "
-                    f"`workers` out. Received: workers={dataset.workers}"
-                )
+        return found
+    _check_apart(epochs.data_adapter.py_dataset, validation_data)
+    _check_py_dataset(epochs, draws)
+    return {}
 
 
 def _check_apart(dataset: Any, validation_data: Any) -> None:
@@ -117,6 +112,31 @@ def _lasting_states(dataset: Any) -> dict[int, str]:
     return {id(x): type(dataset).__name__ for x in found}
 
 
+def _check_py_dataset(epochs: Any, draws: bool) -> None:
+    """Refuses a `PyDataset` whose batches depend on when they are drawn."""
+    dataset = epochs.data_adapter.py_dataset
+    name = type(dataset).__name__
+    if upstream.changes_between_epochs(dataset):
+        _check_whole_epochs(
+            epochs,
+            f"changes between epochs, as {name} does by its `on_epoch_begin` "
+            "or `on_epoch_end`",
+        )
+    if draws:
+        _check_whole_epochs(
+            epochs,
+            f"draws from `np.random` or `random`, as {name} does for its "
+            "batches",
+        )
+        if dataset.workers > 1:
+            raise ValueError(
+                f"The batches of {name} are drawn from `np.random` or `random` "
+                "by several workers: which batch gets which numbers is left to "
+                "chance. Draw from `np.random.default_rng(index)` for each, or "
+                f"leave `workers` out. Received: workers={dataset.workers}"
+            )
+
+
 def _check_whole_epochs(epochs: Any, what: str) -> None:
     """Refuses a `PyDataset` whose next epoch may be drawn ahead.
 
@@ -138,7 +158,8 @@ def _check_whole_epochs(epochs: Any, what: str) -> None:
         )
 
 
-def _check_dataset(dataset: Any) -> None:
+def _check_dataset(dataset: Any, first: int) -> dict[str, Any]:
+    """As `check`, for a `tf.data.Dataset`."""
     if not isinstance(dataset, tf.data.Dataset):
         raise ValueError(
             "Training can be taken up again where the data can. Give `fit` the "
@@ -153,9 +174,11 @@ def _check_dataset(dataset: Any) -> None:
             "A tf.data.Dataset with deterministic=False comes in another order "
             "each time. Leave the option out."
         )
+    seeds = []
     for x in within:
         name = type(x).__name__.strip("_")
-        if (0, 0) in upstream.seeds_of(x):
+        own = upstream.seeds_of(x)
+        if (0, 0) in own:
             raise ValueError(
                 f"A tf.data.Dataset draws numbers without a seed ({name}), "
                 "which come out otherwise each time. Give `shuffle` and the "
@@ -170,42 +193,44 @@ def _check_dataset(dataset: Any) -> None:
                 "`tf.random.stateless_uniform` or `tf.image.stateless_*`, or "
                 "call `tf.config.experimental.enable_op_determinism()`."
             )
-
-
-def described(epochs: Any, first: int) -> dict[str, Any]:
-    """Returns what makes the batches those that they are, for JSON.
-
-    The seeds, the batch sizes, and the numbers of rows that are batched, as far
-    as they are known.
-
-    Args:
-        epochs: As of `check`.
-        first: Integer, the epoch with which the data begins.
-    """
-    kind = upstream.kind_of_data(epochs)
-    if kind == upstream.ARRAYS:
-        rows, size = upstream.rows_of_arrays(epochs)
-        shuffles = upstream.shuffles_arrays(epochs)
-        return {
-            "seed": upstream.global_seed() if shuffles else None,
-            "batch size": [size],
-            "number of rows": [rows],
-        }
-    if kind != upstream.TF_DATA:
-        return {}
-    within = upstream.datasets_within(upstream.dataset_of(epochs))
+        # The order of functions within a function is not always the same.
+        seeds += [list(each) for each in sorted(own)]
     # Data that begins with another epoch may have other seeds and rows.
     since = f" of the data since epoch {first}"
     return {
-        # The order of functions within a function is not always the same.
-        "seed" + since: [
-            [*s] for x in within for s in sorted(upstream.seeds_of(x))
-        ],
+        f"seed{since}": seeds,
         "batch size": [s for x in within for s in upstream.batch_sizes_of(x)],
-        "number of rows" + since: [
+        f"number of rows{since}": [
             n for x in within for n in upstream.rows_of(x)
         ],
     }
+
+
+def check_same(saved: Saved, found: dict[str, Any], within_epoch: bool) -> None:
+    """Refuses other data than that with which a checkpoint was written.
+
+    With another seed or epoch length, steps would get other batches.
+
+    Args:
+        saved: `Saved`.
+        found: What `check` returns, and the steps of an epoch.
+        within_epoch: Boolean, whether it was written within an epoch.
+
+    Raises:
+        CheckpointError: If it is other data.
+    """
+    written = {
+        "steps of an epoch": saved.content["steps_per_epoch"],
+        **saved.content.get("data", {}),
+    }
+    for name, now in found.items():
+        before = written.get(name, now)
+        if before != now and (within_epoch or name.startswith("seed")):
+            raise CheckpointError(
+                f"The checkpoint {saved.path} was written with another "
+                f"{name}: {before}, and now it is {now}. Use the data, batch "
+                "size and seed that it was written with."
+            )
 
 
 def random_states() -> list:
@@ -214,9 +239,11 @@ def random_states() -> list:
     Keras shuffles a `PyDataset` by Python's.
     """
     version, numbers, gauss = random.getstate()
-    state: Any = np.random.get_state()
-    name, keys, *rest = state
-    return [[version, list(numbers), gauss], [name, keys.tolist(), *rest]]
+    state = keras.tree.map_structure(
+        lambda x: x.tolist() if isinstance(x, np.ndarray) else x,
+        np.random.get_state(legacy=False),
+    )
+    return [[version, list(numbers), gauss], state]
 
 
 def may_be_in_another_order(epochs: Any, states: list) -> bool:
@@ -238,9 +265,9 @@ def may_be_in_another_order(epochs: Any, states: list) -> bool:
 
 def set_random_states(states: list) -> None:
     """Restores the states that `random_states` has returned."""
-    (version, numbers, gauss), (name, keys, *rest) = states
+    (version, numbers, gauss), state = states
     random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    np.random.set_state(state)
 
 
 def skip_epochs(epochs: Any, count: int) -> None:

@@ -200,7 +200,7 @@ class Attributes:
 
     def __init__(self, model: keras.Model):
         self._contents: list[tuple[Any, Any]] = []
-        self._random = random.getstate(), np.random.get_state()
+        self._random = random.getstate(), np.random.get_state(legacy=False)
         seen: set[int] = set()
         found: list[Any] = upstream.layers_within(model)
         found += upstream.compiled_parts(model)
