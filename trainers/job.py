@@ -18,6 +18,7 @@ from tf_gpipe.commands import models
 from tf_gpipe.schedule import schedules
 from tf_gpipe.whole_files import replacing
 from trainers import devices
+from trainers import tuned_plans
 from trainers.command_line import UserError
 from trainers.failures import NotANumber
 from trainers.failures import as_user_errors
@@ -28,20 +29,11 @@ from trainers.interruption import Stopped
 from trainers.job_config import PipelineConfig
 from trainers.loss_log import LossLog
 from trainers.speed import Speed
+from trainers.tuned_plans import TunedPlans
 from trainers.weight_averages import SwapAverages
 from trainers.weight_averages import averaged
 from trainers.weight_averages import has_averages
 from trainers.workdir import Workdir
-
-# The files in the working directory of the plan of --tune, and of the flags
-# that it was chosen for.
-_PLAN = "plan.json"
-_PLAN_FLAGS = "plan_flags.json"
-# Those that the trainer itself has, beside the hyper-parameters of its model.
-_OF_A_PLAN = (
-    *("batch_size", "batch_tokens", "max_length"),
-    *("optimizer", "optimizer_args", "ema"),
-)
 
 
 class Job:
@@ -103,24 +95,8 @@ class Job:
                 "--dry_run shows what training will need: leave it or --mode "
                 "out. Received: --dry_run"
             )
-        if config.tune and config.strategy != "none":
-            raise UserError(
-                "--tune chooses one pipeline, for devices of this host or "
-                f"--workers. Received: --tune, --strategy={config.strategy}"
-            )
-        if config.tune and config.elastic:
-            raise UserError(
-                "--tune keeps a pipeline for all of --workers, and --elastic "
-                "goes on without some. Received: --tune --elastic"
-            )
         if config.tune:
-            given = [
-                f"--{field.name}={getattr(config, field.name)}"
-                for field in dataclasses.fields(PipelineConfig)
-                if field.name != "num_stages"
-                and getattr(config, field.name) is not None
-            ]
-            print(f"--tune decides in place of {', '.join(given)}.")
+            tuned_plans.check(config)
         with as_user_errors(self.workdir):
             try:
                 # With --tune, --num_stages is a number of devices.
@@ -135,6 +111,9 @@ class Job:
         if "num_replicas" in self._batches:
             self._batches["num_replicas"] = self.hardware.num_replicas
         self._about = {**self._batches, **(about or {})}
+        self._tuned = TunedPlans(
+            config, self._place, self._about, self.hardware.devices
+        )
         self._trains = batches is not None and not config.dry_run
         if self._place and self._trains and self.hardware.is_chief:
             self._place.lock()
@@ -154,15 +133,9 @@ class Job:
         """
         if self.config.tune:
             model = model_zoo.get(name, **hyper_parameters)
-            tuned_for = self._tuned_for(name, hyper_parameters)
-            plan = self._kept_plan(tuned_for)
-            if plan is None:
-                plan = self._tuned(model, rows, length, optimizer)
-                print(plan, end="")
-                if self.workdir:
-                    self.workdir.mkdir(parents=True, exist_ok=True)
-                    self._place.keep(tuned_for, _PLAN_FLAGS)
-                    plan.save(self.workdir / _PLAN)
+            plan = self._tuned.get(
+                name, hyper_parameters, model, rows, length, optimizer, True
+            )
             return models.pipelined(model, plan=plan)
         names = [field.name for field in dataclasses.fields(PipelineConfig)]
         return models.pipelined(
@@ -197,9 +170,8 @@ class Job:
                 with keras.StatelessScope(initialize_variables=False):
                     model = model_zoo.get(name, **hyper_parameters)
                 if self.config.tune:
-                    tuned_for = self._tuned_for(name, hyper_parameters)
-                    return self._kept_plan(tuned_for) or self._tuned(
-                        model, rows, length, optimizer
+                    return self._tuned.get(
+                        name, hyper_parameters, model, rows, length, optimizer
                     )
                 return tf_gpipe.plan(
                     model,
@@ -212,56 +184,6 @@ class Job:
                 )
         except (TypeError, ValueError) as error:
             raise UserError(error) from error
-
-    def _kept_plan(self, tuned_for):
-        """Returns the plan in the working directory, or `None`.
-
-        Args:
-            tuned_for: What `_tuned_for` returns.
-
-        Raises:
-            UserError: If the plan was chosen for something else.
-        """
-        path = self.workdir and self.workdir / _PLAN
-        if not path or not path.exists():
-            return None
-        changed = self._place.changed(tuned_for, _PLAN_FLAGS)
-        if changed:
-            raise UserError(
-                f"{path} was chosen for other flags: {'; '.join(changed)}. Go "
-                "on with the same flags, or delete it to choose anew. "
-                "(--model_args also has what follows from the data.)"
-            )
-        return tf_gpipe.Plan.load(path)
-
-    def _tuned_for(self, name, hyper_parameters):
-        """Returns the flags that a chosen plan depends on, with their values.
-
-        Those of the batches are known only where a model is trained. Which data
-        set that is, and how it is read, matters by the hyper-parameters that
-        follow: the size of images, the number of classes, or the vocabulary's.
-
-        Args:
-            name: String, the name of the model.
-            hyper_parameters: Dictionary of its arguments.
-        """
-        return {
-            "dtype_policy": self.config.dtype_policy,
-            "workers": self.config.workers,
-            "num_stages": self.config.num_stages,
-            "model": name,
-            "model_args": hyper_parameters,
-            **{x: y for x, y in self._about.items() if x in _OF_A_PLAN},
-        }
-
-    def _tuned(self, model, rows, length, optimizer):
-        return tf_gpipe.tune(
-            model,
-            models.batch(model, rows, length),
-            devices=self.hardware.devices,
-            optimizer=optimizer,
-            replicas=False,
-        )
 
     def export(self, model):
         """Writes the plain Keras model as a SavedModel into `workdir`.

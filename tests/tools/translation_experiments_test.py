@@ -19,6 +19,7 @@ from tests.trainers import tiny_messages
 from tf_gpipe.commands.flags import keyword_arguments
 from tools import translation_experiments
 from trainers import translation
+from trainers import translation_runs
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = sorted(ROOT.glob("trainers/recipes/translation_*.cfg"))
@@ -53,7 +54,7 @@ class RecipesTest(tf.test.TestCase, parameterized.TestCase):
             defaults = {name: flags.FLAGS[name].value for name in names}
             flags.FLAGS(["translation", f"--flagfile={path}"])
             found = {name: flags.FLAGS[name].value for name in names}
-        defaults["model_args"] = translation._MODEL_ARGS
+        defaults["model_args"] = translation_runs._MODEL_ARGS
         defaults["languages"] = translation._SLAVIC
         found["model_args"] = keyword_arguments(found["model_args"])
         self.assertEqual(found, defaults)

@@ -24,6 +24,7 @@ from tests.devices import KIND
 from tests.trainers import tiny_messages
 from trainers import command_line
 from trainers import translation
+from trainers import translation_runs
 from trainers.command_line import UserError
 from trainers.interruption import Stopped
 from trainers.job_config import JobConfig
@@ -75,7 +76,7 @@ class TestCase(tf.test.TestCase, parameterized.TestCase):
             "model_args": MODEL_ARGS,
         }
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            network, scores = translation.train_and_evaluate(
+            network, scores = translation_runs.train_and_evaluate(
                 self.config(**(config or {})),
                 optimization,
                 **{**arguments, **kwargs},
