@@ -7,7 +7,9 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from collections.abc import Sequence
 
+from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.plans import words
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
@@ -63,6 +65,41 @@ class Candidate:
 
     def __str__(self) -> str:
         return words(*dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A candidate and its plan.
+
+    Attributes:
+        candidate: `Candidate`.
+        plan: `Plan`, whose `step_seconds` include the optimizer's updates and
+            the all-reduce of the replicas' gradients.
+    """
+
+    candidate: Candidate
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.step_seconds or 0.0
+
+    @property
+    def working(self) -> float:
+        """The number of devices that work at once, on average, at least 1.
+
+        While the busiest of a pipeline does; with those of all replicas.
+        """
+        busy = [1 - x for x in self.plan.device_idle]
+        return self.candidate.num_replicas * working(busy)
+
+
+def working(busy: Sequence[float]) -> float:
+    """Returns the number of devices that work at once, on average.
+
+    While the busiest does, given how long each works in a step.
+    """
+    return sum(busy) / max(busy) if any(busy) else 1.0
 
 
 def candidates(

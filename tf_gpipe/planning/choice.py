@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tf_gpipe.planning.candidates import Candidate
+from tf_gpipe.planning.candidates import Choice
 from tf_gpipe.planning.candidates import Fixed
 from tf_gpipe.planning.candidates import candidates
 from tf_gpipe.planning.candidates import placements
-from tf_gpipe.planning.drafts import Choice
 from tf_gpipe.planning.drafts import Draft
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.layer_times import LayerTimes

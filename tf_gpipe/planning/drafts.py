@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,11 @@ from tf_gpipe.partition.memory_limit import TooLittleMemoryError
 from tf_gpipe.planning import cuts
 from tf_gpipe.planning import speeds
 from tf_gpipe.planning.candidates import Candidate
+from tf_gpipe.planning.candidates import Choice
+from tf_gpipe.planning.candidates import working
 from tf_gpipe.planning.estimates import StageTimes
 from tf_gpipe.planning.estimates import estimate
 from tf_gpipe.planning.estimates import transfers
-from tf_gpipe.planning.plans import Plan
 from tf_gpipe.planning.speeds import Speed
 from tf_gpipe.schedule.memory import Sizes
 from tf_gpipe.schedule.memory import device_peaks
@@ -36,41 +36,6 @@ FITTING = 0.9
 # With more calls, a cut for memory takes too long: a candidate whose cut for
 # time does not fit is dropped.
 _MOST_CALLS_CUT_FOR_MEMORY = 600
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A candidate and its plan.
-
-    Attributes:
-        candidate: `Candidate`.
-        plan: `Plan`, whose `step_seconds` include the optimizer's updates and
-            the all-reduce of the replicas' gradients.
-    """
-
-    candidate: Candidate
-    plan: Plan
-
-    @property
-    def seconds(self) -> float:
-        return self.plan.step_seconds or 0.0
-
-    @property
-    def working(self) -> float:
-        """The number of devices that work at once, on average, at least 1.
-
-        While the busiest of a pipeline does; with those of all replicas.
-        """
-        busy = [1 - x for x in self.plan.device_idle]
-        return self.candidate.num_replicas * working(busy)
-
-
-def working(busy: Sequence[float]) -> float:
-    """Returns the number of devices that work at once, on average.
-
-    While the busiest does, given how long each works in a step.
-    """
-    return sum(busy) / max(busy) if any(busy) else 1.0
 
 
 class Draft:

@@ -1,5 +1,6 @@
 """`tf_gpipe.plan`: memory and time of a pipeline before it is allocated."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -156,20 +157,7 @@ def plan(
     found = planner.plan(config)
     if found.fits:
         return found
-    advice = (
-        "Nothing that the planner tries would make it fit: the largest layer "
-        "alone needs more, or the mini-batch is too large."
-    )
-    for change in planner.changes(config, found):
-        try:
-            fits = planner.plan(dataclasses.replace(config, **change)).fits
-        except TooLittleMemoryError:
-            fits = False
-        if fits:
-            words = ", ".join(f"{k}={v!r}" for k, v in change.items())
-            advice = f"It would fit with {words}."
-            break
-    return dataclasses.replace(found, advice=advice)
+    return dataclasses.replace(found, advice=planner.advice(config, found))
 
 
 class _Planner:
@@ -241,7 +229,19 @@ class _Planner:
             batch_size=layers.rows if decided else None,
         )
 
-    def changes(self, config, found):
+    def advice(self, config: PipelineConfig, found: Plan) -> str:
+        """Returns the smallest change with which a plan would fit, as text."""
+        for change in self._changes(config, found):
+            with contextlib.suppress(TooLittleMemoryError):
+                if self.plan(dataclasses.replace(config, **change)).fits:
+                    words = ", ".join(f"{k}={v!r}" for k, v in change.items())
+                    return f"It would fit with {words}."
+        return (
+            "Nothing that the planner tries would make it fit: the largest "
+            "layer alone needs more, or the mini-batch is too large."
+        )
+
+    def _changes(self, config, found):
         """Returns changes of arguments that may help, the smallest first."""
         if found.remat == AUTO_REMAT:
             return [{"memory_limit": found.device_memory}]
@@ -291,7 +291,7 @@ class _Planner:
             return config.balance
         if schedule.num_stages == 1 and config.balance is None:
             return [len(self._layers.graph.nodes)]
-        # The same for any number of stages, which `changes` varies.
+        # The same for any number of stages, which `_changes` varies.
         if config.remat not in self._balanced:
             balance = config.balance
             if callable(balance):

@@ -80,29 +80,10 @@ def write(
     )
     named: set[str] = set()
     for row, step in enumerate(steps.values(), 1):
-        for kind, bars in _bars(step).items():
-            figure.add_trace(
-                go.Bar(
-                    **bars,
-                    width=0.85,
-                    orientation="h",
-                    name=timeline.KINDS[kind],
-                    legendgroup=kind,
-                    showlegend=kind not in named,
-                    marker={
-                        "color": timeline.COLOURS[kind],
-                        "line": {"color": "black", "width": 0.5},
-                    },
-                    textposition="inside",
-                    insidetextanchor="middle",
-                    textangle=0,
-                    textfont={"color": "black"},
-                    constraintext="inside",
-                ),
-                row=row,
-                col=1,
-            )
-            named.add(kind)
+        for bars in _bars(step):
+            new = bars["legendgroup"] not in named
+            figure.add_trace(go.Bar(bars, showlegend=new), row=row, col=1)
+            named.add(bars["legendgroup"])
         figure.update_yaxes(
             # Rows are numbers, as two devices may have the same name.
             tickvals=list(range(len(step.devices))),
@@ -150,7 +131,7 @@ def write(
     figure.write_html(path, include_plotlyjs=True)
 
 
-def _bars(step: Execution) -> dict[str, dict[str, Any]]:
+def _bars(step: Execution) -> list[dict[str, Any]]:
     """Returns the arguments of `go.Bar` for each kind of task."""
     scale = 1e3 if step.in_seconds else 1.0
     unit = " ms" if step.in_seconds else ""
@@ -171,9 +152,27 @@ def _bars(step: Execution) -> dict[str, dict[str, Any]]:
             f"micro-batch {task.micro_batch}<br>on {step.devices[device]}<br>"
             f"from {first:.4g} to {first + long:.4g}, {long:.4g}{unit}"
         )
-    for bars in found.values():
-        bars["hoverinfo"] = "text"
-    return {kind: found[kind] for kind in timeline.KINDS if kind in found}
+    return [
+        {
+            **found[kind],
+            "hoverinfo": "text",
+            "width": 0.85,
+            "orientation": "h",
+            "name": timeline.KINDS[kind],
+            "legendgroup": kind,
+            "marker": {
+                "color": timeline.COLOURS[kind],
+                "line": {"color": "black", "width": 0.5},
+            },
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "textfont": {"color": "black"},
+            "constraintext": "inside",
+        }
+        for kind in timeline.KINDS
+        if kind in found
+    ]
 
 
 def _stage_rows(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 
 from tf_gpipe.planning.candidates import Candidate
-from tf_gpipe.planning.drafts import Choice
+from tf_gpipe.planning.candidates import Choice
 from tf_gpipe.planning.speeds import Machine
 
 # By how much a choice may be faster than its corrected time says: if one with

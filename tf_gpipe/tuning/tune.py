@@ -16,8 +16,8 @@ from tf_gpipe.partition import uncounted
 from tf_gpipe.planning import choice
 from tf_gpipe.planning import optimizers
 from tf_gpipe.planning import speeds
+from tf_gpipe.planning.candidates import Choice
 from tf_gpipe.planning.choice import Chooser
-from tf_gpipe.planning.drafts import Choice
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.layer_copies import NoCopyError
 from tf_gpipe.planning.layer_times import LayerTimes
