@@ -21,6 +21,10 @@ _OPERATIONS = 100
 _SIDES = 512, 1024, 2048, 4096, 8192
 _FLOATS = 2**22, 2**24, 2**26
 _BUSY_SECONDS = 1e-3
+# Bytes that are sent there and back, for each element of a vector.
+_BYTES = 8 * 4
+# How long they are sent while matrices are multiplied.
+_SENDING_SECONDS = 0.1
 # Devices are alike if none has a smaller share of the fastest one's speed.
 _SIMILAR = 0.8
 
@@ -44,10 +48,8 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
     if len(names) > 1:
         bandwidth, latency = _connection(names[0], names[1])
         if len({_process(x) for x in names[:2]}) > 1:
-            each = 2 * side**3 / speeds[0].flops
-            transfers = 8 * 4 * _FLOATS[0] / bandwidth
-            count = max(math.ceil(2 * transfers / each), _PRODUCTS)
-            handling = _handling(names[0], names[1], side, count)
+            product = 2 * side**3 / speeds[0].flops
+            handling = _handling(names[0], names[1], bandwidth, side, product)
     return Machine(
         [
             Device(name, memory, speed)
@@ -183,7 +185,7 @@ def _connection(first: str, second: str) -> tuple[float, float]:
     floats, seconds = _busy(there, [x // 4 for x in _FLOATS], latency)
     # Without the operations themselves.
     seconds -= _seconds(_there_and_back(first, first, floats))
-    return 8 * 4 * floats / max(seconds, 1e-6), latency / 8
+    return _BYTES * floats / max(seconds, 1e-6), latency / 8
 
 
 def _process(name: str) -> tuple:
@@ -192,27 +194,31 @@ def _process(name: str) -> tuple:
     return spec.job, spec.task
 
 
-def _handling(first: str, second: str, side: int, count: int) -> float:
+def _handling(
+    first: str, second: str, bandwidth: float, side: int, product: float
+) -> float:
     """Returns the seconds that a byte sent or received keeps a device busy.
 
     The processors of workers copy what they send, and what they receive, while
-    their stage waits. The device multiplies matrices, in much longer than the
+    their stage waits. The device multiplies matrices, for much longer than the
     transfers take, and the same operations run with and without transfers.
 
     Args:
         first: String, the device that is measured.
         second: String, the device at the other end.
+        bandwidth: Float, bytes a second from one to the other.
         side: Integer, the sides of the matrices.
-        count: Integer, how often they are multiplied.
+        product: Float, seconds that it takes to multiply two.
     """
-    size = _FLOATS[0]
+    size = max(int(_SENDING_SECONDS * bandwidth) // _BYTES, 2)
+    count = math.ceil(2 * _SENDING_SECONDS / product)
     alone, with_transfers = (
         _seconds(_working(first, second, size, side, count, sends))
         for sends in (False, True)
     )
     taken = with_transfers - alone
     # Less is noise.
-    return taken / (8 * 4 * size) if taken > 0.03 * alone else 0.0
+    return taken / (_BYTES * size) if taken > 0.03 * alone else 0.0
 
 
 def _working(
