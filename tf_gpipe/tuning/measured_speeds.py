@@ -34,9 +34,9 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
 
     Arithmetic is measured by matrix products, memory by sums of vectors, both
     less the time of a function that does nothing. The slowdown of devices that
-    share cores or memory is measured with all working at once. The connection,
-    and how long it keeps a device from other work, is that between the first
-    two devices.
+    share cores or memory is measured with all working at once. The connection
+    is that of the first device to the first of another process, or else to the
+    second; between processes also how long it keeps a device from other work.
     """
     speeds, sides = zip(*_speeds(names), strict=True)
     # The size that keeps the fastest device busy.
@@ -46,10 +46,11 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
     sharing = max(1.0, together / alone) if together else 1.0
     bandwidth, latency, handling = None, 0.0, 0.0
     if len(names) > 1:
-        bandwidth, latency = _connection(names[0], names[1])
-        if len({_process(x) for x in names[:2]}) > 1:
+        ends = _ends(names)
+        bandwidth, latency = _connection(*ends)
+        if len(set(map(_process, ends))) > 1:
             product = 2 * side**3 / speeds[0].flops
-            handling = _handling(names[0], names[1], bandwidth, side, product)
+            handling = _handling(*ends, bandwidth, side, product)
     return Machine(
         [
             Device(name, memory, speed)
@@ -186,6 +187,16 @@ def _connection(first: str, second: str) -> tuple[float, float]:
     # Without the operations themselves.
     seconds -= _seconds(_there_and_back(first, first, floats))
     return _BYTES * floats / max(seconds, 1e-6), latency / 8
+
+
+def _ends(names: Sequence[str]) -> tuple[str, str]:
+    """Returns the devices between which the connection is measured.
+
+    Those of two processes, if there are: their connection is slower.
+    """
+    first, second, *_ = names
+    others = (x for x in names if _process(x) != _process(first))
+    return first, next(others, second)
 
 
 def _process(name: str) -> tuple:

@@ -42,6 +42,13 @@ class MeasuredSpeedsTest(tf.test.TestCase):
                 run = measured_speeds._working(*DEVICES, 8, 4, 5, sends)
                 self.assertEqual(executed(run, kind), counts)
 
+    def test_ends_of_the_slowest_connection(self):
+        names = [f"/job:worker/task:{i // 2}/GPU:{i % 2}" for i in range(4)]
+        find = measured_speeds._ends
+        self.assertEqual(find(names), (names[0], names[2]))
+        self.assertEqual(find(names[:2]), (names[0], names[1]))
+        self.assertEqual(find(DEVICES), tuple(DEVICES))
+
     def test_measured(self):
         found = measured_speeds.measured(DEVICES, [None, 2**30])
         self.assertEqual([x.name for x in found.devices], DEVICES)
