@@ -203,16 +203,10 @@ class PipelinedModel(Pipelined, upstream.Functional):
             upstream.set_trainable_alone(made, model.trainable)
         return made
 
+    _of_model = from_model
+
     @classmethod
-    def from_config(cls, config, custom_objects=None):
-        if cls._has_own_config(config):
-            return cls(**config)
-        config = cls._revived(config)
-        if "model" in config:
-            model, scope = cls._plain(config.pop("model"), custom_objects)
-            made = cls.from_model(model, **config)
-            scope.finish(made)
-            return made
+    def _of_layers(cls, config, custom_objects):
         if "layers" not in config:
             # The config of a subclass whose `__init__` makes the layers.
             config.pop("dtype", None)

@@ -21,7 +21,9 @@ from tf_gpipe.stage import seeds
 class Saving(upstream.Mixin):
     """Mixin: `get_config`, `export`, and conversion to a plain Keras model.
 
-    For a class with a `PipelineConfig` and a `Pipeline` or `None`.
+    For a class with a `PipelineConfig` and a `Pipeline` or `None`, and with
+    methods `_of_model` and `_of_layers`, which make it of the plain model or of
+    a config.
     """
 
     def get_config(self):
@@ -95,6 +97,24 @@ class Saving(upstream.Mixin):
         return children
 
     @classmethod
+    def from_config(cls, config, custom_objects=None):
+        if cls._has_own_config(config):
+            return cls(**config)
+        config = cls._revived(config)
+        if "model" not in config:
+            return cls._of_layers(config, custom_objects)
+        # The plain model of the user's class, without weight values.
+        model, scope = no_values.built(
+            lambda x: keras.saving.deserialize_keras_object(
+                x, custom_objects=custom_objects
+            ),
+            config.pop("model"),
+        )
+        made = cls._of_model(model, **config)
+        scope.finish(made)
+        return made
+
+    @classmethod
     def _has_own_config(cls, config: dict[str, Any]) -> bool:
         """Returns whether a config is of a subclass's own constructor alone.
 
@@ -136,21 +156,6 @@ class Saving(upstream.Mixin):
             named.get("name", "model"), config.get("devices"), strategy
         )
         return config
-
-    @staticmethod
-    def _plain(config: dict[str, Any], custom_objects: Any) -> tuple:
-        """Makes the plain model of the user's class, without weight values.
-
-        Returns:
-            Tuple of the model and the scope in which it was made, which gives
-            the weights their values later.
-        """
-        return no_values.built(
-            lambda x: keras.saving.deserialize_keras_object(
-                x, custom_objects=custom_objects
-            ),
-            config,
-        )
 
 
 def not_a_config(config: Any) -> ValueError:

@@ -282,15 +282,11 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         )
 
     @classmethod
-    def from_config(cls, config, custom_objects=None):
-        if cls._has_own_config(config):
-            return cls(**config)
-        config = cls._revived(config)
-        if "model" in config:
-            model, scope = cls._plain(config.pop("model"), custom_objects)
-            made = cls(model, name=model.name, **config)
-            scope.finish(made)
-            return made
+    def _of_model(cls, model, **config):
+        return cls(model, name=model.name, **config)
+
+    @classmethod
+    def _of_layers(cls, config, custom_objects):
         # Not needed: a built model's list of layers has its input layer.
         config.pop("build_input_shape", None)
         config.pop("dtype", None)
