@@ -36,7 +36,10 @@ def copied(
     if not isinstance(layer, keras.Layer) or (
         not policies
         and not layer.variables
-        and any(map(_has_assets, upstream.layers_within(layer)))
+        # What these save is more than their config and weights.
+        and any(
+            hasattr(x, "save_assets") for x in upstream.layers_within(layer)
+        )
     ):
         return upstream.uncalled(layer)
 
@@ -78,11 +81,6 @@ def copied(
             if upstream.made_from_code(x):
                 vars(new)[name] = vars(old).get(name, x)
     return copy
-
-
-def _has_assets(layer: keras.Layer) -> bool:
-    """Returns whether a layer has more to save than its config and weights."""
-    return hasattr(layer, "save_assets")
 
 
 def _without_arrays(layer: keras.Layer) -> keras.Layer:

@@ -107,9 +107,10 @@ class Layers:
             try:
                 parts = self._parts(node, inputs, training)
             except Exception as e:
+                first, *_ = str(e).strip().splitlines() or [""]
                 self.notes.append(
                     f"Layer '{name}' could not be run by itself: "
-                    f"{type(e).__name__}: {_first_line(e)}"
+                    f"{type(e).__name__}: {first}"
                 )
                 continue
             if self._differ(whole, parts):
@@ -384,7 +385,3 @@ def _flat(x: Any) -> dict[str, np.ndarray]:
 
 def _numbers(v: Any) -> np.ndarray:
     return np.array(v.numpy())
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
