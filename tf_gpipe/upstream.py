@@ -8,6 +8,7 @@ that pipelines override or call.
 
 import contextlib
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable
@@ -511,6 +512,27 @@ def with_training(layer: Any, kwargs: dict, training: bool | None) -> dict:
     if training is None or not hasattr(layer, "_call_context_args"):
         return kwargs
     return {**kwargs, "training": training}
+
+
+def spec_function(layer: keras.Operation) -> Callable:
+    """Returns `compute_output_spec`, which may be given any call's arguments.
+
+    `training` is left out where `call` or `compute_output_spec` does not take
+    it: the call of a model within a model hands its own to all layers.
+    """
+
+    def spec(*args, **kwargs):
+        compute = layer.compute_output_spec
+        taken = inspect.signature(compute).parameters
+        any_name = any(x.kind is x.VAR_KEYWORD for x in taken.values())
+        if not (
+            getattr(layer, "_call_has_training_arg", True)
+            and (any_name or "training" in taken)
+        ):
+            kwargs.pop("training", None)
+        return compute(*args, **kwargs)
+
+    return spec
 
 
 def without_masks(kwargs: dict) -> dict:

@@ -404,6 +404,10 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
             found = upstream.with_training(node.operation, kwargs, mode)
             self.assertIs(found["training"], expected)
         self.assertEqual(upstream.with_training(keras.ops, {}, True), {})
+        operation = keras.ops.relu(x)._keras_history.operation
+        for layer in (L.Dropout(0.5), L.Identity(), operation):
+            spec = upstream.spec_function(layer)(x, training=True)
+            self.assertEqual(spec.shape, x.shape)
         # As in Keras.
         self.assertAllEqual(
             inner(np.ones((2, 2)), training=False), np.ones((2, 2))

@@ -134,7 +134,7 @@ def specs_of(node: Node, specs: Specs) -> tuple[None, Any]:
     """A `visit` for `walk`: no result, and the output specs."""
     args, kwargs = node.arguments(specs)
     with uncounted.naming(node):
-        return None, node.layer.compute_output_spec(*args, **kwargs)
+        return None, upstream.spec_function(node.layer)(*args, **kwargs)
 
 
 def _with_rows(spec: Any, rows: int | None) -> Any:

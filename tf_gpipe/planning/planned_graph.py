@@ -211,7 +211,7 @@ def copies(
                     f"{error} Or give layers that are built, and no "
                     "`dtype_policy`."
                 ) from error
-            outputs = layer.compute_output_spec(*args, **kwargs)
+            outputs = upstream.spec_function(layer)(*args, **kwargs)
             return (layer, bytes_of(layer.weights, optimizer)), outputs
         with no_values.NoValues():
             outputs = copy(*args, **kwargs)

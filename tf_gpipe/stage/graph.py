@@ -283,7 +283,7 @@ class Graph:
         """Sets the spec of each value, as the built layers compute it."""
         specs = {value: value.spec for value in self.inputs}
         for node in self.nodes:
-            node.run(specs, lambda layer: layer.compute_output_spec)
+            node.run(specs, upstream.spec_function)
         for value, spec in specs.items():
             value.spec = spec
 
@@ -308,7 +308,7 @@ class Graph:
             for node in self.nodes:
                 # A layer may raise any error, and those after it lack a spec.
                 with contextlib.suppress(Exception):
-                    node.run(specs, lambda layer: layer.compute_output_spec)
+                    node.run(specs, upstream.spec_function)
 
         def several(x: Any) -> bool:
             rows = x.shape[0] if getattr(x, "shape", ()) else None

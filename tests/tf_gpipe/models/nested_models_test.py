@@ -14,6 +14,7 @@ from keras import ops
 import tf_gpipe
 from tests import pairwise
 from tests.tf_gpipe import comparison
+from tf_gpipe.stage import model_graph
 
 ROWS = 6
 
@@ -520,6 +521,25 @@ def drops(inner_training=None, **call):
     return make
 
 
+@keras.saving.register_keras_serializable(package="nested_models_test")
+class Doubled(L.Layer):
+    """Has no mode, and Keras infers its spec from `call`."""
+
+    def call(self, x):
+        return 2 * x
+
+
+@keras.saving.register_keras_serializable(package="nested_models_test")
+class Moded(L.Layer):
+    """Has a mode, which its spec does not depend on."""
+
+    def call(self, x, training=None):
+        return 2 * x if training else x
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
 class TrainingTest(Case):
     """`training=` has the effect that it has in Keras."""
 
@@ -547,6 +567,32 @@ class TrainingTest(Case):
             x = numbers(ROWS, 4)
             found.append([model(x, training=t) for t in (None, False, True)])
         self.assertAllClose(*found)
+
+    @parameterized.product(
+        layer=(lambda: L.Reshape((4,)), Doubled, Moded),
+        balance=(lambda *_: 1, "time"),
+    )
+    @pytest.mark.slow_after(4)
+    def test_cut_by_costs(self, layer, balance):
+        """Layers whose spec takes no `training` have one in such a call."""
+
+        def make():
+            base = stack(layer(), L.Dense(4))
+            x = keras.Input((4,))
+            return keras.Model(x, L.Dense(2)(base(x, training=False)))
+
+        self.compare(make, 2, balance=balance)
+
+    @parameterized.parameters(lambda: L.Reshape((4,)), Doubled, Moded)
+    def test_several_rows_for_each_row(self, layer):
+        x = inputs = keras.Input((4,))
+        base = keras.Model(x, layer()(ops.concatenate([x, x], axis=0)))
+        graphs = [
+            model_graph.of_model(keras.Model(inputs, base(inputs, **kwargs)))
+            for kwargs in ({}, {"training": True})
+        ]
+        for graph in graphs:
+            self.assertContainsSubset(graph.returned, graph.multiplied)
 
     @pytest.mark.slow
     def test_draws_of_a_tower_that_is_called_twice(self):
