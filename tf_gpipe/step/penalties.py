@@ -11,7 +11,7 @@ def of_weight(variable: keras.Variable, device: str) -> tf.Tensor:
 
     @tf.custom_gradient
     def of_value(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        with tf.device(device), tf.GradientTape() as tape:
+        with tf.device(device), tf.GradientTape(persistent=True) as tape:
             tape.watch(value)
             loss = variable.regularizer(value)
 

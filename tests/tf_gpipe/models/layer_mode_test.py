@@ -542,6 +542,32 @@ class TapeTest(LayerModeTest):
         for a, b in zip(expected, found, strict=True):
             self.assert_same_numbers(a, b)
 
+    @parameterized.product(training=(True, False), compiled=(True, False))
+    @pytest.mark.slow_after(2)
+    def test_persistent_tape_of_penalties(self, training, compiled):
+        """A penalty of a weight may be differentiated more than once."""
+        layers = make_layers()
+        model = pipelined(layers)
+        x = tf.constant(make_data(7, 4))
+
+        def run(model):
+            with tf.GradientTape(persistent=True) as tape:
+                outputs = model(x, training=training)
+                one = total(outputs) + sum(model.losses)
+                other = tf.stack([one**2, one])
+            return [
+                tape.gradient(one, layers[1].kernel.value),
+                tape.gradient(other, layers[1].kernel.value),
+                tape.jacobian(
+                    other, layers[1].kernel.value, experimental_use_pfor=False
+                ),
+            ]
+
+        expected = run(keras.Sequential(layers))
+        found = (tf.function(run) if compiled else run)(model)
+        for a, b in zip(expected, found, strict=True):
+            self.assert_same_numbers(a, b)
+
     @pairwise.product(
         remat=(tf.recompute_grad, keras.remat),
         schedule=SCHEDULES,
