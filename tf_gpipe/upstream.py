@@ -154,6 +154,29 @@ def own_losses(layer: keras.Layer) -> list[tf.Tensor]:
     return list(layer._get_own_losses())
 
 
+def name_scope_of(layer: keras.Layer) -> contextlib.AbstractContextManager:
+    """Returns the scope in which Keras builds a layer.
+
+    The paths of weights made in it begin with the layer's name.
+    """
+    return layer._open_name_scope()
+
+
+def convert_argument(layer: keras.Layer, x: Any) -> Any:
+    """Returns a tensor as a layer's `__call__` passes it to `call`.
+
+    Cast to the dtype that the layer computes in, with its mask.
+    """
+    if not layer._convert_input_args:
+        return x
+    made = layer.dtype_policy.convert_input(
+        x, layer.autocast, layer.input_dtype
+    )
+    if made is not x and mask(x) is not None:
+        set_mask(made, mask(x))
+    return made
+
+
 def add_losses(losses: Iterable[tuple[keras.Layer, tf.Tensor]]) -> None:
     """Adds losses to layers, as if each had added its own when it was called.
 
@@ -518,7 +541,8 @@ def spec_function(layer: keras.Operation) -> Callable:
     """Returns `compute_output_spec`, which may be given any call's arguments.
 
     `training` is left out where `call` or `compute_output_spec` does not take
-    it: the call of a model within a model hands its own to all layers.
+    it: the call of a model within a model hands its own to all layers. Tensors
+    are cast as `__call__` casts them.
     """
 
     def spec(*args, **kwargs):
@@ -530,6 +554,15 @@ def spec_function(layer: keras.Operation) -> Callable:
             and (any_name or "training" in taken)
         ):
             kwargs.pop("training", None)
+        if isinstance(layer, keras.Layer):
+            args, kwargs = keras.tree.map_structure(
+                lambda x: (
+                    convert_argument(layer, x)
+                    if isinstance(x, keras.KerasTensor)
+                    else x
+                ),
+                (args, kwargs),
+            )
         return compute(*args, **kwargs)
 
     return spec
@@ -615,11 +648,7 @@ def convert_nested_input(
         elif len(shape) == expected.ndim - 1 and expected.shape[-1] == 1:
             shape.append(1)
         return keras.KerasTensor(shape, expected.dtype)
-    made = x
-    if model._convert_input_args:
-        made = model.dtype_policy.convert_input(
-            made, model.autocast, model.input_dtype
-        )
+    made = convert_argument(model, x)
     made = keras.ops.convert_to_tensor(made, dtype=expected.dtype)
     if len(made.shape) == expected.ndim + 1 and made.shape[-1] == 1:
         made = keras.ops.squeeze(made, axis=-1)

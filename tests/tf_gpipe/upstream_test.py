@@ -53,6 +53,30 @@ class LayersTest(tf.test.TestCase):
         found = upstream.layers_within(self.block)
         self.assertEqual(found, [self.block, self.block.dense])
 
+    def test_name_scope_of(self):
+        """A pipeline names the weights that it builds for `fit` as Keras."""
+        with upstream.name_scope_of(self.block):
+            with upstream.name_scope_of(self.block):
+                variable = keras.Variable(0.0, name="v")
+        self.assertEqual(variable.path, f"{self.block.name}/v")
+
+    def test_convert_argument(self):
+        """It casts the inputs of `fit` as Keras does those of a call."""
+        for convert in (True, False):
+            layer = L.Dense(2, dtype="mixed_bfloat16")
+            layer._convert_input_args = convert
+            dtype = "bfloat16" if convert else "float32"
+            x, mask = tf.ones((1, 2)), tf.ones((1,), "bool")
+            upstream.set_mask(x, mask)
+            found = upstream.convert_argument(layer, x)
+            self.assertEqual(found.dtype, dtype)
+            self.assertIs(upstream.mask(found), mask)
+            spec = keras.KerasTensor((None, 2), "float32")
+            found = upstream.convert_argument(layer, spec)
+            self.assertEqual(found.dtype, dtype)
+            for x in (tf.ones((1, 2), "int32"), None):
+                self.assertIs(upstream.convert_argument(layer, x), x)
+
     def test_own_variables(self):
         """Layers merge their state; tapes watch weights that may thaw."""
         self.block.trainable = False
@@ -408,6 +432,8 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         for layer in (L.Dropout(0.5), L.Identity(), operation):
             spec = upstream.spec_function(layer)(x, training=True)
             self.assertEqual(spec.shape, x.shape)
+        spec = upstream.spec_function(L.Identity(dtype="bfloat16"))(x)
+        self.assertEqual(spec.dtype, "bfloat16")
         # As in Keras.
         self.assertAllEqual(
             inner(np.ones((2, 2)), training=False), np.ones((2, 2))

@@ -326,10 +326,10 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                     (None, *t.shape[1:]),
                     keras.backend.standardize_dtype(t.dtype),
                 ),
-                inputs,
+                self._converted(inputs),
             )
             graph = model_graph.of_layers(self.layers, x)
-            with no_values.NoValues() as scope:
+            with no_values.NoValues() as scope, upstream.name_scope_of(self):
                 try:
                     made = x
                     for layer in self.layers:
@@ -344,6 +344,12 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             self._place(graph)
             scope.assign()
         self.built = True
+
+    def _converted(self, inputs: Any) -> Any:
+        """Returns inputs as Keras's `__call__`, which `fit` does not call."""
+        return keras.tree.map_structure(
+            lambda x: upstream.convert_argument(self, x), inputs
+        )
 
     def _name_layer(self, error: Exception, x: Any) -> None:
         """Adds the failing layer and its stage to an error of the build.
@@ -375,7 +381,9 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         x = self._as_tensors(x)
         if self._pipeline is None:
             self._build_for(x)
-        if self._functional is not None:
+        if self._functional is None:
+            x = self._converted(x)
+        else:
             mask = upstream.mask(x)
             given = self._functional._standardize_inputs(x)
             if len(given) != 1:

@@ -97,6 +97,20 @@ class Eights(L.Layer):
         return keras.ops.reshape(x, (8, -1))
 
 
+class Joins(L.Layer):
+    """Takes a dictionary, and uses an input beside a layer."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = L.Dense(3, name="inner", dtype=self.dtype_policy)
+
+    def build(self, shapes):
+        self.dense.build(shapes["a"])
+
+    def call(self, x):
+        return self.dense(x["a"]) + x["b"]
+
+
 class Average(L.Layer):
     def call(self, x):
         return keras.ops.mean(x, axis=-1, keepdims=True)
@@ -275,6 +289,48 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
             logs = model.fit(data, verbose=0).history
             found.append([logs["loss"], model.get_weights()])
         self.assertAllClose(*found)
+
+    @parameterized.product(
+        method=("__call__", "fit", "train_on_batch", "evaluate", "predict"),
+        policy=("float32", "mixed_bfloat16"),
+    )
+    @pytest.mark.slow_after(4)
+    def test_dictionaries_before_the_build(self, method, policy):
+        """Inputs are cast, and weights named, whatever builds the layers."""
+        x = {"a": numbers(6, 4), "b": numbers(6, 3)}
+        x = {name: value.astype("float64") for name, value in x.items()}
+        y = numbers(6, 2)
+        found = []
+        for cls, kwargs in (
+            (keras.Sequential, {}),
+            (
+                tf_gpipe.PipelinedSequential,
+                {"num_stages": 2, "num_micro_batches": 2},
+            ),
+        ):
+            keras.utils.set_random_seed(1)
+            keras.config.set_dtype_policy(policy)
+            try:
+                # Layers in float32 show whether the model has cast its inputs.
+                layers = [
+                    Joins(name="joins", dtype="float32"),
+                    L.Dense(2, name="last", dtype="float32"),
+                ]
+                model = cls(layers, name="model", **kwargs)
+            finally:
+                keras.config.set_dtype_policy("float32")
+            model.compile("sgd", "mse")
+            if method in ("__call__", "predict"):
+                getattr(model, method)(x)
+            else:
+                getattr(model, method)(x, y)
+            names = [v.path for v in model.variables]
+            loss = model.fit(x, y, verbose=0).history["loss"]
+            values = loss, model.predict(x, verbose=0), model.get_weights()
+            found.append((names, values))
+        (names, values), (other_names, other_values) = found
+        self.assertEqual(names, other_names)
+        self.assertAllClose(values, other_values, rtol=1e-5)
 
     @parameterized.parameters(True, False)
     def test_ragged_tensors(self, sequential):
