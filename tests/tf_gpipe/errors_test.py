@@ -695,6 +695,20 @@ class LossTest(ErrorTest):
         with self.assert_raises(ValueError, "No loss to compute", "`compile"):
             pipelined(schedule=schedule).loss_and_gradients(x, y)
 
+    @parameterized.parameters("mse", "binary_crossentropy")
+    def test_outputs_of_one_axis(self, loss):
+        x, y = make_data()
+        layers = [*make_layers(1), keras.layers.Dense(1, "sigmoid")]
+        model = pipelined([*layers, keras.layers.Reshape(())])
+        model.compile("sgd", loss)
+        with self.assert_raises(
+            ValueError, f"'{loss}'", "(batch_size,)", "make it (batch_size, 1)"
+        ):
+            model.fit(x, y[:, 0], verbose=0)
+        model = pipelined(layers)
+        model.compile("sgd", loss)
+        model.fit(x, y[:, :1], verbose=0)
+
     @parameterized.parameters(one_number, OneNumber(name="one_number"))
     def test_one_number_with_1f1b(self, loss):
         model = pipelined(schedule="1f1b")

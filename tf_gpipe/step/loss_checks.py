@@ -85,7 +85,13 @@ def check_count(
     if trace.assigns:
         raise needs_whole(loss, "changes variables")
     if trace.shape.rank == 0:
-        raise needs_whole(loss, "returns one number, not one a sample")
+        reason = "returns one number, not one a sample"
+        if any(x.shape.rank == 1 for x in keras.tree.flatten(y_pred)):
+            reason += (
+                " (of outputs of shape (batch_size,), of which Keras's losses "
+                "take the mean; make it (batch_size, 1))"
+            )
+        raise needs_whole(loss, reason)
     rows = trace.shape[0] if trace.shape.rank else None
     if rows is not None and rows % ROWS:
         raise needs_whole(loss, f"returns {rows} numbers for all samples")
