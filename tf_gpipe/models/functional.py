@@ -220,6 +220,16 @@ class PipelinedModel(Pipelined, upstream.Functional):
         return model
 
     def _convert_inputs_to_tensors(self, flat_inputs):
+        if len(flat_inputs) < len(self.inputs):
+            # Keras checks lists and dictionaries, but no deeper structures.
+            names = keras.tree.map_structure(
+                lambda x: x.name, upstream.inputs_of(self)
+            )
+            raise ValueError(
+                f"A pipeline needs all of its {len(self.inputs)} inputs: "
+                f"{names}. Call it with tensors in this structure; it "
+                f"received {len(flat_inputs)}: {flat_inputs}"
+            )
         converted = super()._convert_inputs_to_tensors(flat_inputs)
         # Not strict: a dictionary may have more keys than the model has
         # inputs. Keras warns of them.

@@ -20,7 +20,11 @@ def numbers(*shape, seed=0):
 
 def two_inputs(structure):
     a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
-    inputs = {"dict": {"a": a, "b": b}, "list": [a, b]}[structure]
+    inputs = {
+        "dict": {"a": a, "b": b},
+        "list": [a, b],
+        "nested": {"a": a, "more": [b]},
+    }[structure]
     x = L.Concatenate()([L.Dense(5)(a), L.Dense(5)(b)])
     return keras.Model(inputs, L.Dense(1)(x))
 
@@ -197,6 +201,20 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
             for call in (model, model.predict, model.evaluate):
                 with self.assertRaisesRegex(ValueError, "received 3"):
                     call(x)
+
+    @parameterized.parameters(
+        {"x": numbers(6, 4)},
+        {"x": [numbers(6, 4)]},
+        {"x": {"a": numbers(6, 4)}},
+        {"x": {"a": numbers(6, 4), "more": []}},
+    )
+    def test_too_few(self, x):
+        _, model = self.pair(lambda: two_inputs("nested"))
+        for call in (model, model.predict, model.predict_on_batch):
+            with self.assertRaisesRegex(
+                ValueError, r"all of its 2 inputs(.|\n)*b(.|\n)*received 1"
+            ):
+                call(x)
 
     @parameterized.parameters(
         (True, [numbers(6, 4)]),
