@@ -243,6 +243,10 @@ def _expected(flag):
         return "a finite number"
     if isinstance(value, int) and abs(value) > _LARGEST:
         return f"an integer of at most {_LARGEST}"
+    texts = value if isinstance(value, list) else [value]
+    if any(len(f"{x}.".splitlines()) > 1 for x in texts):
+        # A file of flags has one a line.
+        return "of one line"
     empty = isinstance(value, (list, str)) and not all([value, *value])
     may_be = flag.default == "" or flag.name == "optimizer_args"
     if flag.present and empty and not may_be:

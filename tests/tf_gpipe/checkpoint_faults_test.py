@@ -1,5 +1,6 @@
 """Checkpoints on a full disk, and two programs in the same directory."""
 
+import concurrent.futures
 import contextlib
 import errno
 import fcntl
@@ -7,6 +8,7 @@ import io
 import os
 import resource
 import shutil
+import threading
 from unittest import mock
 
 import keras
@@ -24,6 +26,7 @@ from tests.tf_gpipe.checkpoint_test import make
 from tf_gpipe.callbacks import Checkpoint
 from tf_gpipe.checkpoints import store
 from tf_gpipe.checkpoints.lock import Lock
+from tf_gpipe.checkpoints.writer import Writer
 
 
 class LimitingFiles(keras.callbacks.Callback):
@@ -144,6 +147,41 @@ class TwoTrainersTest(checkpoint_test.TestCase):
         # A run that begins after another has ended is not refused.
         self.assertNotIn(".lock", os.listdir(self.workdir))
         self.fit(model, DATA["arrays"], epochs=2)
+
+    def test_interrupted_while_it_waits_for_a_checkpoint(self):
+        """As by a second Ctrl-C: the directory stays locked till it is there.
+
+        Two writers at once would spoil each other's files.
+        """
+        writing, go_on = threading.Event(), threading.Event()
+
+        def parts():
+            writing.set()
+            go_on.wait()
+            yield []
+
+        writer = Writer(self.workdir, keep=1)
+        writer.lock()
+        writer.write(store.Position(1), parts(), {}, lambda path: None)
+        writing.wait()
+        with (
+            mock.patch.object(
+                concurrent.futures, "wait", side_effect=KeyboardInterrupt
+            ),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            writer.end()
+        with self.assertRaisesRegex(ValueError, "trains in .* already"):
+            Lock(self.workdir)
+        go_on.set()
+        writer.end()
+        self.assertEqual(os.listdir(self.workdir), ["epoch_00001"])
+        # The same program may train there again.
+        writer.lock()
+        with self.assertRaisesRegex(ValueError, "trains in .* already"):
+            Lock(self.workdir)
+        writer.end()
+        Lock(self.workdir).release()
 
     @parameterized.parameters(True, False)
     @pytest.mark.slow_after(1)

@@ -286,6 +286,46 @@ class Flipped(InOrder):
         return x * random.choice([-1, 1]), y
 
 
+class OwnNoise(InOrder):
+    """Adds noise from a generator that it has."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.numbers = np.random.default_rng(2)
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x + self.numbers.normal(size=x.shape).astype("float32"), y
+
+
+class NoiseByAnObject(InOrder):
+    """Adds noise from a generator that an attribute has."""
+
+    class Augmenting:
+        def __init__(self):
+            self.numbers = random.Random(3)
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.augmenting = self.Augmenting()
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x * self.augmenting.numbers.choice([-1, 1]), y
+
+
+class NoiseByALayer(InOrder):
+    """Adds noise by a layer that it has."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.noise = L.GaussianNoise(0.1, seed=4)
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return np.asarray(self.noise(x, training=True)), y
+
+
 class Endless(Rows):
     """Has no last batch."""
 
@@ -347,6 +387,7 @@ DATA = {
     },
     "PyDataset": lambda: {"x": Rows()},
     "PyDataset of shared numbers": lambda: {"x": NoisyRows()},
+    "PyDataset of its own numbers": lambda: {"x": OwnNoise()},
     "PyDataset by threads": lambda: {"x": Rows(workers=2)},
     "tf.data": lambda: {"x": dataset().batch(8), "shuffle": False},
     "tf.data without end": lambda: {
@@ -1476,8 +1517,10 @@ class RefusedTest(TestCase):
             fit()
         self.assertEmpty(os.listdir(self.workdir))
 
-    @parameterized.parameters(NoisyRows, Flipped)
-    def test_shared_numbers_by_several_workers(self, data):
+    @parameterized.parameters(
+        NoisyRows, Flipped, OwnNoise, NoiseByAnObject, NoiseByALayer
+    )
+    def test_numbers_by_several_workers(self, data):
         with self.assertRaisesRegex(
             ValueError, f"{data.__name__} .*default_rng.*workers=2"
         ):

@@ -21,7 +21,7 @@ FLOORS = (
     ("stage",),
     ("devices",),
     ("schedule", "table", "upstream", "upstream_server"),
-    ("checks", "progress", "whole_files", "_version"),
+    ("checks", "progress", "random_numbers", "whole_files", "_version"),
 )
 # Commands use the package as users do; `worker` is one of them.
 USERS = ("commands", "worker", "__main__")

@@ -144,6 +144,28 @@ class LockTest(parameterized.TestCase):
         self.assertTrue(other.holds())
         other.release()
 
+    def test_a_child_that_outlives_the_process(self):
+        """Such as one that prepares data: it was forked, and trains nothing."""
+        lock = Lock(self.path)
+        ended, ends = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(ends)
+            os.read(ended, 1)
+            lock.release()
+            os._exit(int(lock.holds() or not self.file.exists()))
+        os.close(ended)
+        try:
+            # As the kernel does when a process is killed.
+            lock._file.close()
+            other = Lock(self.path)
+        finally:
+            os.close(ends)
+            _, status = os.waitpid(child, 0)
+        self.assertEqual(status, 0)
+        self.assertTrue(other.holds())
+        other.release()
+
     def test_that_cannot_be_written(self):
         self.file.mkdir()
         with self.assertRaises(OSError):

@@ -7,6 +7,7 @@ again, in order, and dropped.
 
 import random
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gpipe import random_numbers
 from tf_gpipe import upstream
 from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import Saved
@@ -23,18 +25,9 @@ _ENDED = (
     "same batches as when the checkpoint was written."
 )
 
-# What a `PyDataset` may draw numbers from.
-_GENERATORS = (
-    keras.random.SeedGenerator,
-    np.random.Generator,
-    np.random.RandomState,
-    random.Random,
-    tf.random.Generator,
-)
-
 
 def check(
-    epochs: Any, first: int, validation_data: Any, draws: bool
+    epochs: Any, first: int, validation_data: Any, draws: Container[str]
 ) -> dict[str, Any]:
     """Refuses data that would not come in the same order again.
 
@@ -42,8 +35,8 @@ def check(
         epochs: Keras's iterator over the epochs of `fit`.
         first: Integer, the epoch with which the data begins.
         validation_data: The argument of `fit`.
-        draws: Boolean, whether batches are drawn from the random generators
-            that Python and NumPy share with the whole program.
+        draws: Where batches draw random numbers from, as of
+            `random_numbers.watched`.
 
     Returns:
         Dictionary of what makes the batches those that they are, for JSON: the
@@ -106,13 +99,13 @@ def _lasting_states(dataset: Any) -> dict[int, str]:
         return upstream.lasting_states(dataset)
     if not isinstance(dataset, keras.utils.PyDataset):
         return {}
-    found = [x for x in vars(dataset).values() if isinstance(x, _GENERATORS)]
+    found = random_numbers.held_by(dataset)
     if upstream.changes_between_epochs(dataset):
         found.append(dataset)
     return {id(x): type(dataset).__name__ for x in found}
 
 
-def _check_py_dataset(epochs: Any, draws: bool) -> None:
+def _check_py_dataset(epochs: Any, draws: Container[str]) -> None:
     """Refuses a `PyDataset` whose batches depend on when they are drawn."""
     dataset = epochs.data_adapter.py_dataset
     name = type(dataset).__name__
@@ -122,19 +115,20 @@ def _check_py_dataset(epochs: Any, draws: bool) -> None:
             f"changes between epochs, as {name} does by its `on_epoch_begin` "
             "or `on_epoch_end`",
         )
-    if draws:
+    if random_numbers.SHARED in draws:
         _check_whole_epochs(
             epochs,
             f"draws from `np.random` or `random`, as {name} does for its "
             "batches",
         )
-        if dataset.workers > 1:
-            raise ValueError(
-                f"The batches of {name} are drawn from `np.random` or `random` "
-                "by several workers: which batch gets which numbers is left to "
-                "chance. Draw from `np.random.default_rng(index)` for each, or "
-                f"leave `workers` out. Received: workers={dataset.workers}"
-            )
+    if draws and dataset.workers > 1:
+        raise ValueError(
+            f"The batches of {name} are drawn from a generator of random "
+            "numbers by several workers: which batch gets which numbers is "
+            "left to chance. Draw from `np.random.default_rng(index)` for "
+            "each, or leave `workers` out. Received: "
+            f"workers={dataset.workers}"
+        )
 
 
 def _check_whole_epochs(epochs: Any, what: str) -> None:

@@ -7,6 +7,7 @@ import pathlib
 import re
 import socket
 import time
+import weakref
 
 from tf_gpipe.checkpoints.store import CheckpointError
 
@@ -22,6 +23,8 @@ _LOCKED = (errno.EACCES, errno.EAGAIN)
 _LOOKS = 20
 _LOOK_SECONDS = 0.05
 _MOST_CHARACTERS = 300
+# The locks of this process.
+_locks: weakref.WeakSet["Lock"] = weakref.WeakSet()
 
 
 class LockedError(CheckpointError):
@@ -55,6 +58,7 @@ class Lock:
 
     def __init__(self, directory: str | os.PathLike):
         self._path = pathlib.Path(directory) / _NAME
+        _locks.add(self)
         who = ""
         for look in range(_LOOKS):
             self._file = self._path.open("a+", errors="replace")
@@ -111,6 +115,19 @@ class Lock:
             with contextlib.suppress(OSError):
                 self._path.unlink()
         self._file.close()
+
+
+def _let_go() -> None:
+    """Closes the files of the parent's locks, which stay the parent's."""
+    for lock in _locks:
+        # Not there yet, if another thread is making the lock.
+        if "_file" in vars(lock):
+            lock._file.close()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def _is_dead(who: str) -> bool:

@@ -33,6 +33,8 @@ class NotWrittenError(OSError):
 class Writer:
     """Writes into a `Store` from a thread, which Python waits for at exit.
 
+    The thread also takes and releases the lock, in order with what it writes.
+
     Args:
         directory: Path, as of `Store`.
         keep: Integer, how many checkpoints to keep.
@@ -58,9 +60,13 @@ class Writer:
             LockedError: If another process writes there.
         """
         self._refused = None
-        try:
+
+        def lock() -> None:
             self._take_lock()
             self._store.recover()
+
+        try:
+            self._thread.submit(lock).result()
         except OSError as error:
             self._refused = error
 
@@ -187,14 +193,19 @@ class Writer:
         An error of writing is printed, not raised, so as not to hide the error
         by which training has ended.
         """
+        # In the thread, once all is written: another Ctrl-C may end the wait.
+        released = self._thread.submit(self._release)
         try:
             self.wait()
         except Exception as error:
             tell(f"{error}")
         finally:
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            concurrent.futures.wait([released])
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def newest(self) -> pathlib.Path | None:
         """Returns the path of the newest checkpoint, or `None`."""

@@ -227,9 +227,7 @@ def _ask_as_tensorflow(host: str, port: int, seconds: float) -> str | None:
     Returns:
         The state of the server, as of `heartbeat.ask`.
     """
-    # Imported here, so that only programs with workers load it.
-    import grpc
-
+    grpc = _grpc()
     options = {"grpc.enable_http_proxy": 0, "grpc.use_local_subchannel_pool": 1}
     with grpc.insecure_channel(f"{host}:{port}", [*options.items()]) as channel:
         try:
@@ -238,6 +236,22 @@ def _ask_as_tensorflow(host: str, port: int, seconds: float) -> str | None:
             silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             return heartbeats.SILENT if silent else heartbeats.OTHER
     return None if status else heartbeats.OTHER
+
+
+def _grpc() -> Any:
+    """Returns the package `grpc`, which only programs with workers import.
+
+    Raises:
+        ImportError: If it is another module of that name.
+    """
+    import grpc
+
+    if not hasattr(grpc, "insecure_channel"):
+        raise ImportError(
+            "Workers are asked by the package grpc, and another module has its "
+            f"name. Rename that one. Received: {grpc}"
+        )
+    return grpc
 
 
 def _wait_for(
@@ -255,6 +269,10 @@ def _wait_for(
             returned; otherwise it is an error.
         scope: Exit stack that gets an open connection to each worker, so that
             no worker restarts before the program uses it.
+
+    Raises:
+        tf.errors.UnavailableError: If too few answer.
+        Exception: What has kept a thread from asking.
     """
     # At most a time that the system can wait for.
     deadline = time.monotonic() + min(timeout, heartbeats.MOST_SECONDS)
@@ -265,8 +283,7 @@ def _wait_for(
     def left() -> float:
         return max(deadline - time.monotonic(), 0.05)
 
-    def find(address: str) -> None:
-        # Run by a thread for each address: DNS look-ups have no time limit.
+    def find(address: str) -> dict[str, tuple[str, int]]:
         name, _, port = address.rpartition(":")
         while True:
             kept: list[socket.socket] = []
@@ -281,23 +298,31 @@ def _wait_for(
                 for connection in kept:
                     scope.enter_context(connection)
                 if state is None:
-                    answers.put({address: place})
-                    return
+                    return {address: place}
                 states[address] = _NO_WORKER[state]
             # Too little time is left for one more attempt.
             if time.monotonic() > deadline - 2 * _AGAIN_SECONDS:
-                answers.put({})
-                return
+                return {}
             time.sleep(_AGAIN_SECONDS)
 
+    def answer(address: str) -> None:
+        try:
+            answers.put(find(address))
+        except BaseException as error:
+            answers.put(error)
+
     for address in addresses:
-        threading.Thread(target=find, args=(address,), daemon=True).start()
+        # A thread for each: DNS look-ups have no time limit.
+        threading.Thread(target=answer, args=(address,), daemon=True).start()
     found: dict[str, tuple[str, int]] = {}
     # Some time more than the deadline, for the threads' last attempts.
     end = deadline + 2 * _AGAIN_SECONDS
     with contextlib.suppress(queue.Empty):
         for _ in addresses:
-            found.update(answers.get(timeout=max(end - time.monotonic(), 0)))
+            each = answers.get(timeout=max(end - time.monotonic(), 0))
+            if isinstance(each, BaseException):
+                raise each
+            found.update(each)
     missing = [x for x in addresses if x not in found]
     reasons = "; ".join(f"{x}: {states[x]}" for x in missing)
     if missing and len(found) >= enough:

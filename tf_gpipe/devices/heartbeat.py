@@ -5,6 +5,9 @@ Python threads. This is therefore another process, with copies of the client's
 sockets: once it shuts down the sockets of a worker, calls that wait for that
 worker fail.
 
+Time in which this process or the client is stopped, as by Ctrl-Z, is no silence
+of workers, which may be stopped with it.
+
 A worker counts as answering if its server begins to speak HTTP/2 on a new
 connection. Its threads do, however long an operation takes; those of a stopped
 process do not, although its host goes on accepting connections.
@@ -108,8 +111,9 @@ def ask(
 class _Worker:
     """A worker that a thread asks again and again whether it is alive."""
 
-    def __init__(self, name: str, host: str, port: int):
+    def __init__(self, name: str, host: str, port: int, client: int):
         self.name = name
+        self._client = client
         self._address = (host, port)
         self._seconds: float | None = None
         self._sockets: list[socket.socket] = []
@@ -160,16 +164,21 @@ class _Worker:
         Returns:
             Tuple of `DEAD` or `SILENT`, and of the limit of silence.
         """
-        answered = time.monotonic()
+        answered = last = time.monotonic()
         refused = False
         kept: list[socket.socket] = []
         while True:
             # A third of the limit, so that there are several attempts.
             limit = self.limit(answered) or _HURRY_SECONDS
-            state = ask(*self._address, min(limit / 3, _ANSWER_SECONDS), kept)
+            seconds = min(limit / 3, _ANSWER_SECONDS)
+            state = ask(*self._address, seconds, kept)
             while len(kept) > 1:
                 kept.pop(0).close()
             now = time.monotonic()
+            longest = seconds + _AGAIN_SECONDS + _PAUSE_SECONDS
+            if now - last > longest or is_stopped(self._client):
+                answered += now - last
+            last = now
             silence = self.limit(answered)
             if state is None:
                 answered, refused = now, False
@@ -192,6 +201,16 @@ class _Worker:
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped, as by Ctrl-Z, where Linux tells."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # After its name, which may have any characters.
+            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 def _probe_idle(each: socket.socket, seconds: float) -> None:
@@ -239,7 +258,7 @@ def _serve(client: socket.socket, signals: socket.socket) -> None:
         for line in lines:
             message: dict[str, Any] = json.loads(line)
             for name, (host, port) in message.get("watch", {}).items():
-                workers[name] = _Worker(name, host, port)
+                workers[name] = _Worker(name, host, port, parent)
                 threading.Thread(
                     target=watch, args=(workers[name],), daemon=True
                 ).start()

@@ -3,17 +3,16 @@
 import contextlib
 import functools
 import inspect
-import pickle
-import random
 import warnings
 from collections.abc import Callable
+from collections.abc import Container
 from typing import Any
 from typing import NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from tf_gpipe import random_numbers
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
@@ -44,25 +43,21 @@ class Run(NamedTuple):
         callbacks: The argument of `fit`, in the order of `in_order`.
         at_end: List of functions that are called when `fit` has ended or
             failed.
-        random: What `_shared_numbers` returned as `fit` began.
+        drawn: Function that returns where random numbers have been drawn from
+            since `fit` began, as of `random_numbers.watched`.
         validation_data: The argument of `fit`.
         epochs: Keras's iterator over the epochs of the data.
-        draws: Boolean, whether the data draws from `random` or `np.random`:
-            Keras has made its first batches as it made `epochs`.
+        draws: What it returned once Keras had made `epochs`, for which it made
+            the first batches: where these draw from.
     """
 
     initial_epoch: int
     callbacks: Any
     at_end: list[Callable[[], None]]
-    random: bytes
+    drawn: Callable[[], set[str]]
     validation_data: Any = None
     epochs: Any = None
-    draws: bool = False
-
-
-def _shared_numbers() -> bytes:
-    """Returns what changes as numbers are drawn from `random`, `np.random`."""
-    return pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
+    draws: Container[str] = ()
 
 
 class PipelinedTraining(PipelinedCalls, SeveralHosts):
@@ -256,7 +251,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             given.get("initial_epoch", 0),
             given.get("callbacks"),
             at_end=[],
-            random=_shared_numbers(),
+            drawn=random_numbers.watched(given.get("x")),
             validation_data=given.get("validation_data"),
         )
         self._note_run(run)
@@ -274,8 +269,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         # The first iterator is that of `fit`, a later one of its validation.
         run = self._training_run
         if run is not None and run.epochs is None:
-            draws = run.random != _shared_numbers()
-            self._note_run(run._replace(epochs=iterator, draws=draws))
+            self._note_run(run._replace(epochs=iterator, draws=run.drawn()))
         super()._maybe_symbolic_build(iterator, data_batch)
 
     def _note_run(self, run):

@@ -8,6 +8,7 @@ or `STOP`. It prints the outcome as a line of JSON.
 import functools
 import json
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -174,6 +175,16 @@ def interrupted(devices, hurt):
     return False
 
 
+def stopped(devices, pids):
+    """Trains until its input ends, while it may be stopped."""
+    model = make(devices)
+    fit(model)
+    print(json.dumps([os.getpid(), *pids]), flush=True)
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        fit(model)
+    return True
+
+
 def main(moment, how, heartbeat):
     with (
         workers.started(2) as processes,
@@ -185,12 +196,15 @@ def main(moment, how, heartbeat):
         )
         number = getattr(signal, f"SIG{how}")
         hurt = functools.partial(processes[1].process.send_signal, number)
-        if moment in ("busy", "interrupted"):
-            done = (
-                busy(devices)
-                if moment == "busy"
-                else interrupted(devices, hurt)
-            )
+        programs = {
+            "busy": lambda: busy(devices),
+            "interrupted": lambda: interrupted(devices, hurt),
+            "with_the_client": lambda: stopped(
+                devices, [x.process.pid for x in processes]
+            ),
+        }
+        if moment in programs:
+            done = programs[moment]()
             print(json.dumps({"done": bool(done)}), flush=True)
             return
         model, call = whose_worker_is_hurt(moment, devices, hurt, directory)

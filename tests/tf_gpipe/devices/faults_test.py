@@ -1,8 +1,10 @@
 """Nothing waits for ever if a worker is killed or stopped at any moment."""
 
 import json
+import os
 import signal
 import subprocess
+import time
 
 import pytest
 from absl.testing import absltest
@@ -96,6 +98,25 @@ class FaultsTest(parameterized.TestCase):
     @pytest.mark.slow
     def test_long_work_is_no_silence(self):
         self.assertTrue(run("busy", "STOP", str(HEARTBEAT))["done"])
+
+    @pytest.mark.slow
+    def test_stopped_with_its_workers(self):
+        """By Ctrl-Z in a terminal, for longer than a worker may be silent."""
+        process = subprocess.Popen(
+            [*client(), "with_the_client", "STOP", str(HEARTBEAT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=child_process.end_with_parent,
+        )
+        # All but the heartbeat, which is in a session of its own.
+        pids = json.loads(process.stdout.readline())
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(2 * HEARTBEAT)
+        output, _ = process.communicate(timeout=60)
+        self.assertTrue(json.loads(output.splitlines()[-1])["done"])
 
     @pytest.mark.slow
     def test_interrupt_where_silence_has_no_limit(self):

@@ -8,8 +8,10 @@ import select
 import signal
 import socket
 import ssl
+import sys
 import threading
 import time
+import types
 from unittest import mock
 
 import tensorflow as tf
@@ -167,6 +169,18 @@ class OtherServersTest(tf.test.TestCase, parameterized.TestCase):
                 ):
                     cluster.connect([silent, other], timeout=TIMEOUT[OTHER])
 
+    @parameterized.parameters({}, {"insecure_channel": None})
+    def test_another_module_named_grpc(self, **attributes):
+        """Such as a file `grpc.py` beside the program."""
+        module = types.ModuleType("grpc")
+        vars(module).update(attributes)
+        with (
+            server(says(SETTINGS)) as address,
+            mock.patch.dict(sys.modules, grpc=module),
+            self.assertRaisesRegex((ImportError, TypeError), "grpc|callable"),
+        ):
+            cluster.connect([address], timeout=4.0)
+
     def test_any_number_of_seconds(self):
         # The server begins as a worker does.
         with server(says(SETTINGS)) as address:
@@ -191,12 +205,47 @@ class HeartbeatTest(tf.test.TestCase):
         self.assertEqual(state, heartbeat.SILENT)
 
     def test_ctrl_c_lowers_the_limit_until_the_worker_answers(self):
-        worker = heartbeat._Worker("a", "127.0.0.1", 1)
+        worker = heartbeat._Worker("a", "127.0.0.1", 1, os.getpid())
         for seconds in (None, 60.0):
             worker.allow(seconds)
             worker.hurry()
             self.assertLess(worker.limit(0.0), 60.0)
             self.assertEqual(worker.limit(time.monotonic()), seconds)
+
+    def test_a_pause_of_its_own_is_no_silence(self):
+        """As of a container that is paused, with all of its processes."""
+        late, asked = threading.Event(), threading.Event()
+
+        def behave(connection):
+            asked.set()
+            late.wait(20.0)
+            says_and_listens(SETTINGS)(connection)
+
+        with server(behave) as address:
+            host, _, port = address.rpartition(":")
+            watched = watcher.Watcher({address: (host, int(port))}, 4.0)
+            self.addCleanup(ended, watched)
+            asked.wait(20.0)
+            os.kill(watched.pid, signal.SIGSTOP)
+            time.sleep(4.0)
+            os.kill(watched.pid, signal.SIGCONT)
+            # Until it has taken its first answer for late.
+            time.sleep(0.5)
+            late.set()
+            watched.wait(4.0)
+            self.assertEmpty(watched.lost)
+
+    def test_whether_a_process_is_stopped(self):
+        child = os.fork()
+        if not child:
+            signal.pause()
+        self.assertFalse(heartbeat.is_stopped(child))
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        self.assertTrue(heartbeat.is_stopped(child))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        self.assertFalse(heartbeat.is_stopped(child))
 
     def test_every_socket_to_a_lost_worker_is_shut(self):
         """However many there are, and to whichever address of its host."""
