@@ -16,6 +16,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import warnings
 import weakref
 from unittest import mock
 
@@ -886,6 +887,38 @@ class ResumptionTest(TestCase):
         self.fit(several(), data, *callbacks(), Stopping(), every_steps=None)
         self.assertEqual(Store(self.workdir).positions(), [Position(1)])
         self.compare(several, data, (), callbacks)
+
+    @parameterized.parameters((STEPS, False), (2 * STEPS, True))
+    @pytest.mark.slow_after(1)
+    def test_stopped_where_nobody_knows_that_an_epoch_ends(self, steps, tests):
+        """What watches metrics sees those of this epoch."""
+
+        class Stopping(keras.callbacks.Callback):
+            left = steps
+
+            def on_train_batch_end(self, batch, logs=None):
+                self.left -= 1
+                self.model.stop_training = not self.left
+
+        def data():
+            some = {"validation_data": (X, X)} if tests else {}
+            return {"x": dataset().filter(lambda x, y: True).batch(8), **some}
+
+        def callbacks():
+            return [
+                keras.callbacks.ReduceLROnPlateau(
+                    monitor="loss", patience=1, min_delta=10.0, mode="min"
+                )
+            ]
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The data have no known end.
+            self.fit(small(), data, *callbacks(), Stopping(), every_steps=None)
+            self.assertEqual(
+                Store(self.workdir).positions()[-1],
+                Position(steps // STEPS - 1, STEPS),
+            )
+            self.compare(small, data, (), callbacks)
 
     @pytest.mark.slow
     def test_killed_in_the_validation_after_it_was_stopped(self):

@@ -570,6 +570,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         (keras.Model, "_compute_loss"),
+        (keras.Model, "_get_metrics_result_or_logs"),
         (keras.Model, "_get_regularization_losses"),
         (keras.Model, "_make_function"),
         (keras.Model, "_maybe_symbolic_build"),
@@ -598,6 +599,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
             _maybe_rebuild = noting("_maybe_rebuild")
             _maybe_symbolic_build = noting("_maybe_symbolic_build")
             _make_function = noting("_make_function")
+            _get_metrics_result_or_logs = noting("_get_metrics_result_or_logs")
             _get_regularization_losses = noting("_get_regularization_losses")
 
         model = Model([L.Dense(2)])
@@ -606,7 +608,7 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(
             set(called), {name for name in vars(Model) if name in called}
         )
-        self.assertLen(set(called), 4)
+        self.assertLen(set(called), 5)
 
     def test_losses_of_a_step(self):
         """The loss of the whole mini-batch includes the losses of layers."""

@@ -259,6 +259,8 @@ class Checkpoint(keras.callbacks.Callback):
         saved: Any = self._resumed
         self.model.train_function(batches)
         _restore(self.model, saved, model_variables.KINDS)
+        run = self.model._training_run
+        run.logs.update(self.model.get_metrics_result())
         if not saved.content.get("begun"):
             self._resumed = None
 

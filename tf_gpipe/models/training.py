@@ -43,6 +43,8 @@ class Run(NamedTuple):
         callbacks: The argument of `fit`, in the order of `in_order`.
         at_end: List of functions that are called when `fit` has ended or
             failed.
+        logs: Dictionary, the logs of the epoch that `callbacks.Checkpoint` has
+            resumed, in case no step of it is left.
         drawn: Function that returns where random numbers have been drawn from
             since `fit` began, as of `random_numbers.watched`.
         validation_data: The argument of `fit`.
@@ -54,6 +56,7 @@ class Run(NamedTuple):
     initial_epoch: int
     callbacks: Any
     at_end: list[Callable[[], None]]
+    logs: dict[str, Any]
     drawn: Callable[[], set[str]]
     validation_data: Any = None
     epochs: Any = None
@@ -251,6 +254,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
             given.get("initial_epoch", 0),
             given.get("callbacks"),
             at_end=[],
+            logs={},
             drawn=random_numbers.watched(given.get("x")),
             validation_data=given.get("validation_data"),
         )
@@ -271,6 +275,14 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         if run is not None and run.epochs is None:
             self._note_run(run._replace(epochs=iterator, draws=run.drawn()))
         super()._maybe_symbolic_build(iterator, data_batch)
+
+    def _get_metrics_result_or_logs(self, logs):
+        run = self._training_run
+        if run is not None and run.logs:
+            # Keras has none if an epoch has no step.
+            logs = logs or dict(run.logs)
+            run.logs.clear()
+        return super()._get_metrics_result_or_logs(logs)
 
     def _note_run(self, run):
         # Keras's `__setattr__` would track the callbacks and the data in it.

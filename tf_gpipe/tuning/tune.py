@@ -114,6 +114,7 @@ def tune(
         ValueError: If an argument is not valid, nothing fits the devices, or
             the costs of a layer cannot be found.
         TypeError: If an argument is of a wrong type.
+        tf.errors.UnavailableError: If a worker is lost.
         Exception: What the first trial raised, if none could train.
 
     Example:
@@ -232,6 +233,7 @@ def _tried(
         `TriedChoices`, and the reason if none can be tried.
 
     Raises:
+        tf.errors.UnavailableError: If a worker is lost.
         Exception: The first error, if no step ran.
     """
     optimizer = optimizers.get(optimizer)
@@ -258,6 +260,9 @@ def _tried(
             except NoCopyError as error:
                 what = str(error).partition(". ")[0]
                 return TriedChoices(ranked), f"Nothing was tried. {what}."
+            except tf.errors.UnavailableError:
+                # A worker is lost: others may run, but on fewer devices.
+                raise
             except Exception as error:  # Other candidates may run.
                 refused = refused or error
         taken = time.monotonic() - start

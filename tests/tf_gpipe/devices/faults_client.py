@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from unittest import mock
 
 import keras
 import numpy as np
@@ -21,6 +22,7 @@ from keras import layers as L
 
 import tf_gpipe
 from tf_gpipe.commands import workers
+from tf_gpipe.tuning import trials
 
 X = np.ones((8, 4), "float32")
 
@@ -77,6 +79,8 @@ def whose_worker_is_hurt(moment, devices, hurt, directory):
         return None, lambda: make(devices)
     if moment == "while_built":
         return None, lambda: make(devices, layer)
+    if moment == "in_tune":
+        return None, lambda: tuned(devices, hurt)
     if moment in ("while_traced", "in_step"):
         model = make(devices, layer)
         layer.armed = True
@@ -124,6 +128,22 @@ def whose_worker_is_hurt(moment, devices, hurt, directory):
     }
     hurt()
     return model, calls[moment]
+
+
+def tuned(devices, hurt):
+    """Tunes a model, and hurts the worker between two trials."""
+    trial = trials.step_seconds
+    tried = []
+
+    def noting(*args):
+        if tried:
+            hurt()
+        tried.append(trial(*args))
+        return tried[-1]
+
+    with mock.patch.object(trials, "step_seconds", noting):
+        layers = [keras.Input((4,)), *(L.Dense(4) for _ in range(4))]
+        tf_gpipe.tune(keras.Sequential(layers), (8, 4), devices=devices)
 
 
 def outcome(call):

@@ -17,6 +17,7 @@ from tools import child_process
 MOMENTS = (
     "before_model",
     "while_built",
+    "in_tune",
     "before_fit",
     "while_traced",
     "in_step",
