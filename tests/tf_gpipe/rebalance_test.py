@@ -14,6 +14,7 @@ from keras import layers as L  # noqa: N812
 import tf_gpipe
 from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.callbacks import rebalance
+from tf_gpipe.devices import placement
 from tf_gpipe.schedule.tasks import BACKWARD
 from tf_gpipe.schedule.tasks import FORWARD
 from tf_gpipe.schedule.tasks import RECOMPUTE
@@ -101,6 +102,53 @@ class NewCutTest(parameterized.TestCase):
             [6.0, 2.0], [6.0, 2.0], [3, 3, 1, 1], schedule="zero_bubble"
         )
         self.assertEqual(found.counts, [1, 3])
+
+
+class FailureTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(
+        error=[
+            KeyboardInterrupt(),
+            tf.errors.ResourceExhaustedError(None, None, "No memory is left."),
+        ],
+        moved=[0, 1, 2],
+    )
+    @pytest.mark.slow_after(2)
+    def test_a_model_goes_on(self, error, moved):
+        """Whichever of the variables had moved to another device by then."""
+
+        def adam():
+            model = make(lambda: [L.Dense(6, use_bias=False) for _ in range(4)])
+            model.compile(keras.optimizers.Adam(0.1), "mse")
+            model.fit(_X, _X, verbose=0)
+            return model
+
+        model, other = adam(), adam()
+        place, left = placement.place, [moved]
+
+        def failing(variable, devices, trainable=False):
+            before = variable.value
+            place(variable, devices, trainable)
+            if variable.value is not before:
+                if not left[0]:
+                    raise error
+                left[0] -= 1
+
+        with (
+            mock.patch.object(placement, "place", failing),
+            self.assertRaises(type(error)),
+        ):
+            model.rebalance([1, 3])
+        for each in (model, other):
+            each.fit(_X, _X, verbose=0)
+        for a, b in zip(
+            [*model.variables, *model.optimizer.variables],
+            [*other.variables, *other.optimizer.variables],
+            strict=True,
+        ):
+            self.assertAllEqual(a, b)
+        self.assertAllEqual(
+            model.predict(_X, verbose=0), other.predict(_X, verbose=0)
+        )
 
 
 class RebalanceTest(tf.test.TestCase, parameterized.TestCase):

@@ -1030,6 +1030,19 @@ class CommandLineTest(TestCase):
         name, _, value = argument.lstrip("-").partition("=")
         self.assertIn(value.split(",")[0] or name, message)
 
+    @parameterized.parameters(
+        "--workdir=/tmp/a\nb",
+        "--model_args=num_blocks=1\n",
+        "--optimizer_args=beta_1=0.9,\rbeta_2=0.9",
+        "--workers=a:1,b\u2028:2",
+    )
+    def test_flag_of_several_lines(self, argument):
+        """`flags.txt`, which may be a --flagfile, has one a line."""
+        name = argument.partition("=")[0]
+        self.assertStartsWith(
+            self.run_main(argument), f"Error: {name} must be of one line. "
+        )
+
     def test_flagfile_that_is_none(self):
         path = self.make_directory() / "flags.cfg"
         path.write_bytes(bytes(range(256)))

@@ -118,7 +118,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         )
         try:
             self._place(pipeline.graph)
-        except Exception:
+        except BaseException:
             self._config = previous
             raise
         optimizer = getattr(self, "optimizer", None)
@@ -225,7 +225,10 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             [(x, x.layers) for x in graph.models],
             chosen=found.recomputed,
         )
-        self._traced_with = self._places()
+        if self._traced_with is None:
+            # Otherwise `_follow_changes` notes it, once it has found that the
+            # variables have moved: whatever fails until then.
+            self._traced_with = self._places()
         self._note_decision(bytes_of_weights(graph, config, optimizer))
 
     def _places(self) -> int:
