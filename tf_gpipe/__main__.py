@@ -5,6 +5,7 @@ tf-gpipe COMMAND [FLAGS], or python -m tf_gpipe COMMAND [FLAGS]
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -42,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     # Where `--model` finds a module. Of `python -m` it is there already.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    return importlib.import_module(f"tf_gpipe.commands.{name}").main(rest)
+    try:
+        return importlib.import_module(f"tf_gpipe.commands.{name}").main(rest)
+    except KeyboardInterrupt:
+        print("tf_gpipe: stopped by Ctrl-C.", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

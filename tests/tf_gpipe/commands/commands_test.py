@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 import keras
 import pytest
@@ -60,6 +61,18 @@ class CommandsTest(parameterized.TestCase):
         status, _, err = run("workers", "1", "/no/such/program")
         self.assertEqual(status, 2)
         self.assertIn("Received: /no/such/program", err.splitlines()[-1])
+
+    @parameterized.parameters("supervise", "workers", "tune")
+    def test_ctrl_c(self, name):
+        """Whatever it does then, such as to start workers."""
+        with mock.patch.object(
+            importlib.import_module(f"tf_gpipe.commands.{name}"),
+            "main",
+            side_effect=KeyboardInterrupt,
+        ):
+            status, out, err = run(name)
+        self.assertEqual(status, 130)
+        self.assertEqual((out, err), ("", "tf_gpipe: stopped by Ctrl-C.\n"))
 
     def test_unknown_command(self):
         status, out, err = run("train", "--help")
