@@ -1,5 +1,7 @@
 """Generators of random numbers that the data of `fit` may draw from."""
 
+import hashlib
+import os
 import pickle
 import random
 from collections.abc import Callable
@@ -42,25 +44,39 @@ def held_by(dataset: Any) -> list[Any]:
     return [*found.values()]
 
 
-def watched(dataset: Any) -> Callable[[], set[str]]:
+def watched(dataset: Any) -> Callable[[], dict[str, str]]:
     """Returns a function that tells where numbers have been drawn from since.
 
-    It returns `SHARED`, `OWN`, both or neither in a set.
+    It returns a dictionary with `SHARED`, `OWN`, both or neither, and for each
+    a digest of the states before, of the generators whose states have changed.
 
     Args:
         dataset: The data, of any kind.
     """
 
-    def states() -> dict[str, bytes]:
+    def states() -> list[tuple[str, bytes]]:
         shared = random.getstate(), np.random.get_state(legacy=False)
-        own = list(map(_state, held_by(dataset)))
-        return {SHARED: pickle.dumps(shared), OWN: pickle.dumps(own)}
+        return [
+            (SHARED, pickle.dumps(shared)),
+            *((OWN, pickle.dumps(_state(x))) for x in held_by(dataset)),
+        ]
 
     before = states()
-    return lambda: {x for x, now in states().items() if now != before[x]}
+
+    def drawn() -> dict[str, str]:
+        found: dict[str, Any] = {}
+        for (kind, old), (_, new) in zip(before, states(), strict=False):
+            if old != new:
+                found.setdefault(kind, hashlib.sha256()).update(old)
+        return {kind: digest.hexdigest() for kind, digest in found.items()}
+
+    return drawn
 
 
 def _state(generator: Any) -> Any:
+    if isinstance(generator, random.SystemRandom):
+        # It has none, and draws other numbers each time.
+        return os.urandom(8)
     if isinstance(generator, _OF_PYTHON):
         return generator
     if isinstance(generator, _OF_TENSORFLOW):

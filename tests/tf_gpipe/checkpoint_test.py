@@ -975,6 +975,37 @@ class ResumptionTest(TestCase):
             "comes in another order" in told.getvalue(), not seeded
         )
 
+    @parameterized.parameters(
+        lambda: np.random.default_rng(),
+        lambda: np.random.RandomState(),
+        lambda: random.Random(),
+        lambda: random.SystemRandom(),
+        lambda: tf.random.Generator.from_non_deterministic_state(),
+    )
+    @pytest.mark.slow_after(1)
+    def test_own_generators_without_a_seed(self, numbers):
+        """A `PyDataset` that would draw other numbers is refused."""
+
+        class Scaled(InOrder):
+            def __init__(self):
+                super().__init__()
+                self.numbers = numbers()
+
+            def __getitem__(self, i):
+                x, y = super().__getitem__(i)
+                draw = getattr(self.numbers, "random", None)
+                if draw is None:
+                    draw = lambda: self.numbers.uniform(())  # noqa: E731
+                return x * np.float32(draw()), y
+
+        def data():
+            return {"x": Scaled()}
+
+        with self.assertRaises(Died):
+            self.fit(small(), data, Dying(3))
+        with self.assertRaisesRegex(ValueError, "with another seed"):
+            self.fit(small(), data)
+
     @pytest.mark.slow
     def test_initial_epoch(self):
         """The data begins with the `initial_epoch` of `fit`."""

@@ -7,8 +7,8 @@ again, in order, and dropped.
 
 import random
 from collections.abc import Callable
-from collections.abc import Container
 from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -27,7 +27,7 @@ _ENDED = (
 
 
 def check(
-    epochs: Any, first: int, validation_data: Any, draws: Container[str]
+    epochs: Any, first: int, validation_data: Any, draws: Mapping[str, str]
 ) -> dict[str, Any]:
     """Refuses data that would not come in the same order again.
 
@@ -35,8 +35,8 @@ def check(
         epochs: Keras's iterator over the epochs of `fit`.
         first: Integer, the epoch with which the data begins.
         validation_data: The argument of `fit`.
-        draws: Where batches draw random numbers from, as of
-            `random_numbers.watched`.
+        draws: Where batches draw random numbers from, and the digest of its
+            state as `fit` began, as of `random_numbers.watched`.
 
     Returns:
         Dictionary of what makes the batches those that they are, for JSON: the
@@ -75,7 +75,14 @@ def check(
         return found
     _check_apart(epochs.data_adapter.py_dataset, validation_data)
     _check_py_dataset(epochs, draws)
-    return {}
+    if random_numbers.OWN not in draws:
+        return {}
+    return {_since("seed", first): draws[random_numbers.OWN]}
+
+
+def _since(what: str, first: int) -> str:
+    # Data that begins with another epoch may have other seeds and rows.
+    return f"{what} of the data since epoch {first}"
 
 
 def _check_apart(dataset: Any, validation_data: Any) -> None:
@@ -105,7 +112,7 @@ def _lasting_states(dataset: Any) -> dict[int, str]:
     return {id(x): type(dataset).__name__ for x in found}
 
 
-def _check_py_dataset(epochs: Any, draws: Container[str]) -> None:
+def _check_py_dataset(epochs: Any, draws: Mapping[str, str]) -> None:
     """Refuses a `PyDataset` whose batches depend on when they are drawn."""
     dataset = epochs.data_adapter.py_dataset
     name = type(dataset).__name__
@@ -189,12 +196,10 @@ def _check_dataset(dataset: Any, first: int) -> dict[str, Any]:
             )
         # The order of functions within a function is not always the same.
         seeds += [list(each) for each in sorted(own)]
-    # Data that begins with another epoch may have other seeds and rows.
-    since = f" of the data since epoch {first}"
     return {
-        f"seed{since}": seeds,
+        _since("seed", first): seeds,
         "batch size": [s for x in within for s in upstream.batch_sizes_of(x)],
-        f"number of rows{since}": [
+        _since("number of rows", first): [
             n for x in within for n in upstream.rows_of(x)
         ],
     }

@@ -5,7 +5,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from collections.abc import Container
+from collections.abc import Mapping
 from typing import Any
 from typing import NamedTuple
 
@@ -57,10 +57,10 @@ class Run(NamedTuple):
     callbacks: Any
     at_end: list[Callable[[], None]]
     logs: dict[str, Any]
-    drawn: Callable[[], set[str]]
+    drawn: Callable[[], dict[str, str]]
     validation_data: Any = None
     epochs: Any = None
-    draws: Container[str] = ()
+    draws: Mapping[str, str] = {}
 
 
 class PipelinedTraining(PipelinedCalls, SeveralHosts):
