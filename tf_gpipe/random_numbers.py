@@ -1,9 +1,9 @@
 """Generators of random numbers that the data of `fit` may draw from."""
 
 import hashlib
-import os
-import pickle
+import json
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,37 +11,39 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gpipe import upstream
+
 # Where numbers are drawn from: the functions of `random` and `np.random`, or
-# generators that are attributes of the data.
+# generators that the data has.
 SHARED, OWN = "shared", "own"
-_OF_PYTHON = (np.random.Generator, np.random.RandomState, random.Random)
-_OF_TENSORFLOW = (keras.random.SeedGenerator, tf.random.Generator)
-# Keras's name of the variable of a `SeedGenerator`.
-_SEED = "seed_generator_state"
+_GENERATORS = (
+    keras.random.SeedGenerator,
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+    tf.random.Generator,
+)
 
 
-def held_by(dataset: Any) -> list[Any]:
-    """Returns the generators that a `PyDataset` has, and the seeds of layers.
-
-    As attributes, or as those of objects that are attributes.
-    """
+def attributes(dataset: Any) -> list[Any]:
+    """Returns the generators that are attributes of a `PyDataset`."""
     if not isinstance(dataset, keras.utils.PyDataset):
         return []
-    objects = [*vars(dataset).values()]
-    objects += [
-        y
-        for x in objects
-        if not isinstance(x, (*_OF_PYTHON, *_OF_TENSORFLOW))
-        for y in getattr(x, "__dict__", {}).values()
-    ]
-    found: dict[int, Any] = {}
-    for x in objects:
-        if isinstance(x, (*_OF_PYTHON, *_OF_TENSORFLOW)):
-            found[id(x)] = x
-        elif isinstance(x, keras.Layer):
-            variables = x.non_trainable_variables
-            found.update({id(v): v for v in variables if v.name == _SEED})
-    return [*found.values()]
+    return [x for x in vars(dataset).values() if isinstance(x, _GENERATORS)]
+
+
+def _within(dataset: Any) -> list[Any]:
+    """Returns also those of objects that are attributes, and layers' seeds."""
+    found = attributes(dataset)
+    if isinstance(dataset, keras.utils.PyDataset):
+        for x in vars(dataset).values():
+            if isinstance(x, keras.Layer):
+                found += filter(upstream.is_seed, x.non_trainable_variables)
+            elif not isinstance(x, (*_GENERATORS, types.ModuleType)):
+                own = getattr(x, "__dict__", {}).values()
+                found += [y for y in own if isinstance(y, _GENERATORS)]
+    # This one has no state.
+    return [x for x in found if not isinstance(x, random.SystemRandom)]
 
 
 def watched(dataset: Any) -> Callable[[], dict[str, str]]:
@@ -53,32 +55,53 @@ def watched(dataset: Any) -> Callable[[], dict[str, str]]:
     Args:
         dataset: The data, of any kind.
     """
-
-    def states() -> list[tuple[str, bytes]]:
-        shared = random.getstate(), np.random.get_state(legacy=False)
-        return [
-            (SHARED, pickle.dumps(shared)),
-            *((OWN, pickle.dumps(_state(x))) for x in held_by(dataset)),
-        ]
-
-    before = states()
+    shared = _digest(states())
+    own = {id(x): (x, _digest(_state(x))) for x in _within(dataset)}
 
     def drawn() -> dict[str, str]:
-        found: dict[str, Any] = {}
-        for (kind, old), (_, new) in zip(before, states(), strict=False):
-            if old != new:
-                found.setdefault(kind, hashlib.sha256()).update(old)
-        return {kind: digest.hexdigest() for kind, digest in found.items()}
+        found = {}
+        if _digest(states()) != shared:
+            found[SHARED] = shared
+        changed = [old for x, old in own.values() if _digest(_state(x)) != old]
+        # With those that are made as they are needed.
+        if changed or any(id(x) not in own for x in _within(dataset)):
+            found[OWN] = _digest(changed)
+        return found
 
     return drawn
 
 
+def states() -> list:
+    """Returns the states of Python's and NumPy's shared generators, for JSON.
+
+    Keras shuffles a `PyDataset` by Python's.
+    """
+    return _listed([random.getstate(), np.random.get_state(legacy=False)])
+
+
+def set_states(found: list) -> None:
+    """Restores the states that `states` has returned."""
+    (version, numbers, gauss), state = found
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(state)
+
+
 def _state(generator: Any) -> Any:
-    if isinstance(generator, random.SystemRandom):
-        # It has none, and draws other numbers each time.
-        return os.urandom(8)
-    if isinstance(generator, _OF_PYTHON):
-        return generator
-    if isinstance(generator, _OF_TENSORFLOW):
-        generator = generator.state
-    return np.asarray(generator)
+    """Returns the state of a generator, for JSON."""
+    if isinstance(generator, random.Random):
+        return _listed(generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return _listed(generator.get_state(legacy=False))
+    if isinstance(generator, np.random.Generator):
+        return _listed(generator.bit_generator.state)
+    is_variable = isinstance(generator, keras.Variable)
+    return np.asarray(generator if is_variable else generator.state).tolist()
+
+
+def _listed(state: Any) -> Any:
+    """Returns a state of lists in place of tuples and arrays."""
+    return json.loads(json.dumps(state, default=lambda x: x.tolist()))
+
+
+def _digest(found: Any) -> str:
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]

@@ -30,9 +30,9 @@ from keras import layers as L
 import tf_gpipe
 from tests import pairwise
 from tests import quick_python
+from tf_gpipe import random_numbers
 from tf_gpipe import upstream
 from tf_gpipe.callbacks import Checkpoint
-from tf_gpipe.checkpoints import data as checkpoint_data
 from tf_gpipe.checkpoints import model_variables
 from tf_gpipe.checkpoints import state
 from tf_gpipe.checkpoints import store
@@ -979,7 +979,6 @@ class ResumptionTest(TestCase):
         lambda: np.random.default_rng(),
         lambda: np.random.RandomState(),
         lambda: random.Random(),
-        lambda: random.SystemRandom(),
         lambda: tf.random.Generator.from_non_deterministic_state(),
     )
     @pytest.mark.slow_after(1)
@@ -1003,8 +1002,61 @@ class ResumptionTest(TestCase):
 
         with self.assertRaises(Died):
             self.fit(small(), data, Dying(3))
-        with self.assertRaisesRegex(ValueError, "with another seed"):
+        with self.assertRaisesRegex(
+            ValueError, "another seed of the generators that a PyDataset has"
+        ):
             self.fit(small(), data)
+
+    @pytest.mark.slow
+    def test_own_generators_of_a_run_that_has_ended(self):
+        """It needs no data, nor that its numbers can be drawn again."""
+
+        class Unseeded(OwnNoise):
+            def __init__(self):
+                super().__init__()
+                self.numbers = np.random.default_rng()
+
+        model = small()
+        self.fit(model, lambda: {"x": Unseeded()})
+        again = small()
+        self.fit(again, lambda: {"x": Unseeded()})
+        self.assert_same(model, again)
+
+    @parameterized.parameters("drawn", "held")
+    @pytest.mark.slow_after(1)
+    def test_generators_that_have_no_state_or_draw_nothing(self, use):
+        """`fit` takes them, with a `Checkpoint` and validation data."""
+
+        class Local(random.Random):
+            def __init__(self):
+                super().__init__()
+                self.owner = self
+
+        class Augmenting:
+            numbers = random.Random(1)
+            dropout = keras.layers.Dropout(0.5)
+
+        augmenting = Augmenting()
+        augmenting.own = random.Random(2)
+        dropout = keras.layers.Dropout(0.5)
+
+        class Batches(InOrder):
+            def __init__(self):
+                super().__init__()
+                self.module = np.random
+                self.system = random.SystemRandom()
+                self.local = Local()
+                self.augmenting = augmenting
+                self.dropout = dropout
+
+            def __getitem__(self, i):
+                if use == "drawn":
+                    self.system.random()
+                    self.augmenting.own.random()
+                return super().__getitem__(i)
+
+        data = {"x": Batches(), "validation_data": Batches()}
+        self.fit(small(), lambda: data)
 
     @pytest.mark.slow
     def test_initial_epoch(self):
@@ -1664,10 +1716,10 @@ class RefusedTest(TestCase):
         np.random.set_bit_generator(getattr(np.random, name)(3))
         try:
             np.random.normal()
-            states = json.loads(json.dumps(checkpoint_data.random_states()))
+            states = json.loads(json.dumps(random_numbers.states()))
             expected = random.random(), np.random.normal(size=3)
-            checkpoint_data.set_random_states(states)
-            self.assertEqual(checkpoint_data.random_states(), states)
+            random_numbers.set_states(states)
+            self.assertEqual(random_numbers.states(), states)
             received = random.random(), np.random.normal(size=3)
         finally:
             np.random.set_bit_generator(kept)

@@ -19,9 +19,9 @@ FLOORS = (
     ("planning",),
     ("step", "partition"),
     ("stage",),
-    ("devices",),
+    ("devices", "random_numbers"),
     ("schedule", "table", "upstream", "upstream_server"),
-    ("checks", "progress", "random_numbers", "whole_files", "_version"),
+    ("checks", "progress", "whole_files", "_version"),
 )
 # Commands use the package as users do; `worker` is one of them.
 USERS = ("commands", "worker", "__main__")

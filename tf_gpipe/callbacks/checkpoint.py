@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import checks
+from tf_gpipe import random_numbers
 from tf_gpipe import upstream
 from tf_gpipe.callbacks import monitors
 from tf_gpipe.checkpoints import data
@@ -208,6 +209,10 @@ class Checkpoint(keras.callbacks.Callback):
             saved,
             {"steps of an epoch": self.params["steps"], **self._data},
             within_epoch=position.steps > 0,
+            # Other hosts have other rows. A run that has ended draws none.
+            own=self._writes
+            and not content["ended"]
+            and position.epochs < self.params["epochs"],
         )
         if position.steps and position.steps % epochs.steps_per_execution:
             raise CheckpointError(
@@ -275,7 +280,7 @@ class Checkpoint(keras.callbacks.Callback):
                 # What the callbacks before this one do as an epoch begins, such
                 # as setting the learning rate, was done when it was written.
                 _restore(self.model, saved, model_variables.MODEL)
-        self._random = data.random_states()
+        self._random = random_numbers.states()
         if self._epoch_ended:
             self._save(Position(epoch), begun=True)
         self._epoch_ended = False
@@ -283,7 +288,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _go_on(self, saved: Saved) -> None:
         monitors.restore(self._monitors, saved)
-        data.set_random_states(saved.content["random"])
+        random_numbers.set_states(saved.content["random"])
         self._steps = self._passed
         if not self._steps:
             self._resumed = None
@@ -310,7 +315,7 @@ class Checkpoint(keras.callbacks.Callback):
             position = Position(self._epoch, self._steps)
             if self._all_steps_done():
                 position = Position(self._epoch + 1)
-                self._random = data.random_states()
+                self._random = random_numbers.states()
             else:
                 self._stopped = True
             # Saved at once: a long validation may come before the epoch's end.
@@ -326,7 +331,7 @@ class Checkpoint(keras.callbacks.Callback):
             return
         # At once: as training ends, a callback may fail, and weights may be
         # replaced, by averages or the best ones, from which it cannot go on.
-        self._random = data.random_states()
+        self._random = random_numbers.states()
         self._save(
             Position(epoch + 1), ended=monitors.have_ended(self._monitors)
         )

@@ -5,14 +5,12 @@ is shuffled anew in each. So the batches of the steps that are done are drawn
 again, in order, and dropped.
 """
 
-import random
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import random_numbers
@@ -24,6 +22,7 @@ _ENDED = (
     "The data has ended before the place where training was: it must have the "
     "same batches as when the checkpoint was written."
 )
+_OWN_SEED = "seed of the generators that a PyDataset has,"
 
 
 def check(
@@ -77,7 +76,7 @@ def check(
     _check_py_dataset(epochs, draws)
     if random_numbers.OWN not in draws:
         return {}
-    return {_since("seed", first): draws[random_numbers.OWN]}
+    return {_since(_OWN_SEED, first): draws[random_numbers.OWN]}
 
 
 def _since(what: str, first: int) -> str:
@@ -106,7 +105,7 @@ def _lasting_states(dataset: Any) -> dict[int, str]:
         return upstream.lasting_states(dataset)
     if not isinstance(dataset, keras.utils.PyDataset):
         return {}
-    found = random_numbers.held_by(dataset)
+    found = random_numbers.attributes(dataset)
     if upstream.changes_between_epochs(dataset):
         found.append(dataset)
     return {id(x): type(dataset).__name__ for x in found}
@@ -205,7 +204,9 @@ def _check_dataset(dataset: Any, first: int) -> dict[str, Any]:
     }
 
 
-def check_same(saved: Saved, found: dict[str, Any], within_epoch: bool) -> None:
+def check_same(
+    saved: Saved, found: dict[str, Any], within_epoch: bool, own: bool
+) -> None:
     """Refuses other data than that with which a checkpoint was written.
 
     With another seed or epoch length, steps would get other batches.
@@ -214,6 +215,8 @@ def check_same(saved: Saved, found: dict[str, Any], within_epoch: bool) -> None:
         saved: `Saved`.
         found: What `check` returns, and the steps of an epoch.
         within_epoch: Boolean, whether it was written within an epoch.
+        own: Boolean, whether generators that the data has must be as they were
+            when training began.
 
     Raises:
         CheckpointError: If it is other data.
@@ -224,25 +227,14 @@ def check_same(saved: Saved, found: dict[str, Any], within_epoch: bool) -> None:
     }
     for name, now in found.items():
         before = written.get(name, now)
+        if name.startswith(_OWN_SEED) and not own:
+            continue
         if before != now and (within_epoch or name.startswith("seed")):
             raise CheckpointError(
                 f"The checkpoint {saved.path} was written with another "
                 f"{name}: {before}, and now it is {now}. Use the data, batch "
                 "size and seed that it was written with."
             )
-
-
-def random_states() -> list:
-    """Returns the states of Python's and NumPy's random generators, for JSON.
-
-    Keras shuffles a `PyDataset` by Python's.
-    """
-    version, numbers, gauss = random.getstate()
-    state = keras.tree.map_structure(
-        lambda x: x.tolist() if isinstance(x, np.ndarray) else x,
-        np.random.get_state(legacy=False),
-    )
-    return [[version, list(numbers), gauss], state]
 
 
 def may_be_in_another_order(epochs: Any, states: list) -> bool:
@@ -258,15 +250,8 @@ def may_be_in_another_order(epochs: Any, states: list) -> bool:
     return (
         upstream.kind_of_data(epochs) == upstream.PY_DATASET
         and upstream.changes_between_epochs(epochs.data_adapter.py_dataset)
-        and random_states() != states
+        and random_numbers.states() != states
     )
-
-
-def set_random_states(states: list) -> None:
-    """Restores the states that `random_states` has returned."""
-    (version, numbers, gauss), state = states
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(state)
 
 
 def skip_epochs(epochs: Any, count: int) -> None:

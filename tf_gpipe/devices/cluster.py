@@ -315,14 +315,16 @@ def _wait_for(
         # A thread for each: DNS look-ups have no time limit.
         threading.Thread(target=answer, args=(address,), daemon=True).start()
     found: dict[str, tuple[str, int]] = {}
+    failed: list[BaseException] = []
     # Some time more than the deadline, for the threads' last attempts.
     end = deadline + 2 * _AGAIN_SECONDS
     with contextlib.suppress(queue.Empty):
         for _ in addresses:
             each = answers.get(timeout=max(end - time.monotonic(), 0))
             if isinstance(each, BaseException):
-                raise each
-            found.update(each)
+                failed.append(each)
+            else:
+                found.update(each)
     missing = [x for x in addresses if x not in found]
     reasons = "; ".join(f"{x}: {states[x]}" for x in missing)
     if missing and len(found) >= enough:
@@ -332,6 +334,8 @@ def _wait_for(
             file=sys.stderr,
             flush=True,
         )
+    elif failed:
+        raise failed[0]
     elif missing:
         stages = [str(addresses.index(each)) for each in missing]
         raise tf.errors.UnavailableError(

@@ -203,7 +203,9 @@ class PipelinedModel(Pipelined, upstream.Functional):
             upstream.set_trainable_alone(made, model.trainable)
         return made
 
-    _of_model = from_model
+    @classmethod
+    def _of_model(cls, model, **config):
+        return cls.from_model(model, **config)
 
     @classmethod
     def _of_layers(cls, config, custom_objects):

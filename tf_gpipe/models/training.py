@@ -278,9 +278,9 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     def _get_metrics_result_or_logs(self, logs):
         run = self._training_run
-        if run is not None and run.logs:
+        if run is not None and not logs:
             # Keras has none if an epoch has no step.
-            logs = logs or dict(run.logs)
+            logs = dict(run.logs)
             run.logs.clear()
         return super()._get_metrics_result_or_logs(logs)
 

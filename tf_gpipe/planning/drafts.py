@@ -189,6 +189,7 @@ class Draft:
                 min(x, y) + s
                 for x, y, s in zip(weights, backward, start, strict=True)
             ],
+            sent,
             transfers(self._costs, machine.bandwidth, machine.latency),
             *self._recomputation(forward, parts),
         )
@@ -203,15 +204,18 @@ class Draft:
         self._updates = [slowdown * x for x in self._updates]
 
     def _exchanged(self) -> list[int]:
-        """Returns the bytes that each stage exchanges with other devices.
+        """Returns the bytes that each stage exchanges with other processes.
 
-        With those of other stages, for the forward pass of a micro-batch.
+        With the stages there, for the forward pass of a micro-batch.
         """
         found = [0] * len(self._costs)
-        devices = self._schedule.devices
+        where = [
+            speeds.process(self._rows[0][device].name)
+            for device in self._schedule.devices
+        ]
         for k, stage in enumerate(self._costs):
             for to, size in stage.sends.items():
-                if devices[k] != devices[to]:
+                if where[k] != where[to]:
                     found[k] += size
                     found[to] += size
         return found

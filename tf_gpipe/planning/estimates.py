@@ -28,6 +28,8 @@ class StageTimes(NamedTuple):
         forward: List, of the forward pass.
         backward: List, of the backward pass, without recomputation.
         weights: List, of the part of `backward` for gradients of weights.
+        sending: List, of sending to other processes and receiving, which is in
+            either pass.
         transfer: Dictionary from pairs of stages to the time of a transfer.
         before: List, of recomputation before the backward pass.
         within: List, of recomputation within the backward pass.
@@ -36,6 +38,7 @@ class StageTimes(NamedTuple):
     forward: list[float]
     backward: list[float]
     weights: list[float]
+    sending: list[float]
     transfer: Mapping[tuple[int, int], float]
     before: list[float]
     within: list[float]
@@ -53,10 +56,16 @@ class StageTimes(NamedTuple):
         self, schedule: Schedule, remat: str, transfers: bool = True
     ) -> Execution:
         """Simulates a step."""
+        less = [0.0 if transfers else x for x in self.sending]
         return simulate(
             schedule,
-            self.forward,
-            [x + y for x, y in zip(self.backward, self.within, strict=True)],
+            [x - y for x, y in zip(self.forward, less, strict=True)],
+            [
+                x + y - z
+                for x, y, z in zip(
+                    self.backward, self.within, less, strict=True
+                )
+            ],
             recompute=self.before,
             transfer=self.transfer if transfers else 0.0,
             remat=remat,
@@ -98,7 +107,8 @@ def estimate(
     simulation = times.simulated(schedule, remat)
     makespan = simulation.makespan
     without = times.simulated(schedule, remat, transfers=False).makespan
-    alone = schedule.num_micro_batches * sum(times.forward + times.backward)
+    passes = sum(times.forward + times.backward) - 2 * sum(times.sending)
+    alone = schedule.num_micro_batches * passes
     return Plan(
         stages=_stages(
             layers, counts, costs, schedule, remat, sizes, recomputed

@@ -215,6 +215,7 @@ class _Planner:
                 [x.flops / unit for x in costs],
                 [x.backward_flops / unit for x in costs],
                 [x.weight_flops / unit for x in costs],
+                [0.0] * len(costs),
                 transfer,
                 [x.before_flops / unit for x in costs],
                 [x.within_flops / unit for x in costs],

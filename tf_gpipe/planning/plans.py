@@ -290,7 +290,8 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as a dictionary that JSON can hold.
 
-        All but its tasks, and the properties that tell whether it fits.
+        All fields but `tasks`, and also the properties that tell whether it
+        fits.
         """
         found = plan_files.plain(self)
         for stage, own in zip(found["stages"], self.stages, strict=True):

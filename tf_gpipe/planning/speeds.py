@@ -5,6 +5,7 @@ This module imports no TensorFlow.
 
 import collections
 import dataclasses
+import re
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -69,6 +70,14 @@ class Device:
     speed: Speed = Speed()
 
 
+def process(name: str | None) -> tuple[str, ...]:
+    """Returns the job and the task of a device string, as far as it has them.
+
+    They are equal for devices of one process.
+    """
+    return tuple(re.findall(r"/(?:job|task):(\w+)", name or ""))
+
+
 def uses(names: Sequence[str | None]) -> float:
     """Returns how often devices are named on average; 1 if none is known.
 
@@ -116,7 +125,7 @@ class Machine:
         sharing: Float, the slowdown of each device when all work at once,
             because they share cores or memory; 1 if they share nothing.
         handling: Float, seconds by which each byte that a device sends to
-            another, or receives, delays its other work.
+            another process, or receives, delays its other work.
         replicates: Boolean, whether `tf.distribute` can have replicas there.
     """
 

@@ -86,7 +86,9 @@ def check_count(
         raise needs_whole(loss, "changes variables")
     if trace.shape.rank == 0:
         reason = "returns one number, not one a sample"
-        if any(x.shape.rank == 1 for x in keras.tree.flatten(y_pred)):
+        of_keras = type(loss).__module__.startswith("keras.")
+        ranks = [x.shape.rank for x in keras.tree.flatten(y_pred)]
+        if of_keras and 1 in ranks:
             reason += (
                 " (of outputs of shape (batch_size,), of which Keras's losses "
                 "take the mean; make it (batch_size, 1))"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,12 @@ class Trials:
         self._specs = specs
         self._variables = variables_of(nodes)
         self._function = function
+        # A layer may compute in functions of its own, with another precision.
+        self._layer_types = {
+            x.layer.compute_dtype
+            for x in nodes
+            if isinstance(x.layer, keras.Layer)
+        }
         # By number of rows; `None` for any number.
         self._traced: dict[int | None, Callable] = {}
         self.varying: list[bool] = []
@@ -143,7 +150,9 @@ class Trials:
         given = concrete.inputs[: len(specs)]
         varying = traced.users(given)
         results = concrete.outputs
-        self.tolerance = _tolerance(concrete.graph)
+        self.tolerance = max(
+            _tolerance(self._layer_types), _tolerance(_types(concrete.graph))
+        )
         self.varying = [x.op in varying for x in results]
         sources = {x.op for x in given}
         self.by_value = [
@@ -267,14 +276,18 @@ def _draws(op: tf.Operation) -> bool:
     )
 
 
-def _tolerance(graph: tf.Graph) -> float:
-    """Returns the tolerance for what a graph computes, by its precision."""
-    types = {
-        x.dtype
+def _types(graph: tf.Graph) -> set[str]:
+    """Returns the dtypes in which a graph computes."""
+    return {
+        x.dtype.name
         for op in graph.get_operations()
         for x in op.outputs
         if op.type != "Placeholder"
     }
-    if tf.bfloat16 in types:
+
+
+def _tolerance(types: Container[str]) -> float:
+    """Returns the tolerance for what is computed in these dtypes."""
+    if "bfloat16" in types:
         return 3e-2
-    return 4e-3 if tf.float16 in types else 1e-4
+    return 4e-3 if "float16" in types else 1e-4

@@ -12,6 +12,7 @@ from tf_gpipe.partition import measured_calls
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
+from tf_gpipe.planning.speeds import process
 from tf_gpipe.planning.speeds import replicate
 
 _PRODUCTS = 8
@@ -48,7 +49,7 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
     if len(names) > 1:
         ends = _ends(names)
         bandwidth, latency = _connection(*ends)
-        if len(set(map(_process, ends))) > 1:
+        if len(set(map(process, ends))) > 1:
             product = 2 * side**3 / speeds[0].flops
             handling = _handling(*ends, bandwidth, side, product)
     return Machine(
@@ -195,14 +196,8 @@ def _ends(names: Sequence[str]) -> tuple[str, str]:
     Those of two processes, if there are: their connection is slower.
     """
     first, second, *_ = names
-    others = (x for x in names if _process(x) != _process(first))
+    others = (x for x in names if process(x) != process(first))
     return first, next(others, second)
-
-
-def _process(name: str) -> tuple:
-    """Returns the job and the task of a device string."""
-    spec = tf.DeviceSpec.from_string(name)
-    return spec.job, spec.task
 
 
 def _handling(
@@ -221,7 +216,8 @@ def _handling(
         side: Integer, the sides of the matrices.
         product: Float, seconds that it takes to multiply two.
     """
-    size = max(int(_SENDING_SECONDS * bandwidth) // _BYTES, 2)
+    size = int(_SENDING_SECONDS * bandwidth) // _BYTES
+    size = min(max(size, 2), _FLOATS[-1])
     count = math.ceil(2 * _SENDING_SECONDS / product)
     alone, with_transfers = (
         _seconds(_working(first, second, size, side, count, sends))

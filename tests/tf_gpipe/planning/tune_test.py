@@ -916,11 +916,21 @@ class TriedChoicesTest(tf.test.TestCase, parameterized.TestCase):
     def test_sending_keeps_devices_from_other_work(self, name, stages, sent):
         known = KnownLayers(make_layers(), (32, 64), "sgd")
         fixed = candidates.Fixed(stages, 1, name, "never")
-        free, busy = (
-            Chooser(known, LayerTimes(known), machine([SLOW] * 2, handling=x))
-            .ranked(fixed, 1)[0]
-            .plan
-            for x in (0.0, 1e-6)
+
+        def planned(handling, names):
+            devices = [Device(x, speed=Speed.of_flops(SLOW)) for x in names]
+            where = Machine(devices, bandwidth=1e9, handling=handling)
+            return (
+                Chooser(known, LayerTimes(known), where)
+                .ranked(fixed, 1)[0]
+                .plan
+            )
+
+        one = [f"/job:worker/task:0/GPU:{i}" for i in range(2)]
+        two = [f"/job:worker/task:{i}/GPU:0" for i in range(2)]
+        free, busy = (planned(x, two) for x in (0.0, 1e-6))
+        self.assertEqual(
+            planned(1e-6, one).step_seconds, planned(0.0, one).step_seconds
         )
         # With one micro-batch, one device works at a time: at both ends, in the
         # forward and in the backward pass.
@@ -928,6 +938,12 @@ class TriedChoicesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(
             busy.step_seconds - free.step_seconds, 4 * 1e-6 * size
         )
+        # It is a share of transfers, not of the work.
+        work, more = (
+            x.step_seconds / x.relative_step_time for x in (free, busy)
+        )
+        self.assertAllClose(work, more, rtol=0.1)
+        self.assertGreater(busy.transfer_share, 0.3)
 
     def test_of_a_kind_that_is_too_large_one_is_tried(self):
         several = self.choices(lambda x: x.num_devices == 2)
