@@ -42,8 +42,7 @@ def _within(dataset: Any) -> list[Any]:
             elif not isinstance(x, (*_GENERATORS, types.ModuleType)):
                 own = getattr(x, "__dict__", {}).values()
                 found += [y for y in own if isinstance(y, _GENERATORS)]
-    # This one has no state.
-    return [x for x in found if not isinstance(x, random.SystemRandom)]
+    return found
 
 
 def watched(dataset: Any) -> Callable[[], dict[str, str]]:
@@ -87,13 +86,17 @@ def set_states(found: list) -> None:
 
 
 def _state(generator: Any) -> Any:
-    """Returns the state of a generator, for JSON."""
-    if isinstance(generator, random.Random):
-        return _listed(generator.getstate())
-    if isinstance(generator, np.random.RandomState):
-        return _listed(generator.get_state(legacy=False))
-    if isinstance(generator, np.random.Generator):
-        return _listed(generator.bit_generator.state)
+    """Returns the state of a generator, for JSON; `None` if it has none."""
+    try:
+        if isinstance(generator, random.Random):
+            return _listed(generator.getstate())
+        if isinstance(generator, np.random.RandomState):
+            return _listed(generator.get_state(legacy=False))
+        if isinstance(generator, np.random.Generator):
+            return _listed(generator.bit_generator.state)
+    except (AttributeError, NotImplementedError, TypeError):
+        # `random.SystemRandom`, or a class of one's own.
+        return None
     is_variable = isinstance(generator, keras.Variable)
     return np.asarray(generator if is_variable else generator.state).tolist()
 

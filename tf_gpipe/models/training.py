@@ -278,7 +278,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     def _get_metrics_result_or_logs(self, logs):
         run = self._training_run
-        if run is not None and not logs:
+        if run is not None and run.logs and not logs:
             # Keras has none if an epoch has no step.
             logs = dict(run.logs)
             run.logs.clear()

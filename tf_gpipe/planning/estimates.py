@@ -28,8 +28,8 @@ class StageTimes(NamedTuple):
         forward: List, of the forward pass.
         backward: List, of the backward pass, without recomputation.
         weights: List, of the part of `backward` for gradients of weights.
-        sending: List, of sending to other processes and receiving, which is in
-            either pass.
+        sending: List, the part of each pass in which it sends to other
+            processes and receives from them.
         transfer: Dictionary from pairs of stages to the time of a transfer.
         before: List, of recomputation before the backward pass.
         within: List, of recomputation within the backward pass.
