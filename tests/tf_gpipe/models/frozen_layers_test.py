@@ -310,7 +310,11 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
             sublayer(layers)
             model = cls(model.input, model.output, **kwargs)
             model.prepare()
-            model.compile(keras.optimizers.Adam(0.01), run_eagerly=eager)
+            # What plain Keras compiles may read these weights after the update:
+            # one step in ten has another loss.
+            model.compile(
+                keras.optimizers.Adam(0.01), run_eagerly=eager or cls is Plain
+            )
             logs = [
                 model.train_on_batch(x, y, return_dict=True) for _ in range(2)
             ]
