@@ -53,7 +53,7 @@ class NotInlinedFunction:
         if concrete in self._seen:
             return concrete
         shares = upstream.shares_rendezvous(self._function)
-        if shares and _leaves_host(concrete):
+        if shares and _leaveshost(concrete):
             # A function on two hosts needs a rendezvous of its own: through the
             # step's, its parts would not find each other.
             self._function = self._made(tells=False)
@@ -76,20 +76,20 @@ class NotInlinedFunction:
         return function
 
 
-def _leaves_host(concrete: Any) -> bool:
+def _leaveshost(concrete: Any) -> bool:
     """Returns whether a function has operations on several hosts.
 
     Operations that call Python run in the client, and operations on a
     resource, such as a table, on the resource's host.
     """
     operations = concrete.graph.get_operations()
-    hosts = {_host(op.device) for op in operations if op.device}
+    hosts = {host(op.device) for op in operations if op.device}
     hosts |= {
-        _host(x.device)
+        host(x.device)
         for x in concrete.captured_inputs
         if x.dtype == tf.resource and x.device
     }
-    if hosts <= {_host("")}:
+    if hosts <= {host("")}:
         return False
     library = concrete.graph.as_graph_def().library
     kinds = {op.type for op in operations}
@@ -97,6 +97,7 @@ def _leaves_host(concrete: Any) -> bool:
     return len(hosts) > 1 or bool(kinds & CALLS_PYTHON)
 
 
-def _host(device: str) -> tuple[str, int]:
+def host(device: str) -> tuple[str, int]:
+    """Returns the job and the task of the process that has a device."""
     spec = tf.DeviceSpec.from_string(device)
     return spec.job or "localhost", spec.task or 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tf_gpipe.devices.functions import host
 from tf_gpipe.partition.auto_remat import with_best_cut
 from tf_gpipe.partition.contiguous import split
 from tf_gpipe.partition.fitted_remat import AutoRemat
@@ -210,7 +211,7 @@ class Draft:
         """
         found = [0] * len(self._costs)
         where = [
-            speeds.process(self._rows[0][device].name)
+            host(self._rows[0][device].name or "")
             for device in self._schedule.devices
         ]
         for k, stage in enumerate(self._costs):

@@ -5,7 +5,6 @@ This module imports no TensorFlow.
 
 import collections
 import dataclasses
-import re
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -68,14 +67,6 @@ class Device:
     name: str | None = None
     memory: int | None = None
     speed: Speed = Speed()
-
-
-def process(name: str | None) -> tuple[str, ...]:
-    """Returns the job and the task of a device string, as far as it has them.
-
-    They are equal for devices of one process.
-    """
-    return tuple(re.findall(r"/(?:job|task):(\w+)", name or ""))
 
 
 def uses(names: Sequence[str | None]) -> float:

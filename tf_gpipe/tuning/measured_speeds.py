@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_gpipe.devices.functions import host
 from tf_gpipe.partition import measured_calls
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
-from tf_gpipe.planning.speeds import process
 from tf_gpipe.planning.speeds import replicate
 
 _PRODUCTS = 8
@@ -49,7 +49,7 @@ def measured(names: Sequence[str], memories: Sequence[int | None]) -> Machine:
     if len(names) > 1:
         ends = _ends(names)
         bandwidth, latency = _connection(*ends)
-        if len(set(map(process, ends))) > 1:
+        if len(set(map(host, ends))) > 1:
             product = 2 * side**3 / speeds[0].flops
             handling = _handling(*ends, bandwidth, side, product)
     return Machine(
@@ -196,7 +196,7 @@ def _ends(names: Sequence[str]) -> tuple[str, str]:
     Those of two processes, if there are: their connection is slower.
     """
     first, second, *_ = names
-    others = (x for x in names if process(x) != process(first))
+    others = (x for x in names if host(x) != host(first))
     return first, next(others, second)
 
 
