@@ -12,6 +12,15 @@ from keras import layers as L
 import tf_gpipe
 from tests.tf_gpipe import comparison
 
+# Plain Keras's, and the pipeline's with its arguments.
+SEQUENTIAL_CLASSES = (
+    (keras.Sequential, {}),
+    (
+        tf_gpipe.PipelinedSequential,
+        {"num_stages": 2, "num_micro_batches": 2},
+    ),
+)
+
 
 def numbers(*shape, seed=0):
     generator = np.random.default_rng(seed)
@@ -294,13 +303,7 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
         x = tf.sparse.from_dense(np.maximum(numbers(6, 4), 0))
         data = tf.data.Dataset.from_tensor_slices((x, numbers(6, 1))).batch(3)
         found = []
-        for cls, kwargs in (
-            (keras.Sequential, {}),
-            (
-                tf_gpipe.PipelinedSequential,
-                {"num_stages": 2, "num_micro_batches": 2},
-            ),
-        ):
+        for cls, kwargs in SEQUENTIAL_CLASSES:
             keras.utils.set_random_seed(1)
             model = cls([L.Dense(3), L.Dense(1)], **kwargs)
             model.compile("sgd", "mse", run_eagerly=run_eagerly)
@@ -319,13 +322,7 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
         x = {name: value.astype("float64") for name, value in x.items()}
         y = numbers(6, 2)
         found = []
-        for cls, kwargs in (
-            (keras.Sequential, {}),
-            (
-                tf_gpipe.PipelinedSequential,
-                {"num_stages": 2, "num_micro_batches": 2},
-            ),
-        ):
+        for cls, kwargs in SEQUENTIAL_CLASSES:
             keras.utils.set_random_seed(1)
             keras.config.set_dtype_policy(policy)
             try:
