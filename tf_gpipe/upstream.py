@@ -1312,17 +1312,48 @@ def call_operation(
 
 def _call_config(optimized: bool) -> bytes:
     """Returns the serialised `ConfigProto` of a call: how it is optimised."""
-    options = context.context().function_call_options
+    config = _optimized_once(context.context().function_call_options)
+    if not optimized:
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return config.SerializeToString(deterministic=True)
+
+
+def _optimized_once(options: Any) -> tf.compat.v1.ConfigProto:
+    """Returns the `ConfigProto` of options, with one pass of optimisers.
+
+    Of TensorFlow's two, the second takes as long and improves little.
+    """
     config = tf.compat.v1.ConfigProto.FromString(
         options.config_proto_serialized
     )
     rewriter = config.graph_options.rewrite_options
-    if not optimized:
-        rewriter.disable_meta_optimizer = True
-    elif not rewriter.meta_optimizer_iterations:
-        # One iteration of two: the second takes as long and improves little.
+    if not rewriter.meta_optimizer_iterations:
         rewriter.meta_optimizer_iterations = rewriter.ONE
-    return config.SerializeToString(deterministic=True)
+    return config
+
+
+def optimized_once(run: Callable) -> Callable:
+    """Wraps a Python function: graphs it runs have one pass of optimisers.
+
+    These are the graphs of `tf.function`s that it calls eagerly.
+    """
+
+    @functools.wraps(run)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        settings = context.context()
+        before = settings.function_call_options
+        once = context.FunctionCallOptions(
+            before.executor_type, _optimized_once(before)
+        )
+        settings.function_call_options = once
+        try:
+            return run(*args, **kwargs)
+        finally:
+            # Unless `tf.config` has changed them meanwhile.
+            if settings.function_call_options is once:
+                settings.function_call_options = before
+
+    return wrapper
 
 
 def skip_reference_search(operation: tf.Operation) -> None:

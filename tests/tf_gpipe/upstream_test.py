@@ -1316,6 +1316,45 @@ class GraphsTest(tf.test.TestCase):
         self.assertTrue(options(False).disable_meta_optimizer)
         self.assertNotEqual(options(True).remapping, off.OFF)
 
+    def test_optimized_once(self):
+        """The first step is quick: its graph has one pass of optimisers."""
+
+        def options():
+            config = tf.compat.v1.ConfigProto.FromString(
+                upstream.settings_of_traces()[1]
+            )
+            return config.graph_options.rewrite_options
+
+        before = options().SerializeToString()
+        run = upstream.optimized_once(options)
+        self.assertEqual(run().meta_optimizer_iterations, options().ONE)
+        self.assertEqual(run.__name__, "options")
+        with self.assertRaises(ZeroDivisionError):
+            upstream.optimized_once(lambda: 1 / 0)()
+        self.assertEqual(options().SerializeToString(), before)
+
+    def test_options_set_within_optimized_once(self):
+        """What `tf.config` sets while a step runs stays set."""
+        before = tf.config.optimizer.get_experimental_options()
+        change = upstream.optimized_once(
+            lambda: tf.config.optimizer.set_experimental_options(
+                {"remapping": False}
+            )
+        )
+        try:
+            change()
+            found = tf.config.optimizer.get_experimental_options()
+            config = tf.compat.v1.ConfigProto.FromString(
+                upstream.settings_of_traces()[1]
+            )
+        finally:
+            tf.config.optimizer.set_experimental_options(
+                {"remapping": True, **before}
+            )
+        self.assertFalse(found["remapping"])
+        rewriter = config.graph_options.rewrite_options
+        self.assertEqual(rewriter.remapping, rewriter.OFF)
+
     def test_search_no_callees(self):
         """The first step is quick however many micro-batches there are."""
         called = tf.function(

@@ -42,7 +42,8 @@ def _remade(kind: str) -> property:
         return vars(self).get(key)
 
     def put(self: Any, function: Any) -> None:
-        vars(self)[key] = function
+        made = function is not None
+        vars(self)[key] = upstream.optimized_once(function) if made else None
 
     doc = f"The function of a step, kept from `make_{kind}_function`."
     return property(get, put, doc=doc)

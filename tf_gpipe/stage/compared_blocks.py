@@ -15,6 +15,7 @@ from tf_gpipe.stage.likeness import Likeness
 from tf_gpipe.stage.phases import Phases
 from tf_gpipe.stage.same_traces import Description
 from tf_gpipe.stage.same_traces import described
+from tf_gpipe.stage.trace import Trace
 from tf_gpipe.stage.trace import TracedStage
 
 
@@ -25,14 +26,14 @@ class ComparedBlock:
     attributes, such as their names or a global table of layers. So each block
     is traced: its forward pass, which is most often enough, and its gradient
     where Python functions make it.
+
+    Args:
+        block: The block.
+        alike: Its `Likeness`.
+        function: The `StageFunction` of its layers.
     """
 
-    def __init__(
-        self,
-        block: Graph,
-        alike: Likeness,
-        function: StageFunction,
-    ):
+    def __init__(self, block: Graph, alike: Likeness, function: StageFunction):
         self._block = block
         self._form = alike.form
         self._function = function
@@ -51,7 +52,7 @@ class ComparedBlock:
     ) -> bool:
         """Returns whether another block computes the same of its variables.
 
-        If so, it may share `phases`, which are those of this block.
+        If so, it may share `phases`, which are those of this block's function.
         """
         key = phases, other
         if key not in self._verdicts:
@@ -74,38 +75,42 @@ class ComparedBlock:
             return False
         differentiated = bool(phases.output_gradients)
         for with_gradient in (False, True)[: 1 + differentiated]:
-            arguments = inputs, carried, with_gradient
             key = phases, with_gradient
             if key not in self._found:
-                self._found[key] = self._described(*arguments)
-            if self._found[key] != other._described(*arguments):
+                self._found[key] = self._described(
+                    phases.traced.graph, phases.trace, with_gradient
+                )
+            # Traced anew, so that no graph outlives the comparison.
+            traced = TracedStage(other._function, with_gradient)
+            concrete, trace = traced.trace(inputs, carried)
+            if self._found[key] != other._described(
+                concrete.graph, trace, with_gradient
+            ):
                 return False
             if not self._found[key].has_custom_gradients:
                 break
         # The calls have changed no attribute of the layers.
-        return all(
-            likeness_of(x._block).form == self._form for x in (self, other)
-        )
+        return likeness_of(other._block).form == self._form
 
     def _carried(self) -> list[Hashable]:
         return [self._place_of(v) for v in self._function.carried]
 
     def _described(
-        self, inputs: Activations, carried: list, with_gradient: bool
+        self, graph: tf.Graph, trace: Trace, with_gradient: bool
     ) -> Description:
-        # Made anew, so that no graph outlives the comparison.
-        traced = TracedStage(self._function, with_gradient)
-        concrete, trace = traced.trace(inputs, carried)
+        """Describes a trace of this block, or its forward pass alone."""
+        pairs = trace.variable_gradients
+        gradients = [(self._place_of(v), x) for v, x in pairs]
         return described(
-            concrete.graph,
+            graph,
             (
                 trace.result,
-                trace.input_gradients,
-                [(self._place_of(v), x) for v, x in trace.variable_gradients],
+                (trace.input_gradients, gradients) if with_gradient else (),
                 [self._place_of(v) for v in self._function.updated],
                 len(self._function.added),
             ),
             self._place,
+            None if with_gradient else trace.num_forward,
         )
 
     def _place_of(self, variable: keras.Variable) -> Hashable:

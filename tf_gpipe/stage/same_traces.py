@@ -37,7 +37,10 @@ class Description(NamedTuple):
 
 
 def described(
-    graph: Any, outputs: Any, captured: Callable[[tf.Tensor], Hashable]
+    graph: Any,
+    outputs: Any,
+    captured: Callable[[tf.Tensor], Hashable],
+    num_operations: int | None = None,
 ) -> Description:
     """Returns the `Description` of a graph.
 
@@ -46,9 +49,12 @@ def described(
         outputs: Nested structure of the graph's tensors and other objects.
         captured: Function from each tensor that the graph captures to an object
             that is equal for tensors which stand for each other.
+        num_operations: Integer, how many operations of the graph are described,
+            from the first one on. `None` for all of them.
     """
     definition = graph.as_graph_def()
-    numbers = _numbers(definition.node)
+    nodes = definition.node[:num_operations]
+    numbers = _numbers(nodes)
 
     def place(x: Any) -> Any:
         if not isinstance(x, tf.Tensor):
@@ -56,10 +62,14 @@ def described(
         return numbers[x.op.name], x.value_index
 
     functions = _Functions(definition.library.function)
-    operations = _digest(functions.operations(definition.node, numbers))
+    operations = _digest(functions.operations(nodes, numbers))
     return Description(
         operations,
-        tuple((place(x), captured(outer)) for outer, x in graph.captures),
+        tuple(
+            (place(x), captured(outer))
+            for outer, x in graph.captures
+            if x.op.name in numbers
+        ),
         tf.nest.map_structure(place, outputs),
         functions.have_custom_gradients,
     )

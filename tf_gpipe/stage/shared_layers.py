@@ -151,7 +151,11 @@ class _Shared:
         self._can_share: dict[Phases, bool] = {}
         # By the first call of a block, unless all code is a library's.
         self._compared = {
-            x.nodes[0]: ComparedBlock(x, each, phases_of(_stage(x)).function)
+            x.nodes[0]: ComparedBlock(
+                x,
+                each,
+                self._function if x is block else phases_of(_stage(x)).function,
+            )
             for x, each in kind
             if not each.of_keras
         }

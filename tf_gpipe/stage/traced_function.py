@@ -47,14 +47,14 @@ class TracedFunction:
         varying: Iterable[tf.Tensor],
         jit_compile: bool = False,
     ):
-        self._graph = concrete.graph
+        self.graph = concrete.graph
         self._definition = concrete.graph.as_graph_def()
         self._library = {
             x.signature.name: x for x in self._definition.library.function
         }
         self._captures = {id(x): outer for outer, x in concrete.graph.captures}
         self._jit_compile = jit_compile
-        self.operations = self._graph.get_operations()
+        self.operations = self.graph.get_operations()
         self._written = written(self.operations)
         # Stateful operations may return something else at each run. So may
         # reads of variables that the graph writes, but no other reads.
@@ -130,19 +130,19 @@ class TracedFunction:
                 reads[id(op.inputs[0])].append(op.outputs[0])
         return [
             (outer, reads[id(x)])
-            for outer, x in self._graph.captures
+            for outer, x in self.graph.captures
             if id(x) in reads
         ]
 
     def captured(self) -> list[tf.Tensor]:
         """Returns the tensors that the function captures from outside."""
-        return [outer for outer, _ in self._graph.captures]
+        return [outer for outer, _ in self.graph.captures]
 
     def effects(self) -> set[tf.Operation]:
         """Returns the operations with side effects, which must always run."""
         return {
             op
-            for op in self._graph.control_outputs
+            for op in self.graph.control_outputs
             if op not in self._constant and op.type not in _READS
         }
 
@@ -202,7 +202,7 @@ class TracedFunction:
             graph = tf.compat.v1.get_default_graph()
             # TensorFlow deletes functions, such as gradients of loops, with the
             # last graph that has them, which may be the traced one.
-            upstream.copy_functions(self._graph, graph)
+            upstream.copy_functions(self.graph, graph)
             fed = dict(zip(map(id, feeds), values, strict=True))
             found = {
                 name: fed[id(x)]

@@ -61,6 +61,35 @@ class DescribedTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(one[:3], same[:3])
         self.assertNotEqual(one[:3], other[:3])
 
+    def test_first_operations(self):
+        """The forward pass is described as if no gradient followed it."""
+        weight = tf.Variable(2.0)
+        ends = []
+
+        def forward(x, y):
+            z = tf.tanh(weight * x) + y
+            ends.append(len(z.graph.get_operations()))
+            return z
+
+        def both(x, y):
+            z = forward(x, y)
+            return z, tf.gradients(z, x)
+
+        def described(function, num_operations):
+            concrete = tf.function(function, autograph=False)
+            concrete = concrete.get_concrete_function(
+                tf.TensorSpec((2, 3)), tf.TensorSpec((2, 3))
+            )
+            z = tf.nest.flatten(concrete.structured_outputs)[0]
+            # The function returns a copy of it.
+            return same_traces.described(
+                concrete.graph, z.op.inputs[0], id, num_operations or ends[-1]
+            )
+
+        one = described(forward, None)
+        self.assertEqual(one, described(both, None))
+        self.assertNotEqual(one, described(both, 1000))
+
     def test_names(self):
         self.assertEqual(_described(_named(1)), _described(_named(2)))
 
