@@ -69,9 +69,25 @@ def divided(
 ) -> list[tf.IndexedSlices]:
     """Splits a gradient into the slices of each of its lookups."""
     sizes = [x.slices.indices.shape[0] for x in lookups]
-    if None in sizes:
-        # Of a graph: eagerly all sizes are known.
+    unknown = sizes.count(None)
+    if unknown and not tf.executing_eagerly():
         return _parts(slices)
+    if unknown > 1:
+        if any(x.repeated for x in lookups):
+            raise ValueError(
+                f"{unknown} lookups in {lookups[0].variable.path} have no "
+                "static sizes, and another one is the same in each "
+                "micro-batch, so that their gradients cannot be told apart "
+                "eagerly. Received: run_eagerly=True. Use False."
+            )
+        # Only the sum of all is needed.
+        empty = tf.IndexedSlices(
+            slices.values[:0], slices.indices[:0], slices.dense_shape
+        )
+        return [slices, *[empty] * (len(lookups) - 1)]
+    if unknown:
+        rest = len(slices.indices) - sum(x for x in sizes if x is not None)
+        sizes = [rest if x is None else x for x in sizes]
     return [
         tf.IndexedSlices(*pair, slices.dense_shape)
         for pair in zip(

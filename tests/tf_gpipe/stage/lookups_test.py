@@ -51,6 +51,47 @@ class Tokens(L.Layer):
         return self.table(x) + self.table(ops.arange(STEPS)) + types
 
 
+class Words(L.Layer):
+    """Looks up words whose number TensorFlow does not infer.
+
+    As behind `TextVectorization`.
+
+    Args:
+        times: Integer, how often they are looked up in the one table.
+        position: Boolean, whether the first row of it is added as well.
+    """
+
+    def __init__(self, times, position=False, **kwargs):
+        super().__init__(**kwargs)
+        self.times = times
+        self.position = position
+        self.table = L.Embedding(9, 4)
+
+    def build(self, shape):
+        self.table.build((None,))
+
+    def call(self, x):
+        total = 0.0
+        for _ in range(self.times):
+            shape = tf.TensorShape([None, None])
+            words = tf.raw_ops.PlaceholderWithDefault(input=x, shape=shape)
+            words = tf.reshape(words, (-1,))
+            total += ops.reshape(self.table(words), (-1, STEPS, 4))
+        return total + self.table(ops.arange(1)) if self.position else total
+
+    def compute_output_shape(self, shape):
+        return (*shape, 4)
+
+
+def with_words(*args):
+    def make():
+        i = keras.Input((STEPS,), dtype="int32")
+        h = L.Dense(4, "tanh")(Words(*args)(i))
+        return keras.Model(i, L.Dense(1)(L.GlobalAveragePooling1D()(h)))
+
+    return make
+
+
 def of_rows(x):
     """Returns positions for each row."""
     return ops.tile(ops.arange(STEPS)[None], (ops.shape(x)[0], 1))
@@ -234,6 +275,26 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
                 step((tf.constant(X), tf.constant(Y)))
             found.append(model.get_weights())
         self.assertAllClose(*found, rtol=1e-5, atol=1e-5)
+
+    @pairwise.each(
+        of=((1, False), (2, False), (1, True)),
+        num_micro_batches=(2, 3),
+        eager=(True, False),
+    )
+    @pytest.mark.slow_after(2)
+    def test_unknown_number_of_words(self, of, num_micro_batches, eager):
+        self.assert_trains_alike(
+            with_words(*of),
+            TOKENS,
+            num_micro_batches=num_micro_batches,
+            eager=eager,
+        )
+
+    def test_lookups_that_cannot_be_told_apart(self):
+        with self.assertRaisesRegex(ValueError, "no static sizes.*Use False"):
+            self.assert_trains_alike(
+                with_words(2, True), TOKENS, num_micro_batches=2, eager=True
+            )
 
     @parameterized.parameters(4, 8, 12)
     @pytest.mark.slow_after(1)
