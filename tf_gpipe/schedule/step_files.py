@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 
 from tf_gpipe import checks
+from tf_gpipe import whole_files
 from tf_gpipe.schedule import page
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
@@ -59,8 +60,9 @@ class StepFiles:
             about: For each stage, more cells of its row in the page's table.
         """
         if self._trace is not None:
-            with open(self._trace, "w") as f:
-                json.dump(timeline.chrome_trace([*steps.values()][-1]), f)
+            trace = timeline.chrome_trace([*steps.values()][-1])
+            with whole_files.replacing(self._trace) as new:
+                new.write_text(json.dumps(trace))
         if self._picture is not None:
             timeline.picture(steps, self._picture)
         if self._html is not None:
