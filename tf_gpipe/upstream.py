@@ -1294,6 +1294,8 @@ def call_operation(
         kinds = [x.dtype.as_datatype_enum for x in tensors]
         return value(list=value.ListValue(type=kinds))
 
+    options = context.context().function_call_options
+    how = _call_config(options.config_proto_serialized, optimized)
     return graph.create_op(
         "StatefulPartitionedCall" if stateful else "PartitionedCall",
         inputs,
@@ -1302,7 +1304,7 @@ def call_operation(
             "Tin": dtypes(inputs),
             "Tout": dtypes(concrete.outputs),
             "f": value(func=tf.compat.v1.NameAttrList(name=concrete.name)),
-            "config_proto": value(s=_call_config(optimized)),
+            "config_proto": value(s=how.SerializeToString(deterministic=True)),
             "_disable_call_shape_inference": value(b=True),
             "_XlaMustCompile": value(b=jit_compile),
             "_gradient_op_type": value(s=gradient.encode()),
@@ -1310,26 +1312,22 @@ def call_operation(
     )
 
 
-def _call_config(optimized: bool) -> bytes:
-    """Returns the serialised `ConfigProto` of a call: how it is optimised."""
-    config = _optimized_once(context.context().function_call_options)
-    if not optimized:
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
-    return config.SerializeToString(deterministic=True)
+@functools.cache
+def _call_config(config: bytes, optimized: bool) -> tf.compat.v1.ConfigProto:
+    """Returns the `ConfigProto` of a call: how its graph is optimised.
 
-
-def _optimized_once(options: Any) -> tf.compat.v1.ConfigProto:
-    """Returns the `ConfigProto` of options, with one pass of optimisers.
-
-    Of TensorFlow's two, the second takes as long and improves little.
+    Args:
+        config: The serialised `ConfigProto`, as the user has set it.
+        optimized: Whether TensorFlow optimises the graph. It does so in one
+            pass: the second of its two takes as long and improves little.
     """
-    config = tf.compat.v1.ConfigProto.FromString(
-        options.config_proto_serialized
-    )
-    rewriter = config.graph_options.rewrite_options
-    if not rewriter.meta_optimizer_iterations:
+    found = tf.compat.v1.ConfigProto.FromString(config)
+    rewriter = found.graph_options.rewrite_options
+    if not optimized:
+        rewriter.disable_meta_optimizer = True
+    elif not rewriter.meta_optimizer_iterations:
         rewriter.meta_optimizer_iterations = rewriter.ONE
-    return config
+    return found
 
 
 def optimized_once(run: Callable) -> Callable:
@@ -1343,7 +1341,8 @@ def optimized_once(run: Callable) -> Callable:
         settings = context.context()
         before = settings.function_call_options
         once = context.FunctionCallOptions(
-            before.executor_type, _optimized_once(before)
+            before.executor_type,
+            _call_config(before.config_proto_serialized, optimized=True),
         )
         settings.function_call_options = once
         try:

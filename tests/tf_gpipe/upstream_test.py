@@ -4,6 +4,7 @@ If a test fails on a new release, its name says what has changed, and its
 docstring which promise of the library depends on it.
 """
 
+import contextlib
 import inspect
 import pathlib
 import re
@@ -1160,6 +1161,24 @@ class TapesTest(tf.test.TestCase):
         self.assertAllEqual(slope(), own)
 
 
+def _rewriter(config):
+    """Returns the options of TensorFlow's optimisers in a `ConfigProto`."""
+    config = tf.compat.v1.ConfigProto.FromString(config)
+    return config.graph_options.rewrite_options
+
+
+@contextlib.contextmanager
+def _optimizer_options_kept():
+    """A scope after which `remapping` is on, and other options as before."""
+    before = tf.config.optimizer.get_experimental_options()
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options(
+            {"remapping": True, **before}
+        )
+
+
 class GraphsTest(tf.test.TestCase):
     def test_settings_of_traces(self):
         """Traces with checks of numerics are not used without them."""
@@ -1297,19 +1316,11 @@ class GraphsTest(tf.test.TestCase):
                     jit_compile=False,
                     gradient="Identity",
                 )
-            config = tf.compat.v1.ConfigProto.FromString(
-                call.get_attr("config_proto")
-            )
-            return config.graph_options.rewrite_options
+            return _rewriter(call.get_attr("config_proto"))
 
-        before = tf.config.optimizer.get_experimental_options()
-        tf.config.optimizer.set_experimental_options({"remapping": False})
-        try:
+        with _optimizer_options_kept():
+            tf.config.optimizer.set_experimental_options({"remapping": False})
             off = options(True)
-        finally:
-            tf.config.optimizer.set_experimental_options(
-                {"remapping": True, **before}
-            )
         self.assertEqual(off.remapping, off.OFF)
         self.assertEqual(off.meta_optimizer_iterations, off.ONE)
         self.assertFalse(off.disable_meta_optimizer)
@@ -1320,10 +1331,7 @@ class GraphsTest(tf.test.TestCase):
         """The first step is quick: its graph has one pass of optimisers."""
 
         def options():
-            config = tf.compat.v1.ConfigProto.FromString(
-                upstream.settings_of_traces()[1]
-            )
-            return config.graph_options.rewrite_options
+            return _rewriter(upstream.settings_of_traces()[1])
 
         before = options().SerializeToString()
         run = upstream.optimized_once(options)
@@ -1335,24 +1343,14 @@ class GraphsTest(tf.test.TestCase):
 
     def test_options_set_within_optimized_once(self):
         """What `tf.config` sets while a step runs stays set."""
-        before = tf.config.optimizer.get_experimental_options()
         change = upstream.optimized_once(
-            lambda: tf.config.optimizer.set_experimental_options(
-                {"remapping": False}
-            )
+            tf.config.optimizer.set_experimental_options
         )
-        try:
-            change()
+        with _optimizer_options_kept():
+            change({"remapping": False})
             found = tf.config.optimizer.get_experimental_options()
-            config = tf.compat.v1.ConfigProto.FromString(
-                upstream.settings_of_traces()[1]
-            )
-        finally:
-            tf.config.optimizer.set_experimental_options(
-                {"remapping": True, **before}
-            )
+            rewriter = _rewriter(upstream.settings_of_traces()[1])
         self.assertFalse(found["remapping"])
-        rewriter = config.graph_options.rewrite_options
         self.assertEqual(rewriter.remapping, rewriter.OFF)
 
     def test_search_no_callees(self):

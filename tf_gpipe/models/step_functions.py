@@ -42,8 +42,9 @@ def _remade(kind: str) -> property:
         return vars(self).get(key)
 
     def put(self: Any, function: Any) -> None:
-        made = function is not None
-        vars(self)[key] = upstream.optimized_once(function) if made else None
+        if function is not None:
+            function = upstream.optimized_once(function)
+        vars(self)[key] = function
 
     doc = f"The function of a step, kept from `make_{kind}_function`."
     return property(get, put, doc=doc)
