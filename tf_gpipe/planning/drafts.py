@@ -181,11 +181,8 @@ class Draft:
             self._schedule.num_stages * self._schedule.num_micro_batches
         )
         self._stage_times = StageTimes(
-            [sum(x) for x in zip(forward, start, sent, strict=True)],
-            [
-                x + tasks * s + y
-                for x, s, y in zip(backward, start, sent, strict=True)
-            ],
+            [x + s for x, s in zip(forward, start, strict=True)],
+            [x + tasks * s for x, s in zip(backward, start, strict=True)],
             [
                 min(x, y) + s
                 for x, y, s in zip(weights, backward, start, strict=True)
@@ -269,11 +266,12 @@ class Draft:
         Those of `number` micro-batches; with 0, of the updates alone.
         """
         busy = [0.0] * len(self._speeds)
-        times = self._stage_times
+        before = self._stage_times.before
+        forward, backward = self._stage_times.passes()
         for k, device in enumerate(self._schedule.devices):
             again = self._schedule.recomputed_share(k, self.candidate.remat)
             busy[device] += self._updates[k] + number * (
-                times.forward[k] + again * times.before[k] + times.backward[k]
+                forward[k] + again * before[k] + backward[k]
             )
         return busy
 
@@ -376,8 +374,7 @@ class Draft:
             order: Schedule = search(
                 Times.of(
                     len(sizes),
-                    times.forward,
-                    times.backward,
+                    *times.passes(),
                     times.before,
                     times.transfer,
                     times.weights,

@@ -28,7 +28,7 @@ class StageTimes(NamedTuple):
         forward: List, of the forward pass.
         backward: List, of the backward pass, without recomputation.
         weights: List, of the part of `backward` for gradients of weights.
-        sending: List, the part of each pass in which it sends to other
+        sending: List, what each pass takes longer as the stage sends to other
             processes and receives from them.
         transfer: Dictionary from pairs of stages to the time of a transfer.
         before: List, of recomputation before the backward pass.
@@ -52,20 +52,29 @@ class StageTimes(NamedTuple):
         }
         return self._replace(**found)
 
+    def passes(self, transfers: bool = True) -> tuple[list, list]:
+        """Returns how long forward and backward passes keep a device busy.
+
+        Two lists. Recomputation before a backward pass comes on top.
+        """
+        sending = [x if transfers else 0.0 for x in self.sending]
+        return (
+            [sum(x) for x in zip(self.forward, sending, strict=True)],
+            [
+                sum(x)
+                for x in zip(self.backward, self.within, sending, strict=True)
+            ],
+        )
+
     def simulated(
         self, schedule: Schedule, remat: str, transfers: bool = True
     ) -> Execution:
         """Simulates a step."""
-        less = [0.0 if transfers else x for x in self.sending]
+        forward, backward = self.passes(transfers)
         return simulate(
             schedule,
-            [x - y for x, y in zip(self.forward, less, strict=True)],
-            [
-                x + y - z
-                for x, y, z in zip(
-                    self.backward, self.within, less, strict=True
-                )
-            ],
+            forward,
+            backward,
             recompute=self.before,
             transfer=self.transfer if transfers else 0.0,
             remat=remat,
@@ -107,7 +116,7 @@ def estimate(
     simulation = times.simulated(schedule, remat)
     makespan = simulation.makespan
     without = times.simulated(schedule, remat, transfers=False).makespan
-    passes = sum(times.forward + times.backward) - 2 * sum(times.sending)
+    passes = sum(times.forward + times.backward)
     alone = schedule.num_micro_batches * passes
     return Plan(
         stages=_stages(

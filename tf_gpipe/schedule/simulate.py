@@ -4,6 +4,7 @@ This module imports no TensorFlow.
 """
 
 import collections
+import math
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -87,13 +88,25 @@ class Times(NamedTuple):
             _transfers(transfer, num_stages),
             _costs("update", update, num_stages),
         )
-        _costs("backward - weights", times.by_inputs, num_stages)
+        # Sums that are equal but for rounding are taken for equal.
+        if any(
+            part > whole and not math.isclose(part, whole)
+            for part, whole in zip(times.weights, times.backward, strict=True)
+        ):
+            raise ValueError(
+                "`weights` must be a part of `backward`, and at most as long. "
+                f"Received: weights={times.weights}, "
+                f"backward={times.backward}"
+            )
         return times
 
     @property
     def by_inputs(self) -> list[float]:
         """The part of `backward` for gradients of inputs."""
-        return [x - y for x, y in zip(self.backward, self.weights, strict=True)]
+        return [
+            max(whole - part, 0.0)
+            for whole, part in zip(self.backward, self.weights, strict=True)
+        ]
 
 
 class Span(NamedTuple):

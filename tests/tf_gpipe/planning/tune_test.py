@@ -27,6 +27,7 @@ from tf_gpipe.planning.choice import Chooser
 from tf_gpipe.planning.drafts import FITTING
 from tf_gpipe.planning.known_layers import KnownLayers
 from tf_gpipe.planning.layer_times import LayerTimes
+from tf_gpipe.planning.layer_times import Line
 from tf_gpipe.planning.speeds import Device
 from tf_gpipe.planning.speeds import Machine
 from tf_gpipe.planning.speeds import Speed
@@ -942,6 +943,23 @@ class TriedChoicesTest(tf.test.TestCase, parameterized.TestCase):
         work = [x.step_seconds / x.relative_step_time for x in (free, busy)]
         self.assertAllClose(*work, rtol=0.2)
         self.assertGreater(busy.transfer_share, 0.3)
+
+    @parameterized.parameters("gpipe", "1f1b", "zero_bubble")
+    def test_sending_takes_longer_than_layers(self, name):
+        """Sums of times that differ much in size leave no negative rest."""
+        known = KnownLayers(make_layers(), (32, 64), "sgd")
+        fixed = candidates.Fixed(2, 4, name, "never")
+        # Too short to be measured: no time is left for gradients of inputs.
+        times = {i: [Line(0.0, 0.0)] * 2 for i in range(len(known.names))}
+        for task in np.geomspace(1e-7, 1e-4, 20):
+            speed = dataclasses.replace(Speed.of_flops(SLOW), task=task)
+            devices = [
+                Device(f"/job:worker/task:{i}/CPU:0", speed=speed)
+                for i in range(2)
+            ]
+            where = Machine(devices, bandwidth=1e9, handling=1e-6 / 3)
+            chooser = Chooser(known, LayerTimes(known, times, speed), where)
+            self.assertGreater(chooser.ranked(fixed, 1)[0].seconds, 0)
 
     def test_of_a_kind_that_is_too_large_one_is_tried(self):
         several = self.choices(lambda x: x.num_devices == 2)

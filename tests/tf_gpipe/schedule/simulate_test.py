@@ -164,8 +164,15 @@ class SimulateTest(parameterized.TestCase):
                 ("W", 1): 1.0,
             },
         )
-        with self.assertRaisesRegex(ValueError, "must not be negative"):
+        with self.assertRaisesRegex(ValueError, "a part of `backward`.*2.0"):
             simulate(schedule, 1.0, 1.0, weights=2.0)
+
+    def test_gradients_of_weights_alone(self):
+        schedule = schedules.zero_bubble(2, 2)
+        sums = simulate(schedule, 1.0, 0.3, weights=0.1 + 0.2)
+        self.assertEqual(
+            sums.makespan, simulate(schedule, 1.0, 0.3, weights=0.3).makespan
+        )
 
     @parameterized.product(
         num_stages=(1, 2, 3, 4, 8), num_micro_batches=(1, 2, 4, 7, 32)
