@@ -1,12 +1,14 @@
 """Errors that name the lost worker, raised by every call that needs it."""
 
 import collections
+import contextlib
 import functools
 import os
 import re
 import time
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,7 +89,8 @@ def naming_failures(method: Callable) -> Callable:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not tf.executing_eagerly():
             return method(self, *args, **kwargs)
-        _refuse(self)
+        if _stages(self):
+            _refuse(self)
         path = ""
         if name in _WITH_CHECKPOINTS:
             path = str(args[0] if args else kwargs.get("filepath"))
@@ -104,15 +107,32 @@ def naming_failures(method: Callable) -> Callable:
         except WorkerLostError:
             raise
         except Exception as error:
-            message = _diagnosis(self, error)
-            if message is not None:
-                raise WorkerLostError(None, None, message) from error
+            if _stages(self):
+                _raise_if_lost(self, error)
             pipeline = getattr(self, "_pipeline", None)
             if pipeline is not None and isinstance(error, tf.errors.OpError):
                 errors.add_place(error, pipeline)
             raise
 
     return wrapper
+
+
+@contextlib.contextmanager
+def using(devices: Iterable[str]) -> Iterator[None]:
+    """A scope that uses devices, but no model: errors name a lost worker."""
+    jobs = {tf.DeviceSpec.from_string(x).job for x in devices}
+    if JOB not in jobs:
+        yield
+        return
+    _refuse(None)
+    try:
+        with watcher.needing(addresses()):
+            yield
+    except WorkerLostError:
+        raise
+    except Exception as error:
+        _raise_if_lost(None, error)
+        raise
 
 
 def naming_failures_of(*names: str) -> Callable[[type], type]:
@@ -159,7 +179,7 @@ def _refuse(model: Any) -> None:
     Even if only another model uses it: TensorFlow cannot go on without it.
     """
     watch = watcher.current
-    if watch is not None and watch.lost and _stages(model):
+    if watch is not None and watch.lost:
         raise WorkerLostError(None, None, _message(model, watch.lost))
 
 
@@ -176,15 +196,11 @@ def _stages(model: Any) -> dict[str, list[str]]:
     return dict(found)
 
 
-def _diagnosis(model: Any, error: Exception) -> str | None:
-    """Returns the message of a `WorkerLostError` for an error of TensorFlow.
-
-    `None` if no lost worker is behind it.
-    """
-    stages = _stages(model)
+def _raise_if_lost(model: Any, error: Exception) -> None:
+    """Raises a `WorkerLostError` for an error that a lost worker is behind."""
     watch = watcher.current
-    if not stages or watch is None:
-        return None
+    if watch is None:
+        return
     text = str(error)
     again = _STRANGER in text
     # An `OpError` counts by its type, since errors of an operation on a worker
@@ -214,10 +230,13 @@ def _diagnosis(model: Any, error: Exception) -> str | None:
             address: heartbeat.SILENT if address in silent else heartbeat.OTHER
             for address in targets or (silent if broken else ())
         }
-    return _message(model, gone) if gone or again else None
+    if gone or again:
+        message = _message(model, gone)
+        raise WorkerLostError(None, None, message) from error
 
 
 def _message(model: Any, gone: Mapping[str, str]) -> str:
+    """Returns the message about workers for a model, or without one."""
     stages = _stages(model)
     watch = watcher.current
     seconds = watch.seconds if watch is not None else None
@@ -239,11 +258,13 @@ def _message(model: Any, gone: Mapping[str, str]) -> str:
     ] or ["A worker has been started again and no longer has its stage."]
     newest = getattr(model, "_newest_checkpoint", None)
     where = f", {newest}" if newest and os.path.exists(newest) else ""
-    return "\n".join(
-        [
-            *lines,
-            "The weights of its stages are lost. Start it again, with `python "
-            "-m tf_gpipe worker --port=PORT`, then this program, and resume "
-            f"from the newest checkpoint{where}.",
-        ]
+    repair = (
+        "Start it again, with `python -m tf_gpipe worker --port=PORT`, then "
+        "this program"
     )
+    if model is not None:
+        repair = (
+            f"The weights of its stages are lost. {repair}, and resume from "
+            f"the newest checkpoint{where}"
+        )
+    return "\n".join([*lines, f"{repair}."])

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_gpipe import checks
 from tf_gpipe import progress
+from tf_gpipe.devices import worker_lost
 from tf_gpipe.partition import uncounted
 from tf_gpipe.planning import choice
 from tf_gpipe.planning import optimizers
@@ -143,11 +144,12 @@ def tune(
             "Call `tune` outside of the strategy's scope, and make only the "
             "model within it; or give budget_seconds=0."
         )
-    machine = (
-        measured_speeds.measured([str(x) for x in names], memories)
-        if tries
-        else speeds.unmeasured(names, memories)
-    )
+    if tries:
+        here = [str(x) for x in names]
+        with worker_lost.using(here):
+            machine = measured_speeds.measured(here, memories)
+    else:
+        machine = speeds.unmeasured(names, memories)
     one_each = replicas and not speeds.any_twice(names)
     machine = dataclasses.replace(
         machine, **told, replicates=machine.replicates and one_each
@@ -195,17 +197,15 @@ def _measured_times(known, machine, fixed, until) -> LayerTimes:
     if not numbers:
         return LayerTimes(known)
     fastest = max(machine.devices, key=lambda x: x.speed.flops)
-    return LayerTimes(
-        known,
-        measured_layers.measured(
+    with worker_lost.using([fastest.name]):
+        found = measured_layers.measured(
             known,
             sorted({min(numbers), max(numbers)}),
             fastest.name,
             fastest.speed,
             now + max(0.0, until - now) / 3,
-        ),
-        fastest.speed,
-    )
+        )
+    return LayerTimes(known, found, fastest.speed)
 
 
 def _of_both_kinds(known, times, machine, fixed) -> list[Choice]:

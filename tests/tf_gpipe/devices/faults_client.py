@@ -22,6 +22,8 @@ from keras import layers as L
 
 import tf_gpipe
 from tf_gpipe.commands import workers
+from tf_gpipe.partition import measured_calls
+from tf_gpipe.tuning import measured_layers
 from tf_gpipe.tuning import trials
 
 X = np.ones((8, 4), "float32")
@@ -79,8 +81,15 @@ def whose_worker_is_hurt(moment, devices, hurt, directory):
         return None, lambda: make(devices)
     if moment == "while_built":
         return None, lambda: make(devices, layer)
-    if moment == "in_tune":
-        return None, lambda: tuned(devices, hurt)
+    in_tune = {
+        "while_speeds_are_measured": (measured_calls, "overhead"),
+        "while_layers_are_measured": (measured_layers, "measured"),
+        "in_tune": (trials, "step_seconds"),
+    }
+    if moment in in_tune:
+        # What is measured is measured on the worker that is hurt.
+        where = devices if moment == "in_tune" else devices[1:] * 2
+        return None, lambda: tuned(where, hurt, *in_tune[moment])
     if moment in ("while_traced", "in_step"):
         model = make(devices, layer)
         layer.armed = True
@@ -130,18 +139,22 @@ def whose_worker_is_hurt(moment, devices, hurt, directory):
     return model, calls[moment]
 
 
-def tuned(devices, hurt):
-    """Tunes a model, and hurts the worker between two trials."""
-    trial = trials.step_seconds
-    tried = []
+def tuned(devices, hurt, module, name):
+    """Tunes a model, and hurts the worker as a function is called.
 
-    def noting(*args):
-        if tried:
+    For the second time, if there is one.
+    """
+    function = getattr(module, name)
+    called = name == "measured"
+
+    def hurting(*args):
+        nonlocal called
+        if called:
             hurt()
-        tried.append(trial(*args))
-        return tried[-1]
+        called = True
+        return function(*args)
 
-    with mock.patch.object(trials, "step_seconds", noting):
+    with mock.patch.object(module, name, hurting):
         layers = [keras.Input((4,)), *(L.Dense(4) for _ in range(4))]
         tf_gpipe.tune(keras.Sequential(layers), (8, 4), devices=devices)
 

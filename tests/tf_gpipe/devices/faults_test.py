@@ -17,6 +17,8 @@ from tools import child_process
 MOMENTS = (
     "before_model",
     "while_built",
+    "while_speeds_are_measured",
+    "while_layers_are_measured",
     "in_tune",
     "before_fit",
     "while_traced",
