@@ -94,4 +94,4 @@ def _draw(points: list[dict], path: str) -> None:
     axes.set_xlabel("activations of the fullest device, never = 1")
     axes.set_ylabel("time of a step, never = 1")
     axes.legend()
-    figure.savefig(path)
+    timeline.save(figure, path)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+from tf_gpipe import whole_files
 from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
 
@@ -128,7 +129,8 @@ def write(
         uniformtext={"minsize": 8, "mode": "hide"},
         legend={"traceorder": "normal"},
     )
-    figure.write_html(path, include_plotlyjs=True)
+    with whole_files.replacing(path) as partial:
+        figure.write_html(partial, include_plotlyjs=True)
 
 
 def _bars(step: Execution) -> list[dict[str, Any]]:

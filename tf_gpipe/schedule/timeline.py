@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+from tf_gpipe import whole_files
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.tasks import BACKWARD
 from tf_gpipe.schedule.tasks import FORWARD
@@ -247,7 +248,19 @@ def picture(steps: Mapping[str, Execution], path: str | os.PathLike) -> None:
     >>> from tf_gpipe.schedule.simulate import simulate
     >>> picture({"simulated": simulate(schedules.get("gpipe", 4, 8))}, "a.png")
     """
-    _figure(steps).savefig(path)
+    save(_figure(steps), path)
+
+
+def save(figure: Any, path: str | os.PathLike) -> None:
+    """Saves a figure of matplotlib: all of it, or the image before stays."""
+    path = os.fspath(path)
+    ending = os.path.splitext(path)[1].removeprefix(".")
+    if not ending:
+        # As matplotlib does.
+        ending = figure.canvas.get_default_filetype()
+        path = f"{path.removesuffix('.')}.{ending}"
+    with whole_files.replacing(path) as new:
+        figure.savefig(new, format=ending.lower())
 
 
 def png(steps: Mapping[str, Execution]) -> bytes:

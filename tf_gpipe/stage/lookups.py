@@ -78,7 +78,8 @@ def divided(
                 f"{unknown} lookups in {lookups[0].variable.path} have no "
                 "static sizes, and another one is the same in each "
                 "micro-batch, so that their gradients cannot be told apart "
-                "eagerly. Received: run_eagerly=True. Use False."
+                "eagerly. Compile with run_eagerly=False, or call the model "
+                "in a `tf.function`."
             )
         # Only the sum of all is needed.
         empty = tf.IndexedSlices(
