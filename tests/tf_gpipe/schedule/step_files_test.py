@@ -3,13 +3,13 @@
 import os
 import pathlib
 import subprocess
-import sys
 import tempfile
 import textwrap
 
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tests import quick_python
 from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.simulate import simulate
 from tf_gpipe.schedule.step_files import StepFiles
@@ -45,7 +45,7 @@ class StepFilesTest(parameterized.TestCase):
             files.write(steps)
             """
         )
-        command = [sys.executable, "-c", script]
+        command = [*quick_python.command(), "-c", script]
         result = subprocess.run(command, capture_output=True, text=True)
         self.assertIn("File too large", result.stderr)
         self.assertTrue(path.read_bytes() == before)
