@@ -291,7 +291,9 @@ class LookupsTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     def test_lookups_that_cannot_be_told_apart(self):
-        with self.assertRaisesRegex(ValueError, "no static sizes.*run_eagerly=False"):
+        with self.assertRaisesRegex(
+            ValueError, "no static sizes.*run_eagerly=False"
+        ):
             self.assert_trains_alike(
                 with_words(2, True), TOKENS, num_micro_batches=2, eager=True
             )
