@@ -14,6 +14,7 @@ from absl.testing import parameterized
 from keras import layers as L  # noqa: N812
 
 import tf_gpipe
+from tests import pairwise
 from tests.tf_gpipe import comparison
 from tests.tf_gpipe.partition.uncountable import Endless
 from tf_gpipe.partition import stage_costs
@@ -307,7 +308,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
             x = layer(x)
         return tf_gpipe.PipelinedModel(inputs, x, **kwargs)
 
-    @parameterized.product(
+    @pairwise.product(
         functional=(True, False), limit=("share", "bytes"), length=(16, 512)
     )
     @pytest.mark.slow_after(2)

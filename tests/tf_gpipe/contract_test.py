@@ -137,7 +137,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         )
         comparison.assert_same(self, plain_dense(rows), pipelined)
 
-    @parameterized.product(
+    @pairwise.product(
         tasks=(
             # The last micro-batch first.
             ("F0.1 F0.0 B0.1 B0.0", "F1.1 B1.1 F1.0 B1.0"),

@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
+from tests import pairwise
 from tests.devices import KIND
 
 
@@ -382,7 +383,7 @@ class InLayerTest(ErrorTest):
             caught.exception, "moody", "Refuses", "stage 1", "CPU:1"
         )
 
-    @parameterized.product(
+    @pairwise.product(
         error=(Refusal, ValueError, TypeError, KeyError),
         schedule=("1f1b", "gpipe"),
         run_eagerly=(False, True),
@@ -492,7 +493,7 @@ class DataTest(ErrorTest):
         with self.assert_raises(ValueError, "same batch size", "[3, 4]"):
             (tf.function(model) if compiled else model)(x)
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=("1f1b", "gpipe"),
         sizes=((None, None), (8, None), (None, 8)),
         num_micro_batches=(4, 3, 1),
@@ -523,7 +524,7 @@ class DataTest(ErrorTest):
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, message):
             step(*(tf.ones((n, 3)) for n in unequal))
 
-    @parameterized.product(
+    @pairwise.product(
         rows=(4, 6, 12), num_micro_batches=(8, 4, 3), known=(True, False)
     )
     @pytest.mark.slow_after(2)

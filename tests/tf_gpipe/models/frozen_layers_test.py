@@ -9,6 +9,7 @@ from keras import layers as L
 from keras import ops
 
 import tf_gpipe
+from tests import pairwise
 from tests.tf_gpipe import comparison
 
 DEVICES = ["CPU:0", "CPU:1"]
@@ -322,7 +323,7 @@ class FrozenLayersTest(tf.test.TestCase, parameterized.TestCase):
             found.append((model, logs))
         comparison.assert_same(self, *found)
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=("1f1b", "gpipe", "zero_bubble", "interleaved"),
         remat=("always", "never"),
         eager=(False, True),

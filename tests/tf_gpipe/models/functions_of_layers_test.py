@@ -7,6 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_gpipe
+from tests import pairwise
 from tests.devices import KIND
 
 L = keras.layers
@@ -109,7 +110,7 @@ def _trained(model):
 
 
 class FunctionsOfLayersTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(
+    @pairwise.product(
         kind=_KINDS, remat=("never", "always"), built=(False, True)
     )
     @pytest.mark.slow_after(4)

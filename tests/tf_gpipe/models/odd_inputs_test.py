@@ -10,6 +10,7 @@ from absl.testing import parameterized
 from keras import layers as L
 
 import tf_gpipe
+from tests import pairwise
 from tests.tf_gpipe import comparison
 
 # Plain Keras's, and the pipeline's with its arguments.
@@ -405,7 +406,7 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, r"(?s)row.*\(4, 5\).*\(6, 5"):
             model(numbers(6, 5, 4), mask=numbers(4, 5) > 0)
 
-    @parameterized.product(
+    @pairwise.product(
         declared=((8, 4), (None, 4)),
         last=("eights", "average"),
         schedule=("1f1b", "gpipe"),
@@ -504,7 +505,7 @@ class OddInputsTest(tf.test.TestCase, parameterized.TestCase):
             model.predict(x, batch_size=rows or 6, verbose=0),
         )
 
-    @parameterized.product(
+    @pairwise.product(
         kind=("ragged", "tf.Variable", "keras.Variable", "constant"),
         schedule=("1f1b", "gpipe"),
         rows=(6, None),

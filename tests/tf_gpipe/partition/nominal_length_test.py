@@ -8,6 +8,7 @@ from absl.testing import parameterized
 from keras import layers as L
 
 import tf_gpipe
+from tests import pairwise
 from tests.devices import KIND
 from tests.tf_gpipe.partition.uncountable import Endless
 
@@ -148,7 +149,7 @@ class NominalLengthTest(tf.test.TestCase, parameterized.TestCase):
             made = type(model).from_config(config)
             self.assertEqual(made.nominal_length, 128)
 
-    @parameterized.product(
+    @pairwise.product(
         case=(
             # Shorter than a table of positions, longer than a kernel.
             ([keras.Input((None, 8)), Positions(16), L.Dense(8)], 128, 10),

@@ -9,6 +9,7 @@ from keras import layers as L
 from keras import ops
 
 import tf_gpipe
+from tests import pairwise
 from tests.tf_gpipe import comparison
 
 TWO = {"num_stages": 2, "devices": ["CPU:0", "CPU:1"]}
@@ -156,7 +157,7 @@ class LoopsTest(tf.test.TestCase, parameterized.TestCase):
             found.append(each.predict(X, verbose=0))
         self.assertAllClose(*found)
 
-    @parameterized.product(
+    @pairwise.product(
         change=tuple(CHANGES), remat=("always", "never"), schedule=("1f1b",)
     )
     @pytest.mark.slow_after(2)

@@ -12,6 +12,7 @@ from keras import layers as L
 from keras import ops
 
 import tf_gpipe
+from tests import pairwise
 
 SCHEDULES = (
     *("1f1b", "zero_bubble", "eager_1f1b", "gpipe"),
@@ -310,7 +311,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
             value = model.train_on_batch(x, np.zeros((8, 5, 1)))
             self.assertAllClose(value, 1.0)
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=("1f1b", "gpipe"),
         num_micro_batches=(2, 4),
         rows=(7, 8, 3),
@@ -347,7 +348,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
             found.append([*logs, *model.get_weights()])
         self.assertAllClose(*found, rtol=2e-5, atol=1e-5)
 
-    @parameterized.product(
+    @pairwise.product(
         schedule=("1f1b", "gpipe"), batch=(None, "static"), rows=(7, 8)
     )
     @pytest.mark.slow_after(2)
@@ -422,7 +423,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
         model.compile("sgd", own, run_eagerly=eagerly)
         return [model.train_on_batch(X, Y), *model.get_weights()]
 
-    @parameterized.product(
+    @pairwise.product(
         loss=(*OF_OUTPUTS, different_values),
         schedule=("1f1b", "zero_bubble"),
         num_micro_batches=(2, 5),
@@ -452,7 +453,7 @@ class LossWeightsTest(tf.test.TestCase, parameterized.TestCase):
             atol=1e-5,
         )
 
-    @parameterized.product(
+    @pairwise.product(
         loss=OF_LABELS,
         schedule=("1f1b", "zero_bubble", "gpipe"),
         num_micro_batches=(4, 5),

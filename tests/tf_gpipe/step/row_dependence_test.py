@@ -11,6 +11,7 @@ from keras import layers as L
 from keras import ops
 
 import tf_gpipe
+from tests import pairwise
 
 X = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
 Y = np.ones((10, 2), "float32")
@@ -251,7 +252,7 @@ class RowsTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "'returns_0'"):
             model.predict(X, verbose=0)
 
-    @parameterized.product(
+    @pairwise.product(
         name=list(REORDERED),
         batch_size=(None, 8),
         schedule=("1f1b", "gpipe"),
