@@ -940,6 +940,27 @@ def replace_next_epoch(epochs: Any, first: Callable[[Any], Iterator]) -> None:
     epochs._enumerate_iterator = enumerate_once
 
 
+def call_after_epochs(epochs: Any, function: Callable[[], None]) -> None:
+    """Has `fit` call a function after the last step of each epoch.
+
+    It is called before the validation, and also if a callback has stopped
+    training in that step.
+
+    Args:
+        epochs: As in `kind_of_data`.
+        function: Function without arguments.
+    """
+    original = epochs.catch_stop_iteration
+
+    @contextlib.contextmanager
+    def catching() -> Iterator[None]:
+        with original():
+            yield
+        function()
+
+    epochs.catch_stop_iteration = catching
+
+
 def monitors(callbacks: Any) -> list[keras.callbacks.Callback]:
     """Returns the callbacks given to `fit` that monitor a metric."""
     return callbacks_of(monitor_callback.MonitorCallback, callbacks)

@@ -885,7 +885,7 @@ class ResumptionTest(TestCase):
             ]
 
         self.fit(several(), data, *callbacks(), Stopping(), every_steps=None)
-        self.assertEqual(Store(self.workdir).positions(), [Position(1)])
+        self.assertEqual(Store(self.workdir).positions()[-1], Position(1))
         self.compare(several, data, (), callbacks)
 
     @parameterized.parameters((STEPS, False), (2 * STEPS, True))
@@ -934,7 +934,7 @@ class ResumptionTest(TestCase):
 
         with self.assertRaises(Died):
             self.fit(small(), data, Stopping(), every_steps=None)
-        self.assertEqual(Store(self.workdir).positions(), [Position(1)])
+        self.assertEqual(Store(self.workdir).positions(), [Position(0, STEPS)])
         self.compare(small, data, ())
 
     @pytest.mark.slow

@@ -10,6 +10,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import warnings
 
 import keras
 import numpy as np
@@ -685,6 +686,50 @@ class DataTest(tf.test.TestCase):
             [(0, 0), (1, 1), (2, 2)],
         )
         self.assertEqual(epochs.steps_per_execution, 1)
+
+    def test_call_after_epochs(self):
+        """Before the validation, also where the data ends unexpectedly."""
+        numbers = np.ones((3, 1), "float32")
+        data = tf.data.Dataset.from_tensor_slices((numbers, numbers)).batch(1)
+        called = []
+
+        class Model(keras.Sequential):
+            def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+                if data_batch is None and not called:
+                    called.append("made")
+                    upstream.call_after_epochs(
+                        iterator, lambda: called.append("end")
+                    )
+
+        def fit(steps, error=None):
+            def step(batch, logs=None):
+                called.append("step")
+                if error is not None:
+                    raise error
+
+            called.clear()
+            model = Model([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            callback = keras.callbacks.LambdaCallback(on_train_batch_end=step)
+            callback.on_test_begin = lambda logs: called.append("test")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # The data ends early.
+                model.fit(
+                    data.filter(lambda x, y: True),
+                    epochs=1,
+                    verbose=0,
+                    steps_per_epoch=steps,
+                    validation_data=(numbers, numbers),
+                    callbacks=[callback],
+                )
+
+        for steps in (None, 2, 9):
+            fit(steps)
+            count = min(3, steps or 3)
+            self.assertEqual(called, ["made", *count * ["step"], "end", "test"])
+        with self.assertRaises(ZeroDivisionError):
+            fit(2, ZeroDivisionError())
+        self.assertEqual(called, ["made", "step"])
 
     def test_seeds(self):
         """Data whose order cannot be repeated is refused."""

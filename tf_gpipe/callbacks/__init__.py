@@ -6,6 +6,8 @@ images        pictures of steps for TensorBoard
 profile       tasks added to a profile of TensorFlow's profiler
 rebalance     a new cut during training, from measured task times
 checkpoint    checkpoints, and exact resumption from the newest one
+resumable     whether training can go on from a checkpoint
+snapshots     what a checkpoint is to hold, as it is between two steps
 monitors      the state of `EarlyStopping` and its like, in checkpoints
 """
 

@@ -13,10 +13,12 @@ from tf_gpipe import checks
 from tf_gpipe import random_numbers
 from tf_gpipe import upstream
 from tf_gpipe.callbacks import monitors
+from tf_gpipe.callbacks import resumable
+from tf_gpipe.callbacks.snapshots import Snapshot
+from tf_gpipe.callbacks.snapshots import Snapshots
 from tf_gpipe.checkpoints import data
 from tf_gpipe.checkpoints import model_variables
 from tf_gpipe.checkpoints import state
-from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import Position
 from tf_gpipe.checkpoints.store import Saved
 from tf_gpipe.checkpoints.writer import Writer
@@ -43,7 +45,8 @@ class Checkpoint(keras.callbacks.Callback):
     disk. Each file has a checksum: if one is damaged, `fit` says so and takes
     the checkpoint before. None is written while a trainable weight is infinite
     or not a number. This callback is called after all others, wherever it is
-    in the list.
+    in the list; if one of them fails between two epochs, the steps of the epoch
+    are saved nevertheless.
 
     The data must be the same each time: arrays, a `keras.utils.PyDataset`, or
     a `tf.data.Dataset` with seeds. `fit` draws them from `initial_epoch` on,
@@ -138,7 +141,7 @@ class Checkpoint(keras.callbacks.Callback):
                 if saved.path == self._writer.newest():
                     raise
                 continue
-            return _position(saved)
+            return saved.position
         return Position()
 
     def set_model(self, model):
@@ -148,16 +151,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         run = self.model._training_run
-        run.at_end.append(self._writer.end)
-        kinds = (Checkpoint, keras.callbacks.BackupAndRestore)
-        restoring = upstream.callbacks_of(kinds, run.callbacks)
-        if len(restoring) > 1:
-            raise ValueError(
-                "A run goes on from one checkpoint, and there are two or more "
-                "callbacks that would restore one. Use one `Checkpoint`, whose "
-                "`keep` and `every_steps` say what it keeps. Received: "
-                f"{[type(x).__name__ for x in restoring]}"
-            )
+        self._unsaved: Snapshot | None = None
+        run.at_end.append(self._end)
+        resumable.check_alone(run.callbacks, Checkpoint)
         self._data = data.check(
             run.epochs, run.initial_epoch, run.validation_data, run.draws
         )
@@ -177,12 +173,9 @@ class Checkpoint(keras.callbacks.Callback):
             )
         if self._writes:
             self._writer.lock()
-        self._monitors = upstream.monitors(run.callbacks)
-        self._swaps = upstream.callbacks_of(
-            keras.callbacks.SwapEMAWeights, run.callbacks
+        self._snapshots = Snapshots(
+            self.model, run.callbacks, self.params, self._data
         )
-        self._pipeline = self.model._pipeline
-        self._copier = state.Copier(self.model)
         # The steps done: in this epoch, in all, in all at the last checkpoint.
         self._steps = self._total = self._total_saved = 0
         self._time_saved = time.monotonic()
@@ -192,48 +185,22 @@ class Checkpoint(keras.callbacks.Callback):
             self._resume(self._resumed, run)
         else:
             self._writer.check()
+        upstream.call_after_epochs(run.epochs, self._steps_done)
 
     def _resume(self, saved: Saved, run: Run) -> None:
         """Makes `fit` start at the epoch and step of a checkpoint.
 
         Restores the model, and skips the data that was trained on already.
         """
-        epochs, first = run.epochs, run.initial_epoch
-        content, position = saved.content, _position(saved)
-        if position.epochs < first:
-            raise CheckpointError(
-                f"The checkpoint {saved.path} has {position}, and `fit` is to "
-                f"begin after {first}. Received: initial_epoch={first}"
-            )
-        data.check_same(
-            saved,
-            {"steps of an epoch": self.params["steps"], **self._data},
-            within_epoch=position.steps > 0,
-            # Other hosts have other rows. A run that has ended draws none.
-            own=self._writes
-            and not content["ended"]
-            and position.epochs < self.params["epochs"],
+        epochs, content = run.epochs, saved.content
+        position, start = saved.position, saved.position.epochs
+        resumable.check(
+            saved, run, self.params, self._data, data_is_own=self._writes
         )
-        if position.steps and position.steps % epochs.steps_per_execution:
-            raise CheckpointError(
-                f"The checkpoint {saved.path} was written after "
-                f"{position.steps} steps of an epoch, which is no multiple of "
-                f"steps_per_execution={epochs.steps_per_execution}."
-            )
         _restore(self.model, saved, model_variables.MODEL)
         self._total = self._total_saved = content["total"]
-        start = position.epochs
-        if content.get("averages") and start < self.params["epochs"]:
-            raise CheckpointError(
-                f"The checkpoint {saved.path} is of the end of a run in which "
-                "SwapEMAWeights(swap_on_epoch=True) has replaced the weights "
-                "by their averages, from which training cannot go on to "
-                f"epochs={self.params['epochs']}. Delete it, to go on from the "
-                "one before. SwapEMAWeights() replaces them in evaluations "
-                "alone."
-            )
         # Now, as these swap back when the epoch begins.
-        monitors.restore(self._swaps, saved)
+        monitors.restore(self._snapshots.swaps, saved)
         tell(f"Going on from {saved.path}: {position} are done.")
         if content["ended"]:
             tell("A callback has ended this run: it is not trained further.")
@@ -243,7 +210,7 @@ class Checkpoint(keras.callbacks.Callback):
         if start >= self.params["epochs"]:
             return
         self._writer.check()
-        data.skip_epochs(epochs, position.epochs - first)
+        data.skip_epochs(epochs, position.epochs - run.initial_epoch)
         if data.may_be_in_another_order(epochs, content["random"]):
             tell(
                 "The random states of Python and NumPy are not those that the "
@@ -266,7 +233,7 @@ class Checkpoint(keras.callbacks.Callback):
         _restore(self.model, saved, model_variables.KINDS)
         run = self.model._training_run
         run.logs.update(self.model.get_metrics_result())
-        if not saved.content.get("begun"):
+        if not any(saved.content.get(x) for x in ("begun", "all_steps")):
             self._resumed = None
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -287,22 +254,19 @@ class Checkpoint(keras.callbacks.Callback):
         upstream.start_at_epoch(self.model, None)
 
     def _go_on(self, saved: Saved) -> None:
-        monitors.restore(self._monitors, saved)
+        monitors.restore(self._snapshots.monitors, saved)
         random_numbers.set_states(saved.content["random"])
         self._steps = self._passed
         if not self._steps:
             self._resumed = None
 
     def on_train_batch_begin(self, batch, logs=None):
-        if self._pipeline is not self.model._pipeline:
-            # It was cut anew. The copier's functions would keep the memory of
-            # the variables that have moved.
-            self._pipeline = self.model._pipeline
-            self._copier = state.Copier(self.model)
+        self._snapshots.drop_moved()
         if self._resumed is not None:
             # As in `on_epoch_begin`, for what callbacks do as a step begins.
             _restore(self.model, self._resumed, model_variables.KINDS)
-            self._resumed = None
+            if not self._resumed.content.get("all_steps"):
+                self._resumed = None
         # Before a step, not after one: the checkpoint at the end of an epoch
         # is written elsewhere.
         if batch and self._is_due():
@@ -312,14 +276,37 @@ class Checkpoint(keras.callbacks.Callback):
         self._total += batch + 1 - self._steps
         self._steps = batch + 1
         if self.model.stop_training:
-            position = Position(self._epoch, self._steps)
-            if self._all_steps_done():
-                position = Position(self._epoch + 1)
-                self._random = random_numbers.states()
-            else:
-                self._stopped = True
+            self._stopped = not self._all_steps_done()
             # Saved at once: a long validation may come before the epoch's end.
-            self._save(position)
+            self._save(Position(self._epoch, self._steps))
+
+    def _steps_done(self) -> None:
+        """Keeps what `_end` writes if `fit` fails before the next checkpoint.
+
+        `fit` calls it after the last step of an epoch, before its validation.
+        What callbacks do from then on, the resumed run does again.
+        """
+        if self._resumed is not None:
+            # Where nobody knows the number of steps, one more has been begun,
+            # which draws random numbers until the data turns out to have ended.
+            _restore(self.model, self._resumed, model_variables.KINDS)
+            self._resumed = None
+        if self._total > self._total_saved:
+            self._unsaved = self._snapshot(
+                Position(self._epoch, self._steps), all_steps=True
+            )
+
+    def _end(self) -> None:
+        """Writes the steps of an epoch after which `fit` has failed, if any."""
+        snapshot, self._unsaved = self._unsaved, None
+        try:
+            if snapshot is not None and self._writes:
+                self._write(snapshot)
+        except Exception as error:
+            # It would hide the one by which `fit` has failed.
+            tell(f"{error}")
+        finally:
+            self._writer.end()
 
     def on_epoch_end(self, epoch, logs=None):
         stops = self.model.stop_training
@@ -333,7 +320,8 @@ class Checkpoint(keras.callbacks.Callback):
         # replaced, by averages or the best ones, from which it cannot go on.
         self._random = random_numbers.states()
         self._save(
-            Position(epoch + 1), ended=monitors.have_ended(self._monitors)
+            Position(epoch + 1),
+            ended=monitors.have_ended(self._snapshots.monitors),
         )
 
     def on_train_end(self, logs=None):
@@ -341,7 +329,7 @@ class Checkpoint(keras.callbacks.Callback):
             # No epoch was left to train: the callbacks end the run with the
             # state that they had at its first end.
             self._go_on(self._resumed)
-            for monitor in self._monitors:
+            for monitor in self._snapshots.monitors:
                 monitor.on_train_end(logs)
         self._writer.wait()
 
@@ -362,42 +350,23 @@ class Checkpoint(keras.callbacks.Callback):
             or self._writer.has_failed()
         )
 
-    def _save(
-        self,
-        position: Position,
-        begun: bool = False,
-        ended: bool = False,
-    ) -> None:
-        self._total_saved = self._total
+    def _save(self, position: Position, **how: bool) -> None:
+        self._total_saved, self._unsaved = self._total, None
         self._writer.wait()
-        parts = self._copier.copy()
+        snapshot = self._snapshot(position, **how)
         self._time_saved = time.monotonic()
-        if not self._writes:
-            return
-        parts.append(monitors.arrays(self._monitors))
-        content = {
-            "position": list(position),
-            "begun": begun,
-            "ended": bool(ended),
-            # After the last epoch, the weights themselves are gone.
-            "averages": position.epochs == self.params["epochs"]
-            and monitors.have_swapped(self._swaps),
-            "total": self._total,
-            "steps_per_epoch": self.params["steps"],
-            "data": self._data,
-            "random": self._random,
-            "monitors": monitors.states([*self._monitors, *self._swaps]),
-            "optimizer": model_variables.names_of_optimizers(self.model),
-            "weights of optimizers": model_variables.weights_of_optimizers(
-                self.model, self._copier.variables
-            ),
-        }
-        model, trainable = self.model, self._copier.trainable
+        if self._writes:
+            self._write(snapshot)
+
+    def _snapshot(self, position: Position, **how: bool) -> Snapshot:
+        return self._snapshots.take(
+            position, total=self._total, random=self._random, **how
+        )
+
+    def _write(self, snapshot: Snapshot) -> None:
+        model = self.model
         self._writer.write(
-            position,
-            (state.values(x, trainable) for x in parts),
-            content,
-            lambda path: worker_lost.note_checkpoint(model, path),
+            *snapshot, lambda path: worker_lost.note_checkpoint(model, path)
         )
 
 
@@ -408,10 +377,6 @@ def _check_model(model: Any) -> None:
             "`PipelinedSequential`. Plain ones have "
             f"`keras.callbacks.BackupAndRestore`. Received: {model}"
         )
-
-
-def _position(saved: Saved) -> Position:
-    return Position(*saved.content["position"])
 
 
 @worker_lost.naming_failures

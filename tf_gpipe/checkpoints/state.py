@@ -49,8 +49,8 @@ class Copier:
 
     def __init__(self, model: keras.Model):
         self._model = model
-        self._key: tuple = ()
-        self._functions: list[tuple] = []
+        self._keys: dict[bool, tuple] = {}
+        self._functions: dict[bool, list[tuple]] = {}
         self.variables = variables_of(model)
         self.trainable: set[int] = set()
         for v in itertools.chain(*self.variables.values()):
@@ -61,8 +61,16 @@ class Copier:
                     "it, or use `keras.callbacks.BackupAndRestore`."
                 )
 
-    def copy(self) -> list[list[tuple[Array, tf.Tensor]]]:
-        """Returns, for each host, pairs of an `Array` and its copied value."""
+    def copy(
+        self, in_place: bool = False
+    ) -> list[list[tuple[Array, tf.Tensor]]]:
+        """Returns, for each host, pairs of an `Array` and its copied value.
+
+        Args:
+            in_place: Boolean, whether values stay in the memory of the devices
+                that have the variables, rather than of their hosts. That takes
+                no time and, until a variable is assigned, no memory.
+        """
         by_kind = self.variables = variables_of(self._model)
         self.trainable = {
             i for i, v in enumerate(by_kind[WEIGHTS]) if v.trainable
@@ -71,12 +79,12 @@ class Copier:
             (kind, v) for kind, variables in by_kind.items() for v in variables
         ]
         key = tuple(upstream.variable_id(inner_of(v)) for _, v in found)
-        if key != self._key:
-            self._functions = _functions(found)
-            self._key = key
+        if key != self._keys.get(in_place):
+            self._functions[in_place] = _functions(found, in_place)
+            self._keys[in_place] = key
         parts = []
-        for host, arrays, function in self._functions:
-            # One call copies all, and leaves the copies on the host.
+        for host, arrays, function in self._functions[in_place]:
+            # One call copies all, and leaves the copies where they are.
             with tf.device(host):
                 values = function()
             parts.append(list(zip(arrays, values, strict=True)))
@@ -266,7 +274,7 @@ def _assign(v: Any, saved: Saved, i: int) -> None:
     inner.assign(value)
 
 
-def _functions(variables: list[tuple[str, Any]]) -> list[tuple]:
+def _functions(variables: list[tuple[str, Any]], in_place: bool) -> list[tuple]:
     """Returns each host, its `Array`s and a function that copies these."""
     numbers: dict[str, int] = collections.Counter()
     by_host: dict[str, list] = collections.defaultdict(list)
@@ -277,6 +285,8 @@ def _functions(variables: list[tuple[str, Any]]) -> list[tuple]:
     def copying(host: str, parts: list) -> Any:
         def copy() -> list[tf.Tensor]:
             read = [inner_of(v).read_value() for _, v in parts]
+            if in_place:
+                return read
             with tf.device(host):
                 return [tf.identity(x) for x in read]
 

@@ -250,6 +250,11 @@ class Saved:
             self.arrays.append(Array(kind, number, name, shape, dtype))
             self._places.append((file, place))
 
+    @property
+    def position(self) -> Position:
+        """How far the run had come."""
+        return Position(*self.content["position"])
+
     def value(self, i: int) -> np.ndarray:
         """Returns the values of `arrays[i]`."""
         return self._read(i, 0, self._size(i)).reshape(self.arrays[i].shape)
