@@ -1,7 +1,6 @@
 """`Job`: a training run with its hardware, model, checkpoints and errors."""
 
 import contextlib
-import dataclasses
 import pathlib
 
 import keras
@@ -9,11 +8,8 @@ import keras
 import model_zoo
 import tf_gpipe
 from tf_gpipe import progress
-from tf_gpipe.callbacks import Checkpoint
 from tf_gpipe.callbacks import Timeline
-from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import Position
-from tf_gpipe.checkpoints.store import Store
 from tf_gpipe.commands import models
 from tf_gpipe.schedule import schedules
 from tf_gpipe.whole_files import replacing
@@ -22,12 +18,11 @@ from trainers import tuned_plans
 from trainers.command_line import UserError
 from trainers.failures import NotANumber
 from trainers.failures import as_user_errors
-from trainers.failures import checkpoints
 from trainers.failures import newest
 from trainers.interruption import StopOnSignal
 from trainers.interruption import Stopped
-from trainers.job_config import PipelineConfig
 from trainers.loss_log import LossLog
+from trainers.resuming import restored
 from trainers.speed import Speed
 from trainers.tuned_plans import TunedPlans
 from trainers.weight_averages import SwapAverages
@@ -137,11 +132,10 @@ class Job:
                 name, hyper_parameters, model, rows, length, optimizer, True
             )
             return models.pipelined(model, plan=plan)
-        names = [field.name for field in dataclasses.fields(PipelineConfig)]
         return models.pipelined(
             model_zoo.get(name, **hyper_parameters),
             devices=self.hardware.devices,
-            **{name: getattr(self.config, name) for name in names},
+            **self.config.pipeline_arguments(),
         )
 
     def plan(self, name, hyper_parameters, optimizer, rows, length=None):
@@ -163,7 +157,7 @@ class Job:
         """
         try:
             with (
-                _dtype_policy(self.config.dtype_policy),
+                models.dtype_policy(self.config.dtype_policy),
                 as_user_errors(self.workdir),
             ):
                 # The model is made without values for its weights.
@@ -177,10 +171,7 @@ class Job:
                     model,
                     models.batch(model, rows, length),
                     optimizer=optimizer,
-                    **{
-                        field.name: getattr(self.config, field.name)
-                        for field in dataclasses.fields(PipelineConfig)
-                    },
+                    **self.config.pipeline_arguments(),
                 )
         except (TypeError, ValueError) as error:
             raise UserError(error) from error
@@ -250,57 +241,24 @@ class Job:
         """
         try:
             with (
-                _dtype_policy(self.config.dtype_policy),
+                models.dtype_policy(self.config.dtype_policy),
                 as_user_errors(self.workdir),
                 self.hardware.strategy.scope(),
             ):
                 model = make()
                 if self.workdir:
-                    self._restore(model)
+                    self._checkpoint, self._position = restored(
+                        model,
+                        self._place,
+                        self.hardware,
+                        self.config.checkpoint_every_steps or None,
+                        self._about,
+                        self._batches if self._trains else None,
+                    )
         # A TypeError is a hyper-parameter that the model does not have.
         except (TypeError, ValueError) as error:
             raise UserError(error) from error
         return model
-
-    def _restore(self, model):
-        directory = checkpoints(self.workdir)
-        if self._trains:
-            try:
-                directory.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(
-                    f"Cannot write to --workdir: {error}"
-                ) from error
-        newest = [Position(), *Store(directory).positions()][-1]
-        # Checked before variables are made, at which hosts wait for each other.
-        # All numbers first: a host that left early would keep others waiting.
-        found = list(map(self.hardware.of_all_hosts, newest))
-        if any(len(set(numbers)) > 1 for numbers in found):
-            raise UserError(
-                "All hosts must resume from the same checkpoint: --workdir "
-                "must be a directory that they share. Received: "
-                f"workdir={self.workdir}"
-            )
-        self._checkpoint = Checkpoint(
-            directory, every_steps=self.config.checkpoint_every_steps or None
-        )
-        try:
-            self._position = self._checkpoint.restore(model)
-        except CheckpointError as error:
-            changed = self._place.changed(self._about)
-            if not changed:
-                raise
-            raise UserError(
-                f"{error} What differs: {'; '.join(changed)}."
-            ) from error
-        others = self._trains and self._place.changed(self._batches)
-        if others and self._position.steps:
-            raise UserError(
-                f"This run was stopped after {self._position}. The rest of the "
-                f"epoch would be of other batches: {'; '.join(others)}. Go on "
-                "with the same flags until the epoch is done, or choose "
-                "another --workdir."
-            )
 
     def fit(
         self,
@@ -354,7 +312,13 @@ class Job:
             stop,
             *self._records(steps_per_epoch),
         ]
-        with as_user_errors(self.workdir), self._locked(), stop:
+        with (
+            as_user_errors(self.workdir),
+            contextlib.ExitStack() as at_end,
+            stop,
+        ):
+            if self._place:
+                at_end.callback(self._place.unlock)
             if self.workdir and self.hardware.is_chief:
                 if config.flags:
                     with replacing(self.workdir / "flags.txt") as path:
@@ -384,15 +348,6 @@ class Job:
                     "same command goes on from there."
                 )
             raise Stopped(stop.signal, f"Stopped. {kept}")
-
-    @contextlib.contextmanager
-    def _locked(self):
-        """A scope that unlocks the working directory at its end."""
-        try:
-            yield
-        finally:
-            if self._place:
-                self._place.unlock()
 
     @progress.shown(after=progress.PATIENCE)
     def evaluate(self, model, batches):
@@ -429,6 +384,7 @@ class Job:
 
 
 def _what_runs_where(model, config, batch):
+    schedule = getattr(model.schedule, "name", model.schedule)
     rows = zip(*(stage.devices for stage in model.stages), strict=True)
     names = "; ".join(
         ", ".join(device.removeprefix("/device:") for device in row)
@@ -436,22 +392,6 @@ def _what_runs_where(model, config, batch):
     )
     return (
         f"Training {len(model.stages)} stages on {names}, schedule "
-        f"{_name(model.schedule)}, remat {model.remat}, {config.dtype_policy}: "
-        f"batches of {batch}, {model.num_micro_batches} micro-batches a "
-        "replica."
+        f"{schedule}, remat {model.remat}, {config.dtype_policy}: batches of "
+        f"{batch}, {model.num_micro_batches} micro-batches a replica."
     )
-
-
-@contextlib.contextmanager
-def _dtype_policy(policy):
-    """A scope with this dtype policy."""
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(before)
-
-
-def _name(schedule):
-    return getattr(schedule, "name", schedule)

@@ -63,6 +63,11 @@ class PipelineConfig:
         upper_bound=1,
     )
 
+    def pipeline_arguments(self):
+        """Returns these fields, of a `JobConfig` too, as a dictionary."""
+        names = [field.name for field in dataclasses.fields(PipelineConfig)]
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclasses.dataclass(frozen=True)
 class JobConfig(PipelineConfig, HardwareConfig):

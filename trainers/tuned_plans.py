@@ -1,11 +1,8 @@
 """The plan of --tune: chosen once, and kept in the working directory."""
 
-import dataclasses
-
 import tf_gpipe
 from tf_gpipe.commands import models
 from trainers.command_line import UserError
-from trainers.job_config import PipelineConfig
 
 # The files in the working directory of the plan, and of the flags that it was
 # chosen for.
@@ -35,10 +32,9 @@ def check(config):
             "goes on without some. Received: --tune --elastic"
         )
     given = [
-        f"--{field.name}={getattr(config, field.name)}"
-        for field in dataclasses.fields(PipelineConfig)
-        if field.name != "num_stages"
-        and getattr(config, field.name) is not None
+        f"--{name}={value}"
+        for name, value in config.pipeline_arguments().items()
+        if name != "num_stages" and value is not None
     ]
     print(f"--tune decides in place of {', '.join(given)}.")
 

@@ -192,15 +192,14 @@ def in_effect(
         scope.enter_context(progress.shown(not args.json))
         if args.model is not None:
             start.import_tensorflow()
-            import keras
             import tensorflow as tf
 
+            from tf_gpipe.commands import models
+
             mistakes = (*_MISTAKES, tf.errors.OpError)
-            before = keras.config.dtype_policy()
-            scope.callback(keras.config.set_dtype_policy, before)
         try:
             if args.model is not None:
-                keras.config.set_dtype_policy(args.dtype_policy)
+                scope.enter_context(models.dtype_policy(args.dtype_policy))
             yield
         except mistakes as e:
             # In one line: Keras's messages have several.

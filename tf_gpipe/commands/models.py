@@ -1,8 +1,10 @@
 """Makes models named on the command line, and random data for them."""
 
+import contextlib
 import importlib
 import inspect
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -120,6 +122,17 @@ def pipelined(model: Any, **kwargs: Any) -> Any:
     if isinstance(model, keras.Model):
         return tf_gpipe.PipelinedModel.from_model(model, **kwargs)
     return tf_gpipe.PipelinedSequential(model, **kwargs)
+
+
+@contextlib.contextmanager
+def dtype_policy(policy: str) -> Iterator[None]:
+    """A scope in which layers get this dtype policy."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def random_data(

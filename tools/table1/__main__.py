@@ -28,10 +28,10 @@ import os
 # Comes before TensorFlow is imported, which reports that there is no GPU.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from tf_gpipe import progress  # noqa: E402
+from tf_gpipe.commands import models  # noqa: E402
 from tools import command_line  # noqa: E402
 from tools import local_devices  # noqa: E402
 from tools.table1 import comparison  # noqa: E402
@@ -103,9 +103,7 @@ def _compare_or_measure(rows, gpus, args):
     if not args.run:
         comparison.compare(rows, args)
         return
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(args.dtype_policy)
-    try:
+    with models.dtype_policy(args.dtype_policy):
         if gpus:
             rows = [row for row in rows if row.model == "amoebanet_d"]
             measured.on_gpu(
@@ -117,8 +115,6 @@ def _compare_or_measure(rows, gpus, args):
             measured.on_workers(
                 [args.model] if args.model else list(FAMILIES), args
             )
-    finally:
-        keras.config.set_dtype_policy(before)
 
 
 if __name__ == "__main__":
