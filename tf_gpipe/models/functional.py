@@ -8,7 +8,6 @@ import keras
 
 from tf_gpipe import upstream
 from tf_gpipe.models import depth
-from tf_gpipe.models import planned
 from tf_gpipe.models import user_class
 from tf_gpipe.models.docstrings import with_arguments_of
 from tf_gpipe.models.docstrings import with_keras_docstrings
@@ -97,20 +96,18 @@ class PipelinedModel(Pipelined, upstream.Functional):
         with depth.naming_recursion_limit():
             super().__init__(inputs, outputs, name=name, trainable=trainable)
         self._configure(
-            **planned.arguments(
-                plan,
-                lambda: planned.of_model(self),
-                num_stages=num_stages,
-                num_micro_batches=num_micro_batches,
-                balance=balance,
-                schedule=schedule,
-                remat=remat,
-                devices=devices,
-                boundary_dtype=boundary_dtype,
-                nominal_length=nominal_length,
-                memory_limit=memory_limit,
-                batch_size=batch_size,
-            )
+            plan,
+            self,
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            balance=balance,
+            schedule=schedule,
+            remat=remat,
+            devices=devices,
+            boundary_dtype=boundary_dtype,
+            nominal_length=nominal_length,
+            memory_limit=memory_limit,
+            batch_size=batch_size,
         )
         for x in self.inputs:
             if upstream.is_optional(x):

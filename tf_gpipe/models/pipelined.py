@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
 from tf_gpipe.devices import worker_lost
+from tf_gpipe.models import planned
 from tf_gpipe.models import refused
 from tf_gpipe.models import several_steps
 from tf_gpipe.models.arguments import Arguments
@@ -63,11 +64,13 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
     evaluate = while_running("test", keras.Model.evaluate)
     predict = while_running("predict", keras.Model.predict)
 
-    def _configure(self, **kwargs) -> None:
+    def _configure(self, plan: Any, layers: Any, **given: Any) -> None:
         # XLA compiles for one device: a model with a pipeline in it spans
         # several.
         self.supports_jit = False
-        self._config = PipelineConfig(**kwargs)
+        self._config = PipelineConfig(
+            **planned.arguments(plan, layers, **given)
+        )
         self._pipeline = None
         self._traced_with = None
 
@@ -84,11 +87,10 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         """Cuts a built model into stages anew.
 
         Weights and optimizer state move to the devices of their new stages,
-        with the values that they have. Functions that `fit`, `evaluate` and
-        `predict` have traced are traced again, at the next step if a callback
-        calls this while they run; a `tf.function` of your own
-        that calls the model must be made again, and a model that has it as a
-        layer compiled again.
+        with their values. Functions that `fit`, `evaluate` and `predict` have
+        traced are traced again, at the next step if a callback calls this while
+        they run; a `tf.function` of your own that calls the model must be made
+        again, and a model that has it as a layer compiled again.
 
         Args:
             balance: Layer counts, the name of what stages shall have in equal
@@ -121,10 +123,6 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         except BaseException:
             self._config = previous
             raise
-        optimizer = getattr(self, "optimizer", None)
-        if optimizer is not None and optimizer.built:
-            with self._strategy_scope():
-                slots.place(optimizer)
         self._forget_traced()
 
     def make_train_function(self, force=False):
@@ -158,8 +156,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             positions: As for `keras.Model.summary`.
             print_fn: Function that is called with each text. Defaults to
                 `print`.
-            *args: Further arguments of `keras.Model.summary`.
-            **kwargs: Further arguments of `keras.Model.summary`.
+            *args, **kwargs: Further arguments of `keras.Model.summary`.
 
         Example:
 
@@ -292,7 +289,7 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         self._traced_with = found
 
     def _forget_traced(self) -> None:
-        """Drops the traced step functions, and finds moved variables' slots.
+        """Drops the traced step functions; slots follow moved variables.
 
         An optimizer looks up its slots by the identity of variables.
         """
@@ -301,6 +298,8 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         self.predict_function = None
         optimizer = getattr(self, "optimizer", None)
         if optimizer is not None and optimizer.built:
+            with self._strategy_scope():
+                slots.place(optimizer)
             slots.find_again(optimizer)
 
     def _resolve(

@@ -1,12 +1,12 @@
 """Constructor arguments of a pipeline, taken from a plan."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tf_gpipe import upstream
 from tf_gpipe.devices import placement
 from tf_gpipe.devices import replicas
 from tf_gpipe.partition import layer_costs
@@ -36,15 +36,12 @@ _DECIDED: dict[str, Any] = {
 }
 
 
-def arguments(
-    plan: Any, layers: Callable[[], tuple[Any, Any]], **given: Any
-) -> dict[str, Any]:
+def arguments(plan: Any, layers: Any, **given: Any) -> dict[str, Any]:
     """Returns the constructor arguments, with those of the plan filled in.
 
     Args:
         plan: `Plan` or `None`. With `num_stages="auto"` one is made here.
-        layers: Function that returns the layers or the model, and the spec of
-            its inputs, or `None` if that is not known.
+        layers: The layers, or the model.
         **given: The user's values.
 
     Raises:
@@ -79,10 +76,10 @@ def arguments(
             "out, or ask `tf_gpipe.tune` for a plan with them. Received: "
             + ", ".join(f"{x}={given[x]!r}" for x in others)
         )
-    model, spec = layers()
+    spec = _spec_of(layers)
     length = given["nominal_length"]
     if auto:
-        plan = _chosen(model, spec, given["devices"], length)
+        plan = _chosen(layers, spec, given["devices"], length)
     _check_replicas(plan)
     # What stands for sizes that are open depends on the model's inputs.
     decided = dataclasses.replace(plan, nominal_length=None).arguments
@@ -163,20 +160,16 @@ def _chosen(model: Any, spec: Any, devices: Any, length: int) -> Plan:
     return ranked[0].plan
 
 
-def of_layers(layers: Any) -> tuple[Any, Any]:
-    """Returns layers, and the spec of their inputs if they begin with it."""
-    found = layers
+def _spec_of(layers: Any) -> Any:
+    """Returns the spec of the inputs, `None` if layers don't begin with it."""
+    if isinstance(layers, upstream.Functional):
+        return layers.inputs
     if isinstance(layers, keras.Sequential):
-        found = keras.Model.layers.fget(layers)
-    given = found[0] if isinstance(found, (list, tuple)) and found else None
+        layers = keras.Model.layers.fget(layers)
+    given = layers[0] if isinstance(layers, (list, tuple)) and layers else None
     if isinstance(given, keras.layers.InputLayer):
         given = given.output
-    return layers, given if isinstance(given, keras.KerasTensor) else None
-
-
-def of_model(model: Any) -> tuple[Any, Any]:
-    """Returns a functional model, and the spec of its inputs."""
-    return model, model.inputs
+    return given if isinstance(given, keras.KerasTensor) else None
 
 
 def _with_all_sizes(x: Any, length: int) -> Any:

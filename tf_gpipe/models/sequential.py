@@ -11,7 +11,6 @@ import tensorflow as tf
 from tf_gpipe import checks
 from tf_gpipe import upstream
 from tf_gpipe.models import depth
-from tf_gpipe.models import planned
 from tf_gpipe.models import refused
 from tf_gpipe.models import user_class
 from tf_gpipe.models.docstrings import with_keras_docstrings
@@ -174,26 +173,23 @@ class PipelinedSequential(Pipelined, keras.Sequential):
     ):
         super().__init__(trainable=trainable, name=name)
         self._configure(
-            **planned.arguments(
-                plan,
-                lambda: planned.of_layers(layers),
-                num_stages=num_stages,
-                num_micro_batches=num_micro_batches,
-                balance=balance,
-                schedule=schedule,
-                remat=remat,
-                devices=devices,
-                boundary_dtype=boundary_dtype,
-                nominal_length=nominal_length,
-                memory_limit=memory_limit,
-                batch_size=batch_size,
-            )
+            plan,
+            layers,
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+            balance=balance,
+            schedule=schedule,
+            remat=remat,
+            devices=devices,
+            boundary_dtype=boundary_dtype,
+            nominal_length=nominal_length,
+            memory_limit=memory_limit,
+            batch_size=batch_size,
         )
         if layers is None:
             return
-        model = None
-        if isinstance(layers, keras.Sequential):
-            model = layers
+        model = layers if isinstance(layers, keras.Sequential) else None
+        if model is not None:
             user_class.check(model, self)
             call_overrides.check_penalty(model)
             # Includes the input layer, which `layers.layers` leaves out.
@@ -296,7 +292,11 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         ):
             raise not_a_config(config)
         config["layers"] = [
-            _revived_layer(layer, custom_objects) for layer in layers
+            keras.saving.deserialize_keras_object(x, custom_objects)
+            if "module" in x
+            # In HDF5 files, a layer's config does not have its Python module.
+            else upstream.layer_from_hdf5(x, custom_objects)
+            for x in layers
         ]
         return cls(**config)
 
@@ -395,15 +395,6 @@ class PipelinedSequential(Pipelined, keras.Sequential):
             if mask is not None:
                 upstream.set_mask(x, mask)
         return self._built_pipeline(), (x,)
-
-
-def _revived_layer(config: dict[str, Any], custom_objects: Any) -> keras.Layer:
-    # In HDF5 files, a layer's config does not have its Python module.
-    if "module" not in config:
-        return upstream.layer_from_hdf5(config, custom_objects)
-    return keras.saving.deserialize_keras_object(
-        config, custom_objects=custom_objects
-    )
 
 
 user_class.register_for_hdf5(PipelinedSequential)
