@@ -1,9 +1,10 @@
-"""The calls of the library, each with right arguments."""
+"""The calls of the library, each with right arguments.
+
+They run in a directory of their own, where they may write files.
+"""
 
 import dataclasses
 import functools
-import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -30,23 +31,18 @@ _PIPELINE: dict[str, Callable[[], Any]] = {
 }
 
 
+def _none() -> None:
+    """A right value of arguments that may be left out."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A call, and what plain Keras does in its place.
-
-    Attributes:
-        name: String.
-        arguments: Dictionary from names of arguments to functions that make
-            right values.
-        run: Function of the arguments that returns numbers, or a text.
-        plain: Function that does the same in plain Keras, or `None` if plain
-            Keras has no such call.
-    """
+    """A call, and what plain Keras does in its place."""
 
     name: str
-    arguments: dict[str, Callable[[], Any]]
-    run: Callable[..., Any]
-    plain: Callable[..., Any] | None = None
+    arguments: dict[str, Callable[[], Any]]  # functions that make right values
+    run: Callable[..., Any]  # returns numbers, or a text
+    plain: Callable[..., Any] | None = None  # if plain Keras has such a call
 
 
 def dense(seed: int) -> keras.Layer:
@@ -60,6 +56,14 @@ def layers() -> list[Any]:
 
 def data() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(_ROWS, _DIM)).astype("float32")
+
+
+# Of one mini-batch.
+_DATA: dict[str, Callable[[], Any]] = {
+    "x": data,
+    "y": data,
+    "sample_weight": _none,
+}
 
 
 def plain_model() -> keras.Model:
@@ -80,27 +84,21 @@ def trained(model: Any) -> list[Any]:
     return [loss, *model.get_weights()]
 
 
-def _functional(arguments: dict[str, Any]) -> tuple[Any, Any]:
-    inputs = keras.Input((_DIM,))
-    outputs = functools.reduce(lambda x, f: f(x), layers()[1:], inputs)
-    found = {"inputs": inputs, "outputs": outputs, **arguments}
-    return found["inputs"], found["outputs"]
-
-
 def _constructors() -> list[Use]:
     def keras_only(arguments: dict[str, Any]) -> dict[str, Any]:
         keep = ("trainable", "name")
         return {x: arguments[x] for x in keep if x in arguments}
 
-    def functional(make: Callable, arguments: dict[str, Any]) -> list[Any]:
-        inputs, outputs = _functional(arguments)
-        rest = {
-            x: y for x, y in arguments.items() if x not in ("inputs", "outputs")
-        }
-        return trained(make(inputs, outputs, **rest))
+    def functional(
+        make: Callable, inputs: Any, outputs: Any, **others: Any
+    ) -> list[Any]:
+        first = keras.Input((_DIM,))
+        last = functools.reduce(lambda x, f: f(x), layers()[1:], first)
+        inputs = first if inputs is None else inputs
+        outputs = last if outputs is None else outputs
+        return trained(make(inputs, outputs, **others))
 
     common = {**_PIPELINE, "trainable": lambda: True, "name": lambda: "model"}
-    none = {"inputs": lambda: None, "outputs": lambda: None}
     return [
         Use(
             "PipelinedSequential",
@@ -112,11 +110,11 @@ def _constructors() -> list[Use]:
         ),
         Use(
             "PipelinedModel",
-            {**none, **common},
-            lambda **kw: functional(tf_gpipe.PipelinedModel, _given(kw)),
-            lambda **kw: functional(
+            {"inputs": _none, "outputs": _none, **common},
+            functools.partial(functional, tf_gpipe.PipelinedModel),
+            functools.partial(
+                functional,
                 lambda *x, **more: keras.Model(*x, **keras_only(more)),
-                _given(kw),
             ),
         ),
         Use(
@@ -126,15 +124,6 @@ def _constructors() -> list[Use]:
             lambda model, **kw: trained(model),
         ),
     ]
-
-
-def _given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments without inputs and outputs that are `None`."""
-    return {
-        name: x
-        for name, x in arguments.items()
-        if x is not None or name not in ("inputs", "outputs")
-    }
 
 
 class _Kept:
@@ -148,13 +137,10 @@ class _Kept:
         if self._model is None:
             self._model = self._make()
             self._weights = self._model.get_weights()
-            self.compile(self._model)
+            optimizer = keras.optimizers.SGD(0.1)
+            self._model.compile(optimizer, "mse", metrics=["mae"])
         self._model.set_weights(self._weights)
         return self._model
-
-    @staticmethod
-    def compile(model: keras.Model) -> None:
-        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
 
     def forget(self) -> None:
         self._model = None
@@ -171,7 +157,9 @@ def _numbers(model: Any, made: Any) -> list[Any]:
     return [*found, *model.get_weights()]
 
 
-def _method(name: str, arguments: dict[str, Callable[[], Any]]) -> Use:
+def _method(
+    name: str, arguments: dict[str, Callable[[], Any]], of_keras: bool = True
+) -> Use:
     def run(kept: _Kept, **kwargs: Any) -> list[Any]:
         model = kept.get()
         try:
@@ -184,7 +172,7 @@ def _method(name: str, arguments: dict[str, Callable[[], Any]]) -> Use:
         f"model.{name}",
         arguments,
         functools.partial(run, PIPELINE),
-        functools.partial(run, PLAIN),
+        functools.partial(run, PLAIN) if of_keras else None,
     )
 
 
@@ -201,39 +189,38 @@ def _compiled(make: Callable[[], keras.Model]) -> Callable[..., list[Any]]:
 
 
 def _methods() -> list[Use]:
-    none = lambda: None
-    x_y = {"x": data, "y": data}
     quiet = {"verbose": lambda: 0}
     fit = {
-        **x_y,
+        "x": data,
+        "y": data,
         **quiet,
         "batch_size": lambda: 3,
         "epochs": lambda: 1,
-        "callbacks": none,
+        "callbacks": _none,
         "validation_split": lambda: 0.0,
-        "validation_data": none,
+        "validation_data": _none,
         "shuffle": lambda: False,
-        "class_weight": none,
-        "sample_weight": none,
+        "class_weight": _none,
+        "sample_weight": _none,
         "initial_epoch": lambda: 0,
-        "steps_per_epoch": none,
-        "validation_steps": none,
-        "validation_batch_size": none,
+        "steps_per_epoch": _none,
+        "validation_steps": _none,
+        "validation_batch_size": _none,
         "validation_freq": lambda: 1,
     }
     asked = {
         **quiet,
         "x": data,
         "batch_size": lambda: 3,
-        "steps": none,
-        "callbacks": none,
+        "steps": _none,
+        "callbacks": _none,
     }
     compiled = {
         "optimizer": lambda: "sgd",
         "loss": lambda: "mse",
-        "loss_weights": none,
-        "metrics": none,
-        "weighted_metrics": none,
+        "loss_weights": _none,
+        "metrics": _none,
+        "weighted_metrics": _none,
         "run_eagerly": lambda: False,
         "steps_per_execution": lambda: 1,
         "jit_compile": lambda: "auto",
@@ -247,48 +234,28 @@ def _methods() -> list[Use]:
             _compiled(plain_model),
         ),
         _method("fit", fit),
-        _method("evaluate", {**asked, "y": data, "sample_weight": none}),
+        _method("evaluate", {**asked, "y": data, "sample_weight": _none}),
         _method("predict", asked),
-        _method(
-            "train_on_batch",
-            {**x_y, "sample_weight": none, "class_weight": none},
-        ),
-        _method("test_on_batch", {**x_y, "sample_weight": none}),
+        _method("train_on_batch", {**_DATA, "class_weight": _none}),
+        _method("test_on_batch", _DATA),
         _method("predict_on_batch", {"x": data}),
-        _method("__call__", {"inputs": data, "training": none, "mask": none}),
+        _method("__call__", {"inputs": data, "training": _none, "mask": _none}),
         _method("set_weights", {"weights": lambda: PLAIN.get().get_weights()}),
-        _method("save", {"filepath": lambda: _path("model.keras")}),
-        _method("save_weights", {"filepath": lambda: _path("x.weights.h5")}),
+        _method("save", {"filepath": lambda: "model.keras"}),
+        _method("save_weights", {"filepath": lambda: "x.weights.h5"}),
         _method("load_weights", {"filepath": _saved_weights}),
         _method("compute_output_shape", {"input_shape": lambda: (None, _DIM)}),
         _method("build", {"input_shape": lambda: (None, _DIM)}),
     ]
 
 
-def _path(name: str) -> str:
-    return os.path.join(
-        tempfile.gettempdir(), f"wrong_uses_{os.getpid()}_{name}"
-    )
-
-
 def _saved_weights() -> str:
-    PLAIN.get().save_weights(_path("y.weights.h5"))
-    return _path("y.weights.h5")
+    PLAIN.get().save_weights("y.weights.h5")
+    return "y.weights.h5"
 
 
 def _own() -> list[Use]:
     """Returns the uses of tf_gpipe's own calls, and of `load_model`."""
-    none = lambda: None
-
-    def kept(function: Callable) -> Callable:
-        def run(**kwargs: Any) -> Any:
-            try:
-                function(PIPELINE.get(), **kwargs)
-            except BaseException:
-                PIPELINE.forget()
-                raise
-
-        return run
 
     def gradients(kept: _Kept, x: Any, y: Any, sample_weight: Any) -> list[Any]:
         model: Any = kept.get()
@@ -309,24 +276,19 @@ def _own() -> list[Use]:
     def from_config(cls: Any, **changes: Any) -> list[Any]:
         made = pipeline()
         if cls is tf_gpipe.PipelinedModel:
-            made = cls.from_model(
-                plain_model(), **{x: y() for x, y in _PIPELINE.items()}
-            )
+            right = {x: y() for x, y in _PIPELINE.items()}
+            made = cls.from_model(plain_model(), **right)
         config = made.get_config()
         return trained(cls.from_config({**config, **changes}))
 
-    def planned(**kwargs: Any) -> None:
-        str(tf_gpipe.plan(**kwargs))
-
-    plan = {x: y for x, y in _PIPELINE.items() if x not in ("devices",)}
-    del plan["boundary_dtype"]
+    others = ("devices", "boundary_dtype")
     plan = {
-        **plan,
+        **{x: y for x, y in _PIPELINE.items() if x not in others},
         "layers": lambda: layers()[1:],
         "input_spec": lambda: (_ROWS, _DIM),
-        "num_devices": none,
+        "num_devices": _none,
         "optimizer": lambda: "adam",
-        "dtype_policy": none,
+        "dtype_policy": _none,
         "device_memory": lambda: "16GB",
         "device_flops": lambda: 1e12,
         "bandwidth": lambda: 1e9,
@@ -339,58 +301,45 @@ def _own() -> list[Use]:
         "device_flops": lambda: 1e9,
         "budget_seconds": lambda: 0,
         "replicas": lambda: True,
-        "num_stages": none,
-        "num_micro_batches": none,
+        "num_stages": _none,
+        "num_micro_batches": _none,
         "schedule": lambda: "1f1b",
-        "remat": none,
+        "remat": _none,
     }
 
-    def of_plan(path: Any) -> list[Any]:
-        return [len(tf_gpipe.Plan.load(path).stages)]
-
-    config = {x: y for x, y in _PIPELINE.items()}
     return [
         Use(
             "model.loss_and_gradients",
-            {"x": data, "y": data, "sample_weight": none},
+            _DATA,
             lambda **kw: gradients(PIPELINE, **kw),
             lambda **kw: gradients(PLAIN, **kw),
         ),
-        Use(
-            "model.rebalance",
-            {"balance": lambda: [1, 2]},
-            kept(lambda model, **kw: model.rebalance(**kw)),
-        ),
+        _method("rebalance", {"balance": lambda: [1, 2]}, of_keras=False),
         Use(
             "PipelinedSequential.from_config",
-            {"layers": lambda: pipeline().get_config()["layers"], **config},
+            {"layers": lambda: pipeline().get_config()["layers"], **_PIPELINE},
             functools.partial(from_config, tf_gpipe.PipelinedSequential),
         ),
         Use(
             "PipelinedModel.from_config",
-            {x: y for x, y in config.items()},
+            _PIPELINE,
             functools.partial(from_config, tf_gpipe.PipelinedModel),
         ),
-        Use("plan", plan, planned),
+        Use("plan", plan, lambda **kw: str(tf_gpipe.plan(**kw))),
         Use("tune", tune, lambda **kw: str(tf_gpipe.tune(**kw))),
-        Use("Plan.load", {"path": _saved_plan}, of_plan),
+        Use("Plan.load", {"path": _saved_plan}, tf_gpipe.Plan.load),
         Use(
             "Plan.save", {"path": _saved_plan}, lambda **kw: _plan().save(**kw)
         ),
         Use(
             "PipelinedSequential of a plan",
-            {"plan": _plan, "layers": layers, "devices": none},
+            {"plan": _plan, "layers": layers, "devices": _none},
             lambda **kw: trained(tf_gpipe.PipelinedSequential(**kw)),
         ),
         Use(
             "verify",
-            {
-                "model": PIPELINE.get,
-                "x": data,
-                "y": data,
-                "sample_weight": none,
-            },
-            lambda **kw: _report(tf_gpipe.verify(**kw)),
+            {"model": PIPELINE.get, **_DATA},
+            lambda **kw: str(tf_gpipe.verify(**kw)),
         ),
         Use(
             "connect",
@@ -400,14 +349,14 @@ def _own() -> list[Use]:
                 "heartbeat": lambda: 30,
                 "at_least": lambda: 1,
             },
-            lambda **kw: tf_gpipe.connect(**kw),
+            tf_gpipe.connect,
         ),
         Use(
             "callbacks.Timeline",
             {
-                "steps": none,
-                "trace": lambda: _path("t.json"),
-                "picture": none,
+                "steps": _none,
+                "trace": lambda: "t.json",
+                "picture": _none,
                 "chart": lambda: False,
             },
             timeline,
@@ -425,7 +374,7 @@ def _own() -> list[Use]:
         ),
         Use(
             "load_model",
-            {"filepath": _saved_model, "custom_objects": none},
+            {"filepath": _saved_model, "custom_objects": _none},
             lambda **kw: trained(keras.saving.load_model(**kw)),
             lambda **kw: trained(keras.saving.load_model(**kw)),
         ),
@@ -437,17 +386,13 @@ def _plan() -> tf_gpipe.Plan:
 
 
 def _saved_plan() -> str:
-    _plan().save(_path("plan.json"))
-    return _path("plan.json")
+    _plan().save("plan.json")
+    return "plan.json"
 
 
 def _saved_model() -> str:
-    PIPELINE.get().save(_path("z.keras"))
-    return _path("z.keras")
-
-
-def _report(report: Any) -> str:
-    return str(report)
+    PIPELINE.get().save("z.keras")
+    return "z.keras"
 
 
 USES = [*_constructors(), *_methods(), *_own()]
