@@ -18,7 +18,7 @@ from tests.tools.benchmark_test import benchmark_here
 from tests.tools.benchmark_test import devices_here
 from tools.benchmark import __main__ as command
 from tools.benchmark import baselines
-from tools.benchmark import pipeline
+from tools.benchmark import timed_runs
 
 
 def pipelined(num_stages, num_micro_batches, **kwargs):
@@ -38,7 +38,7 @@ class BaselinesTest(parameterized.TestCase, tf.test.TestCase):
         bound = num_stages * num_micro_batches
         bound /= num_micro_batches + num_stages - 1
         bounds = {
-            remat: pipeline.simulated_speedup(
+            remat: timed_runs.simulated_speedup(
                 pipelined(
                     num_stages,
                     num_micro_batches,
@@ -125,7 +125,7 @@ class BaselinesTest(parameterized.TestCase, tf.test.TestCase):
             "naive model parallel": 1,
             "data parallel": 2,
             **{
-                f"pipeline, M={m}": pipeline.simulated_speedup(
+                f"pipeline, M={m}": timed_runs.simulated_speedup(
                     pipelined(2, m, schedule=schedule, remat=remat)
                 )
                 for m in num_micro_batches

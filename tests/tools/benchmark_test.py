@@ -28,12 +28,12 @@ from tools.benchmark import memory
 from tools.benchmark import one_device
 from tools.benchmark import paper_models
 from tools.benchmark import peers
-from tools.benchmark import pipeline
 from tools.benchmark import plan
 from tools.benchmark import planned_models
 from tools.benchmark import report
 from tools.benchmark import table2
 from tools.benchmark import table3
+from tools.benchmark import timed_runs
 from tools.benchmark import timing
 from tools.benchmark import workloads
 
@@ -246,7 +246,7 @@ class BenchmarkTest(parameterized.TestCase, tf.test.TestCase):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
         model.compile("sgd", "mse", steps_per_execution=2)
         data = tf.ones((4, 2))
-        run = pipeline.Run(model, data, data, [], 3)
+        run = timed_runs.Run(model, data, data, [], 3)
         self.assertGreater(run(), 0)
         self.assertEqual(run.num_steps, 4)
         self.assertEqual(model.optimizer.iterations, 4)

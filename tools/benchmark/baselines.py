@@ -26,7 +26,7 @@ from tf_gpipe.schedule.schedules import TWO_STAGES_A_DEVICE
 from tf_gpipe.schedule.tasks import REMAT_MODES
 from tools import child_process
 from tools import command_line
-from tools.benchmark import pipeline
+from tools.benchmark import timed_runs
 from tools.benchmark import timing
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
@@ -86,7 +86,7 @@ def main(args):
                     devices=[process.device for process in processes],
                 )
             workloads.compiled(model)
-            return pipeline.Run(model, x, y, processes, args.num_steps)
+            return timed_runs.Run(model, x, y, processes, args.num_steps)
 
         pipelines = {
             f"pipeline, M={m}": run(
@@ -103,13 +103,13 @@ def main(args):
             "data parallel": data_parallel,
             **pipelines,
         }
-        seconds = pipeline.timed(runs, args.num_repeats)
+        seconds = timed_runs.timed(runs, args.num_repeats)
     bounds = {
         "one device": 1.0,
         "naive model parallel": 1.0,
         "data parallel": float(num_stages),
         **{
-            name: pipeline.simulated_speedup(each.model)
+            name: timed_runs.simulated_speedup(each.model)
             for name, each in pipelines.items()
         },
     }
@@ -158,7 +158,7 @@ def _check(args):
 
 
 class _DataParallel:
-    """The data-parallel processes, called and timed like a `pipeline.Run`."""
+    """The data-parallel processes, called and timed like a `timed_runs.Run`."""
 
     def __init__(self, processes, num_steps):
         self.processes = processes

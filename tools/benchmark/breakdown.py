@@ -9,7 +9,7 @@ from tf_gpipe.schedule import timeline
 from tf_gpipe.schedule.simulate import Execution
 from tf_gpipe.schedule.tasks import REMAT_MODES
 from tools import command_line
-from tools.benchmark import pipeline
+from tools.benchmark import timed_runs
 from tools.benchmark import timing
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
@@ -51,7 +51,7 @@ def main(args):
     make = workloads.WORKLOADS[args.workload]
     with command_line.checking():
         num_devices = schedules.num_devices_of(args.schedule, args.num_stages)
-    devices, _, note = pipeline.devices(args.on, num_devices)
+    devices, _, note = timed_runs.devices(args.on, num_devices)
     x, y = workloads.data(make(), args.batch_size)
     with command_line.checking():
         model = tf_gpipe.PipelinedSequential(

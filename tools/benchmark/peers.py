@@ -15,7 +15,7 @@ import sys
 from tools import child_process
 from tools import command_line
 from tools.benchmark import fresh
-from tools.benchmark import pipeline
+from tools.benchmark import timed_runs
 from tools.benchmark import timing
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
@@ -198,8 +198,7 @@ def _one_cell(args):
             random.Random(turn).shuffle(measures)
             for key in measures:
                 running[key].measure(args.num_steps)
-    num_micro_batches = args.num_micro_batches
-    ideal = pipeline.ideal_speedup(2, num_micro_batches, args.remat)
+    ideal = timed_runs.ideal_speedup(2, args.num_micro_batches, args.remat)
     rows = []
     for (name, schedule), each in running.items():
         speedup = timing.median_ratio(running[name, ""].seconds, each.seconds)
@@ -217,8 +216,8 @@ def _one_cell(args):
         )
     seconds = {key: each.seconds for key, each in running.items()}
     return Report(
-        f"{args.workload}: K=2, M={num_micro_batches}, remat {args.remat}, "
-        f"batch of {args.batch_size}; of an ideal speed-up {ideal:.2f}",
+        f"{args.workload}: K=2, M={args.num_micro_batches}, remat {args.remat},"
+        f" batch of {args.batch_size}; of an ideal speed-up {ideal:.2f}",
         [
             {
                 "library": row["library"],

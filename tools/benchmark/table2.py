@@ -7,7 +7,7 @@ from tf_gpipe.schedule import schedules
 from tf_gpipe.schedule.simulate import simulate
 from tools import command_line
 from tools.benchmark import paper_models
-from tools.benchmark import pipeline
+from tools.benchmark import timed_runs
 from tools.benchmark import timing
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
@@ -66,7 +66,7 @@ def main(args):
     processes = workers.connected(max(_NUM_STAGES))
     runs = {}
     for name, num_micro_batches, num_stages in keys:
-        runs[name, num_micro_batches, num_stages] = pipeline.simulated_run(
+        runs[name, num_micro_batches, num_stages] = timed_runs.simulated_run(
             _layers(args.wait, name, num_stages),
             _BATCH_SIZE,
             processes,
@@ -74,7 +74,7 @@ def main(args):
             schedule=args.schedule,
             remat="always",
         )
-    seconds = pipeline.timed(runs, args.num_repeats)
+    seconds = timed_runs.timed(runs, args.num_repeats)
     rows = []
     for name, num_micro_batches, num_stages in keys:
         published = _PUBLISHED[name][
@@ -86,7 +86,7 @@ def main(args):
                 "M": num_micro_batches,
                 "K": num_stages,
                 "paper": published,
-                "ideal": pipeline.ideal_speedup(
+                "ideal": timed_runs.ideal_speedup(
                     num_stages, num_micro_batches, "never"
                 ),
                 "simulated": _makespan(args.schedule, name, 1, 2)

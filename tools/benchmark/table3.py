@@ -5,7 +5,7 @@ import itertools
 from tf_gpipe.commands import workers
 from tools import command_line
 from tools.benchmark import paper_models
-from tools.benchmark import pipeline
+from tools.benchmark import timed_runs
 from tools.benchmark import timing
 from tools.benchmark import workloads
 from tools.benchmark.report import Report
@@ -67,7 +67,7 @@ def main(args):
     processes = workers.connected(2 * max(_NUM_STAGES) - 1)
     runs = {}
     for name, num_stages in keys:
-        runs[name, num_stages] = pipeline.simulated_run(
+        runs[name, num_stages] = timed_runs.simulated_run(
             _layers(args, name, num_stages),
             _BATCH_SIZE,
             processes,
@@ -75,9 +75,9 @@ def main(args):
             schedule="gpipe",
             remat="never",
         )
-    seconds = pipeline.timed(runs, args.num_repeats)
+    seconds = timed_runs.timed(runs, args.num_repeats)
     ideal = {
-        k: pipeline.ideal_speedup(k, _NUM_MICRO_BATCHES, "never")
+        k: timed_runs.ideal_speedup(k, _NUM_MICRO_BATCHES, "never")
         for k in _NUM_STAGES
     }
     rows = [

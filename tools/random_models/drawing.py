@@ -252,14 +252,14 @@ class Drawing:
         return keras.optimizers.SGD(0.02, **kwargs)
 
     def losses(
-        self, num_outputs: int, model: keras.Model | None = None
+        self, num_outputs: int, model: Any = None
     ) -> list[tuple[Any, str]]:
         """Returns pairs of a loss and the kind of its labels.
 
         A loss that uses a weight of the model needs the `model` to be called.
         """
         draw = random.Random(self.seed + 2)
-        found = []
+        found, name = [], "in_the_loss"
         for i in range(num_outputs):
             loss, labels = draw.choice(
                 [
@@ -278,7 +278,7 @@ class Drawing:
             )
             if i == 0 and self._drawn["loss_weights"]:
                 loss, labels = ScaledError, "number"
-                kwargs = {"weights": lambda: _loss_weight(model)}
+                kwargs = {"weights": lambda: model.get_layer(name).kernel}
             found.append((loss(reduction=reduction, **kwargs), labels))
         return found
 
@@ -397,7 +397,3 @@ class Drawing:
         if self._drawn["odd_outputs"]:
             return dict(zip(model.output, values, strict=False))
         return keras.tree.pack_sequence_as(model.output, values)
-
-
-def _loss_weight(model: Any) -> keras.Variable:
-    return model.get_layer("in_the_loss").kernel
