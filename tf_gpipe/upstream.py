@@ -49,9 +49,13 @@ from tensorflow.python.ops import handle_data_util
 # === Layers ===
 
 
-def layers_within(layer: keras.Layer) -> list[keras.Layer]:
-    """Returns a layer, followed by all layers within it."""
-    return list(layer._flatten_layers())
+def layers_within(layer: keras.Operation) -> list[keras.Layer]:
+    """Returns a layer, followed by all layers within it.
+
+    An empty list for an operation that is no layer.
+    """
+    is_layer = isinstance(layer, keras.Layer)
+    return list(layer._flatten_layers()) if is_layer else []
 
 
 def own_variables(layer: keras.Layer) -> list[keras.Variable]:
@@ -209,7 +213,6 @@ def losses_kept(layers: Iterable[keras.Operation]) -> Iterator[None]:
     kept = [
         (x, list(x._losses), set(x._loss_ids))
         for layer in layers
-        if isinstance(layer, keras.Layer)
         for x in layers_within(layer)
     ]
     try:

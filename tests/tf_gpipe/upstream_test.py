@@ -54,6 +54,8 @@ class LayersTest(tf.test.TestCase):
         """Nested layers are checked, counted, merged and placed."""
         found = upstream.layers_within(self.block)
         self.assertEqual(found, [self.block, self.block.dense])
+        self.assertEmpty(upstream.layers_within(keras.ops.add))
+        self.assertEmpty(upstream.layers_within(keras.Operation()))
 
     def test_name_scope_of(self):
         """A pipeline names the weights that it builds for `fit` as Keras."""

@@ -204,7 +204,7 @@ class Rebalance(StepTimes):
     def _weighed(self, pipeline: Pipeline) -> list[float]:
         graph, config = pipeline.graph, self.model._config
         rows = layer_costs.rows_of_micro_batch(
-            config.batch_size or layer_costs.rows_of(graph),
+            config.batch_size or graph.declared_rows,
             pipeline.schedule.num_micro_batches,
         )
         if self._by == "flops":

@@ -152,7 +152,7 @@ def _recomputed(
             needed and not known.
     """
     limit = MemoryLimit.of(config.memory_limit)
-    size = config.batch_size or layer_costs.rows_of(graph)
+    size = config.batch_size or graph.declared_rows
     if size is None and not limit.is_share:
         raise ValueError(
             "A `memory_limit` in bytes is for mini-batches of some size. Give "

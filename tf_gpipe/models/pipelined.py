@@ -325,10 +325,9 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             layers,
         )
         for layer in layers:
-            if isinstance(layer, keras.Layer):
-                refused.check_layer(layer)
-                if resolved[0].num_micro_batches > 1:
-                    batch_statistics.check(layer)
+            refused.check_layer(layer)
+            if resolved[0].num_micro_batches > 1:
+                batch_statistics.check(layer)
         return resolved
 
     def _strategy_scope(self) -> contextlib.AbstractContextManager:

@@ -10,7 +10,7 @@ from tf_gpipe.models.arguments import Arguments
 from tf_gpipe.stage.stage import Stage
 
 
-def check_layer(layer: keras.Layer) -> None:
+def check_layer(layer: keras.Operation) -> None:
     """Refuses pipelines and stateful RNNs as layers of a pipeline."""
     for x in upstream.layers_within(layer):
         if isinstance(x, Arguments):

@@ -146,7 +146,7 @@ def costs_of_calls(
     if balance in ("flops", "memory"):
         traces, _ = layer_costs.trace(graph, length=length)
         rows = 1
-        if balance != "memory" and not layer_costs.rows_of(graph):
+        if balance != "memory" and not graph.declared_rows:
             # Only `lopsided.warn` reads these: with activations of one row,
             # weights would seem to be all the memory.
             rows = layer_costs.NOMINAL_ROWS

@@ -222,7 +222,8 @@ def _costs(layer: keras.Operation, traced: _TracedCall) -> LayerCosts:
     for_weights = late - _needed_by(traced.input_gradients)
     # Layers of layers, such as residual blocks, mostly repeat. Then they share
     # a function, whose caller holds the gradient of the outputs to its end.
-    held = traced.output_gradients if _has_layers(layer) else []
+    has_layers = len(upstream.layers_within(layer)) > 1
+    held = traced.output_gradients if has_layers else []
     return LayerCosts(
         forward_flops=flops.count(early),
         backward_flops=flops.count(late),
@@ -244,13 +245,6 @@ def _costs(layer: keras.Operation, traced: _TracedCall) -> LayerCosts:
                 op.type == "Placeholder" for op in followed_values(x.indices)
             )
         ),
-    )
-
-
-def _has_layers(layer: keras.Operation) -> bool:
-    return (
-        isinstance(layer, keras.Layer)
-        and len(upstream.layers_within(layer)) > 1
     )
 
 

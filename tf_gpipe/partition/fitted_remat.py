@@ -225,16 +225,13 @@ class FittedRemat:
 
     def _peaks(self, costs, remat, fixed) -> dict:
         """Returns the peak bytes of each device."""
-        sizes = [
-            x.of_micro_batches(self._schedule.num_micro_batches) for x in costs
-        ]
+        number = self._schedule.num_micro_batches
         own: dict = {}
-        for k, (device, size) in enumerate(
-            zip(self._devices, sizes, strict=True)
+        for k, (device, cost) in enumerate(
+            zip(self._devices, costs, strict=True)
         ):
-            own.setdefault(device, {})[k] = size._replace(
-                fixed=size.fixed + fixed[k]
-            )
+            size = cost.of_micro_batches(number, fixed[k])
+            own.setdefault(device, {})[k] = size
         return {
             device: peak_activations(self._schedule, remat, x)
             for device, x in own.items()
@@ -297,8 +294,7 @@ class FittedRemat:
 
     def _sizes(self, costs: StageCosts, choice: Recomputation, fixed: float):
         found = costs.recomputing(choice, self._splits)
-        sizes = found.of_micro_batches(self._schedule.num_micro_batches)
-        return sizes._replace(fixed=sizes.fixed + fixed)
+        return found.of_micro_batches(self._schedule.num_micro_batches, fixed)
 
     def _too_little(self, own, least, limit, fixed) -> TooLittleMemoryError:
         stages = " and ".join(f"stage {k}" for k in own)

@@ -29,11 +29,6 @@ _of_keras: dict[tuple, dict[Hashable, tuple]] = {}
 _MOST_OF_KERAS = 1000
 
 
-def rows_of(graph: Graph) -> int | None:
-    """Returns the batch size that an input of the model fixes, or `None`."""
-    return graph.declared_rows or None
-
-
 def rows_of_micro_batch(size: int | None, num_micro_batches: int) -> int:
     """Returns the rows of the largest micro-batch of a batch.
 
@@ -176,11 +171,7 @@ def key(node: Node, specs: Specs) -> tuple[Hashable, bool]:
 
     layer = node.layer
     # Until it is built, a layer alone knows what it will train.
-    trained = (
-        [x.trainable for x in upstream.layers_within(layer)]
-        if isinstance(layer, keras.Layer)
-        else []
-    )
+    trained = [x.trainable for x in upstream.layers_within(layer)]
     arguments = node.filled(described)
     found = likeness.of((layer, trained, arguments), in_costs=True)
     return found.form, found.of_keras

@@ -16,7 +16,7 @@ from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import Value
 from tf_gpipe.stage.graph import variables_of
-from tf_gpipe.stage.stage import in_mode
+from tf_gpipe.stage.stage import run_node
 
 _NUM_TIMINGS = 5
 
@@ -50,7 +50,7 @@ def traced(
     def call(contents: list) -> list:
         values = dict(zip(part.inputs, contents, strict=True))
         for node in part.nodes:
-            node.run(values, lambda layer: in_mode(layer, training=True))
+            run_node(node, values, training=True)
         return [values[x] for x in part.returned]
 
     def sources(contents: list) -> list:

@@ -79,13 +79,13 @@ class StageCosts:
             ),
         )
 
-    def of_micro_batches(self, count: int) -> Sizes:
+    def of_micro_batches(self, count: int, fixed: float = 0) -> Sizes:
         """Returns `sizes` with the model's inputs of `count` micro-batches.
 
-        They are fixed: a step holds its mini-batch and the targets from start
-        to end.
+        They are fixed, as other bytes may be: a step holds its mini-batch and
+        the targets from start to end.
         """
-        return self.sizes._replace(fixed=count * self.given)
+        return self.sizes._replace(fixed=count * self.given + fixed)
 
 
 def find(
@@ -165,7 +165,7 @@ def of_graph(
     rows = None
     if num_micro_batches is not None:
         rows = layer_costs.rows_of_micro_batch(
-            layer_costs.rows_of(graph), num_micro_batches
+            graph.declared_rows, num_micro_batches
         )
     traces, specs = layer_costs.trace(graph, rows, length)
     parts = graph.parts(list(counts))
@@ -218,10 +218,9 @@ def searched(
         transfer=transfer,
         weights=[x.weight_flops / device_flops for x in costs],
     )
-    sizes = [x.of_micro_batches(num_micro_batches) for x in costs]
     sizes = [
-        x._replace(fixed=x.fixed + more)
-        for x, more in zip(sizes, fixed or [0] * len(sizes), strict=True)
+        x.of_micro_batches(num_micro_batches, more)
+        for x, more in zip(costs, fixed or [0] * len(costs), strict=True)
     ]
     return search(times, num_micro_batches, num_devices, remat, sizes, memory)
 

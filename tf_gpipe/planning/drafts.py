@@ -280,15 +280,12 @@ class Draft:
         if all(x is None for x in self._memory):
             return True
         number = self._schedule.num_micro_batches
+        pairs = zip(self._costs, self._parameter_bytes, strict=True)
         used = device_peaks(
             self._schedule,
             self.candidate.remat,
-            [x.of_micro_batches(number) for x in self._costs],
+            [cost.of_micro_batches(number, own) for cost, own in pairs],
         )
-        for device, size in zip(
-            self._schedule.devices, self._parameter_bytes, strict=True
-        ):
-            used[device] += size
         return all(
             memory is None or size <= FITTING * memory
             for size, memory in zip(used, self._memory, strict=True)
@@ -362,14 +359,14 @@ class Draft:
         """Returns the choice with a searched order of tasks, if one fits."""
         times = self._stage_times
         memory = self._memory[0]
-        sizes = []
-        for cost, own in zip(self._costs, self._parameter_bytes, strict=True):
-            size = cost.of_micro_batches(candidate.num_micro_batches)
-            sizes.append(
-                size
-                if memory is None
-                else size._replace(fixed=size.fixed + own)
+        sizes = [
+            cost.of_micro_batches(
+                candidate.num_micro_batches, 0 if memory is None else own
             )
+            for cost, own in zip(
+                self._costs, self._parameter_bytes, strict=True
+            )
+        ]
         try:
             order: Schedule = search(
                 Times.of(

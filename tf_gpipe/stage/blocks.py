@@ -120,7 +120,7 @@ class _Sequence:
     def blocks(self, start: int, end: int, length: int) -> list[Graph]:
         """Returns the blocks from `start` to `end`, of a repeating pattern."""
         layers = [x.layer for x in self._graph.nodes[start : start + length]]
-        size = sum(map(_num_layers, layers))
+        size = sum(max(1, len(upstream.layers_within(x))) for x in layers)
         most = max(1, _LAYERS // size)
         # A power of two, so that blocks of all stages have the same few
         # lengths.
@@ -162,13 +162,6 @@ class _Sequence:
         if len(nodes) == 1:
             return Graph(nodes, nodes[0].inputs, nodes[0].made)
         return self._graph.part(start, end)
-
-
-def _num_layers(layer: Any) -> int:
-    """Returns the number of layers within a layer, itself included."""
-    if not isinstance(layer, keras.Layer):
-        return 1
-    return len(upstream.layers_within(layer))
 
 
 def _num_weights(layer: Any) -> int:

@@ -200,7 +200,7 @@ class Graph:
         """The rows of a batch in specs, as by `Input(batch_shape=(8, 4))`."""
         specs = keras.tree.flatten([value.spec for value in self.inputs])
         known = [x.shape[0] for x in specs if x is not None and x.shape]
-        return next((x for x in known if x is not None), None)
+        return next(filter(None, known), None)
 
     @property
     def models(self) -> list[keras.Model]:

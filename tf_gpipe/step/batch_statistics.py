@@ -11,7 +11,7 @@ from tf_gpipe import upstream
 
 
 def batch_norms(
-    layers: Iterable[keras.Layer],
+    layers: Iterable[keras.Operation],
 ) -> list[keras.layers.BatchNormalization]:
     """Returns the batch normalisation layers among layers and within them."""
     return [
@@ -22,7 +22,7 @@ def batch_norms(
     ]
 
 
-def check(layer: keras.Layer) -> None:
+def check(layer: keras.Operation) -> None:
     """Raises an error for batch normalisation that cannot be merged."""
     for x in batch_norms([layer]):
         if x.renorm:

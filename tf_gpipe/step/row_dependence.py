@@ -200,7 +200,7 @@ class RowDependence:
         )
         found = self._in_mode(nodes, given, fetch, self._training)
         normalized = self._training is not False and batch_norms(
-            x.layer for x in nodes if isinstance(x.layer, keras.Layer)
+            x.layer for x in nodes
         )
         if not normalized or all(x is None or x.exact for x in found):
             return found

@@ -91,7 +91,6 @@ def _fitted(copy: Any, known: KnownLayers, optimizer: Any) -> float:
     masked = any(
         getattr(x, "mask_zero", False)
         for node in known.graph.nodes
-        if isinstance(node.layer, keras.Layer)
         for x in upstream.layers_within(node.layer)
     )
     x = keras.tree.map_structure(

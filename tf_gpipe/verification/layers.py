@@ -316,15 +316,11 @@ def _state_of(node: Node) -> list:
 
 
 def _trained_norms(node: Node) -> list:
-    if not isinstance(node.layer, keras.Layer):
-        return []
     return [x for x in batch_norms([node.layer]) if x.trainable]
 
 
 def _added(layer: Any) -> list[tf.Tensor]:
     """Returns the losses that a layer added in its last call."""
-    if not isinstance(layer, keras.Layer):
-        return []
     return [
         loss
         for x in upstream.layers_within(layer)
