@@ -8,7 +8,6 @@ from tools.keras_hub import images
 from tools.keras_hub.data import LENGTH
 from tools.keras_hub.tiny import LAYERS
 from tools.keras_hub.tiny import tiny
-from tools.keras_hub.tiny import with_arguments
 
 _LINEAR_ATTENTION = dict(
     linear_num_key_heads=2,
@@ -155,20 +154,19 @@ def _stable_diffusion_3():
     )
 
 
-# Backbones that need other arguments than those in `tiny.SIZES`.
+# Backbones that need other arguments than those in `tiny.SIZES`: the arguments,
+# or a function that makes one.
 _MAKERS = images.MAKERS | {
     "BLIP2Backbone": _blip2,
     "CLIPBackbone": lambda: _towers("CLIP"),
-    "DebertaV3Backbone": with_arguments("DebertaV3Backbone", bucket_size=8),
-    "EdRecBackbone": with_arguments(
-        "EdRecBackbone", num_layers_enc=3, num_layers_dec=3
-    ),
+    "DebertaV3Backbone": dict(bucket_size=8),
+    "EdRecBackbone": dict(num_layers_enc=3, num_layers_dec=3),
     "FluxBackbone": _flux,
-    "Gemma3Backbone": with_arguments("Gemma3Backbone", image_size=16),
+    "Gemma3Backbone": dict(image_size=16),
     "Gemma3nBackbone": _gemma3n,
-    "Gemma4Backbone": with_arguments("Gemma4Backbone", image_size=16),
+    "Gemma4Backbone": dict(image_size=16),
     "MetaCLIP2Backbone": lambda: _towers("MetaCLIP2"),
-    "MoonshineBackbone": with_arguments("MoonshineBackbone", filter_dim=16),
+    "MoonshineBackbone": dict(filter_dim=16),
     "PARSeqBackbone": lambda: tiny(
         "PARSeqBackbone",
         image_encoder=tiny("ViTBackbone", num_layers=2, use_class_token=False),
@@ -178,8 +176,7 @@ _MAKERS = images.MAKERS | {
         num_decoder_heads=2,
         decoder_mlp_dim=32,
     ),
-    "PaliGemmaBackbone": with_arguments(
-        "PaliGemmaBackbone",
+    "PaliGemmaBackbone": dict(
         image_size=16,
         vit_patch_size=8,
         vit_num_heads=2,
@@ -187,21 +184,14 @@ _MAKERS = images.MAKERS | {
         vit_num_layers=2,
         vit_intermediate_dim=32,
     ),
-    "Qwen3_5Backbone": with_arguments("Qwen3_5Backbone", **_LINEAR_ATTENTION),
-    "Qwen3_5MoeBackbone": with_arguments(
-        "Qwen3_5MoeBackbone", **_LINEAR_ATTENTION
-    ),
-    "RWKV7Backbone": with_arguments(
-        "RWKV7Backbone", gate_lora=4, mv_lora=4, aaa_lora=4, decay_lora=4
-    ),
+    "Qwen3_5Backbone": dict(**_LINEAR_ATTENTION),
+    "Qwen3_5MoeBackbone": dict(**_LINEAR_ATTENTION),
+    "RWKV7Backbone": dict(gate_lora=4, mv_lora=4, aaa_lora=4, decay_lora=4),
     "SigLIPBackbone": lambda: _towers(
         "SigLIP", max_sequence_length=LENGTH, projection_dim=16
     ),
-    "SigLIPTextEncoder": with_arguments(
-        "SigLIPTextEncoder", max_sequence_length=LENGTH
-    ),
-    "SmolLM3Backbone": with_arguments(
-        "SmolLM3Backbone",
+    "SigLIPTextEncoder": dict(max_sequence_length=LENGTH),
+    "SmolLM3Backbone": dict(
         attention_bias=False,
         rope_layer_enabled_list=[True] * LAYERS,
         layer_types=["attention"] * LAYERS,
@@ -212,10 +202,9 @@ _MAKERS = images.MAKERS | {
         partial_rotary_factor=1.0,
     ),
     "StableDiffusion3Backbone": _stable_diffusion_3,
-    "T5Gemma2Backbone": with_arguments("T5Gemma2Backbone", **_T5GEMMA),
-    "T5GemmaBackbone": with_arguments("T5GemmaBackbone", **_T5GEMMA),
-    "WhisperBackbone": with_arguments(
-        "WhisperBackbone",
+    "T5Gemma2Backbone": dict(**_T5GEMMA),
+    "T5GemmaBackbone": dict(**_T5GEMMA),
+    "WhisperBackbone": dict(
         num_mels=8,
         num_layers=3,
         max_encoder_sequence_length=16,
@@ -255,4 +244,5 @@ def tasks_of(name):
 
 def make(name):
     """Returns a new backbone of the class `name`."""
-    return _MAKERS.get(name, with_arguments(name))()
+    made = _MAKERS.get(name, {})
+    return made() if callable(made) else tiny(name, **made)

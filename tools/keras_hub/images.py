@@ -5,7 +5,6 @@ from keras_hub import models as M
 
 from tools.keras_hub.tiny import IMAGE
 from tools.keras_hub.tiny import tiny
-from tools.keras_hub.tiny import with_arguments
 
 _SWIN = dict(
     embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4, patch_size=4
@@ -252,11 +251,10 @@ def _vit_det():
     )
 
 
-# Backbones that need other arguments than those in `tiny.SIZES`.
+# As `backbones._MAKERS`.
 MAKERS = {
     "BASNetBackbone": _basnet,
-    "CSPNetBackbone": with_arguments(
-        "CSPNetBackbone",
+    "CSPNetBackbone": dict(
         stem_filters=8,
         stem_kernel_size=3,
         stem_strides=1,
@@ -267,13 +265,9 @@ MAKERS = {
         stage_type="dark",
     ),
     "DFineBackbone": _d_fine,
-    "DINOV2Backbone": with_arguments(
-        "DINOV2Backbone", position_embedding_shape=IMAGE
-    ),
+    "DINOV2Backbone": dict(position_embedding_shape=IMAGE),
     "DeepLabV3Backbone": _deep_lab,
-    "DenseNetBackbone": with_arguments(
-        "DenseNetBackbone", stackwise_num_repeats=[2, 2, 2], growth_rate=8
-    ),
+    "DenseNetBackbone": dict(stackwise_num_repeats=[2, 2, 2], growth_rate=8),
     "DepthAnythingBackbone": _depth_anything,
     "EfficientNetBackbone": _efficient_net,
     "HGNetV2Backbone": _hgnet,
@@ -293,26 +287,21 @@ MAKERS = {
     "SegFormerBackbone": lambda: M.SegFormerBackbone(
         image_encoder=_mit(4), projection_filters=8
     ),
-    "SwinTransformerBackbone": with_arguments(
-        "SwinTransformerBackbone", **_SWIN
-    ),
-    "VGGBackbone": with_arguments(
-        "VGGBackbone",
+    "SwinTransformerBackbone": dict(**_SWIN),
+    "VGGBackbone": dict(
         stackwise_num_repeats=[2, 2, 2],
         stackwise_num_filters=[8, 8, 16],
         # `IMAGE` is too small for the head's 7 x 7 kernels.
         image_shape=(64, 64, 3),
     ),
     "ViTDetBackbone": _vit_det,
-    "VideoPrismBackbone": with_arguments(
-        "VideoPrismBackbone",
+    "VideoPrismBackbone": dict(
         num_frames=2,
         num_spatial_layers=2,
         num_temporal_layers=2,
         num_auxiliary_layers=0,
     ),
-    "XceptionBackbone": with_arguments(
-        "XceptionBackbone",
+    "XceptionBackbone": dict(
         stackwise_conv_filters=[[8, 8], [8, 16], [16, 16]],
         stackwise_pooling=[True, True, False],
     ),

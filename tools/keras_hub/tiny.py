@@ -61,11 +61,6 @@ def class_of(name):
     return getattr(M, name, None) or getattr(L, name)
 
 
-def with_arguments(name, /, **kwargs):
-    """Returns a function that calls `tiny` with these arguments."""
-    return lambda: tiny(name, **kwargs)
-
-
 def arguments(cls):
     """Returns the names of the arguments of a class."""
     return inspect.signature(cls.__init__).parameters
