@@ -136,22 +136,16 @@ def by_micro_batch(
         losses.insert(0, total)
     loss = tf.add_n([tf.cast(x, losses[0].dtype) for x in losses])
     y_pred = run.outputs.whole().unpack()
-    # Keras updates the metrics of several losses only if there are several
+    # Keras updates its metrics of single losses only if there are several
     # outputs, too.
     if any(map(keras.tree.is_nested, (y, y_pred))):
-        _update_metrics(model, of_each, run.split.static_rows)
+        metrics = model._compile_loss.metrics if model._compile_loss else []
+        for metric, value in zip(metrics, of_each, strict=False):
+            metric.update_state(
+                upstream.unscaled_for_replicas(value),
+                sample_weight=run.split.static_rows,
+            )
     return loss, _gradients(model, run, variable_gradients), y_pred
-
-
-def _update_metrics(
-    model: Any, losses: list[tf.Tensor], rows: int | None
-) -> None:
-    """Updates the metrics that Keras has for each of several losses."""
-    metrics = model._compile_loss.metrics if model._compile_loss else []
-    for metric, value in zip(metrics, losses, strict=False):
-        metric.update_state(
-            upstream.unscaled_for_replicas(value), sample_weight=rows
-        )
 
 
 def _scaled(model: Any, loss: tf.Tensor) -> tf.Tensor:

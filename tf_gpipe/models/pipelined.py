@@ -235,9 +235,8 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         return hash(tuple(ids))
 
     def _note_decision(self, size: Any) -> None:
-        attributes: Any = vars(self)
         # Past `__setattr__`, with which Keras would track the optimizer.
-        attributes["_decided_for"] = (*self._trains(), size)
+        object.__setattr__(self, "_decided_for", (*self._trains(), size))
 
     def _trains(self) -> tuple:
         """Returns the optimizer, and whether each variable is trained."""

@@ -181,12 +181,11 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
     @contextlib.contextmanager
     def _steps_in_one_graph(self):
         """A scope in which training steps are traced one after another."""
-        attributes: Any = vars(self)
-        attributes["_previous"] = []
+        object.__setattr__(self, "_previous", [])
         try:
             yield
         finally:
-            attributes["_previous"] = None
+            object.__setattr__(self, "_previous", None)
 
     @traced_once
     def train_step(self, data):
@@ -286,8 +285,7 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
 
     def _note_run(self, run):
         # Keras's `__setattr__` would track the callbacks and the data in it.
-        attributes: Any = vars(self)
-        attributes["_training_run"] = run
+        object.__setattr__(self, "_training_run", run)
 
     def _stop_recording(self):
         if self._record_times is not None:
