@@ -37,6 +37,6 @@ if [ -z "${TF_GPIPE_TEST_ALL:-}" ]; then
   # thread does. It fails, and the others go on.
   limits=(-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true)
 fi
-# Two processes, each with its own TensorFlow.
-exec python -m pytest --numprocesses=2 --dist=worksteal "${limits[@]}" \
+# Three processes for two cores, as many tests wait for other processes.
+exec python -m pytest --numprocesses=3 --dist=worksteal "${limits[@]}" \
   "${marks[@]}" "$@"
