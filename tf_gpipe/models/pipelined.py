@@ -156,7 +156,8 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             positions: As for `keras.Model.summary`.
             print_fn: Function that is called with each text. Defaults to
                 `print`.
-            *args, **kwargs: Further arguments of `keras.Model.summary`.
+            *args: Further arguments of `keras.Model.summary`.
+            **kwargs: Further arguments of `keras.Model.summary`.
 
         Example:
 
