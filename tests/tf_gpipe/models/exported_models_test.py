@@ -149,6 +149,19 @@ class ExportTest(parameterized.TestCase, tf.test.TestCase):
         for path, y in expected.items():
             self.assertAllClose(np.load(f"{path}.npy"), y, rtol=1e-5, atol=1e-5)
 
+    @parameterized.parameters(images, sequential)
+    @pytest.mark.slow
+    def test_converted_by_tensorflow(self, make):
+        litert = pytest.importorskip("ai_edge_litert.interpreter")
+        model, x = trained(make)
+        plain = model.to_keras()
+        content = tf.lite.TFLiteConverter.from_keras_model(plain).convert()
+        interpreter = litert.Interpreter(model_content=content)
+        run = interpreter.get_signature_runner("serving_default")
+        (name,) = run.get_input_details()
+        (y,) = run(**{name: x}).values()
+        self.assertAllClose(y, model.predict(x, verbose=0), atol=1e-5)
+
     @parameterized.parameters(*MODELS)
     @pytest.mark.slow_after(1)
     def test_as_a_layer(self, make):
