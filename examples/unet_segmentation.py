@@ -40,7 +40,7 @@ model.compile(
     keras.optimizers.Adam(3e-3),
     keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 )
-model.fit(x, y, batch_size=32, epochs=5)
+model.fit(x, y, batch_size=32, epochs=8)
 model.summary()  # The last table shows what stages send to one another.
 
 x_test, y_test = make_data(64)
