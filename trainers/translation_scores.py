@@ -9,6 +9,7 @@ import rich.table
 from sacrebleu.metrics import BLEU
 from sacrebleu.metrics import CHRF
 
+from tf_gpipe.schedule import timeline
 from tf_gpipe.whole_files import replacing
 
 GROUPS = ("high", "middle", "low")
@@ -228,4 +229,4 @@ def draw(scores, path):
             xlabel="training pairs", ylabel=title, xscale="log", ylim=(0, None)
         )
         ax.legend()
-    picture.savefig(path)
+    timeline.save(picture, path)

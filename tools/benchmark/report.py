@@ -12,6 +12,8 @@ import rich.console
 import rich.table
 import tensorflow as tf
 
+from tf_gpipe.schedule import timeline
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -123,7 +125,7 @@ class Report:
         axes.set_title(
             "\n".join(textwrap.wrap(self.title, 80)), fontsize="medium"
         )
-        figure.savefig(path)
+        timeline.save(figure, path)
 
 
 def machine():

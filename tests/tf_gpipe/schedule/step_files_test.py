@@ -1,5 +1,6 @@
 """Files of a step: all of one is written, or the one before stays."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -31,6 +32,8 @@ class StepFilesTest(parameterized.TestCase):
         files.write(steps)
         before = path.read_bytes()
         self.assertIn(start, before[:40])
+        if kind == "trace":
+            self.assertIn("traceEvents", json.loads(before))
         script = textwrap.dedent(
             f"""
             import resource, signal
