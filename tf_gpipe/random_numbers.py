@@ -1,10 +1,13 @@
 """Generators of random numbers that the data of `fit` may draw from."""
 
+import collections
+import gc
 import hashlib
 import json
 import random
 import types
 from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -23,6 +26,9 @@ _GENERATORS = (
     random.Random,
     tf.random.Generator,
 )
+# Among more objects than these, which take a tenth of a second, generators are
+# not looked for.
+_MOST_OBJECTS = 100_000
 
 
 def attributes(dataset: Any) -> list[Any]:
@@ -33,16 +39,38 @@ def attributes(dataset: Any) -> list[Any]:
 
 
 def _within(dataset: Any) -> list[Any]:
-    """Returns also those of objects that are attributes, and layers' seeds."""
-    found = attributes(dataset)
+    """Returns all generators that a `PyDataset` can reach, and layers' seeds.
+
+    It reaches what objects, containers and functions hold, but for global names
+    and attributes of classes.
+    """
+    found: list[Any] = []
+    waiting: collections.deque = collections.deque()
+    seen: set[int] = set()
     if isinstance(dataset, keras.utils.PyDataset):
-        for x in vars(dataset).values():
-            if isinstance(x, keras.Layer):
-                found += filter(upstream.is_seed, x.non_trainable_variables)
-            elif not isinstance(x, (*_GENERATORS, types.ModuleType)):
-                own = getattr(x, "__dict__", {}).values()
-                found += [y for y in own if isinstance(y, _GENERATORS)]
+        waiting.append(dataset)
+    while waiting and len(seen) < _MOST_OBJECTS:
+        x = waiting.popleft()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, _GENERATORS):
+            found.append(x)
+        elif isinstance(x, keras.Layer):
+            found += filter(upstream.is_seed, x.non_trainable_variables)
+        else:
+            # What the garbage collector does not track holds nothing.
+            waiting += filter(gc.is_tracked, _held_by(x))
     return found
+
+
+def _held_by(x: Any) -> Iterable[Any]:
+    """Returns the objects that an object refers to."""
+    if isinstance(x, (type, types.ModuleType)):
+        return ()
+    if isinstance(x, types.FunctionType):
+        return (x.__closure__, x.__defaults__, x.__kwdefaults__)
+    return gc.get_referents(x)
 
 
 def watched(dataset: Any) -> Callable[[], dict[str, str]]:

@@ -315,6 +315,24 @@ class NoiseByAnObject(InOrder):
         return x * self.augmenting.numbers.choice([-1, 1]), y
 
 
+class NoiseByAFunction(InOrder):
+    """Adds noise from generators in a list that a function holds."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        each = [{"numbers": np.random.default_rng(i)} for i in range(2)]
+
+        def add(x, i):
+            numbers = each[i % 2]["numbers"]
+            return x + numbers.normal(size=x.shape).astype("float32")
+
+        self.functions = functools.partial(add), add
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return self.functions[i % 2](x, i), y
+
+
 class NoiseByALayer(InOrder):
     """Adds noise by a layer that it has."""
 
@@ -1633,7 +1651,12 @@ class RefusedTest(TestCase):
         self.assertEmpty(os.listdir(self.workdir))
 
     @parameterized.parameters(
-        NoisyRows, Flipped, OwnNoise, NoiseByAnObject, NoiseByALayer
+        NoisyRows,
+        Flipped,
+        OwnNoise,
+        NoiseByAnObject,
+        NoiseByAFunction,
+        NoiseByALayer,
     )
     def test_numbers_by_several_workers(self, data):
         with self.assertRaisesRegex(

