@@ -40,6 +40,7 @@ with _without_logs():
 
     import tf_gpipe
     from tf_gpipe import upstream
+    from tf_gpipe.stage import call_overrides
     from tools import local_devices
 
 NUM_DEVICES = 8
@@ -117,6 +118,8 @@ def _trace_plain_models_once():
             optimizer is not None
             and model.built
             and not optimizer.built
+            # A user's step may train some of the weights.
+            and not call_overrides.overrides(model, "train_step")
             and not any(
                 isinstance(x, pipelines) for x in upstream.layers_within(model)
             )

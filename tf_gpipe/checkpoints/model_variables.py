@@ -11,6 +11,7 @@ from tf_gpipe.checkpoints.store import Saved
 from tf_gpipe.devices import slots
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage import tensorflow_state
+from tf_gpipe.stage.call_overrides import builds_optimizer
 
 # Kinds of variables, in the order of a checkpoint.
 WEIGHTS = "weights"
@@ -171,18 +172,22 @@ def names_of_optimizers(model: keras.Model) -> list[str] | None:
 def build_optimizers(model: keras.Model, saved: Saved) -> None:
     """Builds a model's optimizers, so that their slots can be restored.
 
-    The one that it is compiled with for its trainable weights; the others,
-    which only a step would build, for those that they had in a checkpoint.
+    The one that it is compiled with for its trainable weights; those which only
+    a step would build, for the weights that they had in a checkpoint.
     """
     if not model.compiled:
         return
-    if model.optimizer is not None:
+    numbers = saved.content.get("weights of optimizers", [])
+    if model.optimizer is not None and not (
+        numbers and builds_optimizer(model)
+    ):
         slots.build(model)
     trained = _trained(variables_of(model))
-    numbers = saved.content.get("weights of optimizers", [])
     for x, own in zip(optimizers_of(model), numbers, strict=False):
         if not x.built and own and max(own) < len(trained):
-            slots.build_for(model, x, [trained[i] for i in own])
+            slots.build_for(
+                model.distribute_strategy, x, [trained[i] for i in own]
+            )
 
 
 def _trained(variables: dict[str, list]) -> list[Any]:

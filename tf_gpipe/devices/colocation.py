@@ -54,6 +54,15 @@ def _colocate(optimizer: keras.optimizers.Optimizer) -> None:
     keras_apply = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
+        # By a user's step; with a strategy Keras has built it before.
+        if (
+            trainable_variables
+            and not optimizer.built
+            and not tf.distribute.has_strategy()
+        ):
+            trainable_variables = list(trainable_variables)
+            strategy = tf.distribute.get_strategy()
+            slots.build_for(strategy, optimizer, trainable_variables)
         with following_inputs(), placement.eagerly_alone():
             return keras_apply(grads, trainable_variables)
 

@@ -38,21 +38,25 @@ def build(model: keras.Model) -> None:
     moved, for a plain model, follow them.
     """
     if model.trainable_variables:
-        build_for(model, model.optimizer, model.trainable_variables)
+        build_for(
+            model.distribute_strategy,
+            model.optimizer,
+            model.trainable_variables,
+        )
 
 
 def build_for(
-    model: keras.Model,
+    strategy: tf.distribute.Strategy,
     optimizer: keras.optimizers.Optimizer,
     weights: Sequence[keras.Variable],
 ) -> None:
-    """As `build`, for any optimizer of weights of a model."""
+    """As `build`, for any optimizer of weights of a strategy's model."""
     within_step = not tf.executing_eagerly() or replicas.within_one()
     if not (optimizer.built and within_step):
         with (
             tf.init_scope(),
             placement.eagerly_alone(),
-            model.distribute_strategy.scope(),
+            strategy.scope(),
         ):
             if not optimizer.built:
                 optimizer.build(weights)

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices import slots
+from tf_gpipe.stage.call_overrides import builds_optimizer
 from tf_gpipe.stage.gradients import add
 from tf_gpipe.step.engine import MiniBatch
 from tf_gpipe.step.loss import MicroBatchLoss
@@ -153,7 +154,7 @@ def _scaled(model: Any, loss: tf.Tensor) -> tf.Tensor:
     if getattr(model, "optimizer", None) is None:
         return loss
     # Before it is built, a `LossScaleOptimizer` scales by a constant.
-    if not model.optimizer.built:
+    if not (model.optimizer.built or builds_optimizer(model)):
         slots.build(model)
     return model.optimizer.scale_loss(loss)
 

@@ -27,6 +27,7 @@ from tf_gpipe.models.calls import inference_step
 from tf_gpipe.models.traced_once import traced_once
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage.call_overrides import CALLS
+from tf_gpipe.stage.call_overrides import builds_optimizer
 from tf_gpipe.stage.call_overrides import check_penalty
 from tf_gpipe.stage.call_overrides import overrides
 from tf_gpipe.step import penalties
@@ -166,7 +167,9 @@ class PipelinedTraining(PipelinedCalls, SeveralHosts):
         with self.distribute_strategy.scope():
             seeds.global_seed()
         if self.optimizer is not None:
-            if self.built:
+            if self.built and (
+                self.optimizer.built or not builds_optimizer(self)
+            ):
                 slots.build(self)
             colocate(self.optimizer)
         if self.train_function is not None and not force:

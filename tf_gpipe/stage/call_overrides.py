@@ -25,6 +25,20 @@ def overrides(model: keras.Model, name: str) -> bool:
     return False
 
 
+def builds_optimizer(model: Any) -> bool:
+    """Returns whether it is a user's step that builds the optimizer.
+
+    As in Keras, for the weights whose gradients it applies first. The others
+    are built before, for all weights: by Keras under a strategy, and a
+    `LossScaleOptimizer`, which would scale by a constant.
+    """
+    return (
+        overrides(model, "train_step")
+        and not upstream.strategy_of(model)
+        and not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    )
+
+
 def check(model: Any) -> None:
     """Refuses a model of which no pipeline can be made.
 
