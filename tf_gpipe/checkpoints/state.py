@@ -49,8 +49,8 @@ class Copier:
 
     def __init__(self, model: keras.Model):
         self._model = model
-        self._keys: dict[bool, tuple] = {}
-        self._functions: dict[bool, list[tuple]] = {}
+        # For copies in place and others: variables, and functions that copy.
+        self._made: dict[bool, tuple[tuple, list[tuple]]] = {}
         self.variables = variables_of(model)
         self.trainable: set[int] = set()
         for v in itertools.chain(*self.variables.values()):
@@ -79,11 +79,10 @@ class Copier:
             (kind, v) for kind, variables in by_kind.items() for v in variables
         ]
         key = tuple(upstream.variable_id(inner_of(v)) for _, v in found)
-        if key != self._keys.get(in_place):
-            self._functions[in_place] = _functions(found, in_place)
-            self._keys[in_place] = key
+        if in_place not in self._made or self._made[in_place][0] != key:
+            self._made[in_place] = key, _functions(found, in_place)
         parts = []
-        for host, arrays, function in self._functions[in_place]:
+        for host, arrays, function in self._made[in_place][1]:
             # One call copies all, and leaves the copies where they are.
             with tf.device(host):
                 values = function()

@@ -4,9 +4,11 @@ import concurrent.futures
 import contextlib
 import random
 import weakref
+from collections.abc import Callable
 from collections.abc import Iterator
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import upstream
@@ -48,23 +50,48 @@ def global_seed() -> list[keras.Variable]:
 def unchanged() -> Iterator[None]:
     """A scope after which a program draws the numbers that it would without it.
 
-    It restores the global random generators of Python and of Keras, from which
-    layers and initialisers draw. If Keras has made none yet, it has none
+    It restores the global random generators of Python, NumPy and Keras, from
+    which layers and initialisers draw. If Keras has made none yet, it has none
     afterwards.
     """
-    drawn = random.getstate()
     generator = upstream.seed_generator_of_keras()
     state = None if generator is None else generator.state
     if state is not None and not upstream.has_value(state):
         state = None
     value = None if state is None else state.numpy()
     try:
-        yield
+        with drawn_again():
+            yield
     finally:
-        random.setstate(drawn)
         upstream.set_seed_generator_of_keras(generator)
         if state is not None:
             state.assign(value)
+
+
+@contextlib.contextmanager
+def drawn_again() -> Iterator[Callable[[], bool]]:
+    """A scope for calls of layers that are not those of the step itself.
+
+    Afterwards the generators that the functions of `random` and `np.random`
+    share are as before: a layer that draws from them, as it is traced, gets the
+    numbers that it gets in a plain model.
+
+    Yields:
+        Function that returns whether numbers have been drawn in the scope.
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+
+    def drawn() -> bool:
+        now = random.getstate(), np.random.get_state()
+        return not (
+            now[0] == of_python and all(map(np.array_equal, now[1], of_numpy))
+        )
+
+    try:
+        yield drawn
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def _made() -> keras.random.SeedGenerator:

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gpipe.stage import seeds
 from tf_gpipe.stage.graph import ROWS
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import variables_of
@@ -127,6 +128,7 @@ class Trials:
             for x, y, axes in zip(a, b, map(row_axes, self._specs), strict=True)
         ]
 
+    @seeds.drawn_again()
     def _trace(self, rows: int | None) -> Callable:
         """Returns the function for batches of so many rows; `None` for any."""
         own: set[tf.Operation] = set()
