@@ -8,9 +8,9 @@ from collections.abc import Callable
 from collections.abc import Iterator
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from tf_gpipe import random_numbers
 from tf_gpipe import upstream
 
 # By strategy: the generator that was last seen outside of its replicas.
@@ -79,19 +79,23 @@ def drawn_again() -> Iterator[Callable[[], bool]]:
     Yields:
         Function that returns whether numbers have been drawn in the scope.
     """
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-
-    def drawn() -> bool:
-        now = random.getstate(), np.random.get_state()
-        return not (
-            now[0] == of_python and all(map(np.array_equal, now[1], of_numpy))
-        )
-
+    before = random_numbers.states()
     try:
-        yield drawn
+        yield lambda: random_numbers.states() != before
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random_numbers.set_states(before)
+
+
+@contextlib.contextmanager
+def drawing_from(states: list) -> Iterator[None]:
+    """A scope that draws the numbers that were drawn from given states.
+
+    Args:
+        states: What `random_numbers.states` returned before these were drawn.
+    """
+    with drawn_again():
+        random_numbers.set_states(states)
+        yield
 
 
 def _made() -> keras.random.SeedGenerator:

@@ -100,13 +100,13 @@ def augmented():
 
 
 class DrawnWhileTracedTest(parameterized.TestCase, tf.test.TestCase):
-    def trained(self, make, **pipelined):
+    def trained(self, make, run_eagerly=False, **pipelined):
         keras.backend.clear_session(free_memory=False)
         keras.utils.set_random_seed(1)
         model = make()
         if pipelined:
             model = tf_gpipe.PipelinedModel.from_model(model, **pipelined)
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
         # Else the first step is traced twice in plain Keras, and draws twice.
         model.optimizer.build(model.trainable_variables)
         logs = model.fit(
@@ -142,10 +142,29 @@ class DrawnWhileTracedTest(parameterized.TestCase, tf.test.TestCase):
     )
     @pytest.mark.slow_after(1)
     def test_as_plain(self, make, kwargs):
-        plain = self.trained(make)
         kwargs = {"num_stages": 2, "num_micro_batches": 1, **kwargs}
         piped = self.trained(make, devices=["CPU:0", "CPU:1"], **kwargs)
-        for expected, received in zip(plain, piped, strict=True):
+        self.assert_same(self.trained(make), piped)
+
+    @parameterized.parameters(by_python, by_numpy)
+    def test_recomputed_eagerly(self, make):
+        """A recomputation draws what the forward pass has drawn."""
+        self.assert_same(
+            *(
+                self.trained(
+                    make,
+                    run_eagerly=True,
+                    num_stages=2,
+                    num_micro_batches=2,
+                    schedule="gpipe",
+                    remat=remat,
+                )
+                for remat in ("never", "always")
+            )
+        )
+
+    def assert_same(self, one, other):
+        for expected, received in zip(one, other, strict=True):
             for x, y in zip(expected, received, strict=True):
                 self.assertAllClose(x, y, rtol=1e-5, atol=1e-6)
 
