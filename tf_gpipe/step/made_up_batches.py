@@ -1,8 +1,11 @@
 """Layers run on made-up batches, without side effects."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from collections.abc import Container
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +24,8 @@ from tf_gpipe.stage.traced_function import TracedFunction
 A, B = 2, 3
 # Kinds of made-up numbers: see `_made_up`.
 _KINDS = 5
+# Those of them that outputs are if labels are whole numbers.
+_KINDS_OF_OUTPUTS = 0, 1
 # Factors of the kinds of numbers after these.
 _LARGER = 1e3, 1e5
 # Replaces all random numbers that layers draw. Dropout keeps all units then.
@@ -29,6 +34,14 @@ _DRAWN = 0.9
 # weights the results of wide layers would be too small.
 _MOST_INPUTS = 256
 _DEVICE = "CPU:0"
+_COMPARES = (
+    "Equal",
+    "NotEqual",
+    "Less",
+    "LessEqual",
+    "Greater",
+    "GreaterEqual",
+)
 
 
 class Trials:
@@ -72,6 +85,7 @@ class Trials:
         self.varying: list[bool] = []
         self.by_value: list[bool] = []
         self.tolerance = 0.0
+        self._compared_with: set[float] = set()
         # Outside of the graph that is being traced.
         with tf.init_scope(), tf.device(_DEVICE):
             try:
@@ -96,17 +110,50 @@ class Trials:
         """As `run_all`, with larger numbers, as those of pixels or prices."""
         return [self._run(_KINDS + i) for i in range(len(_LARGER))]
 
-    def _run(self, kind: int, largest: int = 1) -> list[tuple[np.ndarray, ...]]:
+    def run_possible(
+        self, num_labels: int
+    ) -> Iterator[list[tuple[np.ndarray, ...]]]:
+        """As `run_all`, with more kinds of labels; leaves out what fails.
+
+        Labels may be indices of classes, and some that say something else: to
+        ignore a position, say. These are near numbers that the function
+        compares with.
+
+        Args:
+            num_labels: The number of arguments that are labels, the first.
+        """
+        near = {x + i for x in self._compared_with for i in (-1, 0, 1)}
+        trials: list[tuple[int, float | None]] = [
+            *((kind, None) for kind in range(_KINDS)),
+            *(
+                (kind, label)
+                for label in (1, *sorted(near - {0, 1}))
+                for kind in _KINDS_OF_OUTPUTS
+            ),
+        ]
+        for kind, label in trials:
+            # Any error may be raised for numbers that are made up.
+            with contextlib.suppress(Exception):
+                given = 0 if label is None else num_labels
+                found = self._run(kind, labels=given, label=label or 0)
+                yield found
+
+    def _run(
+        self, kind: int, largest: int = 1, labels: int = 0, label: float = 1
+    ) -> list[tuple[np.ndarray, ...]]:
         """Returns the values of each result for A, B, AB and AA.
 
         `kind` says which numbers the batches have, and `largest` is the largest
-        integer; see `_made_up`.
+        integer; see `_made_up`. The first `labels` arguments are 0, 1 and
+        `label`.
         """
         draw = np.random.default_rng(kind)
         a, b = (
             [_made_up(x, rows, kind, draw, sign, largest) for x in self._specs]
             for rows, sign in ((A, 1), (B, -1))
         )
+        for i in range(labels):
+            a[i], b[i] = _labels(a[i], [label, 0]), _labels(b[i], [0, 1, 1])
         # What has no rows is the same for all batches.
         axes = map(row_axes, self._specs)
         b = [y if x else other for x, y, other in zip(axes, b, a, strict=True)]
@@ -161,6 +208,7 @@ class Trials:
             not sources.isdisjoint(followed_values(x)) for x in results
         ]
         others = [x for x in concrete.graph.get_operations() if x not in own]
+        self._compared_with = _compared_with(others)
         # Reads of `tf.Variable`s, which are not weights of the layers.
         read = [
             x.outputs[0]
@@ -237,6 +285,13 @@ def _made_up(
     return values * 30.0 if kind == 3 else values
 
 
+def _labels(like: np.ndarray, numbers: list[float]) -> np.ndarray:
+    """Returns an array of numbers, over and over, unless it is of strings."""
+    if like.dtype == object or like.dtype.kind in "SU":
+        return like
+    return np.resize(numbers, like.shape).astype(like.dtype)
+
+
 def _sized(shape: tf.TensorShape, rows: int | None) -> list:
     return [
         size
@@ -267,6 +322,19 @@ def _weight(shape: Any, dtype: Any, seed: int) -> tf.Tensor:
 def _array(x: tf.Tensor) -> np.ndarray:
     # NumPy does not take a bfloat16 for a number.
     return (tf.cast(x, "float32") if x.dtype == tf.bfloat16 else x).numpy()
+
+
+def _compared_with(operations: Iterable[tf.Operation]) -> set[float]:
+    """Returns the numbers that operations compare values with."""
+    found = [
+        tf.get_static_value(x)
+        for op in operations
+        if op.type in _COMPARES
+        for x in op.inputs
+        if x.dtype.is_floating or x.dtype.is_integer
+    ]
+    numbers = [float(x.item()) for x in found if x is not None and x.size == 1]
+    return {x for x in numbers if math.isfinite(x)}
 
 
 def _draws(op: tf.Operation) -> bool:

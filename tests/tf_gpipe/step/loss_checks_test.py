@@ -83,6 +83,46 @@ def of_few_labels(y, p):
     return tf.boolean_mask(errors(y, p), y[:, 0] > 0.5)
 
 
+def errors_of_classes(y, p):
+    y = ops.cast(ops.where(y == ops.clip(y, 0, 2), y, 0), "int32")
+    y = ops.reshape(y, (-1,))
+    return ops.sparse_categorical_crossentropy(y, p, from_logits=True)
+
+
+def by_how_frequent_classes_are(y, p):
+    classes = ops.one_hot(ops.cast(ops.reshape(y, (-1,)), "int32"), 3)
+    frequent = ops.sum(ops.sum(classes, axis=0) * classes, axis=-1)
+    return errors_of_classes(y, p) / ops.maximum(frequent, 1.0)
+
+
+def by_how_frequent_of_tensorflow(y, p):
+    """Raises an error for labels that are no classes."""
+    y = tf.cast(tf.reshape(y, (-1,)), tf.int32)
+    found = tf.nn.sparse_softmax_cross_entropy_with_logits(y, p)
+    frequent = tf.math.bincount(y, minlength=3, maxlength=3)
+    return found / tf.cast(tf.gather(frequent, y), tf.float32)
+
+
+def mean_of_valid(y, p, valid):
+    valid = ops.cast(ops.reshape(valid, (-1,)), "float32")
+    return errors_of_classes(y, p) * valid / ops.mean(valid)
+
+
+def mean_of_some(y, p):
+    return mean_of_valid(y, p, y >= 0)
+
+
+def mean_of_not_255(y, p):
+    return mean_of_valid(y, p, ops.not_equal(y, 255))
+
+
+def of_classes(y, p):
+    valid = ops.cast(ops.reshape(y >= 0, (-1,)), "float32")
+    table = ops.convert_to_tensor([0.2, 0.5, 2.0])
+    index = ops.cast(ops.reshape(ops.maximum(y, 0), (-1,)), "int32")
+    return errors_of_classes(y, p) * valid * ops.take(table, index)
+
+
 class Weighed(keras.losses.Loss):
     def __init__(self, weight=2.0):
         super().__init__()
@@ -158,6 +198,27 @@ class LossChecksTest(tf.test.TestCase, parameterized.TestCase):
                 num_micro_batches=num_micro_batches,
                 schedule="1f1b",
             ),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+
+    @parameterized.parameters(
+        (by_how_frequent_classes_are, 2),
+        (by_how_frequent_of_tensorflow, 2),
+        (mean_of_some, -1),
+        (mean_of_not_255, 255),
+    )
+    def test_loss_that_compares_classes_is_refused(self, loss, label):
+        labels = np.array([0, 1, label, 1, 2, label, 0, 0])
+        with self.assertRaisesRegex(ValueError, "compares samples"):
+            trained(loss, labels, pipelined=True, num_micro_batches=2)
+
+    @parameterized.parameters(errors_of_classes, of_classes)
+    def test_loss_of_each_class_is_taken(self, loss):
+        labels = np.array([0, 1, -1, 1, 2, -1, 0, 0])
+        self.assertAllClose(
+            trained(loss, labels, pipelined=False),
+            trained(loss, labels, pipelined=True, num_micro_batches=2),
             rtol=1e-4,
             atol=1e-5,
         )
