@@ -21,5 +21,6 @@ summed. The result is that of the mini-batch in one piece:
     outputs           the model's outputs, merged from micro-batches
     row_dependence    how outputs and losses depend on the rows of a batch
     dependence        that of a value, judged by its values for some batches
-    made_up_batches   layers run on made-up batches, for `row_dependence`
+    made_up_batches   layers and losses run on made-up batches
+    made_up_numbers   the numbers of these
 """

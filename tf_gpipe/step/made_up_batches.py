@@ -3,36 +3,29 @@
 import contextlib
 import math
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Container
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tf_gpipe.stage import seeds
-from tf_gpipe.stage.graph import ROWS
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import variables_of
 from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.traced_function import TracedFunction
+from tf_gpipe.step import made_up_numbers
 
 # Rows of batches A and B. AB is A and B concatenated, and AA is A twice.
 A, B = 2, 3
-# Kinds of made-up numbers: see `_made_up`.
-_KINDS = 5
-# Those of them that outputs are if labels are whole numbers.
-_KINDS_OF_OUTPUTS = 0, 1
-# Factors of the kinds of numbers after these.
-_LARGER = 1e3, 1e5
+# Kinds of numbers of the other arguments, where some are labels.
+_KINDS_WITH_LABELS = 0, 1
 # Replaces all random numbers that layers draw. Dropout keeps all units then.
 _DRAWN = 0.9
-# The most inputs for which made-up weights are scaled down. With smaller
-# weights the results of wide layers would be too small.
-_MOST_INPUTS = 256
 _DEVICE = "CPU:0"
 _COMPARES = (
     "Equal",
@@ -96,66 +89,82 @@ class Trials:
                     self._traced[rows] = self._trace(rows)
 
     def run_all(self) -> list[list[tuple[np.ndarray, ...]]]:
-        """Returns what `_run` does, for each kind of numbers."""
-        kinds = range(_KINDS)
-        try:
-            return [self._run(kind) for kind in kinds]
-        except Exception:
-            if not any(x.dtype.is_integer for x in self._specs):
-                raise
-        # They may be indices of a table of one row.
-        return [self._run(kind, largest=0) for kind in kinds]
+        """Returns what `_run` does, for each kind of numbers.
 
-    def run_larger(self) -> list[list[tuple[np.ndarray, ...]]]:
-        """As `run_all`, with larger numbers, as those of pixels or prices."""
-        return [self._run(_KINDS + i) for i in range(len(_LARGER))]
+        Integers may be labels: see `_run_labels`.
+        """
+        kinds = range(made_up_numbers.KINDS)
+        integers = [i for i, x in enumerate(self._specs) if x.dtype.is_integer]
+        try:
+            found = [self._run(kind) for kind in kinds]
+        except Exception:
+            if not integers:
+                raise
+            # They may be indices of a table of one row.
+            return [self._run(kind, largest=0) for kind in kinds]
+        return [*found, *self._run_labels(integers)]
 
     def run_possible(
         self, num_labels: int
     ) -> Iterator[list[tuple[np.ndarray, ...]]]:
-        """As `run_all`, with more kinds of labels; leaves out what fails.
+        """As `run_all`, if the first arguments are labels; omits what fails."""
+        for kind in range(made_up_numbers.KINDS):
+            with contextlib.suppress(Exception):
+                found = self._run(kind)
+                yield found
+        yield from self._run_labels(range(num_labels))
 
-        Labels may be indices of classes, and some that say something else: to
-        ignore a position, say. These are near numbers that the function
-        compares with.
+    def _run_labels(
+        self, labels: Collection[int]
+    ) -> Iterator[list[tuple[np.ndarray, ...]]]:
+        """Returns what `_run` does if some arguments are labels.
 
-        Args:
-            num_labels: The number of arguments that are labels, the first.
+        They are indices of classes, and numbers near those with which the
+        function compares values: a label may say that it is to be ignored.
+        Omitted is what raises an error, as it may for numbers that are made up.
         """
         near = {x + i for x in self._compared_with for i in (-1, 0, 1)}
-        trials: list[tuple[int, float | None]] = [
-            *((kind, None) for kind in range(_KINDS)),
-            *(
-                (kind, label)
-                for label in (1, *sorted(near - {0, 1}))
-                for kind in _KINDS_OF_OUTPUTS
-            ),
+        for label in (1, *sorted(near - {0, 1})) if labels else ():
+            for kind in _KINDS_WITH_LABELS:
+                with contextlib.suppress(Exception):
+                    found = self._run(kind, labels=labels, label=label)
+                    yield found
+
+    def run_larger(self) -> list[list[tuple[np.ndarray, ...]]]:
+        """As `run_all`, with larger numbers, as those of pixels or prices."""
+        return [
+            self._run(made_up_numbers.KINDS + i)
+            for i in range(len(made_up_numbers.LARGER))
         ]
-        for kind, label in trials:
-            # Any error may be raised for numbers that are made up.
-            with contextlib.suppress(Exception):
-                given = 0 if label is None else num_labels
-                found = self._run(kind, labels=given, label=label or 0)
-                yield found
 
     def _run(
-        self, kind: int, largest: int = 1, labels: int = 0, label: float = 1
+        self,
+        kind: int,
+        largest: int = 1,
+        labels: Iterable[int] = (),
+        label: float = 1,
     ) -> list[tuple[np.ndarray, ...]]:
         """Returns the values of each result for A, B, AB and AA.
 
         `kind` says which numbers the batches have, and `largest` is the largest
-        integer; see `_made_up`. The first `labels` arguments are 0, 1 and
-        `label`.
+        integer; see `made_up_numbers`. Arguments at the indices `labels`
+        consist of 0, 1 and `label`.
         """
         draw = np.random.default_rng(kind)
         a, b = (
-            [_made_up(x, rows, kind, draw, sign, largest) for x in self._specs]
+            [
+                made_up_numbers.made_up(x, rows, kind, draw, sign, largest)
+                for x in self._specs
+            ]
             for rows, sign in ((A, 1), (B, -1))
         )
-        for i in range(labels):
-            a[i], b[i] = _labels(a[i], [label, 0]), _labels(b[i], [0, 1, 1])
+        for i in labels:
+            a[i], b[i] = (
+                made_up_numbers.labels(a[i], [label, 0]),
+                made_up_numbers.labels(b[i], [0, 1, 1]),
+            )
         # What has no rows is the same for all batches.
-        axes = map(row_axes, self._specs)
+        axes = map(made_up_numbers.row_axes, self._specs)
         b = [y if x else other for x, y, other in zip(axes, b, a, strict=True)]
         batches = [a, b, self._joined(a, b), self._joined(a, a)]
         with tf.init_scope(), tf.device(_DEVICE):
@@ -172,7 +181,9 @@ class Trials:
     def _joined(self, a: list, b: list) -> list:
         return [
             np.concatenate([x, y], axis=axes[0]) if axes else x
-            for x, y, axes in zip(a, b, map(row_axes, self._specs), strict=True)
+            for x, y, axes in zip(
+                a, b, map(made_up_numbers.row_axes, self._specs), strict=True
+            )
         ]
 
     @seeds.drawn_again()
@@ -182,7 +193,7 @@ class Trials:
 
         def call(*args: tf.Tensor) -> list[tf.Tensor]:
             values = [
-                (v, _weight(v.shape, v.dtype, i))
+                (v, made_up_numbers.weight(v.shape, v.dtype, i))
                 for i, v in enumerate(self._variables)
             ]
             own.update(tf.compat.v1.get_default_graph().get_operations())
@@ -190,7 +201,8 @@ class Trials:
                 return [tf.identity(x) for x in self._function(scope, *args)]
 
         specs = [
-            tf.TensorSpec(_sized(x.shape, rows), x.dtype) for x in self._specs
+            tf.TensorSpec(made_up_numbers.sized(x.shape, rows), x.dtype)
+            for x in self._specs
         ]
         concrete = tf.function(call, autograph=False).get_concrete_function(
             *specs
@@ -208,7 +220,7 @@ class Trials:
             not sources.isdisjoint(followed_values(x)) for x in results
         ]
         others = [x for x in concrete.graph.get_operations() if x not in own]
-        self._compared_with = _compared_with(others)
+        self._compared_with = _compared_with(others, sources)
         # Reads of `tf.Variable`s, which are not weights of the layers.
         read = [
             x.outputs[0]
@@ -221,7 +233,9 @@ class Trials:
 
         def run(*args: tf.Tensor) -> list[tf.Tensor]:
             made = [
-                _weight(x.shape, x.dtype, len(self._variables) + i)
+                made_up_numbers.weight(
+                    x.shape, x.dtype, len(self._variables) + i
+                )
                 for i, x in enumerate(read)
             ]
             feeds, values = [*given, *read], [*args, *made]
@@ -236,104 +250,25 @@ class Trials:
         return tf.function(run, autograph=False, input_signature=specs)
 
 
-def row_axes(x: tf.TensorSpec) -> list[int]:
-    """Returns the axes of a spec that are proportional to the rows.
-
-    The spec is for a batch of `ROWS` rows.
-    """
-    return [
-        i
-        for i, size in enumerate(x.shape)
-        # A size is unknown if it depends on values, as in a selection of rows.
-        if (i == 0 if size is None else size and size % ROWS == 0)
-    ]
-
-
-def _made_up(
-    x: tf.TensorSpec,
-    rows: int,
-    kind: int,
-    draw: np.random.Generator,
-    sign: int,
-    largest: int,
-) -> np.ndarray:
-    """Returns made-up values for a tensor, of one of several kinds.
-
-    In the order of `kind`: normally distributed; between 0 and 1, as
-    probabilities are; with zeros, as for padding; large, to be past any
-    margin; or all of one sign, and all integers equal; or larger by far.
-    Integers go from 0 to `largest`.
-    """
-    shape = _sized(x.shape, rows)
-    if x.dtype == tf.bool or x.dtype.is_integer:
-        if x.dtype == tf.bool:
-            largest = 1
-        if kind == 4:
-            found = np.full(shape, largest * (sign > 0))
-        else:
-            found = draw.integers(0, largest + 1, shape)
-        return found.astype(x.dtype.as_numpy_dtype)
-    if not x.dtype.is_floating:
-        return np.full(shape, "a" if sign > 0 else "b")
-    if kind in (1, 4):
-        return draw.uniform(0.1, 0.9, shape) * (sign if kind == 4 else 1)
-    values = draw.normal(size=shape)
-    if kind == 2 and shape:
-        values *= draw.integers(0, 2, (*shape[:-1], 1))
-    if kind >= _KINDS:
-        return values * _LARGER[kind - _KINDS]
-    return values * 30.0 if kind == 3 else values
-
-
-def _labels(like: np.ndarray, numbers: list[float]) -> np.ndarray:
-    """Returns an array of numbers, over and over, unless it is of strings."""
-    if like.dtype == object or like.dtype.kind in "SU":
-        return like
-    return np.resize(numbers, like.shape).astype(like.dtype)
-
-
-def _sized(shape: tf.TensorShape, rows: int | None) -> list:
-    return [
-        size
-        if not size or size % ROWS
-        else None
-        if rows is None
-        else size // ROWS * rows
-        for size in shape
-    ]
-
-
-def _weight(shape: Any, dtype: Any, seed: int) -> tf.Tensor:
-    """Returns made-up values for a weight, random numbers from `seed`."""
-    dtype = tf.as_dtype(dtype)
-    if not dtype.is_floating:
-        return tf.ones(shape, dtype)
-    if len(shape) < 2:
-        # Positive, since it may be a variance.
-        values = tf.random.stateless_uniform(shape, [seed, 0], 0.5, 1.5)
-    else:
-        size = min(math.prod(shape[:-1]), _MOST_INPUTS)
-        values = tf.random.stateless_normal(
-            shape, [seed, 0], stddev=max(size, 1) ** -0.5
-        )
-    return tf.cast(values, dtype)
-
-
 def _array(x: tf.Tensor) -> np.ndarray:
     # NumPy does not take a bfloat16 for a number.
     return (tf.cast(x, "float32") if x.dtype == tf.bfloat16 else x).numpy()
 
 
-def _compared_with(operations: Iterable[tf.Operation]) -> set[float]:
-    """Returns the numbers that operations compare values with."""
-    found = [
-        tf.get_static_value(x)
-        for op in operations
-        if op.type in _COMPARES
-        for x in op.inputs
-        if x.dtype.is_floating or x.dtype.is_integer
-    ]
-    numbers = [float(x.item()) for x in found if x is not None and x.size == 1]
+def _compared_with(
+    operations: Iterable[tf.Operation], sources: Container[tf.Operation]
+) -> set[float]:
+    """Returns the numbers with which values of `sources` are compared."""
+    numbers = set()
+    for op in operations:
+        if op.type not in _COMPARES:
+            continue
+        for x, other in zip(op.inputs, reversed(op.inputs), strict=True):
+            found = tf.get_static_value(x)
+            if found is None or found.size != 1 or x.dtype == tf.string:
+                continue
+            if any(y in sources for y in followed_values(other)):
+                numbers.add(float(found.item()))
     return {x for x in numbers if math.isfinite(x)}
 
 

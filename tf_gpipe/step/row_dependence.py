@@ -29,7 +29,7 @@ from tf_gpipe.step.dependence import dependence
 from tf_gpipe.step.dependence import is_empty
 from tf_gpipe.step.dependence import is_reordered
 from tf_gpipe.step.made_up_batches import Trials
-from tf_gpipe.step.made_up_batches import row_axes
+from tf_gpipe.step.made_up_numbers import row_axes
 
 # Size used for unknown dimensions, such as lengths of sequences.
 _SIZE = 16

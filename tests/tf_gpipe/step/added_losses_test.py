@@ -139,6 +139,25 @@ class Counts(L.Layer):
         return found
 
 
+class Kept(L.Layer):
+    """Adds a loss of labels, all but one, and returns floats."""
+
+    def __init__(self, keep, reduce, **kwargs):
+        super().__init__(**kwargs)
+        self.keep = keep
+        self.reduce = reduce
+
+    def call(self, x):
+        kept = ops.cast(self.keep(x), "float32")
+        found = ops.cast(x, "float32")
+        self.add_loss(self.reduce(found**2 * kept, kept))
+        return found
+
+
+def _mean_of_kept(values, kept):
+    return ops.sum(values) / ops.maximum(ops.sum(kept), 1.0)
+
+
 class Outer(L.Layer):
     """A layer with inner layers, some of which add losses."""
 
@@ -334,6 +353,25 @@ class AddedLossesTest(parameterized.TestCase, tf.test.TestCase):
             num_stages=2,
             devices=["CPU:0", "CPU:1"],
         )
+
+    @parameterized.parameters(
+        (lambda x: ops.not_equal(x, -100), _mean_of_kept, True),
+        (lambda x: x >= 0, _mean_of_kept, True),
+        (lambda x: 254 >= x, _mean_of_kept, True),
+        (lambda x: x >= 0, lambda values, kept: ops.mean(values), False),
+        (lambda x: x != 255, lambda values, kept: ops.sum(values), False),
+    )
+    def test_a_label_to_ignore(self, keep, reduce, warns):
+        layers = [
+            keras.Input((3,), dtype="int32"),
+            Kept(keep, reduce, name="kept"),
+            L.Dense(2),
+        ]
+        model = keras.Sequential(layers)
+        graph = model_graph.of_layers(model.layers, model.inputs[0])
+        x = tf.zeros((6, 3), "int32")
+        found = RowDependence(graph, [x], True).of_losses(graph.nodes[0])
+        self.assertEqual([not x.exact for x in found], [warns])
 
     def test_eager(self):
         functions = [MEANS["mean"], SUMS["sum"], SUMS["values of rows"]]
