@@ -35,6 +35,7 @@ _COMPARES = (
     "Greater",
     "GreaterEqual",
 )
+_FINDS_NAN = "IsNan", "IsFinite"
 
 
 class Trials:
@@ -78,7 +79,7 @@ class Trials:
         self.varying: list[bool] = []
         self.by_value: list[bool] = []
         self.tolerance = 0.0
-        self._compared_with: set[float] = set()
+        self._looked_for: list[float] = []
         # Outside of the graph that is being traced.
         with tf.init_scope(), tf.device(_DEVICE):
             try:
@@ -91,7 +92,7 @@ class Trials:
     def run_all(self) -> list[list[tuple[np.ndarray, ...]]]:
         """Returns what `_run` does, for each kind of numbers.
 
-        Integers may be labels: see `_run_labels`.
+        Any argument may be labels: see `_run_labels`.
         """
         kinds = range(made_up_numbers.KINDS)
         integers = [i for i, x in enumerate(self._specs) if x.dtype.is_integer]
@@ -102,7 +103,10 @@ class Trials:
                 raise
             # They may be indices of a table of one row.
             return [self._run(kind, largest=0) for kind in kinds]
-        return [*found, *self._run_labels(integers)]
+        floats = [i for i, x in enumerate(self._specs) if x.dtype.is_floating]
+        for labels in (integers, *([i] for i in floats)):
+            found += self._run_labels(labels)
+        return found
 
     def run_possible(
         self, num_labels: int
@@ -119,12 +123,11 @@ class Trials:
     ) -> Iterator[list[tuple[np.ndarray, ...]]]:
         """Returns what `_run` does if some arguments are labels.
 
-        They are indices of classes, and numbers near those with which the
-        function compares values: a label may say that it is to be ignored.
-        Omitted is what raises an error, as it may for numbers that are made up.
+        They are indices of classes, and numbers for which the function looks:
+        a label may say that it is to be ignored. Omitted is what raises an
+        error, as it may for numbers that are made up.
         """
-        near = {x + i for x in self._compared_with for i in (-1, 0, 1)}
-        for label in (1, *sorted(near - {0, 1})) if labels else ():
+        for label in (1, *self._looked_for) if labels else ():
             for kind in _KINDS_WITH_LABELS:
                 with contextlib.suppress(Exception):
                     found = self._run(kind, labels=labels, label=label)
@@ -216,11 +219,9 @@ class Trials:
         )
         self.varying = [x.op in varying for x in results]
         sources = {x.op for x in given}
-        self.by_value = [
-            not sources.isdisjoint(followed_values(x)) for x in results
-        ]
+        self.by_value = [_follows(x, sources) for x in results]
         others = [x for x in concrete.graph.get_operations() if x not in own]
-        self._compared_with = _compared_with(others, sources)
+        self._looked_for = _looked_for(others, sources)
         # Reads of `tf.Variable`s, which are not weights of the layers.
         read = [
             x.outputs[0]
@@ -255,21 +256,31 @@ def _array(x: tf.Tensor) -> np.ndarray:
     return (tf.cast(x, "float32") if x.dtype == tf.bfloat16 else x).numpy()
 
 
-def _compared_with(
+def _looked_for(
     operations: Iterable[tf.Operation], sources: Container[tf.Operation]
-) -> set[float]:
-    """Returns the numbers with which values of `sources` are compared."""
-    numbers = set()
+) -> list[float]:
+    """Returns numbers near those with which values of `sources` are compared.
+
+    Without 0 and 1; with NaN at the end if operations look for it.
+    """
+    near = set()
+    nan = False
     for op in operations:
+        nan |= op.type in _FINDS_NAN and _follows(op.inputs[0], sources)
         if op.type not in _COMPARES:
             continue
         for x, other in zip(op.inputs, reversed(op.inputs), strict=True):
             found = tf.get_static_value(x)
             if found is None or found.size != 1 or x.dtype == tf.string:
                 continue
-            if any(y in sources for y in followed_values(other)):
-                numbers.add(float(found.item()))
-    return {x for x in numbers if math.isfinite(x)}
+            number = float(found.item())
+            if math.isfinite(number) and _follows(other, sources):
+                near |= {number - 1, number, number + 1}
+    return [*sorted(near - {0, 1}), *([math.nan] if nan else [])]
+
+
+def _follows(x: tf.Tensor, sources: Container[tf.Operation]) -> bool:
+    return any(y in sources for y in followed_values(x))
 
 
 def _draws(op: tf.Operation) -> bool:

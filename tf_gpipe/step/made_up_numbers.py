@@ -70,7 +70,9 @@ def labels(like: np.ndarray, numbers: list[float]) -> np.ndarray:
     """Returns an array of numbers, over and over, unless it is of strings."""
     if like.dtype == object or like.dtype.kind in "SU":
         return like
-    return np.resize(numbers, like.shape).astype(like.dtype)
+    # No integer is NaN.
+    with np.errstate(invalid="ignore"):
+        return np.resize(numbers, like.shape).astype(like.dtype)
 
 
 def sized(shape: tf.TensorShape, rows: int | None) -> list:

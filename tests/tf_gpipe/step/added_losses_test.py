@@ -148,9 +148,10 @@ class Kept(L.Layer):
         self.reduce = reduce
 
     def call(self, x):
-        kept = ops.cast(self.keep(x), "float32")
-        found = ops.cast(x, "float32")
-        self.add_loss(self.reduce(found**2 * kept, kept))
+        keep = self.keep(x)
+        kept = ops.cast(keep, "float32")
+        found = ops.where(keep, ops.cast(x, "float32"), 0.0)
+        self.add_loss(self.reduce(found**2, kept))
         return found
 
 
@@ -355,21 +356,28 @@ class AddedLossesTest(parameterized.TestCase, tf.test.TestCase):
         )
 
     @parameterized.parameters(
-        (lambda x: ops.not_equal(x, -100), _mean_of_kept, True),
-        (lambda x: x >= 0, _mean_of_kept, True),
-        (lambda x: 254 >= x, _mean_of_kept, True),
-        (lambda x: x >= 0, lambda values, kept: ops.mean(values), False),
-        (lambda x: x != 255, lambda values, kept: ops.sum(values), False),
+        ("int32", lambda x: ops.not_equal(x, -100), _mean_of_kept, True),
+        ("int64", lambda x: x >= 0, _mean_of_kept, True),
+        ("int32", lambda x: 254 >= x, _mean_of_kept, True),
+        ("float32", lambda x: x != -1, _mean_of_kept, True),
+        ("float32", lambda x: ops.abs(x) < 1e3, _mean_of_kept, True),
+        ("float32", lambda x: ~ops.isnan(x), _mean_of_kept, True),
+        ("float32", ops.isfinite, _mean_of_kept, True),
+        ("int32", lambda x: x >= 0, lambda x, kept: ops.mean(x), False),
+        ("int32", lambda x: x != 255, lambda x, kept: ops.sum(x), False),
+        ("float32", lambda x: x != -1, lambda x, kept: ops.sum(x), False),
+        ("float32", lambda x: x < 7, lambda x, kept: ops.mean(x), False),
+        ("float32", ops.isfinite, lambda x, kept: ops.mean(kept), False),
     )
-    def test_a_label_to_ignore(self, keep, reduce, warns):
+    def test_a_label_to_ignore(self, dtype, keep, reduce, warns):
         layers = [
-            keras.Input((3,), dtype="int32"),
+            keras.Input((3,), dtype=dtype),
             Kept(keep, reduce, name="kept"),
             L.Dense(2),
         ]
         model = keras.Sequential(layers)
         graph = model_graph.of_layers(model.layers, model.inputs[0])
-        x = tf.zeros((6, 3), "int32")
+        x = tf.zeros((6, 3), dtype)
         found = RowDependence(graph, [x], True).of_losses(graph.nodes[0])
         self.assertEqual([not x.exact for x in found], [warns])
 

@@ -116,6 +116,10 @@ def mean_of_not_255(y, p):
     return mean_of_valid(y, p, ops.not_equal(y, 255))
 
 
+def mean_of_known(y, p):
+    return mean_of_valid(ops.where(ops.isnan(y), 0, y), p, ~ops.isnan(y))
+
+
 def of_classes(y, p):
     valid = ops.cast(ops.reshape(y >= 0, (-1,)), "float32")
     table = ops.convert_to_tensor([0.2, 0.5, 2.0])
@@ -207,6 +211,7 @@ class LossChecksTest(tf.test.TestCase, parameterized.TestCase):
         (by_how_frequent_of_tensorflow, 2),
         (mean_of_some, -1),
         (mean_of_not_255, 255),
+        (mean_of_known, np.nan),
     )
     def test_loss_that_compares_classes_is_refused(self, loss, label):
         labels = np.array([0, 1, label, 1, 2, label, 0, 0])
