@@ -13,9 +13,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_gpipe import upstream
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import variables_of
+from tf_gpipe.stage.operations import functions_of
 from tf_gpipe.stage.reached import followed_values
 from tf_gpipe.stage.traced_function import TracedFunction
 from tf_gpipe.step import made_up_numbers
@@ -263,20 +265,31 @@ def _looked_for(
 
     Without 0 and 1; with NaN at the end if operations look for it.
     """
-    near = set()
-    nan = False
+    compared = set(_compared(operations, sources))
+    near = {x + i for x in compared if math.isfinite(x) for i in (-1, 0, 1)}
+    nan = [math.nan] if any(map(math.isnan, compared)) else []
+    return [*sorted(near - {0, 1}), *nan]
+
+
+def _compared(
+    operations: Iterable[tf.Operation], sources: Container[tf.Operation]
+) -> Iterator[float]:
+    """Yields the numbers, NaN included, for which operations look."""
     for op in operations:
-        nan |= op.type in _FINDS_NAN and _follows(op.inputs[0], sources)
-        if op.type not in _COMPARES:
-            continue
-        for x, other in zip(op.inputs, reversed(op.inputs), strict=True):
-            found = tf.get_static_value(x)
-            if found is None or found.size != 1 or x.dtype == tf.string:
-                continue
-            number = float(found.item())
-            if math.isfinite(number) and _follows(other, sources):
-                near |= {number - 1, number, number + 1}
-    return [*sorted(near - {0, 1}), *([math.nan] if nan else [])]
+        if op.type in _FINDS_NAN and _follows(op.inputs[0], sources):
+            yield math.nan
+        elif op.type in _COMPARES:
+            for x, other in zip(op.inputs, reversed(op.inputs), strict=True):
+                found = tf.get_static_value(x)
+                if found is None or found.size != 1 or x.dtype == tf.string:
+                    continue
+                if _follows(other, sources):
+                    yield float(found.item())
+        for name in functions_of(op.node_def):
+            function = upstream.function_of(op.graph, name)
+            if function is not None:
+                given = {x.op for x in function.graph.inputs}
+                yield from _compared(function.graph.get_operations(), given)
 
 
 def _follows(x: tf.Tensor, sources: Container[tf.Operation]) -> bool:

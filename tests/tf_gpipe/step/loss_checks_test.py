@@ -120,6 +120,13 @@ def mean_of_known(y, p):
     return mean_of_valid(ops.where(ops.isnan(y), 0, y), p, ~ops.isnan(y))
 
 
+def mean_of_some_in_a_branch(y, p):
+    def some():
+        return mean_of_valid(y, p, y != 255)
+
+    return tf.cond(tf.size(y) > 0, some, lambda: errors_of_classes(y, p))
+
+
 def of_classes(y, p):
     valid = ops.cast(ops.reshape(y >= 0, (-1,)), "float32")
     table = ops.convert_to_tensor([0.2, 0.5, 2.0])
@@ -212,6 +219,8 @@ class LossChecksTest(tf.test.TestCase, parameterized.TestCase):
         (mean_of_some, -1),
         (mean_of_not_255, 255),
         (mean_of_known, np.nan),
+        (tf.function(mean_of_not_255), 255),
+        (mean_of_some_in_a_branch, 255),
     )
     def test_loss_that_compares_classes_is_refused(self, loss, label):
         labels = np.array([0, 1, label, 1, 2, label, 0, 0])
