@@ -38,6 +38,8 @@ _COMPARES = (
     "GreaterEqual",
 )
 _FINDS_NAN = "IsNan", "IsFinite"
+# The most numbers for which a function looks that are tried as labels.
+_MOST_LABELS = 16
 
 
 class Trials:
@@ -263,12 +265,18 @@ def _looked_for(
 ) -> list[float]:
     """Returns numbers near those with which values of `sources` are compared.
 
-    Without 0 and 1; with NaN at the end if operations look for it.
+    Without 0 and 1; with NaN at the end if operations look for it. Of many
+    numbers, such as all classes, the smallest and the largest.
     """
     compared = set(_compared(operations, sources))
-    near = {x + i for x in compared if math.isfinite(x) for i in (-1, 0, 1)}
+    numbers = set(filter(math.isfinite, compared))
+    near = sorted({x + i for x in numbers for i in (-1, 0, 1)} - {0, 1})
+    if len(near) > _MOST_LABELS:
+        near = sorted(numbers - {0, 1})
+        half = _MOST_LABELS // 2
+        near = [*near[:half], *near[half:][-half:]]
     nan = [math.nan] if any(map(math.isnan, compared)) else []
-    return [*sorted(near - {0, 1}), *nan]
+    return [*near, *nan]
 
 
 def _compared(

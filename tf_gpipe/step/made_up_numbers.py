@@ -76,6 +76,7 @@ def labels(like: np.ndarray, numbers: list[float]) -> np.ndarray:
 
 
 def sized(shape: tf.TensorShape, rows: int | None) -> list:
+    """Returns the shape for so many rows, where it is for a batch of `ROWS`."""
     return [
         size
         if not size or size % ROWS

@@ -127,6 +127,14 @@ def mean_of_some_in_a_branch(y, p):
     return tf.cond(tf.size(y) > 0, some, lambda: errors_of_classes(y, p))
 
 
+def mean_of_some_of_many_classes(y, p):
+    """Looks for more labels than are tried."""
+    valid = ops.not_equal(y, 255)
+    for i in range(2, 80):
+        y = ops.where(y == i, 2, y)
+    return mean_of_valid(y, p, valid)
+
+
 def of_classes(y, p):
     valid = ops.cast(ops.reshape(y >= 0, (-1,)), "float32")
     table = ops.convert_to_tensor([0.2, 0.5, 2.0])
@@ -221,6 +229,7 @@ class LossChecksTest(tf.test.TestCase, parameterized.TestCase):
         (mean_of_known, np.nan),
         (tf.function(mean_of_not_255), 255),
         (mean_of_some_in_a_branch, 255),
+        (mean_of_some_of_many_classes, 255),
     )
     def test_loss_that_compares_classes_is_refused(self, loss, label):
         labels = np.array([0, 1, label, 1, 2, label, 0, 0])
