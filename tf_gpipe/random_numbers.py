@@ -7,7 +7,6 @@ import json
 import random
 import types
 from collections.abc import Callable
-from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -26,6 +25,8 @@ _GENERATORS = (
     random.Random,
     tf.random.Generator,
 )
+# Methods of the generators that `random` and `np.random` share with all.
+_FUNCTIONS: tuple[Any, ...] = random.random, np.random.random_sample
 # Among more objects than these, which take a tenth of a second, generators are
 # not looked for.
 _MOST_OBJECTS = 100_000
@@ -46,7 +47,7 @@ def _within(dataset: Any) -> list[Any]:
     """
     found: list[Any] = []
     waiting: collections.deque = collections.deque()
-    seen: set[int] = set()
+    seen = {id(x.__self__) for x in _FUNCTIONS}
     if isinstance(dataset, keras.utils.PyDataset):
         waiting.append(dataset)
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -54,23 +55,19 @@ def _within(dataset: Any) -> list[Any]:
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if isinstance(x, _GENERATORS):
+        # Not `isinstance`, which runs the code of proxies.
+        kind = type(x)
+        if issubclass(kind, _GENERATORS):
             found.append(x)
-        elif isinstance(x, keras.Layer):
+        elif issubclass(kind, keras.Layer):
             found += filter(upstream.is_seed, x.non_trainable_variables)
-        else:
+        elif issubclass(kind, types.FunctionType):
+            # Without its global names.
+            waiting += x.__closure__, x.__defaults__, x.__kwdefaults__
+        elif not issubclass(kind, (type, types.ModuleType)):
             # What the garbage collector does not track holds nothing.
-            waiting += filter(gc.is_tracked, _held_by(x))
+            waiting += filter(gc.is_tracked, gc.get_referents(x))
     return found
-
-
-def _held_by(x: Any) -> Iterable[Any]:
-    """Returns the objects that an object refers to."""
-    if isinstance(x, (type, types.ModuleType)):
-        return ()
-    if isinstance(x, types.FunctionType):
-        return (x.__closure__, x.__defaults__, x.__kwdefaults__)
-    return gc.get_referents(x)
 
 
 def watched(dataset: Any) -> Callable[[], dict[str, str]]:

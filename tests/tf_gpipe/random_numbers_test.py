@@ -2,6 +2,7 @@
 
 import functools
 import random
+import weakref
 
 import keras
 import numpy as np
@@ -105,7 +106,13 @@ class RandomNumbersTest(parameterized.TestCase, tf.test.TestCase):
         held.append(held)
         self.assertEmpty(random_numbers.watched(Data(held))())
 
-    @parameterized.parameters(random, np.random, Slots, draw)
+    def test_proxies_are_not_asked(self):
+        gone = weakref.proxy(Data(None))
+        self.assertEmpty(random_numbers._within(Data([gone])))
+
+    @parameterized.parameters(
+        random, np.random, random.choice, np.random.normal, Slots, draw
+    )
     def test_what_all_share_is_no_part_of_it(self, shared):
         self.assertEmpty(random_numbers._within(Data(shared)))
 
