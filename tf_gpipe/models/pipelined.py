@@ -206,7 +206,12 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         )
         worker_lost.note_devices(self, devices)
         optimizer = getattr(self, "optimizer", None)
-        found = decide(self.name, graph, config, schedule, devices, optimizer)
+        # The data of `fit` may be drawn in other threads.
+        running = self._training_run is not None
+        with contextlib.nullcontext() if running else seeds.drawn_again():
+            found = decide(
+                self.name, graph, config, schedule, devices, optimizer
+            )
         stages = form_stages(graph, found.counts, found.devices)
         with self._strategy_scope():
             put_on_devices(stages)

@@ -13,7 +13,6 @@ from tf_gpipe.partition import uncounted
 from tf_gpipe.partition.call_costs import Specs
 from tf_gpipe.partition.call_costs import trace_call
 from tf_gpipe.stage import likeness
-from tf_gpipe.stage import seeds
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.graph import NestedInput
 from tf_gpipe.stage.graph import Node
@@ -74,7 +73,6 @@ def trace(
     ], specs
 
 
-@seeds.drawn_again()
 def walk(
     graph: Graph,
     visit: Callable[[Node, Specs], tuple],

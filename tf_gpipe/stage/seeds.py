@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import random
 import weakref
-from collections.abc import Callable
 from collections.abc import Iterator
 
 import keras
@@ -69,33 +68,19 @@ def unchanged() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def drawn_again() -> Iterator[Callable[[], bool]]:
-    """A scope for calls of layers that are not those of the step itself.
+def drawn_again() -> Iterator[None]:
+    """A scope for calls of layers that are not those of a step.
 
     Afterwards the generators that the functions of `random` and `np.random`
-    share are as before: a layer that draws from them, as it is traced, gets the
-    numbers that it gets in a plain model.
-
-    Yields:
-        Function that returns whether numbers have been drawn in the scope.
+    share are as before. A layer that draws from them, as it is traced, then
+    draws the numbers that it draws in a plain model. No other thread may draw
+    from them meanwhile.
     """
     before = random_numbers.states()
     try:
-        yield lambda: random_numbers.states() != before
+        yield
     finally:
         random_numbers.set_states(before)
-
-
-@contextlib.contextmanager
-def drawing_from(states: list) -> Iterator[None]:
-    """A scope that draws the numbers that were drawn from given states.
-
-    Args:
-        states: What `random_numbers.states` returned before these were drawn.
-    """
-    with drawn_again():
-        random_numbers.set_states(states)
-        yield
 
 
 def _made() -> keras.random.SeedGenerator:

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tf_gpipe import upstream
 from tf_gpipe.devices.errors import ALIKE
-from tf_gpipe.stage import seeds
 from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.blocks import find
 from tf_gpipe.stage.blocks import likeness_of
@@ -211,14 +210,10 @@ class _Shared:
     def _traced(self, inputs: Activations, carried: list) -> Phases | None:
         """Returns the phases, or `None` if the layers cannot share them."""
         try:
-            with seeds.drawn_again() as drawn:
-                phases = self._phases.phases_for(inputs, carried)
-                # Each block would draw numbers of its own.
-                self._sharing_disabled |= drawn()
+            phases = self._phases.phases_for(inputs, carried)
         except Exception:
             # The layer raises it again when it is called in line.
             self._sharing_disabled = True
-        if self._sharing_disabled:
             return None
         if phases not in self._can_share:
             after = likeness_of(self._block)

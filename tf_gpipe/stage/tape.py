@@ -6,10 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_gpipe import random_numbers
 from tf_gpipe import upstream
 from tf_gpipe.stage import lookups
-from tf_gpipe.stage import seeds
 from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.function import Result
 from tf_gpipe.stage.function import StageFunction
@@ -79,9 +77,7 @@ class TapedCall:
         # A Jacobian traces the backward pass of what ran eagerly.
         self._runs_again = remat and tf.executing_eagerly()
         function = stage.function
-        self._drawn_from: list = []
         if self._runs_again:
-            self._drawn_from = random_numbers.states()
             self.result = function(inputs, carried)
         else:
             again = functools.partial(_rematerialized, function)
@@ -96,7 +92,7 @@ class TapedCall:
         """
         if self._runs_again:
             function = self._stage.function
-            with function.on_device(), seeds.drawing_from(self._drawn_from):
+            with function.on_device():
                 _, self._gradient = function.with_gradient(
                     *self._given, repeatable=self._stage.repeatable
                 )

@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.stage import seeds
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import variables_of
 from tf_gpipe.stage.operations import functions_of
@@ -193,7 +192,6 @@ class Trials:
             )
         ]
 
-    @seeds.drawn_again()
     def _trace(self, rows: int | None) -> Callable:
         """Returns the function for batches of so many rows; `None` for any."""
         own: set[tf.Operation] = set()

@@ -15,7 +15,6 @@ import keras
 import tensorflow as tf
 
 from tf_gpipe import upstream
-from tf_gpipe.stage import seeds
 from tf_gpipe.stage.activations import Activations
 from tf_gpipe.stage.graph import ROWS
 from tf_gpipe.stage.graph import Graph
@@ -152,7 +151,6 @@ class RowDependence:
         """Specs of all values for a batch of `ROWS` rows."""
         return self._traced(ROWS)
 
-    @seeds.drawn_again()
     def _traced(self, rows: int) -> dict[Value, Activations] | None:
         """Returns the specs of all values for a batch of so many rows.
 
