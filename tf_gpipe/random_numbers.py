@@ -3,6 +3,7 @@
 import collections
 import gc
 import hashlib
+import itertools
 import json
 import random
 import types
@@ -27,23 +28,29 @@ _GENERATORS = (
 )
 # Methods of the generators that `random` and `np.random` share with all.
 _FUNCTIONS: tuple[Any, ...] = random.random, np.random.random_sample
-# Among more objects than these, which take a tenth of a second, generators are
-# not looked for.
+# Generators are looked for among so many objects of a data set, which takes a
+# tenth of a second, and among so many that one of them holds.
 _MOST_OBJECTS = 100_000
+_LIBRARIES = "keras", "tensorflow"
+
+
+def is_generator(x: Any) -> bool:
+    """Returns whether an object is a generator, not a layer's seed."""
+    return isinstance(x, _GENERATORS)
 
 
 def attributes(dataset: Any) -> list[Any]:
     """Returns the generators that are attributes of a `PyDataset`."""
     if not isinstance(dataset, keras.utils.PyDataset):
         return []
-    return [x for x in vars(dataset).values() if isinstance(x, _GENERATORS)]
+    return list(filter(is_generator, vars(dataset).values()))
 
 
-def _within(dataset: Any) -> list[Any]:
+def within(dataset: Any) -> list[Any]:
     """Returns all generators that a `PyDataset` can reach, and layers' seeds.
 
-    It reaches what objects, containers and functions hold, but for global names
-    and attributes of classes.
+    It reaches what objects, containers and functions hold, but for attributes
+    of classes, global names, and what objects of TensorFlow and Keras hold.
     """
     found: list[Any] = []
     waiting: collections.deque = collections.deque()
@@ -64,9 +71,13 @@ def _within(dataset: Any) -> list[Any]:
         elif issubclass(kind, types.FunctionType):
             # Without its global names.
             waiting += x.__closure__, x.__defaults__, x.__kwdefaults__
-        elif not issubclass(kind, (type, types.ModuleType)):
-            # What the garbage collector does not track holds nothing.
-            waiting += filter(gc.is_tracked, gc.get_referents(x))
+        elif not (
+            issubclass(kind, (type, types.ModuleType))
+            or kind.__module__.partition(".")[0] in _LIBRARIES
+        ):
+            # Numbers and strings hold nothing.
+            held = filter(gc.is_tracked, gc.get_referents(x))
+            waiting += itertools.islice(held, _MOST_OBJECTS)
     return found
 
 
@@ -80,7 +91,7 @@ def watched(dataset: Any) -> Callable[[], dict[str, str]]:
         dataset: The data, of any kind.
     """
     shared = _digest(states())
-    own = {id(x): (x, _digest(_state(x))) for x in _within(dataset)}
+    own = {id(x): (x, _digest(_state(x))) for x in within(dataset)}
 
     def drawn() -> dict[str, str]:
         found = {}
@@ -88,7 +99,7 @@ def watched(dataset: Any) -> Callable[[], dict[str, str]]:
             found[SHARED] = shared
         changed = [old for x, old in own.values() if _digest(_state(x)) != old]
         # With those that are made as they are needed.
-        if changed or any(id(x) not in own for x in _within(dataset)):
+        if changed or any(id(x) not in own for x in within(dataset)):
             found[OWN] = _digest(changed)
         return found
 
@@ -119,11 +130,12 @@ def _state(generator: Any) -> Any:
             return _listed(generator.get_state(legacy=False))
         if isinstance(generator, np.random.Generator):
             return _listed(generator.bit_generator.state)
+        is_variable = isinstance(generator, keras.Variable)
+        state = generator if is_variable else generator.state
+        return np.asarray(state).tolist()
     except (AttributeError, NotImplementedError, TypeError):
-        # `random.SystemRandom`, or a class of one's own.
+        # `random.SystemRandom`, a class of one's own, or one of a graph.
         return None
-    is_variable = isinstance(generator, keras.Variable)
-    return np.asarray(generator if is_variable else generator.state).tolist()
 
 
 def _listed(state: Any) -> Any:

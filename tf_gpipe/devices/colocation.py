@@ -34,8 +34,9 @@ def colocate(optimizer: keras.optimizers.Optimizer) -> None:
 
     Without it TensorFlow would run all updates on the first device: the
     gradients, slots and weights of all stages would travel there at each step,
-    and have to fit there. Results do not change. It replaces methods of the
-    optimizer, and of those that it wraps; a second call does nothing.
+    and have to fit there. Results do not change. Slots that `apply` makes are
+    where their weights are. It replaces methods of the optimizer, and of those
+    that it wraps; a second call does nothing.
     """
     for x in slots.with_inner(optimizer):
         if not hasattr(x.apply, "colocates"):
@@ -54,7 +55,8 @@ def _colocate(optimizer: keras.optimizers.Optimizer) -> None:
     keras_apply = optimizer.apply
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
-        # By a user's step; with a strategy Keras has built it before.
+        # A user's step may be the first to tell which weights are trained. With
+        # a strategy, Keras has built the optimizer before.
         if (
             trainable_variables
             and not optimizer.built

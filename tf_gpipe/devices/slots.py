@@ -50,7 +50,7 @@ def build_for(
     optimizer: keras.optimizers.Optimizer,
     weights: Sequence[keras.Variable],
 ) -> None:
-    """As `build`, for any optimizer of weights of a strategy's model."""
+    """As `build`, for an optimizer of weights that a strategy has made."""
     within_step = not tf.executing_eagerly() or replicas.within_one()
     if not (optimizer.built and within_step):
         with (

@@ -206,8 +206,8 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
         )
         worker_lost.note_devices(self, devices)
         optimizer = getattr(self, "optimizer", None)
-        # The data of `fit` may be drawn in other threads.
-        running = self._training_run is not None
+        # Within a step, other threads may draw its data.
+        running = self._training_run is not None or not tf.executing_eagerly()
         with contextlib.nullcontext() if running else seeds.drawn_again():
             found = decide(
                 self.name, graph, config, schedule, devices, optimizer

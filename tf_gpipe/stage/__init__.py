@@ -8,7 +8,7 @@ weights. Activations that the backward pass reads are kept or recomputed
     model_graph -> graph -> pipeline: stages -> function -> phases | tape
 
     model_graph        the graph of a Keras model, and of models within it
-    call_overrides     refuses a model's own `call` or penalty
+    call_overrides     methods of a model's own; refuses `call` and penalties
     graph              a model as a list of layer calls, which can be cut
     stage, pipeline    the layers of a stage; all stages of a model
     activations        tensors from stage to stage, with masks and logits
@@ -38,6 +38,6 @@ weights. Activations that the backward pass reads are kept or recomputed
     accumulator        sums of tensors, to which functions add in place
     pack               many tensors as one variant tensor
     tensorflow_state   `tf.Variable`s that layers assign as they run
-    seeds              the seed generator of layers without one of their own
+    seeds              random numbers of layers without a seed of their own
     no_values          layers built without values for their variables
 """

@@ -1,4 +1,7 @@
-"""Refuses models with a `call` or penalty that a pipeline would leave out."""
+"""Methods that a model's class overrides.
+
+A `call` or penalty of its own is refused: a pipeline would leave it out.
+"""
 
 from typing import Any
 

@@ -1,4 +1,8 @@
-"""Keras's global seed generator, for layers without one of their own."""
+"""Random numbers of layers without a seed of their own.
+
+They come from Keras's global seed generator, or from the generators that the
+functions of `random` and `np.random` share.
+"""
 
 import concurrent.futures
 import contextlib

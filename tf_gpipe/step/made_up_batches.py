@@ -1,4 +1,4 @@
-"""Layers run on made-up batches, without side effects."""
+"""Layers and losses run on made-up batches, without side effects."""
 
 import contextlib
 import math
@@ -23,8 +23,8 @@ from tf_gpipe.step import made_up_numbers
 
 # Rows of batches A and B. AB is A and B concatenated, and AA is A twice.
 A, B = 2, 3
-# Kinds of numbers of the other arguments, where some are labels.
-_KINDS_WITH_LABELS = 0, 1
+# Kinds of numbers of the other arguments, where some are indices of classes.
+_KINDS_WITH_CLASSES = 0, 1
 # Replaces all random numbers that layers draw. Dropout keeps all units then.
 _DRAWN = 0.9
 _DEVICE = "CPU:0"
@@ -38,7 +38,7 @@ _COMPARES = (
 )
 _FINDS_NAN = "IsNan", "IsFinite"
 # The most numbers for which a function looks that are tried as labels.
-_MOST_LABELS = 16
+_MOST_LABELS = 8
 
 
 class Trials:
@@ -82,7 +82,8 @@ class Trials:
         self.varying: list[bool] = []
         self.by_value: list[bool] = []
         self.tolerance = 0.0
-        self._looked_for: list[float] = []
+        # For which the function looks among its arguments.
+        self._numbers: list[float] = []
         # Outside of the graph that is being traced.
         with tf.init_scope(), tf.device(_DEVICE):
             try:
@@ -113,28 +114,38 @@ class Trials:
 
     def run_possible(
         self, num_labels: int
-    ) -> Iterator[list[tuple[np.ndarray, ...]]]:
-        """As `run_all`, if the first arguments are labels; omits what fails."""
+    ) -> list[list[tuple[np.ndarray, ...]]]:
+        """As `run_all`, without what raises an error.
+
+        Args:
+            num_labels: Integer, how many arguments, the first ones, are labels.
+        """
+        found = []
         for kind in range(made_up_numbers.KINDS):
             with contextlib.suppress(Exception):
-                found = self._run(kind)
-                yield found
-        yield from self._run_labels(range(num_labels))
+                found.append(self._run(kind))
+        return found + self._run_labels(range(num_labels))
 
     def _run_labels(
         self, labels: Collection[int]
-    ) -> Iterator[list[tuple[np.ndarray, ...]]]:
+    ) -> list[list[tuple[np.ndarray, ...]]]:
         """Returns what `_run` does if some arguments are labels.
 
-        They are indices of classes, and numbers for which the function looks:
-        a label may say that it is to be ignored. Omitted is what raises an
-        error, as it may for numbers that are made up.
+        They are indices of classes, or numbers for which the function looks: a
+        label may say that it is to be ignored. Without what raises an error, as
+        made-up numbers may.
         """
-        for label in (1, *self._looked_for) if labels else ():
-            for kind in _KINDS_WITH_LABELS:
+        found: list = []
+        if not labels:
+            return found
+        floats = any(self._specs[i].dtype.is_floating for i in labels)
+        for label in (1, -1, *self._numbers):
+            if math.isnan(label) and not floats:
+                continue
+            for kind in _KINDS_WITH_CLASSES if label == 1 else (0,):
                 with contextlib.suppress(Exception):
-                    found = self._run(kind, labels=labels, label=label)
-                    yield found
+                    found.append(self._run(kind, labels=labels, label=label))
+        return found
 
     def run_larger(self) -> list[list[tuple[np.ndarray, ...]]]:
         """As `run_all`, with larger numbers, as those of pixels or prices."""
@@ -154,7 +165,7 @@ class Trials:
 
         `kind` says which numbers the batches have, and `largest` is the largest
         integer; see `made_up_numbers`. Arguments at the indices `labels`
-        consist of 0, 1 and `label`.
+        consist of `label` and one other number.
         """
         draw = np.random.default_rng(kind)
         a, b = (
@@ -164,11 +175,12 @@ class Trials:
             ]
             for rows, sign in ((A, 1), (B, -1))
         )
+        # Not three numbers: a function may look for two in all labels of a
+        # batch, and compute otherwise if there are others, as hinge losses do.
+        other = 0 if label == 1 else 1
         for i in labels:
-            a[i], b[i] = (
-                made_up_numbers.labels(a[i], [label, 0]),
-                made_up_numbers.labels(b[i], [0, 1, 1]),
-            )
+            a[i] = made_up_numbers.labels(a[i], [label, other])
+            b[i] = made_up_numbers.labels(b[i], [other, 1, 1])
         # What has no rows is the same for all batches.
         axes = map(made_up_numbers.row_axes, self._specs)
         b = [y if x else other for x, y, other in zip(axes, b, a, strict=True)]
@@ -223,7 +235,7 @@ class Trials:
         sources = {x.op for x in given}
         self.by_value = [_follows(x, sources) for x in results]
         others = [x for x in concrete.graph.get_operations() if x not in own]
-        self._looked_for = _looked_for(others, sources)
+        self._numbers = _looked_for(others, sources)
         # Reads of `tf.Variable`s, which are not weights of the layers.
         read = [
             x.outputs[0]
@@ -263,14 +275,14 @@ def _looked_for(
 ) -> list[float]:
     """Returns numbers near those with which values of `sources` are compared.
 
-    Without 0 and 1; with NaN at the end if operations look for it. Of many
+    Without -1, 0 and 1; with NaN at the end if operations look for it. Of many
     numbers, such as all classes, the smallest and the largest.
     """
     compared = set(_compared(operations, sources))
     numbers = set(filter(math.isfinite, compared))
-    near = sorted({x + i for x in numbers for i in (-1, 0, 1)} - {0, 1})
+    near = sorted({x + i for x in numbers for i in (-1, 0, 1)} - {-1, 0, 1})
     if len(near) > _MOST_LABELS:
-        near = sorted(numbers - {0, 1})
+        near = sorted(numbers - {-1, 0, 1})
         half = _MOST_LABELS // 2
         near = [*near[:half], *near[half:][-half:]]
     nan = [math.nan] if any(map(math.isnan, compared)) else []
@@ -286,12 +298,15 @@ def _compared(
             yield math.nan
         elif op.type in _COMPARES:
             for x, other in zip(op.inputs, reversed(op.inputs), strict=True):
-                found = tf.get_static_value(x)
-                if found is None or found.size != 1 or x.dtype == tf.string:
+                if x.shape.num_elements() != 1 or not (
+                    x.dtype.is_floating or x.dtype.is_integer
+                ):
                     continue
-                if _follows(other, sources):
+                found = tf.get_static_value(x)
+                if found is not None and _follows(other, sources):
                     yield float(found.item())
-        for name in functions_of(op.node_def):
+        # A constant has no functions, and may be large.
+        for name in functions_of(op.node_def) if op.type != "Const" else ():
             function = upstream.function_of(op.graph, name)
             if function is not None:
                 given = {x.op for x in function.graph.inputs}

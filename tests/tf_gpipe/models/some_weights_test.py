@@ -143,10 +143,15 @@ class SomeWeightsTest(tf.test.TestCase, parameterized.TestCase):
         base, optimizer = tf_gpipe.PipelinedSequential, OPTIMIZERS["averages"]
         whole = make(base, optimizer, (4, 1))
         fit(whole, epochs=2)
+        begun: list[int] = []
+        noting = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: begun.append(epoch)
+        )
         for epochs in (1, 2):
             parts = make(base, optimizer, (4, 1))
             checkpoint = tf_gpipe.callbacks.Checkpoint(self.get_temp_dir())
-            fit(parts, epochs, [checkpoint])
+            fit(parts, epochs, [checkpoint, noting])
+        self.assertEqual(begun, [0, 1])
         for x, y in zip(
             whole.variables + whole.optimizer.variables,
             parts.variables + parts.optimizer.variables,

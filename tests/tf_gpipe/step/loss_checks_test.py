@@ -112,6 +112,12 @@ def mean_of_some(y, p):
     return mean_of_valid(y, p, y >= 0)
 
 
+def mean_of_one_hot(y, p):
+    """Ignores -1, without a comparison."""
+    classes = ops.one_hot(ops.cast(ops.reshape(y, (-1,)), "int32"), 3)
+    return errors(classes, p) * ops.sum(classes, -1) / ops.mean(classes)
+
+
 def mean_of_not_255(y, p):
     return mean_of_valid(y, p, ops.not_equal(y, 255))
 
@@ -225,6 +231,7 @@ class LossChecksTest(tf.test.TestCase, parameterized.TestCase):
         (by_how_frequent_classes_are, 2),
         (by_how_frequent_of_tensorflow, 2),
         (mean_of_some, -1),
+        (mean_of_one_hot, -1),
         (mean_of_not_255, 255),
         (mean_of_known, np.nan),
         (tf.function(mean_of_not_255), 255),
@@ -235,6 +242,21 @@ class LossChecksTest(tf.test.TestCase, parameterized.TestCase):
         labels = np.array([0, 1, label, 1, 2, label, 0, 0])
         with self.assertRaisesRegex(ValueError, "compares samples"):
             trained(loss, labels, pipelined=True, num_micro_batches=2)
+
+    @parameterized.parameters((-1, 1), (0, 1))
+    def test_hinge_of_two_labels_is_taken(self, *two):
+        """It looks for 0 in all labels of a batch, where the other is -1."""
+        labels = np.resize(np.float32(two), Y.shape)
+
+        def hinge(y, p):
+            return 2.0 * keras.losses.hinge(y, p)
+
+        self.assertAllClose(
+            trained(hinge, labels, pipelined=False),
+            trained(hinge, labels, pipelined=True, num_micro_batches=2),
+            rtol=1e-4,
+            atol=1e-5,
+        )
 
     @parameterized.parameters(errors_of_classes, of_classes)
     def test_loss_of_each_class_is_taken(self, loss):
