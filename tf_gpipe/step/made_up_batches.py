@@ -109,7 +109,7 @@ class Trials:
             return [self._run(kind, largest=0) for kind in kinds]
         floats = [i for i, x in enumerate(self._specs) if x.dtype.is_floating]
         for labels in (integers, *([i] for i in floats)):
-            found += self._run_labels(labels)
+            found += self._run_labels(labels, other=0)
         return found
 
     def run_possible(
@@ -124,16 +124,18 @@ class Trials:
         for kind in range(made_up_numbers.KINDS):
             with contextlib.suppress(Exception):
                 found.append(self._run(kind))
-        return found + self._run_labels(range(num_labels))
+        # Of two numbers: a loss may look for 0 in all labels of a batch, and
+        # take 0 and 1 for -1 and 1, as hinge losses do.
+        return found + self._run_labels(range(num_labels), other=1)
 
     def _run_labels(
-        self, labels: Collection[int]
+        self, labels: Collection[int], other: int
     ) -> list[list[tuple[np.ndarray, ...]]]:
         """Returns what `_run` does if some arguments are labels.
 
         They are indices of classes, or numbers for which the function looks: a
         label may say that it is to be ignored. Without what raises an error, as
-        made-up numbers may.
+        made-up numbers may. Labels are numbers such as these, 1 and `other`.
         """
         found: list = []
         if not labels:
@@ -144,7 +146,8 @@ class Trials:
                 continue
             for kind in _KINDS_WITH_CLASSES if label == 1 else (0,):
                 with contextlib.suppress(Exception):
-                    found.append(self._run(kind, labels=labels, label=label))
+                    numbers = label, 0 if label == 1 else other
+                    found.append(self._run(kind, 1, labels, numbers))
         return found
 
     def run_larger(self) -> list[list[tuple[np.ndarray, ...]]]:
@@ -159,13 +162,13 @@ class Trials:
         kind: int,
         largest: int = 1,
         labels: Iterable[int] = (),
-        label: float = 1,
+        numbers: tuple[float, int] = (1, 0),
     ) -> list[tuple[np.ndarray, ...]]:
         """Returns the values of each result for A, B, AB and AA.
 
         `kind` says which numbers the batches have, and `largest` is the largest
         integer; see `made_up_numbers`. Arguments at the indices `labels`
-        consist of `label` and one other number.
+        consist of `numbers` in A, and of 1 and the second of these in B.
         """
         draw = np.random.default_rng(kind)
         a, b = (
@@ -175,12 +178,9 @@ class Trials:
             ]
             for rows, sign in ((A, 1), (B, -1))
         )
-        # Not three numbers: a function may look for two in all labels of a
-        # batch, and compute otherwise if there are others, as hinge losses do.
-        other = 0 if label == 1 else 1
         for i in labels:
-            a[i] = made_up_numbers.labels(a[i], [label, other])
-            b[i] = made_up_numbers.labels(b[i], [other, 1, 1])
+            a[i] = made_up_numbers.labels(a[i], numbers)
+            b[i] = made_up_numbers.labels(b[i], (numbers[1], 1, 1))
         # What has no rows is the same for all batches.
         axes = map(made_up_numbers.row_axes, self._specs)
         b = [y if x else other for x, y, other in zip(axes, b, a, strict=True)]

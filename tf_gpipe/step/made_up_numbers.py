@@ -66,7 +66,7 @@ def made_up(
     return values * 30.0 if kind == 3 else values
 
 
-def labels(like: np.ndarray, numbers: list[float]) -> np.ndarray:
+def labels(like: np.ndarray, numbers: tuple[float, ...]) -> np.ndarray:
     """Returns an array of numbers, over and over, unless it is of strings."""
     if like.dtype == object or like.dtype.kind in "SU":
         return like
