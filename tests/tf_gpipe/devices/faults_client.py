@@ -5,7 +5,6 @@ A program starts two workers, and sends the worker of stage 1 a signal, `KILL`
 or `STOP`. It prints the outcome as a line of JSON.
 """
 
-import functools
 import json
 import os
 import select
@@ -159,7 +158,13 @@ def tuned(devices, hurt, module, name):
         tf_gpipe.tune(keras.Sequential(layers), (8, 4), devices=devices)
 
 
-def outcome(call):
+def outcome(call, hurt_at=()):
+    """Returns how a call ends, and the seconds since it met the fault.
+
+    Args:
+        call: Function.
+        hurt_at: List of the times when the worker was hurt, if within the call.
+    """
     start = time.monotonic()
     try:
         call()
@@ -167,7 +172,7 @@ def outcome(call):
     except Exception as raised:
         error = raised
     return {
-        "seconds": time.monotonic() - start,
+        "seconds": time.monotonic() - max(start, *hurt_at[:1], 0.0),
         "unavailable": isinstance(error, tf.errors.UnavailableError),
         "message": f"{type(error).__name__}: {error}",
     }
@@ -228,7 +233,12 @@ def main(moment, how, heartbeat):
             heartbeat=None if heartbeat == "None" else float(heartbeat),
         )
         number = getattr(signal, f"SIG{how}")
-        hurt = functools.partial(processes[1].process.send_signal, number)
+        hurt_at: list[float] = []
+
+        def hurt():
+            processes[1].process.send_signal(number)
+            hurt_at.append(time.monotonic())
+
         programs = {
             "busy": lambda: busy(devices),
             "interrupted": lambda: interrupted(devices, hurt),
@@ -244,7 +254,7 @@ def main(moment, how, heartbeat):
         told = {
             "address": processes[1].address,
             "checkpoint": os.path.join(directory, "saved.weights.h5"),
-            "outcome": outcome(call),
+            "outcome": outcome(call, hurt_at),
         }
         if model is not None:
             told["then"] = [
