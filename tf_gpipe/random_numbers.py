@@ -34,19 +34,14 @@ _MOST_OBJECTS = 100_000
 _LIBRARIES = "keras", "tensorflow"
 
 
-def is_generator(x: Any) -> bool:
-    """Returns whether an object is a generator, not a layer's seed."""
-    return isinstance(x, _GENERATORS)
-
-
 def attributes(dataset: Any) -> list[Any]:
     """Returns the generators that are attributes of a `PyDataset`."""
     if not isinstance(dataset, keras.utils.PyDataset):
         return []
-    return list(filter(is_generator, vars(dataset).values()))
+    return [x for x in vars(dataset).values() if isinstance(x, _GENERATORS)]
 
 
-def within(dataset: Any) -> list[Any]:
+def _within(dataset: Any) -> list[Any]:
     """Returns all generators that a `PyDataset` can reach, and layers' seeds.
 
     It reaches what objects, containers and functions hold, but for attributes
@@ -91,7 +86,7 @@ def watched(dataset: Any) -> Callable[[], dict[str, str]]:
         dataset: The data, of any kind.
     """
     shared = _digest(states())
-    own = {id(x): (x, _digest(_state(x))) for x in within(dataset)}
+    own = {id(x): (x, _digest(_state(x))) for x in _within(dataset)}
 
     def drawn() -> dict[str, str]:
         found = {}
@@ -99,7 +94,7 @@ def watched(dataset: Any) -> Callable[[], dict[str, str]]:
             found[SHARED] = shared
         changed = [old for x, old in own.values() if _digest(_state(x)) != old]
         # With those that are made as they are needed.
-        if changed or any(id(x) not in own for x in within(dataset)):
+        if changed or any(id(x) not in own for x in _within(dataset)):
             found[OWN] = _digest(changed)
         return found
 

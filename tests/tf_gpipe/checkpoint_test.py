@@ -1677,8 +1677,6 @@ class RefusedTest(TestCase):
         ("the same PyDataset in order", None),
         ("the generator of two PyDatasets", "Rows"),
         ("two PyDatasets", None),
-        ("an object of two PyDatasets", "NoiseByAnObject"),
-        ("an unused object of two PyDatasets", None),
     )
     def test_validation_that_draws_from_the_same(self, kind, message):
         """`fit` cannot draw again what validations have drawn."""
@@ -1696,12 +1694,6 @@ class RefusedTest(TestCase):
             train = test = Rows()
         elif kind == "the same PyDataset in order":
             train = test = InOrder()
-        elif "unused" in kind:
-            train, test = InOrder(), InOrder()
-            train.held = test.held = [random.Random(1)]
-        elif "object" in kind:
-            train, test = NoiseByAnObject(), NoiseByAnObject()
-            test.augmenting = train.augmenting
         elif "PyDatasets" in kind:
             train, test = Rows(), Rows()
             if "generator" in kind:

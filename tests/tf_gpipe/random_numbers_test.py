@@ -108,13 +108,13 @@ class RandomNumbersTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_proxies_are_not_asked(self):
         gone = weakref.proxy(Data(None))
-        self.assertEmpty(random_numbers.within(Data([gone])))
+        self.assertEmpty(random_numbers._within(Data([gone])))
 
     @parameterized.parameters(
         random, np.random, random.choice, np.random.normal, Slots, draw
     )
     def test_what_all_share_is_no_part_of_it(self, shared):
-        self.assertEmpty(random_numbers.within(Data(shared)))
+        self.assertEmpty(random_numbers._within(Data(shared)))
 
 
 if __name__ == "__main__":

@@ -70,9 +70,9 @@ def check(
     if kind == upstream.TF_DATA:
         dataset = upstream.dataset_of(epochs)
         found = _check_dataset(dataset, first)
-        _check_apart(dataset, validation_data, draws)
+        _check_apart(dataset, validation_data)
         return found
-    _check_apart(epochs.data_adapter.py_dataset, validation_data, draws)
+    _check_apart(epochs.data_adapter.py_dataset, validation_data)
     _check_py_dataset(epochs, draws)
     if random_numbers.OWN not in draws:
         return {}
@@ -84,16 +84,10 @@ def _since(what: str, first: int) -> str:
     return f"{what} of the data since epoch {first}"
 
 
-def _check_apart(
-    dataset: Any, validation_data: Any, draws: Mapping[str, str]
-) -> None:
+def _check_apart(dataset: Any, validation_data: Any) -> None:
     """Refuses validation data whose random numbers are also the dataset's."""
-    draws_own = random_numbers.OWN in draws or (
-        isinstance(dataset, keras.utils.PyDataset)
-        and upstream.changes_between_epochs(dataset)
-    )
-    states = _lasting_states(dataset, draws_own)
-    for key, name in _lasting_states(validation_data, draws_own).items():
+    states = _lasting_states(dataset)
+    for key, name in _lasting_states(validation_data).items():
         if key in states:
             raise ValueError(
                 "The validation data draws from the same random numbers as "
@@ -105,23 +99,13 @@ def _check_apart(
             )
 
 
-def _lasting_states(dataset: Any, draws_own: bool) -> dict[int, str]:
-    """Returns the random states that iterators pass on, as for `tf.data`.
-
-    Args:
-        dataset: Data of any kind.
-        draws_own: Boolean, whether the training data draws from generators that
-            it has. Else those that it holds in other objects may be unused.
-    """
+def _lasting_states(dataset: Any) -> dict[int, str]:
+    """Returns the random states that iterators pass on, as for `tf.data`."""
     if isinstance(dataset, tf.data.Dataset):
         return upstream.lasting_states(dataset)
     if not isinstance(dataset, keras.utils.PyDataset):
         return {}
     found = random_numbers.attributes(dataset)
-    if draws_own:
-        found += filter(
-            random_numbers.is_generator, random_numbers.within(dataset)
-        )
     if upstream.changes_between_epochs(dataset):
         found.append(dataset)
     return {id(x): type(dataset).__name__ for x in found}
