@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Collection
+from collections.abc import Container
 from collections.abc import Iterable
 
 import tensorflow as tf
@@ -19,6 +20,11 @@ def followed_values(tensor: tf.Tensor) -> set[tf.Operation]:
         [tensor.op],
         lambda op: [] if op.type in _SHAPES else [x.op for x in op.inputs],
     )
+
+
+def follows(tensor: tf.Tensor, sources: Container[tf.Operation]) -> bool:
+    """Returns whether a tensor needs the values of one of some operations."""
+    return any(op in sources for op in followed_values(tensor))
 
 
 def reached(

@@ -14,6 +14,7 @@ from tf_gpipe.stage.call_overrides import is_library
 from tf_gpipe.stage.graph import ROWS
 from tf_gpipe.stage.operations import functions_of
 from tf_gpipe.stage.reached import followed_values
+from tf_gpipe.stage.reached import follows
 from tf_gpipe.stage.reached import reached
 from tf_gpipe.stage.tensorflow_state import written
 from tf_gpipe.step.dependence import compares_rows
@@ -234,10 +235,6 @@ def _sized_by(found: tf.Tensor, given: list[tf.Tensor]) -> bool:
     if found.shape.is_fully_defined():
         return False
     sources = {x.op for x in given}
-
-    def follows(x: tf.Tensor) -> bool:
-        return not sources.isdisjoint(followed_values(x))
-
     for op in reached([found.op], lambda op: [x.op for x in op.inputs]):
         if all(x.shape.is_fully_defined() for x in op.outputs):
             continue
@@ -248,7 +245,7 @@ def _sized_by(found: tf.Tensor, given: list[tf.Tensor]) -> bool:
             passed = zip(
                 reversed(body.graph.inputs), reversed(op.inputs), strict=False
             )
-            inner = [x for x, outer in passed if follows(outer)]
+            inner = [x for x, outer in passed if follows(outer, sources)]
             if any(_sized_by(x, inner) for x in body.graph.outputs):
                 return True
         if bodies or not (
@@ -257,7 +254,7 @@ def _sized_by(found: tf.Tensor, given: list[tf.Tensor]) -> bool:
         ):
             continue
         sizes = [x for x in op.inputs if not x.dtype.is_floating]
-        if any(follows(x) for x in sizes or op.inputs):
+        if any(follows(x, sources) for x in sizes or op.inputs):
             return True
     return False
 

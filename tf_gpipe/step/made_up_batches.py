@@ -17,7 +17,7 @@ from tf_gpipe import upstream
 from tf_gpipe.stage.graph import Node
 from tf_gpipe.stage.graph import variables_of
 from tf_gpipe.stage.operations import functions_of
-from tf_gpipe.stage.reached import followed_values
+from tf_gpipe.stage.reached import follows
 from tf_gpipe.stage.traced_function import TracedFunction
 from tf_gpipe.step import made_up_numbers
 
@@ -233,7 +233,7 @@ class Trials:
         )
         self.varying = [x.op in varying for x in results]
         sources = {x.op for x in given}
-        self.by_value = [_follows(x, sources) for x in results]
+        self.by_value = [follows(x, sources) for x in results]
         others = [x for x in concrete.graph.get_operations() if x not in own]
         self._numbers = _looked_for(others, sources)
         # Reads of `tf.Variable`s, which are not weights of the layers.
@@ -294,7 +294,7 @@ def _compared(
 ) -> Iterator[float]:
     """Yields the numbers, NaN included, for which operations look."""
     for op in operations:
-        if op.type in _FINDS_NAN and _follows(op.inputs[0], sources):
+        if op.type in _FINDS_NAN and follows(op.inputs[0], sources):
             yield math.nan
         elif op.type in _COMPARES:
             for x, other in zip(op.inputs, reversed(op.inputs), strict=True):
@@ -303,7 +303,7 @@ def _compared(
                 ):
                     continue
                 found = tf.get_static_value(x)
-                if found is not None and _follows(other, sources):
+                if found is not None and follows(other, sources):
                     yield float(found.item())
         # A constant has no functions, and may be large.
         for name in functions_of(op.node_def) if op.type != "Const" else ():
@@ -311,10 +311,6 @@ def _compared(
             if function is not None:
                 given = {x.op for x in function.graph.inputs}
                 yield from _compared(function.graph.get_operations(), given)
-
-
-def _follows(x: tf.Tensor, sources: Container[tf.Operation]) -> bool:
-    return any(y in sources for y in followed_values(x))
 
 
 def _draws(op: tf.Operation) -> bool:
