@@ -37,7 +37,7 @@ class RandomModelsTest(tf.test.TestCase, parameterized.TestCase):
         drawing = Drawing(seed, has_state)
         self.assert_empty(drawing, comparing.problems(drawing))
 
-    @parameterized.parameters(pairwise.some(range(2, 38), 12))
+    @parameterized.parameters(pairwise.some(range(2, 38), 6))
     @pytest.mark.slow
     def test_trains_alike(self, seed):
         drawing = Drawing(seed, has_state=seed % 3 == 0)
