@@ -46,6 +46,15 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops import handle_data_util
 
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        "tf_gpipe runs Keras on TensorFlow, and Keras has been imported with "
+        "another backend. Set the environment variable "
+        'KERAS_BACKEND=tensorflow before Keras is imported, or "backend" in '
+        "~/.keras/keras.json. Received: "
+        f"keras.backend.backend()={keras.backend.backend()!r}"
+    )
+
 # === Layers ===
 
 

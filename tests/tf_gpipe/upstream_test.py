@@ -6,6 +6,7 @@ docstring which promise of the library depends on it.
 
 import contextlib
 import inspect
+import os
 import pathlib
 import re
 import subprocess
@@ -1624,7 +1625,25 @@ sys.meta_path.insert(0, Finder)
         self.check(f"sys.path.append({str(folder)!r})", whole=True)
 
 
-class PackageTest(tf.test.TestCase):
+class PackageTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters("numpy", "jax")
+    @pytest.mark.slow
+    def test_other_backends_are_refused(self, backend):
+        """All else here is of Keras on TensorFlow."""
+        done = subprocess.run(
+            [sys.executable, "-c", "import tf_gpipe"],
+            env={**os.environ, "KERAS_BACKEND": backend},
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(done.returncode, 1)
+        self.assertEndsWith(
+            done.stderr.strip(),
+            "Set the environment variable KERAS_BACKEND=tensorflow before "
+            'Keras is imported, or "backend" in ~/.keras/keras.json. '
+            f"Received: keras.backend.backend()='{backend}'",
+        )
+
     def test_nobody_else_looks_inside(self):
         for path in PACKAGE.rglob("*.py"):
             if path.name in ("upstream.py", "upstream_server.py"):
