@@ -50,7 +50,7 @@ def names():
     return sorted(_MODELS)
 
 
-def get(name, **hyper_parameters):
+def get(name, /, **hyper_parameters):
     """Builds a model by its name.
 
     Args:

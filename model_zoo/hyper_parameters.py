@@ -7,6 +7,12 @@ import numbers
 # Endings of the names of numbers that may be `None`, beside those whose default
 # is `None`.
 _MAY_BE_OPEN = ("length", "clip")
+# The numbers of layers and of levels, and the most that there may be: a model
+# is made layer by layer, and with more a typing error would run for days.
+_LAYERS = ("num_blocks", "num_layers", "depth")
+_MOST_LAYERS = 2**15
+# Integers end before this, as sizes of TensorFlow's do. Keras's seeds are less.
+_END = 2**32
 # Counts that may be 0.
 _MAY_BE_ZERO = ("num_stem_reductions",)
 
@@ -16,11 +22,12 @@ def check(function, arguments):
 
     An argument must be an integer, a float, a boolean or a tuple of positive
     integers if its default is one. Integers must be positive, or may be 0 if
-    the default is; floats must be finite; neither may be negative unless the
-    default is. If the default is `None`, finite numbers, `None` and other
-    objects, such as lists, are allowed, but no booleans or strings. Parameters
-    without a default are positive integers. Lengths and limits may be `None`,
-    and so may arguments whose default is no number.
+    the default is, and below 2**32, or of layers at most 2**15; floats must be
+    finite; neither may be negative unless the default is. If the default is
+    `None`, finite numbers, `None` and other objects, such as lists, are
+    allowed, but no booleans or strings. Parameters without a default are
+    positive integers. Lengths and limits may be `None`, and so may arguments
+    whose default is no number.
 
     Args:
         function: Function or class, with hyper-parameters as its parameters.
@@ -72,9 +79,12 @@ def _expected(name, value, default):
     # A ratio is a float, even if its default is the integer 1.
     if isinstance(default, int) and not name.endswith("ratio"):
         least = 0 if name in _MAY_BE_ZERO else min(default, 1)
-        if number and isinstance(value, numbers.Integral) and value >= least:
+        most = _MOST_LAYERS if name in _LAYERS else _END - 1
+        integer = number and isinstance(value, numbers.Integral)
+        if integer and least <= value <= most:
             return None
-        return f"an integer of {least} or more"
+        too_large = f", at most {most}" if integer and value > most else ""
+        return f"an integer of {least} or more{too_large}"
     if not number or not math.isfinite(value):
         return "a finite number"
     return "a number of 0 or more" if value < 0 <= default else None

@@ -43,7 +43,9 @@ def positive_integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def number(name: str, value: Any, what: str, above: bool = False) -> float:
+def number(
+    name: str, value: Any, what: str, above: bool = False, least: float = 0.0
+) -> float:
     """Returns a finite number, 0 or more, as a Python `float`.
 
     Args:
@@ -52,6 +54,7 @@ def number(name: str, value: Any, what: str, above: bool = False) -> float:
         what: String, the requirement for the error, such as
             `"a positive number"`.
         above: Boolean, whether the number must be above 0.
+        least: Float, the least number that is taken.
 
     Raises:
         TypeError: If the value is not a number.
@@ -64,7 +67,7 @@ def number(name: str, value: Any, what: str, above: bool = False) -> float:
         size = float(value)
     except OverflowError:
         size = math.inf
-    if not 0 <= size < math.inf or (above and not size):
+    if not least <= size < math.inf or (above and not size):
         raise ValueError(text)
     return size
 

@@ -32,6 +32,14 @@ class HyperParametersTest(parameterized.TestCase):
         ("transformer_nmt", {"source_length": 0}),
         ("amoebanet_d", {"aux_head": "x"}),
         ("unet", {"depth": -1}),
+        # Too large to be meant: they would run for days.
+        ("resnet_small", {"num_blocks": 2**31 - 1}),
+        ("amoebanet_d", {"num_layers": 2**31 - 2}),
+        ("transformer_lm", {"num_layers": 2**31 - 1}),
+        ("transformer_nmt", {"num_layers": 2**15 + 1}),
+        ("unet", {"depth": 2**15 + 1}),
+        ("resnet_small", {"num_filters": 10**21}),
+        ("resnet_small", {"input_shape": (10**21, 8, 1)}),
     )
     def test_refuses(self, model, arguments):
         (name,) = arguments

@@ -29,8 +29,9 @@ from tf_gpipe.schedule.tasks import AUTO_REMAT
 
 # The most characters of a line.
 _WIDEST = 10_000
-# The largest cost of a task, so that the sum of all is finite.
-_LARGEST_COST = 1e300
+# The largest cost of a task, so that the sum of all is finite; and the least
+# but 0, so that the columns of a chart a unit of time are.
+_LARGEST_COST, _LEAST_COST = 1e300, 1e-300
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -165,9 +166,9 @@ def _costs(text: str) -> float | list[float]:
         values = [float(x) for x in text.split(",")]
     except ValueError:
         values = [math.nan]
-    if not all(0 <= x <= _LARGEST_COST for x in values):
+    if not all(x == 0 or _LEAST_COST <= x <= _LARGEST_COST for x in values):
         raise argparse.ArgumentTypeError(
-            "not a number, or numbers with commas, from 0 to "
-            f"{_LARGEST_COST:g}: {text!r}"
+            "not a number, or numbers with commas, each 0 or from "
+            f"{_LEAST_COST:g} to {_LARGEST_COST:g}: {text!r}"
         )
     return values if "," in text else values[0]

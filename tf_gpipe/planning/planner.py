@@ -138,9 +138,7 @@ def plan(
     if device_memory is not None:
         device_memory = sizes.to_bytes(device_memory, "device_memory")
     if device_flops is not None:
-        device_flops = checks.number(
-            "device_flops", device_flops, "a positive number", above=True
-        )
+        device_flops = speeds.flops(device_flops)
     connection = speeds.connection(bandwidth, latency)
     if device_flops is None and any(connection.values()):
         raise ValueError(

@@ -194,12 +194,28 @@ class Machine:
         )
 
 
+def flops(value: Any) -> float:
+    """Returns the user's `device_flops`.
+
+    It is 1 or more, so that seconds, of which it is a divisor, are finite.
+    """
+    return checks.number(
+        "device_flops",
+        value,
+        "a positive number of operations a second, 1 or more",
+        least=1.0,
+    )
+
+
 def connection(bandwidth: Any, latency: Any) -> dict[str, Any]:
     """Returns users' arguments, if they are given, as fields of `Machine`."""
     found = {}
     if bandwidth is not None:
         found["bandwidth"] = checks.number(
-            "bandwidth", bandwidth, "a positive number", above=True
+            "bandwidth",
+            bandwidth,
+            "a positive number of bytes a second, 1 or more",
+            least=1.0,
         )
     if latency is not None:
         found["latency"] = checks.number(

@@ -136,6 +136,4 @@ def _each(name: str, value: Any, count: int, convert: Any) -> list:
 
 
 def _speed(value: Any) -> Speed:
-    return Speed.of_flops(
-        checks.number("device_flops", value, "a positive number", above=True)
-    )
+    return Speed.of_flops(speeds.flops(value))

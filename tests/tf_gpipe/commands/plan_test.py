@@ -236,6 +236,11 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             "needs a positive integer: momentum=0.9",
         ),
         (["--find_largest=x", "--device_memory=1GB"], "Unknown hyper-param"),
+        (["--find_largest=name", "--device_memory=1GB"], "Unknown hyper-param"),
+        (["--model_args=name='a'"], "Unknown hyper-parameters of model"),
+        (["--model_args=num_blocks=2147483647"], "must be an integer of 1 or"),
+        # A step would take infinite seconds.
+        (["--device_flops=1e-300"], "`device_flops` must be a positive"),
     )
     def test_refuses(self, args, message):
         with contextlib.redirect_stderr(io.StringIO()) as stderr:

@@ -114,6 +114,9 @@ class TimelineTest(parameterized.TestCase):
         (["--forward=nan"], "--forward: not a number"),
         # Sums of such numbers would be infinite.
         (["--forward=1e308"], "--forward: not a number"),
+        # The columns of a unit of such times would be.
+        (["--forward=1e-320"], "--forward: not a number"),
+        (["--transfer=0,1e-310,1"], "--transfer: not a number"),
         (["--picture=a.unknown"], "Format 'unknown' is not supported"),
         (["--trace=/no/such/folder/a.json"], "No such file or directory"),
     )

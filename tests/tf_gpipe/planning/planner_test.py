@@ -328,6 +328,8 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         ({"bandwidth": 1e9}, "need `device_flops`"),
         ({"latency": 1e-3}, "need `device_flops`"),
         ({"device_flops": 0}, "`device_flops` must be a positive"),
+        ({"device_flops": 0.5}, "`device_flops` must be a positive"),
+        ({"device_flops": 1, "bandwidth": 1e-300}, "`bandwidth` must be"),
         ({"device_flops": 1e9, "bandwidth": -1}, "`bandwidth` must be"),
         ({"device_flops": 1e9, "latency": float("nan")}, "`latency` must be"),
     )
