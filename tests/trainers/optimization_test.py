@@ -75,6 +75,8 @@ class OptimizationTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         ({"optimizer": "nonsuch"}, "--optimizer=nonsuch"),
+        # Keras's error for it is a `KeyError`.
+        ({"optimizer": "LossScaleOptimizer"}, "must be a Keras optimizer"),
         ({"optimizer": "adm"}, r"Did you mean adam\?"),
         ({"optimizer_args": {"rho": 1.0}}, "rho"),
         ({"optimizer_args": {"use_ema": True}}, "flags of their own.*use_ema"),

@@ -6,6 +6,11 @@ import keras
 
 from tf_gpipe.checks import near
 
+# `LossScaleOptimizer` takes another optimizer.
+_NOT_BY_NAME = ("Optimizer", "LossScaleOptimizer")
+# What Keras raises for names of these, and for configurations that lack keys.
+_REFUSALS = (AttributeError, KeyError, TypeError, ValueError)
+
 
 def get(optimizer: Any) -> keras.optimizers.Optimizer:
     """Returns a Keras optimizer.
@@ -21,11 +26,11 @@ def get(optimizer: Any) -> keras.optimizers.Optimizer:
         if found := keras.optimizers.get(optimizer):
             return found
         raise ValueError
-    except ValueError as error:
+    except _REFUSALS as error:
         names = [
             name.lower()
             for name, found in vars(keras.optimizers).items()
-            if isinstance(found, type) and name != "Optimizer"
+            if isinstance(found, type) and name not in _NOT_BY_NAME
         ]
         raise ValueError(
             "`optimizer` must be a Keras optimizer, or the name of one. "

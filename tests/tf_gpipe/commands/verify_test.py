@@ -80,6 +80,7 @@ class VerifyTest(tf.test.TestCase, parameterized.TestCase):
         (["--model_args=x=3"], "Unknown hyper-parameters of model"),
         (["--num_devices=2"], "--num_devices is for --schedule=interleaved"),
         (["--optimizer=x", SMALL], "be a Keras optimizer, or the name of one"),
+        (["--optimizer=LossScaleOptimizer", SMALL], "be a Keras optimizer"),
         (["--dtype_policy=x"], "Cannot convert 'x'"),
     )
     def test_refuses(self, args, message):

@@ -339,6 +339,20 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
                 [keras.layers.Dense(2)] * 2, (4, 2), num_stages=2, **arguments
             )
 
+    @parameterized.parameters(
+        "nonsuch",
+        "LossScaleOptimizer",
+        {"class_name": "adam"},
+        {"config": {}},
+        3,
+        None,
+    )
+    def test_bad_optimizer(self, optimizer):
+        with self.assertRaisesRegex(ValueError, "must be a Keras optimizer"):
+            tf_gpipe.plan(
+                [keras.layers.Dense(2)] * 2, (4, 2), optimizer=optimizer
+            )
+
     def test_interleaved(self):
         layers = [LAYERS.Dense(8, name=f"d{i}") for i in range(4)]
         found = plan(
