@@ -340,17 +340,20 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             )
 
     @parameterized.parameters(
-        "nonsuch",
-        "LossScaleOptimizer",
-        {"class_name": "adam"},
-        {"config": {}},
-        3,
-        None,
+        ("nonsuch",),
+        ("LossScaleOptimizer",),
+        ({"class_name": "nonsuch", "config": {}},),
+        ({"config": {}},),
+        (3,),
+        (None,),
     )
     def test_bad_optimizer(self, optimizer):
         with self.assertRaisesRegex(ValueError, "must be a Keras optimizer"):
             tf_gpipe.plan(
-                [keras.layers.Dense(2)] * 2, (4, 2), optimizer=optimizer
+                [keras.layers.Dense(2), keras.layers.Dense(2)],
+                (4, 2),
+                num_stages=2,
+                optimizer=optimizer,
             )
 
     def test_interleaved(self):
