@@ -1,10 +1,14 @@
 """The loss of every training step, in a CSV file."""
 
 import pathlib
+import re
 
 import keras
 
 from tf_gpipe.whole_files import replacing
+
+# A whole line, with the number of its step.
+_LINE = re.compile(r"([0-9]{1,18}),-?[0-9.]+\n")
 
 
 class LossLog(keras.callbacks.Callback):
@@ -56,8 +60,9 @@ class LossLog(keras.callbacks.Callback):
         lines = ["step,loss\n"]
         if step and self.path.exists():
             with self.path.open(errors="replace") as file:
-                # A crash of the host may have left any bytes in it.
-                lines = file.readlines()[: step + 1]
+                # A crash of the host may have left any bytes in it, or none.
+                found = map(_LINE.fullmatch, file)
+                lines += [x[0] for x in found if x and int(x[1]) < step]
         with replacing(self.path) as partial:
             partial.write_text("".join(lines))
         return self.path.open("a")

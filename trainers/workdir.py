@@ -22,6 +22,8 @@ _FILES = (
     *("plan.json", "plan_flags.json"),
 )
 _DIRECTORIES = ("checkpoints", "export", "logs")
+# Keras's TensorBoard writes into these.
+_DIRECTORIES += ("logs/train", "logs/validation")
 # The locks of this process, by directory: a process may train again where it
 # holds the lock.
 _locks = weakref.WeakValueDictionary()
@@ -35,7 +37,8 @@ class Workdir:
 
     Raises:
         UserError: If it is no local path, or has a directory where trainers
-            write a file, or a file where they write a directory.
+            write a file, or a file where they write a directory, or a link
+            there that leads nowhere.
 
     Example:
 
@@ -54,11 +57,14 @@ class Workdir:
             self.path = pathlib.Path(path)
             for name in _FILES:
                 place = self.path / name
-                other = place.exists() and not place.is_file()
+                # Links that lead nowhere, too: nothing is written through them.
+                there = place.is_symlink() or place.exists()
+                other = there and not place.is_file()
                 self._refuse(name, other, "a file")
             for name in _DIRECTORIES:
                 place = self.path / name
-                other = place.exists() and not place.is_dir()
+                there = place.is_symlink() or place.exists()
+                other = there and not place.is_dir()
                 self._refuse(name, other, "a directory")
         except (OSError, ValueError) as error:
             # A URL, a name that is too long, or no permission.

@@ -915,6 +915,26 @@ class LossLogTest(TestCase):
             table, np.transpose([range(6), [1, 9, 4, 4, 36, 16]])
         )
 
+    @parameterized.parameters(
+        ("", []),
+        ("step,loss\n0,1.0\n1,", [0]),
+        ("step,loss\n0,1.0\n\0\0\0\0\0\0", [0]),
+        ("0,1.0\n1,1.0\n2,1.", [0, 1]),
+        ("step,loss\n0,1.0\n2,1.0\n3,1.0\n4,1.0\n", [0, 2]),
+    )
+    def test_goes_on_after_a_crash_of_the_host(self, text, kept):
+        path = self.make_directory() / "losses.csv"
+        path.write_text(text)
+        model = keras.Sequential([keras.Input((1,)), _dense()])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        x, logs = np.zeros((6, 1)), [LossLog(path, 3)]
+        options = {"batch_size": 2, "verbose": 0, "callbacks": logs}
+        model.fit(x, x, initial_epoch=1, epochs=2, **options)
+        first, *lines = path.read_text().splitlines()
+        self.assertEqual(first, "step,loss")
+        steps = [int(x.split(",")[0]) for x in lines]
+        self.assertEqual(steps, [*kept, 3, 4, 5])
+
 
 class DevicesTest(TestCase):
     def test_enough(self):

@@ -124,11 +124,29 @@ class WorkdirTest(parameterized.TestCase):
         with self.assertRaisesRegex(UserError, f"{name} must be a file"):
             Workdir(self.path)
 
-    @parameterized.parameters("checkpoints", "export", "logs")
+    @parameterized.parameters("checkpoints", "export", "logs", "logs/train")
     def test_file_in_place_of_a_directory(self, name):
+        (self.path / name).parent.mkdir(exist_ok=True)
         (self.path / name).write_text("")
         with self.assertRaisesRegex(UserError, f"{name} must be a directory"):
             Workdir(self.path)
+
+    @parameterized.parameters(
+        ("losses.csv", "/nonexistent/x"),
+        ("run.json", "run.json"),
+        ("checkpoints", "/nonexistent/x"),
+        ("logs", "nonsuch"),
+    )
+    def test_link_that_leads_nowhere(self, name, target):
+        (self.path / name).symlink_to(target)
+        with self.assertRaisesRegex(UserError, f"{name} must be a"):
+            Workdir(self.path)
+
+    def test_link_to_another_place(self):
+        place = self.path / "elsewhere"
+        place.mkdir()
+        (self.path / "checkpoints").symlink_to(place)
+        Workdir(self.path)
 
     def test_of_a_place_that_cannot_be(self):
         (self.path / "file").write_text("")
