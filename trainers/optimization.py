@@ -16,6 +16,8 @@ from trainers.command_line import setting
 from trainers.learning_rates import InverseSquareRoot
 from trainers.learning_rates import WarmUp
 
+# Of numbers from which TensorFlow makes a float32, or an integer of steps.
+_LARGEST = 1e6
 SCHEDULES = ("constant", "cosine", "exponential", "inverse_sqrt")
 
 
@@ -47,12 +49,14 @@ class Optimization:
         "Factor of --learning_rate_schedule=exponential. Default: 0.97.",
         kind=float,
         lower_bound=0.0,
+        upper_bound=_LARGEST,
     )
     decay_epochs: float | None = setting(
         None,
         "Epochs after which --decay_rate is applied once. Default: 2.4.",
         kind=float,
         lower_bound=0.0,
+        upper_bound=_LARGEST,
     )
     ema: float | None = setting(
         None,

@@ -1024,6 +1024,8 @@ class CommandLineTest(TestCase):
         "--label_smoothing=1",
         "--rand_augment=101",
         "--ema=1",
+        "--decay_rate=1e300",
+        "--decay_epochs=1e300",
         "--seed=4294967296",
         "--num_epochs=99999999999999999999",
         "--workers=",

@@ -99,7 +99,7 @@ class Checkpoint(keras.callbacks.Callback):
         if every_steps is not None:
             every_steps = checks.positive_integer("every_steps", every_steps)
         if every_seconds is not None:
-            checks.number(
+            every_seconds = checks.number(
                 "every_seconds", every_seconds, "a positive number", above=True
             )
         keep = checks.positive_integer("keep", keep)

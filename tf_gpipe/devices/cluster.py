@@ -84,9 +84,11 @@ def connect(
     ```
     """
     addresses = _checked(addresses)
-    checks.number("timeout", timeout, "a number of seconds, of 0 or more")
+    timeout = checks.number(
+        "timeout", timeout, "a number of seconds, of 0 or more"
+    )
     if heartbeat is not None:
-        checks.number(
+        heartbeat = checks.number(
             "heartbeat",
             heartbeat,
             "a number of seconds above 0, or None for no limit",

@@ -128,7 +128,7 @@ def tune(
     call_overrides.check(layers)
     fixed = arguments.fixed(num_stages, num_micro_batches, schedule, remat)
     checks.boolean("replicas", replicas)
-    checks.number(
+    budget_seconds = checks.number(
         "budget_seconds", budget_seconds, "a number of seconds, 0 or more"
     )
     names, memories = arguments.names_and_memories(

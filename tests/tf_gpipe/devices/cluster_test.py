@@ -1,5 +1,6 @@
 """Pipelines over worker processes, some of which fail."""
 
+import fractions
 import os
 import select
 import signal
@@ -263,6 +264,14 @@ class ConnectTest(tf.test.TestCase, parameterized.TestCase):
             "listens there.* stage 0 would run there.*--port=PORT",
         ):
             cluster.connect([address], timeout=0.5)
+
+    @parameterized.parameters(
+        *(np.float32(0.1), np.float16(0.1), np.array(0.1)[()]),
+        fractions.Fraction(1, 10),
+    )
+    def test_seconds_of_any_library(self, seconds):
+        with self.assertRaisesRegex(tf.errors.UnavailableError, "0.[01]"):
+            cluster.connect([unused_address()], timeout=seconds)
 
     @parameterized.parameters(
         "no-such-host.invalid:1", "a" * 80 + ":1", "..:1", "\udcff:1"
