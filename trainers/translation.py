@@ -185,6 +185,10 @@ def _take_flags_of(workdir):
     }
     try:
         given = flags.FLAGS.read_flags_from_files([f"--flagfile={path}"])
+        # A crash of the host may have left a part of it, or nothing.
+        whole = given and path.read_text().endswith("\n")
+        if not whole or not all(x.startswith("--") for x in given):
+            raise flags.Error("it must have a flag on each line.")
         for argument in given:
             name, equals, value = argument.removeprefix("--").partition("=")
             if equals and name not in others:

@@ -362,7 +362,12 @@ class ErrorsTest(TestCase):
             "is not the vocabulary that the checkpoint was trained with",
         )
 
-    @parameterized.parameters("--of_another_trainer=3", "--num_epochs=x")
+    @parameterized.parameters(
+        *("--of_another_trainer=3\n", "--num_epochs=x\n"),
+        # As after a crash of the host; the last number was 40.
+        *("", "\n", "\0\0\0\0\n", "--mode=train\nmax_length=40\n"),
+        *("--mode=train\n--max_len", "--mode=train\n--max_length=4"),
+    )
     def test_flags_of_another_trainer(self, line):
         workdir = self.workdir()
         (workdir / "flags.txt").write_text(line)
