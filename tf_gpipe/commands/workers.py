@@ -32,6 +32,9 @@ _SET_PARENT_DEATH_SIGNAL = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 # The time between two checks whether a worker has died.
 _LOOK_SECONDS = 0.1
+# The most workers that the command starts. Each is a process of its own, with
+# some 300 MB and many threads: a typing error could halt the host.
+_MOST = 256
 # The least time between two starts of a worker.
 _RESTART_SECONDS = 5.0
 
@@ -257,6 +260,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="start a worker again that dies, at the same address",
     )
     args = flags.parse_with_program(parser, argv)
+    if args.num_workers > _MOST:
+        parser.error(
+            f"a host may have at most {_MOST} workers. Received: "
+            f"{args.num_workers}"
+        )
     with started(args.num_workers) as workers:
         addresses = ",".join(worker.address for worker in workers)
 

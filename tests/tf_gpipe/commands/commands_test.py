@@ -98,6 +98,9 @@ class CommandsTest(parameterized.TestCase):
         (["plan", "--balance=flop"], "Did you mean flops?"),
         (["supervise", "--restart", "3"], "a command to run is needed"),
         (["plan", "--xyz"], "unrecognized arguments: --xyz"),
+        # Not tried, as so many processes would halt the host.
+        (["workers", "20000", "true"], "at most 256 workers. Received: 20000"),
+        (["workers", "257", "true"], "at most 256 workers"),
     )
     def test_near_miss(self, argv, message):
         """The error is one line."""
