@@ -1,10 +1,13 @@
 """`Translator`: translates texts with a trained model."""
 
+import math
+
 import numpy as np
 
 from model_zoo import decoding
 from tf_gpipe import progress
 from trainers import placeholders
+from trainers.command_line import UserError
 from trainers.datasets import message_pairs
 from trainers.weight_averages import averaged
 
@@ -57,7 +60,8 @@ class Translator:
             List of strings, empty ones for blank texts.
 
         Raises:
-            UserError: If the vocabulary lacks a language.
+            UserError: If the vocabulary lacks a language, or a text is so long
+                that by itself it would fill the memory.
         """
         vocabulary = self._vocabulary
         # Normalised like the texts that the model was trained on.
@@ -70,6 +74,13 @@ class Translator:
                 languages, vocabulary.encode(masked), strict=True
             )
         ]
+        for text, source in zip(texts, sources, strict=True):
+            if len(source) ** 2 > _SQUARES:
+                raise UserError(
+                    f"A text must have at most {math.isqrt(_SQUARES) - 2} "
+                    "tokens: give one sentence or paragraph a line. Received "
+                    f"one of {len(source) - 2}: {text[:40]!r}..."
+                )
         # Sorted by length: a batch takes as long as its longest translation.
         order = np.argsort([len(source) for source in sources], kind="stable")
         order = [i for i in order if texts[i]]

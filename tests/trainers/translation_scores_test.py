@@ -18,6 +18,7 @@ from model_zoo import decoding
 from model_zoo.transformer_nmt import transformer_nmt
 from tests.trainers import tiny_messages
 from trainers import translation_scores
+from trainers import translator as translator_module
 from trainers.command_line import UserError
 from trainers.translation_scores import DirectionScores
 from trainers.translator import Translator
@@ -156,7 +157,7 @@ class ScoresTest(tf.test.TestCase, parameterized.TestCase):
         self.assertStartsWith(picture, b"\x89PNG")
 
 
-class TranslatorTest(tf.test.TestCase):
+class TranslatorTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self):
         super().setUp()
         directory = pathlib.Path(tempfile.mkdtemp(dir=self.get_temp_dir()))
@@ -224,6 +225,17 @@ class TranslatorTest(tf.test.TestCase):
         for text, translation in zip(texts[-3:], found[-3:], strict=True):
             alone = translator.translate([text], ["xx"])
             self.assertEqual(alone, [translation])
+
+    @parameterized.parameters(
+        (["save user page " * 10],),
+        (["add", "x" * 100, "view"],),
+        (["\u0416" * 100],),
+    )
+    def test_a_text_that_would_fill_the_memory(self, texts):
+        limit = mock.patch.object(translator_module, "_SQUARES", 16**2)
+        translator = Translator(self.model, self.vocabulary, 2)
+        with limit, self.assertRaisesRegex(UserError, "at most 14 tokens.*of "):
+            translator.translate(texts, ["xx"] * len(texts))
 
     def test_averages_of_weights(self):
         texts, languages = ["save user page", "add"], ["xx", "yy"]
