@@ -1463,6 +1463,27 @@ class DamageTest(TestCase):
         with self.assertRaisesRegex(ValueError, message):
             self.fit(small(arguments["optimizer"]()), DATA["arrays"])
 
+    @parameterized.parameters("adam", "sgd")
+    @pytest.mark.slow_after(1)
+    def test_other_weights_of_the_same_shapes(self, optimizer):
+        """The slots of one layer would be those of another one."""
+
+        def model(frozen):
+            layers = [L.Dense(4, name=f"d{i}") for i in range(3)]
+            layers[frozen].trainable = False
+            found = tf_gpipe.PipelinedSequential(
+                [keras.Input((4,)), *layers], num_stages=2
+            )
+            found.compile(optimizer, "mse")
+            return found
+
+        self.workdir /= optimizer
+        self.fit(model(0), DATA["arrays"], epochs=1)
+        with self.assertRaisesRegex(
+            CheckpointError, "trained other weights.*d0/kernel.*d1/kernel"
+        ):
+            self.fit(model(1), DATA["arrays"], epochs=2)
+
     def test_another_model(self):
         model = tf_gpipe.PipelinedSequential(
             [keras.Input((4,)), L.Dense(4), L.Dense(4)], num_stages=2

@@ -137,7 +137,7 @@ def weights_of_optimizers(
     Raises:
         ValueError: If an optimizer was built for variables of something else.
     """
-    trained = _trained(variables)
+    trained = may_be_trained(variables)
     numbers = {id(inner_of(v)): i for i, v in enumerate(trained)}
     found = []
     for x in optimizers_of(model):
@@ -182,7 +182,7 @@ def build_optimizers(model: keras.Model, saved: Saved) -> None:
         numbers and builds_optimizer(model)
     ):
         slots.build(model)
-    trained = _trained(variables_of(model))
+    trained = may_be_trained(variables_of(model))
     for x, own in zip(optimizers_of(model), numbers, strict=False):
         if not x.built and own and max(own) < len(trained):
             slots.build_for(
@@ -190,7 +190,7 @@ def build_optimizers(model: keras.Model, saved: Saved) -> None:
             )
 
 
-def _trained(variables: dict[str, list]) -> list[Any]:
+def may_be_trained(variables: dict[str, list]) -> list[Any]:
     """Returns the variables of a model that its optimizers may train."""
     return variables[WEIGHTS] + variables[OTHER_STATE]
 

@@ -18,13 +18,18 @@ from tf_gpipe.checkpoints.model_variables import METRICS
 from tf_gpipe.checkpoints.model_variables import OPTIMIZER
 from tf_gpipe.checkpoints.model_variables import WEIGHTS
 from tf_gpipe.checkpoints.model_variables import inner_of
+from tf_gpipe.checkpoints.model_variables import may_be_trained
 from tf_gpipe.checkpoints.model_variables import names_of_optimizers
 from tf_gpipe.checkpoints.model_variables import variables_of
+from tf_gpipe.checkpoints.model_variables import weights_of_optimizers
 from tf_gpipe.checkpoints.store import Array
 from tf_gpipe.checkpoints.store import CheckpointError
 from tf_gpipe.checkpoints.store import NotFiniteError
 from tf_gpipe.checkpoints.store import Saved
 from tf_gpipe.devices import placement
+
+# The most names of weights in an error.
+_MOST_NAMES = 6
 
 
 class Copier:
@@ -173,9 +178,39 @@ def restore(model: keras.Model, saved: Saved, kinds: tuple[str, ...]) -> None:
             f"it was written with {saved.content['optimizer']}, and the model "
             f"is compiled with {optimizer}",
         )
+    elif OPTIMIZER in kinds:
+        _check_trained(model, saved, of_model)
     pairs = [x for kind in kinds for x in matched(saved, kind, of_model[kind])]
     for i, v in pairs:
         _assign(v, saved, i)
+
+
+def _check_trained(
+    model: keras.Model, saved: Saved, of_model: dict[str, list]
+) -> None:
+    """Refuses slots of other weights, which may have the same shapes.
+
+    As where one layer was frozen, and now another one is.
+    """
+    before = saved.content.get("weights of optimizers", [])
+    now = weights_of_optimizers(model, of_model)
+    weights = may_be_trained(of_model)
+    for theirs, mine in zip(before, now, strict=False):
+        # An optimizer that only a step builds is not yet.
+        if not theirs or not mine or theirs == mine:
+            continue
+        others = sorted(set(theirs) ^ set(mine)) or mine
+        names = [
+            _describe(WEIGHTS, 0, weights[i]).name
+            for i in others
+            if i < len(weights)
+        ]
+        raise _other(
+            saved,
+            "the optimizer trained other weights, or had them in another "
+            "order. Some that it trains only here or there: "
+            f"{', '.join(names[:_MOST_NAMES])}",
+        )
 
 
 def matched(
