@@ -8,7 +8,7 @@ import keras
 from tf_gpipe.whole_files import replacing
 
 # A whole line, with the number of its step.
-_LINE = re.compile(r"([0-9]{1,18}),-?[0-9.]+\n")
+_LINE = re.compile(r"([0-9]{1,18}),(?:-?[0-9]+\.[0-9]+|-?inf|nan)\n")
 
 
 class LossLog(keras.callbacks.Callback):

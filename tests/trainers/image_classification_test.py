@@ -921,6 +921,7 @@ class LossLogTest(TestCase):
         ("step,loss\n0,1.0\n\0\0\0\0\0\0", [0]),
         ("0,1.0\n1,1.0\n2,1.", [0, 1]),
         ("step,loss\n0,1.0\n2,1.0\n3,1.0\n4,1.0\n", [0, 2]),
+        ("step,loss\n0,-1.5\n1,nan\n2,-inf\n", [0, 1, 2]),
     )
     def test_goes_on_after_a_crash_of_the_host(self, text, kept):
         path = self.make_directory() / "losses.csv"

@@ -29,8 +29,8 @@ from tf_gpipe.schedule.tasks import AUTO_REMAT
 
 # The most characters of a line.
 _WIDEST = 10_000
-# The largest cost of a task, so that the sum of all is finite; and the least
-# but 0, so that the columns of a chart a unit of time are.
+# The largest cost of a task, so that the sum of all costs is finite; and the
+# least one above 0, so that the width of a chart divided by the time is finite.
 _LARGEST_COST, _LEAST_COST = 1e300, 1e-300
 
 
