@@ -19,6 +19,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common import stateless_scope
 from keras.src.callbacks import monitor_callback
@@ -65,6 +66,11 @@ def layers_within(layer: keras.Operation) -> list[keras.Layer]:
     """
     is_layer = isinstance(layer, keras.Layer)
     return list(layer._flatten_layers()) if is_layer else []
+
+
+def is_to_be_built(layer: keras.Layer) -> bool:
+    """Returns whether a layer has a `build` that has not been called."""
+    return not layer.built and not python_utils.is_default(layer.build)
 
 
 def own_variables(layer: keras.Layer) -> list[keras.Variable]:
@@ -275,6 +281,11 @@ def has_value(variable: keras.Variable) -> bool:
 def casts(variable: keras.Variable) -> bool:
     """Returns whether a layer casts a variable to its compute dtype."""
     return variable._autocast
+
+
+def within_stateless_scope() -> bool:
+    """Returns whether new variables may stay without values."""
+    return stateless_scope.in_stateless_scope()
 
 
 def give_value(variable: keras.Variable) -> None:
@@ -578,6 +589,14 @@ def spec_function(layer: keras.Operation) -> Callable:
         return compute(*args, **kwargs)
 
     return spec
+
+
+def run_on_specs(layer: keras.Layer) -> Callable:
+    """Returns a function that runs a layer on `KerasTensor`s.
+
+    `compute_output_spec` does not run one with a `compute_output_shape`.
+    """
+    return functools.partial(backend.compute_output_spec, layer)
 
 
 def without_masks(kwargs: dict) -> dict:

@@ -444,6 +444,22 @@ class ModelsTest(tf.test.TestCase, parameterized.TestCase):
             inner(np.ones((2, 2)), training=False), np.ones((2, 2))
         )
 
+    def test_layers_within_that_are_not_built(self):
+        """Keras builds them as the layer around them runs."""
+        layer = L.Dense(2, activation=L.PReLU())
+        x = layer(keras.Input((2,)))
+        self.assertEqual(x.shape, (None, 2))
+        self.assertFalse(upstream.is_to_be_built(layer))
+        self.assertTrue(upstream.is_to_be_built(layer.activation))
+        self.assertFalse(upstream.is_to_be_built(L.Dropout(0.5)))
+        self.assertFalse(upstream.within_stateless_scope())
+        with keras.StatelessScope(initialize_variables=False):
+            self.assertTrue(upstream.within_stateless_scope())
+            spec = upstream.run_on_specs(layer)(keras.KerasTensor((None, 2)))
+        self.assertEqual(spec.shape, (None, 2))
+        self.assertTrue(layer.activation.built)
+        self.assertFalse(upstream.has_value(layer.activation.alpha))
+
     def test_arguments_of_a_call(self):
         """Models within a model may have inputs of any structure."""
         a, b = keras.Input((2,), name="a"), keras.Input((2,), name="b")

@@ -39,5 +39,6 @@ weights. Activations that the backward pass reads are kept or recomputed
     pack               many tensors as one variant tensor
     tensorflow_state   `tf.Variable`s that layers assign as they run
     seeds              random numbers of layers without a seed of their own
+    layers_within      layers within layers, built before they run
     no_values          layers built without values for their variables
 """

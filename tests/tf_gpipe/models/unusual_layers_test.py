@@ -102,6 +102,28 @@ class StaticNoise(Noise):
         return x * self.scale * tf.random.uniform(x.shape[1:], 0.5, 2.0)
 
 
+class BuildsAPart(L.Layer):
+    """Keras does not run it to learn its shape, and so builds no `inner`."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([L.Dense(6, "tanh"), L.PReLU()])
+        self.unused = L.Dense(2)
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        return self.scale * self.inner(x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def with_prelu():
+    return L.Dense(6, activation=L.PReLU(keras.initializers.Constant(0.2)))
+
+
 class AssignedInBuild(L.Layer):
     def build(self, input_shape):
         size = input_shape[-1]
@@ -524,6 +546,46 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             return [keras.Input((6,)), AssignedInBuild(), L.Dense(3)]
 
         self.assert_trains_alike(make, numbers(8, 6), numbers(8, 3))
+
+    @parameterized.parameters(
+        (with_prelu, False, "fit"),
+        (with_prelu, True, "tape"),
+        (BuildsAPart, True, "fit"),
+        (BuildsAPart, False, "tape"),
+    )
+    def test_layers_within_that_are_built_as_they_run(
+        self, make, functional, first
+    ):
+        def train(**kwargs):
+            keras.utils.set_random_seed(1)
+            layers = [keras.Input((6,)), make(), make(), L.Dense(3)]
+            if functional:
+                model = keras.Sequential(layers)
+                model = keras.Model(model.inputs, model.outputs)
+                if kwargs:
+                    model = tf_gpipe.PipelinedModel.from_model(model, **kwargs)
+            elif kwargs:
+                model = tf_gpipe.PipelinedSequential(layers, **kwargs)
+            else:
+                model = keras.Sequential(layers)
+            x, y = numbers(8, 6), numbers(8, 3)
+            model.compile(
+                keras.optimizers.Adam(0.1), "mse", run_eagerly=first == "tape"
+            )
+            if not kwargs:
+                # In tests its optimizer is built before the first step.
+                model(x)
+            found = []
+            if first == "tape":
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(model(x, training=True) ** 2)
+                found = tape.gradient(loss, model.trainable_variables)
+            model.fit(x, y, epochs=2, verbose=0)
+            return [*found, *model.trainable_variables]
+
+        expected = train()
+        for a, b in zip(expected, train(**TWO), strict=True):
+            self.assertAllClose(a, b, rtol=1e-4, atol=1e-5)
 
     @parameterized.parameters(lambda x: x.enable_lora(2), replace_bias)
     def test_weights_that_came_later(self, change):
