@@ -1448,7 +1448,9 @@ def _inline_functions_of_layers() -> None:
             return call(function, *args, **kwargs)
         run = function.python_function
         module = getattr(run, "__module__", None) or type(run).__module__
-        if module.startswith("tf_gpipe."):
+        # Keras's backend makes its functions anew for each call, to have XLA
+        # compile what TensorFlow cannot compute, such as grouped convolutions.
+        if module.startswith(("tf_gpipe.", "keras.src.backend.tensorflow.nn")):
             return call(function, *args, **kwargs)
         if not function._autograph:
             return run(*args, **kwargs)
