@@ -22,6 +22,7 @@ import tensorflow as tf
 from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common import stateless_scope
+from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.callbacks import monitor_callback
 from keras.src.legacy.saving import saving_utils
 from keras.src.losses import loss as keras_loss
@@ -1461,8 +1462,24 @@ def _inline_functions_of_layers() -> None:
     polymorphic_function.Function.__call__ = inlined
 
 
+def _read_kernels_before_convolutions() -> None:
+    """Has Keras hand values of kernels to the functions that XLA compiles.
+
+    XLA takes no variables of other devices, such as the weights of stages are
+    for the plain model of the same layers.
+    """
+    convolve = tensorflow_nn.conv
+
+    @functools.wraps(convolve)
+    def conv(inputs: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        return convolve(inputs, tf.convert_to_tensor(kernel), *args, **kwargs)
+
+    tensorflow_nn.conv = conv
+
+
 # When this module is imported, once: before any layer is called.
 _inline_functions_of_layers()
+_read_kernels_before_convolutions()
 
 
 def run_in_no_order(operation: tf.Operation) -> None:

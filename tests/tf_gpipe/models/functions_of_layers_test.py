@@ -1,5 +1,7 @@
 """Layers whose methods or attributes are `tf.function`s."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -159,6 +161,39 @@ class FunctionsOfLayersTest(tf.test.TestCase, parameterized.TestCase):
                 model.train_on_batch(x, x[:, 0].reshape((5, -1))[:, :2])
             found.append(model.predict(x, verbose=0))
         self.assertAllClose(*found, rtol=1e-5, atol=1e-6)
+
+    @parameterized.parameters(
+        lambda model, x: model.to_keras().predict(x, verbose=0),
+        lambda model, x: keras.Model(model.inputs, model.outputs)(x),
+        lambda model, x: functools.reduce(lambda x, f: f(x), model.layers, x),
+    )
+    def test_grouped_convolutions_out_of_the_pipeline(self, run):
+        """XLA takes no weights of another device."""
+        x = np.random.default_rng(0).normal(size=(5, 8, 4)).astype("float32")
+        model = tf_gpipe.PipelinedSequential(
+            [
+                keras.Input((8, 4)),
+                L.Dense(4),
+                L.Conv1D(4, 3, groups=2, bias_initializer="ones"),
+            ],
+            num_stages=2,
+            num_micro_batches=2,
+            devices=[f"{KIND}:0", f"{KIND}:1"],
+        )
+        expected = model.predict(x, verbose=0)
+        self.assertAllClose(run(model, x), expected, rtol=1e-5, atol=1e-6)
+
+    def test_grouped_convolutions_are_verified(self):
+        model = tf_gpipe.PipelinedSequential(
+            [keras.Input((8, 4)), L.Dense(4), L.Conv1D(4, 3, groups=2)],
+            num_stages=2,
+            num_micro_batches=2,
+            devices=[f"{KIND}:0", f"{KIND}:1"],
+        )
+        model.compile("sgd", "mse")
+        x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype("float32")
+        report = tf_gpipe.verify(model, x, x[:, :6])
+        self.assertTrue(report.ok, report)
 
 
 if __name__ == "__main__":
