@@ -106,7 +106,7 @@ class FailingCallbackTest(checkpoint_test.TestCase):
             model.fit(**data(), epochs=EPOCHS, verbose=0, callbacks=callbacks)
         return Store(self.workdir).positions()
 
-    @pairwise.product(
+    @pairwise.each(
         method=["on_epoch_end", "on_epoch_begin", "on_test_begin"],
         place=[0, 1, 2],
         kind=list(KINDS),
@@ -140,7 +140,7 @@ class FailingCallbackTest(checkpoint_test.TestCase):
         )
         self.compare(several, data, (), every_steps=None)
 
-    @parameterized.product(
+    @pairwise.product(
         kind=["rate as a step begins", "rate as it ends"],
         method=["on_epoch_end", "on_epoch_begin"],
         count=[1, 2],

@@ -10,6 +10,7 @@ from absl.testing import parameterized
 
 pytest.importorskip("keras_hub", exc_type=ImportError)
 
+from tests import pairwise  # noqa: E402
 from tools.keras_hub import __main__ as command  # noqa: E402
 from tools.keras_hub import backbones  # noqa: E402
 from tools.keras_hub import data  # noqa: E402
@@ -130,10 +131,15 @@ class UsesTest(tf.test.TestCase):
 @pytest.mark.slow
 class SampleTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        ("BertBackbone", "BertTextClassifier"),
-        ("GPT2Backbone", "GPT2CausalLM"),
-        ("WhisperBackbone", None),
-        ("DenseNetBackbone", "DenseNetImageClassifier"),
+        *pairwise.some(
+            (
+                ("BertBackbone", "BertTextClassifier"),
+                ("WhisperBackbone", None),
+                ("GPT2Backbone", "GPT2CausalLM"),
+                ("DenseNetBackbone", "DenseNetImageClassifier"),
+            ),
+            2,
+        )
     )
     def test_trial(self, backbone, task):
         row = trial.run(backbone, task)
