@@ -128,8 +128,11 @@ def start(num_devices, config):
         raise UserError(
             "--workers must name a worker: host:port,... Received: --workers="
         )
-    if config.elastic and not config.workers:
-        raise UserError("--elastic needs --workers=host:port,...")
+    default = HardwareConfig()
+    for name in ("elastic", "worker_heartbeat", "worker_timeout"):
+        given = getattr(config, name) != getattr(default, name)
+        if given and not config.workers:
+            raise UserError(f"--{name} needs --workers=host:port,...")
     if config.workers and strategy != "none":
         raise UserError(
             "Stages on worker processes form a single pipeline. Use "

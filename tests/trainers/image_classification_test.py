@@ -885,6 +885,9 @@ class TrainTest(TestCase):
             "batch_size=5, 2 replicas",
         ),
         ({"workers": ["nowhere"]}, "form host:port"),
+        ({"elastic": True}, "--elastic needs --workers="),
+        ({"worker_timeout": 60.0}, "--worker_timeout needs --workers="),
+        ({"worker_heartbeat": 0.0}, "--worker_heartbeat needs --workers="),
         (
             {"workers": ["127.0.0.1:1"], "worker_timeout": 0.1},
             "127.0.0.1:1 within 0.1 seconds.* stage 0 .*checkpoint is none",
