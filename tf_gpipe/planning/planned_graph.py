@@ -13,6 +13,7 @@ from tf_gpipe.partition import layer_costs
 from tf_gpipe.partition.parameter_bytes import bytes_of
 from tf_gpipe.planning import layer_copies
 from tf_gpipe.planning import optimizers
+from tf_gpipe.stage import layers_within
 from tf_gpipe.stage import model_graph
 from tf_gpipe.stage import no_values
 from tf_gpipe.stage.graph import Graph
@@ -215,6 +216,8 @@ def copies(
             return (layer, bytes_of(layer.weights, optimizer)), outputs
         with no_values.NoValues():
             outputs = copy(*args, **kwargs)
+            if layers_within.are_left(copy):
+                layers_within.run(copy, args, kwargs)
         upstream.forget_waiting(copy.variables)
         shapes, built = (
             sorted(tuple(w.shape) for w in x.weights) for x in (copy, layer)

@@ -7,10 +7,31 @@ its weights, and an optimizer have their slots, before a step is traced.
 """
 
 import contextlib
+from typing import Any
+
+import keras
 
 from tf_gpipe import upstream
 from tf_gpipe.stage.graph import Graph
 from tf_gpipe.stage.no_values import NoValues
+
+
+def are_left(layer: keras.Operation) -> bool:
+    """Returns whether a layer that is built has layers within that are not."""
+    return any(map(upstream.is_to_be_built, upstream.layers_within(layer)))
+
+
+def run(layer: keras.Layer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Builds the layers within a layer, by a call on specs.
+
+    Args:
+        layer: The layer.
+        args: Tuple, the arguments of the call, with `KerasTensor`s.
+        kwargs: Dictionary, its keyword arguments, likewise.
+    """
+    # A layer may raise any error: that of the first step is told then.
+    with upstream.losses_kept([layer]), contextlib.suppress(Exception):
+        upstream.run_on_specs(layer)(*args, **kwargs)
 
 
 def build(graph: Graph) -> None:
@@ -22,21 +43,15 @@ def build(graph: Graph) -> None:
     Args:
         graph: `Graph` of built layers whose specs are known.
     """
-    nodes = [
-        node
-        for node in graph.nodes
-        if any(map(upstream.is_to_be_built, upstream.layers_within(node.layer)))
-    ]
+    nodes = [node for node in graph.nodes if are_left(node.layer)]
     if not nodes:
         return
     layers = [x for node in nodes for x in upstream.layers_within(node.layer)]
     before = {id(v) for layer in layers for v in layer.variables}
     specs = {x: x.spec for node in nodes for x in node.inputs}
-    with upstream.losses_kept(layers), NoValues() as scope:
+    with NoValues() as scope:
         for node in nodes:
-            # A layer may raise any error: that of the first step is told then.
-            with contextlib.suppress(Exception):
-                node.run(dict(specs), upstream.run_on_specs)
+            run(node.layer, *node.arguments(specs))
     if upstream.within_stateless_scope():
         return
     now = {id(v): v for layer in layers for v in layer.variables}

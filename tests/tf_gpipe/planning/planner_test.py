@@ -460,6 +460,20 @@ class ParameterBytesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertLen(stage.layers, len(expected.layers))
         return planned
 
+    def test_layers_within_that_are_built_as_they_run(self):
+        def make():
+            return [
+                keras.layers.Dense(n, activation=keras.layers.PReLU())
+                for n in (8, 6, 4)
+            ]
+
+        planned = self.assert_as_built(make, (4, 8), keras.optimizers.Adam)
+        # Kernels, biases, and the slopes of the activations.
+        self.assertEqual(
+            sum(stage.parameters for stage in planned.stages),
+            8 * 8 + 8 * 6 + 6 * 4 + 2 * (8 + 6 + 4),
+        )
+
     def test_layers_that_differ_in_dtype(self):
         layers = [
             keras.layers.Dense(8),
