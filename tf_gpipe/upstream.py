@@ -284,11 +284,6 @@ def casts(variable: keras.Variable) -> bool:
     return variable._autocast
 
 
-def within_stateless_scope() -> bool:
-    """Returns whether new variables may stay without values."""
-    return stateless_scope.in_stateless_scope()
-
-
 def give_value(variable: keras.Variable) -> None:
     """Initialises a variable that was made without a value."""
     variable._deferred_initialize()

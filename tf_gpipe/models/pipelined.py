@@ -32,7 +32,6 @@ from tf_gpipe.stage import layers_within
 from tf_gpipe.stage import model_graph
 from tf_gpipe.stage import seeds
 from tf_gpipe.stage.graph import Graph
-from tf_gpipe.stage.no_values import NoValues
 from tf_gpipe.stage.pipeline import Pipeline
 from tf_gpipe.stage.stage import Stage
 from tf_gpipe.step import batch_statistics
@@ -200,21 +199,13 @@ class Pipelined(Arguments, Saving, StepFunctions, PipelinedTraining):
             "for gradients."
         )
 
-    def _place(self, graph: Graph, scope: NoValues | None = None) -> None:
-        """Forms the stages and puts the weights on their devices.
-
-        Args:
-            graph: The `Graph`.
-            scope: That in which its layers were built, if they have no values.
-        """
+    def _place(self, graph: Graph) -> None:
+        """Forms the stages and puts the weights on their devices."""
         config = self._config
         schedule, devices = self._resolve(
             [x.layer for x in graph.nodes], len(graph.nodes)
         )
-        with contextlib.ExitStack() as scopes:
-            if scope is not None:
-                scopes.enter_context(upstream.name_scope_of(self))
-            scopes.enter_context(scope or self._strategy_scope())
+        with self._strategy_scope():
             layers_within.build(graph)
         worker_lost.note_devices(self, devices)
         optimizer = getattr(self, "optimizer", None)

@@ -256,7 +256,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
         if self._functional is not None:
             # The graph that Keras runs: if a layer returns more tensors than
             # its spec has, the next one gets those of the spec only.
-            self._place(model_graph.of_model(self), scope)
+            self._place(model_graph.of_model(self))
             scope.assign()
 
     def compute_output_spec(self, inputs, training=None, mask=None, **kwargs):
@@ -341,7 +341,7 @@ class PipelinedSequential(Pipelined, keras.Sequential):
                 # which would initialise all variables without values, on the
                 # first device.
                 graph.infer_specs()
-            self._place(graph, scope)
+            self._place(graph)
             scope.assign()
         self.built = True
 

@@ -29,7 +29,8 @@ def run(layer: keras.Layer, args: tuple, kwargs: dict[str, Any]) -> None:
         args: Tuple, the arguments of the call, with `KerasTensor`s.
         kwargs: Dictionary, its keyword arguments, likewise.
     """
-    # A layer may raise any error: that of the first step is told then.
+    # A layer may raise any error, as where its weights have sizes that the
+    # specs leave open. Then the first step raises an error, too.
     with upstream.losses_kept([layer]), contextlib.suppress(Exception):
         upstream.run_on_specs(layer)(*args, **kwargs)
 
@@ -37,26 +38,13 @@ def run(layer: keras.Layer, args: tuple, kwargs: dict[str, Any]) -> None:
 def build(graph: Graph) -> None:
     """Builds the layers within the layers of a graph, by calls on specs.
 
-    Weights that come of it have values, as all others of the graph, except
-    within a scope that makes weights without values.
+    Their weights have no values yet.
 
     Args:
         graph: `Graph` of built layers whose specs are known.
     """
-    nodes = [node for node in graph.nodes if are_left(node.layer)]
-    if not nodes:
-        return
-    layers = [x for node in nodes for x in upstream.layers_within(node.layer)]
-    before = {id(v) for layer in layers for v in layer.variables}
-    specs = {x: x.spec for node in nodes for x in node.inputs}
-    with NoValues() as scope:
-        for node in nodes:
-            run(node.layer, *node.arguments(specs))
-    if upstream.within_stateless_scope():
-        return
-    now = {id(v): v for layer in layers for v in layer.variables}
-    made = [v for key, v in now.items() if key not in before]
-    for variable in made:
-        upstream.give_value(variable)
-    upstream.forget_waiting(made)
-    scope.assign()
+    with NoValues():
+        for node in graph.nodes:
+            if are_left(node.layer):
+                specs = {x: x.spec for x in node.inputs}
+                run(node.layer, *node.arguments(specs))

@@ -120,6 +120,18 @@ class BuildsAPart(L.Layer):
         return shape
 
 
+class SharesAWeight(L.Layer):
+    def __init__(self, get):
+        super().__init__()
+        self.get = get
+
+    def build(self, shape):
+        self.kernel = self.get()
+
+    def call(self, x):
+        return keras.ops.tanh(keras.ops.matmul(x, self.kernel))
+
+
 def with_prelu():
     return L.Dense(6, activation=L.PReLU(keras.initializers.Constant(0.2)))
 
@@ -585,6 +597,58 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
 
         expected = train()
         for a, b in zip(expected, train(**TWO), strict=True):
+            self.assertAllClose(a, b, rtol=1e-4, atol=1e-5)
+
+    @parameterized.parameters(False, True)
+    def test_layers_within_that_were_frozen(self, functional):
+        def train(**kwargs):
+            keras.utils.set_random_seed(1)
+            frozen = with_prelu()
+            frozen.trainable = False
+            inputs = keras.Input((6,))
+            if functional:
+                outputs = L.Dense(3)(frozen(inputs))
+                model = (tf_gpipe.PipelinedModel if kwargs else keras.Model)(
+                    inputs, outputs, **kwargs
+                )
+            else:
+                model = (
+                    tf_gpipe.PipelinedSequential if kwargs else keras.Sequential
+                )([inputs, frozen, L.Dense(3)], **kwargs)
+            frozen.trainable = True
+            x, y = numbers(8, 6), numbers(8, 3)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            model(x)
+            model.fit(x, y, epochs=2, verbose=0)
+            return [frozen.activation.alpha, *model.trainable_variables]
+
+        expected = train()
+        found = train(**TWO)
+        for a, b in zip(expected, found, strict=True):
+            self.assertAllClose(a, b, rtol=1e-4, atol=1e-5)
+        self.assertNotAllClose(found[0], np.full(6, 0.2), atol=1e-4)
+
+    def test_layers_within_that_share_a_weight(self):
+        def make():
+            first = L.Dense(6, use_bias=False)
+            shared = L.Dense(6, activation=SharesAWeight(lambda: first.kernel))
+            return [first, shared, L.Dense(3)]
+
+        def train(**kwargs):
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input((6,)), *make()])
+            model = keras.Model(model.inputs, model.outputs)
+            if kwargs:
+                model = tf_gpipe.PipelinedModel.from_model(
+                    model, balance=[2, 1], **kwargs
+                )
+            x, y = numbers(8, 6), numbers(8, 3)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            model(x)
+            model.fit(x, y, epochs=2, verbose=0)
+            return model.trainable_variables
+
+        for a, b in zip(train(), train(**TWO), strict=True):
             self.assertAllClose(a, b, rtol=1e-4, atol=1e-5)
 
     @parameterized.parameters(lambda x: x.enable_lora(2), replace_bias)
