@@ -6,7 +6,6 @@ layers which its `build` leaves out have no weights until then. A stage must own
 its weights, and an optimizer have their slots, before a step is traced.
 """
 
-import contextlib
 from typing import Any
 
 import keras
@@ -21,18 +20,25 @@ def are_left(layer: keras.Operation) -> bool:
     return any(map(upstream.is_to_be_built, upstream.layers_within(layer)))
 
 
-def run(layer: keras.Layer, args: tuple, kwargs: dict[str, Any]) -> None:
+def run(
+    layer: keras.Layer, args: tuple, kwargs: dict[str, Any]
+) -> Exception | None:
     """Builds the layers within a layer, by a call on specs.
 
     Args:
         layer: The layer.
         args: Tuple, the arguments of the call, with `KerasTensor`s.
         kwargs: Dictionary, its keyword arguments, likewise.
+
+    Returns:
+        What the layer raised, if it did. The first step may tell it, too.
     """
-    # A layer may raise any error, as where its weights have sizes that the
-    # specs leave open. Then the first step raises an error, too.
-    with upstream.losses_kept([layer]), contextlib.suppress(Exception):
-        upstream.run_on_specs(layer)(*args, **kwargs)
+    with upstream.losses_kept([layer]):
+        try:
+            upstream.run_on_specs(layer)(*args, **kwargs)
+        except Exception as error:
+            return error
+    return None
 
 
 def build(graph: Graph) -> None:
@@ -42,9 +48,32 @@ def build(graph: Graph) -> None:
 
     Args:
         graph: `Graph` of built layers whose specs are known.
+
+    Raises:
+        ValueError: If one cannot be built, and its input leaves sizes open.
     """
     with NoValues():
         for node in graph.nodes:
-            if are_left(node.layer):
-                specs = {x: x.spec for x in node.inputs}
-                run(node.layer, *node.arguments(specs))
+            if not are_left(node.layer):
+                continue
+            specs = {x: x.spec for x in node.inputs}
+            error = run(node.layer, *node.arguments(specs))
+            shapes = [x.shape for x in specs.values()]
+            if (
+                error is not None
+                and are_left(node.layer)
+                and any(None in shape[1:] for shape in shapes)
+            ):
+                names = [
+                    x.name
+                    for x in upstream.layers_within(node.layer)
+                    if upstream.is_to_be_built(x)
+                ]
+                raise ValueError(
+                    f"Layer '{node.layer.name}' has layers within it that it "
+                    f"builds only as it runs ({', '.join(names)}), and its "
+                    f"input leaves sizes open: {shapes}. A stage must have all "
+                    "its weights before the first step. Give `keras.Input` "
+                    "all sizes, or call the layer on a batch before the "
+                    "pipeline is made."
+                ) from error

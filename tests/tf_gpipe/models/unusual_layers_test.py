@@ -628,6 +628,23 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(a, b, rtol=1e-4, atol=1e-5)
         self.assertNotAllClose(found[0], np.full(6, 0.2), atol=1e-4)
 
+    @parameterized.parameters(False, True)
+    def test_layers_within_whose_weights_have_open_sizes(self, called):
+        layer = with_prelu()
+        if called:
+            layer(numbers(2, 5, 6))
+        layers = [keras.Input((None, 6)), layer, L.Dense(3)]
+        if called:
+            model = tf_gpipe.PipelinedSequential(layers, **TWO)
+            model.compile("sgd", "mse")
+            model.fit(numbers(8, 5, 6), numbers(8, 5, 3), verbose=0)
+            self.assertNotAllClose(layer.activation.alpha, np.full((5, 6), 0.2))
+        else:
+            with self.assertRaisesRegex(
+                ValueError, "p_re_lu.*leaves sizes open.*call the layer on"
+            ):
+                tf_gpipe.PipelinedSequential(layers, **TWO)
+
     def test_layers_within_that_share_a_weight(self):
         def make():
             first = L.Dense(6, use_bias=False)
