@@ -178,9 +178,9 @@ def restore(model: keras.Model, saved: Saved, kinds: tuple[str, ...]) -> None:
             f"it was written with {saved.content['optimizer']}, and the model "
             f"is compiled with {optimizer}",
         )
-    elif OPTIMIZER in kinds:
-        _check_trained(model, saved, of_model)
     pairs = [x for kind in kinds for x in matched(saved, kind, of_model[kind])]
+    if OPTIMIZER in kinds:
+        _check_trained(model, saved, of_model)
     for i, v in pairs:
         _assign(v, saved, i)
 
@@ -199,17 +199,14 @@ def _check_trained(
         # An optimizer that only a step builds is not yet.
         if not theirs or not mine or theirs == mine:
             continue
-        others = sorted(set(theirs) ^ set(mine)) or mine
-        names = [
-            _describe(WEIGHTS, 0, weights[i]).name
-            for i in others
-            if i < len(weights)
-        ]
+        others = sorted(set(theirs) ^ set(mine))
+        names = [_describe(WEIGHTS, 0, weights[i]).name for i in others]
         raise _other(
             saved,
-            "the optimizer trained other weights, or had them in another "
-            "order. Some that it trains only here or there: "
-            f"{', '.join(names[:_MOST_NAMES])}",
+            "the optimizer trained other weights. Some that it trains only "
+            f"here or there: {', '.join(names[:_MOST_NAMES])}"
+            if others
+            else "the optimizer had the weights in another order",
         )
 
 
