@@ -216,8 +216,6 @@ def copies(
             return (layer, bytes_of(layer.weights, optimizer)), outputs
         with no_values.NoValues():
             outputs = copy(*args, **kwargs)
-            if layers_within.are_left(copy):
-                layers_within.run(copy, args, kwargs)
         upstream.forget_waiting(copy.variables)
         shapes, built = (
             sorted(tuple(w.shape) for w in x.weights) for x in (copy, layer)
@@ -229,6 +227,10 @@ def copies(
                 f"{built}. Received: `input_spec` with which they would have "
                 f"the shapes {shapes}. Give the sizes of the model's inputs."
             )
+        if layers_within.are_left(copy):
+            with no_values.NoValues():
+                layers_within.run(copy, args, kwargs)
+            upstream.forget_waiting(copy.variables)
         if len(copy.weights) == len(layer.weights):
             for x, original in zip(copy.weights, layer.weights, strict=True):
                 x.trainable = original.trainable

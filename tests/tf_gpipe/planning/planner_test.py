@@ -784,6 +784,17 @@ class InputsTest(tf.test.TestCase, parameterized.TestCase):
         ):
             plan(make(), spec, num_stages=2)
 
+    def test_built_for_others_but_for_what_runs_build(self):
+        layers = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(8, activation=keras.layers.PReLU()),
+                keras.layers.Dense(2),
+            ]
+        ).layers
+        with self.assertRaisesRegex(ValueError, "is built for other inputs"):
+            plan(layers, (4, 16), num_stages=2)
+
     def test_built_for_others(self):
         layers = built_layers()
         self.assertLen(plan(layers, (8, 4), num_stages=2).stages, 2)
