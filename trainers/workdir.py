@@ -6,6 +6,7 @@ plan_flags.json   those for which --tune has chosen plan.json
 """
 
 import json
+import os
 import pathlib
 import weakref
 
@@ -56,10 +57,12 @@ class Workdir:
             checks.path("--workdir", path, "a directory")
             self.path = pathlib.Path(path)
             for name in _FILES:
-                place = self.path / name
-                # Links that lead nowhere, too: nothing is written through them.
+                # A file may be made where a link leads.
+                place = pathlib.Path(os.path.realpath(self.path / name))
                 there = place.is_symlink() or place.exists()
                 other = there and not place.is_file()
+                if (self.path / name).is_symlink():
+                    other = other or not place.parent.is_dir()
                 self._refuse(name, other, "a file")
             for name in _DIRECTORIES:
                 place = self.path / name
@@ -143,8 +146,8 @@ class Workdir:
     def _refuse(self, name, other, expected):
         if other:
             raise UserError(
-                f"{self.path / name} must be {expected} that a trainer writes. "
-                "Choose another --workdir, or move it away."
+                f"{self.path / name} must be {expected} that a trainer writes, "
+                "or a link to one. Choose another --workdir, or move it away."
             )
 
 
