@@ -7,11 +7,11 @@ import numbers
 # Endings of the names of numbers that may be `None`, beside those whose default
 # is `None`.
 _MAY_BE_OPEN = ("length", "clip")
-# The numbers of layers and of levels, and the most that there may be: a model
-# is made layer by layer, and with more a typing error would run for days.
-_LAYERS = ("num_blocks", "num_layers", "depth")
-_MOST_LAYERS = 2**15
-# Integers end before this, as sizes of TensorFlow's do. Keras's seeds are less.
+# The most layers, levels and halvings that there may be: a model is made layer
+# by layer, and with more a typing error would run for days.
+_MOST = dict.fromkeys(("num_blocks", "num_layers", "depth"), 2**15)
+_MOST["num_stem_reductions"] = 64
+# The end of other integers, a bound against typing errors, too.
 _END = 2**32
 # Counts that may be 0.
 _MAY_BE_ZERO = ("num_stem_reductions",)
@@ -72,20 +72,19 @@ def _expected(name, value, default):
             return "a number or None"
         if number and name.endswith(("steps", "frequency", "length")):
             return _expected(name, value, 1)
-        finite = not number or math.isfinite(value)
-        return None if finite else "a finite number"
+        return None if not number or _is_finite(value) else "a finite number"
     if not isinstance(default, numbers.Real):
         return None
     # A ratio is a float, even if its default is the integer 1.
     if isinstance(default, int) and not name.endswith("ratio"):
         least = 0 if name in _MAY_BE_ZERO else min(default, 1)
-        most = _MOST_LAYERS if name in _LAYERS else _END - 1
+        most = _MOST.get(name, _END - 1)
         integer = number and isinstance(value, numbers.Integral)
         if integer and least <= value <= most:
             return None
         too_large = f", at most {most}" if integer and value > most else ""
         return f"an integer of {least} or more{too_large}"
-    if not number or not math.isfinite(value):
+    if not number or not _is_finite(value):
         return "a finite number"
     return "a number of 0 or more" if value < 0 <= default else None
 
@@ -99,5 +98,14 @@ def _expected_shape(value, default):
         return None
     # Tuples of integers are shapes; others are coefficients, and not checked.
     if all(isinstance(x, int) for x in default):
-        return f"{len(default)} positive integers, such as {default}"
+        return (
+            f"{len(default)} positive integers below 2**32, such as {default}"
+        )
     return None
+
+
+def _is_finite(value):
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # A larger integer than any float.
+        return False

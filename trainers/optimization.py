@@ -16,7 +16,7 @@ from trainers.command_line import setting
 from trainers.learning_rates import InverseSquareRoot
 from trainers.learning_rates import WarmUp
 
-# Of numbers from which TensorFlow makes a float32, or an integer of steps.
+# A bound against typing errors, for which TensorFlow has no float32.
 _LARGEST = 1e6
 SCHEDULES = ("constant", "cosine", "exponential", "inverse_sqrt")
 

@@ -188,7 +188,9 @@ def _take_flags_of(workdir):
         # A crash of the host may have left a part of it, or nothing.
         whole = given and path.read_text().endswith("\n")
         if not whole or not all(x.startswith("--") for x in given):
-            raise flags.Error("it must have a flag on each line.")
+            raise flags.Error(
+                "it must have a flag on each line, and end with a newline."
+            )
         for argument in given:
             name, equals, value = argument.removeprefix("--").partition("=")
             if equals and name not in others:

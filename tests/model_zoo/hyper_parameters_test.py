@@ -40,6 +40,8 @@ class HyperParametersTest(parameterized.TestCase):
         ("unet", {"depth": 2**15 + 1}),
         ("resnet_small", {"num_filters": 10**21}),
         ("resnet_small", {"input_shape": (10**21, 8, 1)}),
+        ("transformer_lm", {"dropout": 10**400}),
+        ("amoebanet_d", {"num_stem_reductions": 65}),
     )
     def test_refuses(self, model, arguments):
         (name,) = arguments
