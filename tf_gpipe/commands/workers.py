@@ -252,7 +252,9 @@ def run_in_foreground(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("workers", __doc__)
     parser.add_argument(
-        "num_workers", type=flags.positive, help="how many to start"
+        "num_workers",
+        type=flags.positive,
+        help=f"how many to start, at most {_MOST}",
     )
     parser.add_argument(
         "--restart",

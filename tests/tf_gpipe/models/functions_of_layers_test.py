@@ -138,7 +138,7 @@ class FunctionsOfLayersTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(x, y, rtol=1e-5, atol=1e-6)
 
     @parameterized.product(
-        layer=(L.Conv1D, L.Conv2D), method=("predict", "frozen")
+        layer=(L.Conv1D, L.Conv2D), method=("predict", "frozen", "fit")
     )
     def test_grouped_convolutions(self, layer, method):
         """TensorFlow has them on a CPU if XLA compiles them, as Keras asks."""
@@ -148,16 +148,22 @@ class FunctionsOfLayersTest(tf.test.TestCase, parameterized.TestCase):
         for options in (None, {"num_stages": 2, "num_micro_batches": 2}):
             keras.utils.set_random_seed(1)
             grouped = layer(4, 3, groups=2, bias_initializer="ones")
-            grouped.trainable = method == "predict"
+            grouped.trainable = method != "frozen"
             model = keras.Sequential(
-                [keras.Input((*axes, 4)), grouped, L.Flatten(), L.Dense(2)]
+                [
+                    keras.Input((*axes, 4)),
+                    L.Dense(4),
+                    grouped,
+                    L.Flatten(),
+                    L.Dense(2),
+                ]
             )
             if options:
                 model = tf_gpipe.PipelinedModel.from_model(
                     model, devices=[f"{KIND}:0", f"{KIND}:1"], **options
                 )
             model.compile(keras.optimizers.SGD(0.1), "mse")
-            if method == "frozen":
+            if method != "predict":
                 model.train_on_batch(x, x[:, 0].reshape((5, -1))[:, :2])
             found.append(model.predict(x, verbose=0))
         self.assertAllClose(*found, rtol=1e-5, atol=1e-6)
