@@ -52,18 +52,16 @@ def build(graph: Graph) -> None:
     Raises:
         ValueError: If one cannot be built, and its input leaves sizes open.
     """
+    left = [node for node in graph.nodes if are_left(node.layer)]
+    if not left:
+        return
     with NoValues():
-        for node in graph.nodes:
-            if not are_left(node.layer):
-                continue
+        for node in left:
             specs = {x: x.spec for x in node.inputs}
             error = run(node.layer, *node.arguments(specs))
             shapes = [x.shape for x in specs.values()]
-            if (
-                error is not None
-                and are_left(node.layer)
-                and any(None in shape[1:] for shape in shapes)
-            ):
+            is_open = any(None in shape[1:] for shape in shapes)
+            if error is not None and is_open and are_left(node.layer):
                 names = [
                     x.name
                     for x in upstream.layers_within(node.layer)
