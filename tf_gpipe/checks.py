@@ -46,7 +46,7 @@ def positive_integer(name: str, value: Any) -> int:
 def number(
     name: str, value: Any, what: str, above: bool = False, least: float = 0.0
 ) -> float:
-    """Returns a finite number, 0 or more, as a Python `float`.
+    """Returns a finite number, `least` or more, as a Python `float`.
 
     Args:
         name: String, name of the argument.

@@ -22,9 +22,11 @@ _FILES = (
     *("vocabulary.model", "scores.json", "scores.png"),
     *("plan.json", "plan_flags.json"),
 )
-_DIRECTORIES = ("checkpoints", "export", "logs")
-# Keras's TensorBoard writes into these.
-_DIRECTORIES += ("logs/train", "logs/validation")
+_DIRECTORIES = (
+    *("checkpoints", "export", "logs"),
+    # Keras's TensorBoard writes into these.
+    *("logs/train", "logs/validation"),
+)
 # The locks of this process, by directory: a process may train again where it
 # holds the lock.
 _locks = weakref.WeakValueDictionary()
@@ -57,17 +59,15 @@ class Workdir:
             checks.path("--workdir", path, "a directory")
             self.path = pathlib.Path(path)
             for name in _FILES:
+                link = self.path / name
                 # A file may be made where a link leads.
-                place = pathlib.Path(os.path.realpath(self.path / name))
-                there = place.is_symlink() or place.exists()
-                other = there and not place.is_file()
-                if (self.path / name).is_symlink():
-                    other = other or not place.parent.is_dir()
-                self._refuse(name, other, "a file")
+                place = pathlib.Path(os.path.realpath(link))
+                nowhere = link.is_symlink() and not place.parent.is_dir()
+                other = os.path.lexists(place) and not place.is_file()
+                self._refuse(name, nowhere or other, "a file")
             for name in _DIRECTORIES:
                 place = self.path / name
-                there = place.is_symlink() or place.exists()
-                other = there and not place.is_dir()
+                other = os.path.lexists(place) and not place.is_dir()
                 self._refuse(name, other, "a directory")
         except (OSError, ValueError) as error:
             # A URL, a name that is too long, or no permission.

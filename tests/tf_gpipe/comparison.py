@@ -9,6 +9,20 @@ import numpy as np
 import tf_gpipe
 
 
+def model_of(made, **kwargs):
+    """Returns a pipeline of a list of layers, or of a functional model.
+
+    Without arguments of a pipeline, the plain model.
+    """
+    if isinstance(made, keras.Model):
+        if not kwargs:
+            return made
+        return tf_gpipe.PipelinedModel.from_model(made, **kwargs)
+    if not kwargs:
+        return keras.Sequential(made)
+    return tf_gpipe.PipelinedSequential(made, **kwargs)
+
+
 def train(
     make,
     data,
@@ -39,14 +53,7 @@ def train(
         Tuple of the model and the list of the logs of each step.
     """
     keras.utils.set_random_seed(1)
-    model = make()
-    if isinstance(model, keras.Model):
-        if kwargs:
-            model = tf_gpipe.PipelinedModel.from_model(model, **kwargs)
-    elif kwargs:
-        model = tf_gpipe.PipelinedSequential(model, **kwargs)
-    else:
-        model = keras.Sequential(model)
+    model = model_of(make(), **kwargs)
     optimizer = optimizer() if optimizer else keras.optimizers.Adam(0.01)
     model.compile(
         optimizer,

@@ -363,14 +363,23 @@ class ErrorsTest(TestCase):
         )
 
     @parameterized.parameters(
+        *("--of_another_trainer=3", "--num_epochs=x"),
         *("--of_another_trainer=3\n", "--num_epochs=x\n"),
-        # As after a crash of the host; the last number was 40.
-        *("", "\n", "\0\0\0\0\n", "--mode=train\nmax_length=40\n"),
-        *("--mode=train\n--max_len", "--mode=train\n--max_length=4"),
     )
     def test_flags_of_another_trainer(self, line):
+        self.assert_refuses_flags(line)
+
+    @parameterized.parameters(
+        *("", "\n", "\0\0\0\0\n", "--mode=train\nmax_length=40\n"),
+        # The number was 40.
+        *("--mode=train\n--max_len", "--mode=train\n--max_length=4"),
+    )
+    def test_flags_after_a_crash_of_the_host(self, text):
+        self.assert_refuses_flags(text)
+
+    def assert_refuses_flags(self, text):
         workdir = self.workdir()
-        (workdir / "flags.txt").write_text(line)
+        (workdir / "flags.txt").write_text(text)
         self.assertIn(
             "flags.txt is damaged, or of another trainer",
             self.error("--mode=evaluate", f"--workdir={workdir}"),

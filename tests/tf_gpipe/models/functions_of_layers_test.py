@@ -111,6 +111,20 @@ def _trained(model):
     return [*found, *plain.get_weights(), plain(x)]
 
 
+def with_grouped_convolution():
+    """Returns a pipeline whose second stage XLA compiles a part of."""
+    return tf_gpipe.PipelinedSequential(
+        [
+            keras.Input((8, 4)),
+            L.Dense(4),
+            L.Conv1D(4, 3, groups=2, bias_initializer="ones"),
+        ],
+        num_stages=2,
+        num_micro_batches=2,
+        devices=[f"{KIND}:0", f"{KIND}:1"],
+    )
+
+
 class FunctionsOfLayersTest(tf.test.TestCase, parameterized.TestCase):
     @pairwise.product(
         kind=_KINDS, remat=("never", "always"), built=(False, True)
@@ -176,26 +190,12 @@ class FunctionsOfLayersTest(tf.test.TestCase, parameterized.TestCase):
     def test_grouped_convolutions_out_of_the_pipeline(self, run):
         """XLA takes no weights of another device."""
         x = np.random.default_rng(0).normal(size=(5, 8, 4)).astype("float32")
-        model = tf_gpipe.PipelinedSequential(
-            [
-                keras.Input((8, 4)),
-                L.Dense(4),
-                L.Conv1D(4, 3, groups=2, bias_initializer="ones"),
-            ],
-            num_stages=2,
-            num_micro_batches=2,
-            devices=[f"{KIND}:0", f"{KIND}:1"],
-        )
+        model = with_grouped_convolution()
         expected = model.predict(x, verbose=0)
         self.assertAllClose(run(model, x), expected, rtol=1e-5, atol=1e-6)
 
     def test_grouped_convolutions_are_verified(self):
-        model = tf_gpipe.PipelinedSequential(
-            [keras.Input((8, 4)), L.Dense(4), L.Conv1D(4, 3, groups=2)],
-            num_stages=2,
-            num_micro_batches=2,
-            devices=[f"{KIND}:0", f"{KIND}:1"],
-        )
+        model = with_grouped_convolution()
         model.compile("sgd", "mse")
         x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype("float32")
         report = tf_gpipe.verify(model, x, x[:, :6])

@@ -570,16 +570,11 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
     ):
         def train(**kwargs):
             keras.utils.set_random_seed(1)
-            layers = [keras.Input((6,)), make(), make(), L.Dense(3)]
+            made = [keras.Input((6,)), make(), make(), L.Dense(3)]
             if functional:
-                model = keras.Sequential(layers)
-                model = keras.Model(model.inputs, model.outputs)
-                if kwargs:
-                    model = tf_gpipe.PipelinedModel.from_model(model, **kwargs)
-            elif kwargs:
-                model = tf_gpipe.PipelinedSequential(layers, **kwargs)
-            else:
-                model = keras.Sequential(layers)
+                made = keras.Sequential(made)
+                made = keras.Model(made.inputs, made.outputs)
+            model = comparison.model_of(made, **kwargs)
             x, y = numbers(8, 6), numbers(8, 3)
             model.compile(
                 keras.optimizers.Adam(0.1), "mse", run_eagerly=first == "tape"
@@ -655,17 +650,14 @@ class UnusualLayersTest(tf.test.TestCase, parameterized.TestCase):
             keras.utils.set_random_seed(1)
             model = keras.Sequential([keras.Input((6,)), *make()])
             model = keras.Model(model.inputs, model.outputs)
-            if kwargs:
-                model = tf_gpipe.PipelinedModel.from_model(
-                    model, balance=[2, 1], **kwargs
-                )
+            model = comparison.model_of(model, **kwargs)
             x, y = numbers(8, 6), numbers(8, 3)
             model.compile(keras.optimizers.SGD(0.1), "mse")
             model(x)
             model.fit(x, y, epochs=2, verbose=0)
             return model.trainable_variables
 
-        for a, b in zip(train(), train(**TWO), strict=True):
+        for a, b in zip(train(), train(**TWO, balance=[2, 1]), strict=True):
             self.assertAllClose(a, b, rtol=1e-4, atol=1e-5)
 
     @parameterized.parameters(lambda x: x.enable_lora(2), replace_bias)
